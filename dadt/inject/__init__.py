@@ -81,7 +81,7 @@ def _hook_elsewhere() -> None:
 
 
 def _forget() -> None:
-    """As if torch had not imported dadt: should the script do so later, it is seen."""
+    """Remove dadt from the imported modules, so that a later import of it by the script is noticed."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "dadt"]:
         del sys.modules[name]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def look_past() -> Callable[[], None]:
-    """To be called now and then: once the compiler is loaded, it runs DADT's own code as it is.
+    """A function to call now and then: once torch's compiler is loaded, it is made to leave DADT's own code as it is.
 
     Otherwise a compiled optimizer compiles the exchange along with its step: to no use, and with warnings.
     """

@@ -104,8 +104,8 @@ class Wrappers:
 
     @contextmanager
     def quiet(self, *, undecided: bool = False) -> Iterator[None]:
-        """Around a forward. The script finds DDP's attributes, and its pickles, as it knows them. undecided: of those,
-        too, of which nothing is decided yet."""
+        """A context for a forward, in which these DDPs do not average. Outside of it their attributes, and so pickles,
+        are as the script knows them. undecided: also DDPs of which nothing is decided yet."""
         before: list[tuple[DDP, dict[str, Any]]] = []
         for ddp in self._quiet:
             self._check(ddp)

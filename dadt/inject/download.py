@@ -71,8 +71,8 @@ class Turn:
                 lock.truncate(0)  # closing the file gives the turn back
 
     def done(self, key: str, first: bool) -> bool:
-        """Inside a turn: whether another rank has made this call, each rank's n-th call for a key being the same;
-        with `first`, whether any was made."""
+        """Whether another rank has made this rank's call for the key, each rank's n-th call for it being the same; with
+        `first`, whether any rank has made one. Call it within a turn."""
         self._calls[key] += 1
         record = self._file(key, "done")
         return record.exists() and int(record.read_text()) >= (1 if first else self._calls[key])

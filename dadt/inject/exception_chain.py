@@ -23,7 +23,7 @@ class Chain(NamedTuple):
     remote: str
     """The traceback of another process in which it was raised; empty if it was this one."""
     secondary: bool
-    """Another rank's failure has caused it."""
+    """Whether another rank's failure has caused it."""
 
 
 def chain_of(error: BaseException) -> Chain:

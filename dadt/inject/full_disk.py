@@ -15,7 +15,7 @@ from typing import Any
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TEXT = re.compile(r"\[Errno (?:28|122)\] [^:\n]*(?:: '(?P<path>[^'\n]+)')?|No space left on device")
 _LEAST = 64 << 10
-"""With fewer bytes free, a disk takes no more of a file."""
+"""Free bytes below which a disk counts as full."""
 _KEY = "__dadt_disk__"
 _MARK = ".dadt-"
 """Begins the names of folders in which files are written before they are whole."""
@@ -40,7 +40,7 @@ def noting(write: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def text_of(error: BaseException) -> str:
-    """Which disk is full, and what is free there, if that has caused the error; else empty."""
+    """Text about the full disk, and what is free there, if that has caused the error; else empty."""
     chain = list(_chain(error))
     for each in chain:
         if _KEY in each.__dict__:
@@ -67,7 +67,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _near(error: BaseException, path: Any) -> Iterator[Path]:
-    """Where it may have been written: files and paths that the innermost functions know, then usual places."""
+    """Paths that may lie on the full disk: files and paths that the innermost functions know, then usual places."""
     if isinstance(path, str):
         yield Path(path)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

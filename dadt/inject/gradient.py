@@ -45,7 +45,8 @@ def install(runtime: Runtime, modules: Modules) -> None:
     scale, unscale, step = GradScaler.scale, GradScaler.unscale_, GradScaler.step
 
     def tell(scaler: GradScaler, attachments: Iterable[Attachment]) -> None:
-        """Tell the loss scale of this step's gradients. They may be clipped, or sent, before they are unscaled."""
+        """Give the attachments the loss scale of this step's gradients, which may be clipped or sent before they are
+        unscaled."""
         value = scaler._scale if scaler.is_enabled() else None
         token = None if value is None else (id(value), value._version)
         for attachment in attachments:

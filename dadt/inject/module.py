@@ -24,7 +24,7 @@ from dadt.train.runtime import Runtime
 _UNSEEN_STEPS = 3
 _PASSES_WITHOUT = 10
 _PASSING_ON = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
-"""Wrappers that call the module inside: compiled, or a copy of it."""
+"""Classes of wrappers that call the module inside them, compiled, or a copy of it."""
 
 
 class Entry:
@@ -39,7 +39,7 @@ class Entry:
         self._module = weakref.ref(module)
         self._call = call
         self.calls = 0
-        """Forwards with gradients so far."""
+        """Number of forwards with gradients so far."""
         self._was_training = True
         self._trained_in_eval = False
 
@@ -66,7 +66,7 @@ class Entry:
             return call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """None, for modules that pickle and copy all that they hold, as DistributedDataParallel does."""
+        """Pickles and copies hold None in its place: some modules pickle all that they hold, as DDP does."""
         return type(None), ()
 
     def withdraw(self, module: nn.Module) -> None:
@@ -337,8 +337,8 @@ def _predicted_first(backward: Callable[..., Any], runtime: Runtime) -> Callable
 
 
 def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Counts and announces them, and tells of training without an optimizer that could be one of ours, while there is
-    still time to end the job."""
+    """Counts and announces backwards, and warns of training without an optimizer that DADT knows, while there is still
+    time to end the job."""
     passes = 0
 
     @functools.wraps(backward)

@@ -41,7 +41,7 @@ class Steps:
         self._under_way: list[tuple[FrameType, Optimizer, Attachment | None]] = []
         self.derivatives = Derivatives(runtime)
         self.inside: Attachment | None = None
-        """Whose own code runs, and no closure."""
+        """The attachment whose optimizer's own code runs, rather than a closure; None if there is none."""
         self._backwards: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Backwards that the script had begun when each optimizer's last step ended."""
 
@@ -216,7 +216,7 @@ class Closure:
         self._closure = self._apart(closure, self._modules.runtime.checkpoints.streams)
         self._weights = [] if attachment.has_closure else _versions(attachment)
         self._uses_loss = not is_torchs(attachment.optimizer)
-        """Its step may depend on the loss, which is to be the same on all ranks then."""
+        """Whether the step may depend on the loss, which then has to be the same on all ranks."""
         self.calls = 0
 
     def __call__(self) -> Any:
@@ -276,7 +276,7 @@ def use_gradients(attachment: Attachment, modules: Modules) -> None:
 
 
 def _withholds(attachment: Attachment) -> bool:
-    """Its step is to change nothing."""
+    """Whether the optimizer's step is to change nothing."""
     return attachment.stepping and attachment.algorithm.holds
 
 

@@ -35,7 +35,7 @@ OURS = ("torch", "dadt")
 
 
 class Learner(Protocol):
-    """What is told that the script knows its rank."""
+    """The object whose `knows_rank` is set once the script knows its rank."""
 
     knows_rank: bool
 

@@ -10,7 +10,8 @@ from torch import nn
 
 
 def by_parameters(roots: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """In the order of the optimizer's parameters below them: the same on all ranks, and whenever the script runs."""
+    """The roots in the order of the optimizer's parameters below them, which is the same on all ranks and in each
+    run."""
     every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
     numbers = {id(p): i for i, p in enumerate(every)}
     below = {m: [numbers[id(p)] for p in m.parameters() if id(p) in numbers] for m in roots}

@@ -99,14 +99,14 @@ def ask() -> Runtime:
 
 
 def forget_seeds() -> None:
-    """In a script that calls `dadt.init`: each rank draws numbers of its own from here on, unless the script has seeded
-    before."""
+    """Let each rank of a script that calls `dadt.init` draw numbers of its own from here on, unless the script has
+    seeded."""
     if streams is not None and streams.parting is not None:
         (streams.parting.waive if streams.seeded else streams.parting.part)()
 
 
 def watch_deaths(abort: Abort) -> None:
-    """Call this when a rank of the job has ended."""
+    """Have `abort` called when a rank of the job has ended."""
     if runtime is not None:
         runtime.listen()
         runtime.deaths.watch(abort)

@@ -1,4 +1,4 @@
-"""Among whom a pass is divided: `--redistribute`."""
+"""The ranks among which a pass over the data is divided, also when ranks were lost (`--redistribute`)."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ if TYPE_CHECKING:
 
 
 class Division(NamedTuple):
-    """A step has as many shares as ranks that the job began with; those who read it may be fewer."""
+    """The division of each step of a pass. A step has one share for each rank with which the job began; fewer ranks may
+    read it."""
 
     rank: int
-    """This one's place among them."""
+    """This rank's place among the readers."""
     readers: int
     shares: int
 
     @property
     def grows(self) -> bool:
-        """Batches are larger than a share."""
+        """Whether batches are larger than a share, as there are fewer readers than shares."""
         return self.readers < self.shares
 
 
 def begun(rank: LoadingRank) -> Division:
-    """As the job began: each rank reads its share, and those of lost ranks are left out."""
+    """The division with which the job began: each rank reads its share, and those of lost ranks are left out."""
     return Division(rank.world.rank, rank.world.world_size, rank.shares)
 
 
 def left_out(rank: LoadingRank) -> Division:
-    """Shares that nobody reads are left out."""
+    """A division in which each rank reads its share, and shares without a rank are left out."""
     return Division(rank.world.rank, rank.shares, rank.shares)
 
 
@@ -46,8 +47,8 @@ def agree(rank: LoadingRank, name: str) -> Division:
 
 
 def missing(rank: LoadingRank, lost: int, loaders: Sequence[tuple[str, int | None]]) -> str:
-    """What becomes of the shares of so many lost ranks. loaders: those that train, and the samples of a pass where they
-    are known."""
+    """Says what becomes of the shares of `lost` lost ranks. loaders: names of the loaders that train, each with its
+    samples in a pass, or None if they are not known."""
     if rank.config.redistribute:
         return "the running pass leaves out what was theirs, and later ones divide it among those who are left"
     size = rank.world.world_size

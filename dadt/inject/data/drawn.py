@@ -37,7 +37,7 @@ class Drawn:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, the generators are as they were, and behind it as they are now."""
+        """A context in which the generators are as they were before the draw; afterwards they are as they are now."""
         now = self._states()
         untouched = all(map(torch.equal, self._after, now))
         if untouched or self._is_foreseen:

@@ -42,7 +42,7 @@ SWEEPS += ("ConfigSpace", "smac", "cmaes", "cma", "ray.tune")
 that are to differ between ranks, as those of an environment."""
 STORES: tuple[str, ...] = ("optuna.storages._rdb", "optuna.storages._redis", "optuna.storages._journal")
 STORES += ("optuna.storages.journal", "hyperopt.mongoexp")
-"""Their ids name something in a store that several processes may share."""
+"""Modules whose ids name something in a store that several processes may share: they keep the system's entropy."""
 KEPT_GENERATORS = 64
 """Generators of torch that are remembered, as nothing else finds them."""
 
@@ -71,11 +71,12 @@ class Entropy:
         """Generators of Python's class random.Random that got their seed here, as the script itself made them."""
         self._torch: deque[torch.Generator] = deque(maxlen=KEPT_GENERATORS)
         self._is_trained = self._is_scripts_data = False
-        """Nothing that the script trains on comes through a DataLoader: its generators choose it."""
+        """Whether a step was made; and whether the script chooses its training data with its own generators, not by a
+        loader."""
 
     def seed(self, bits: int, frame: FrameType, more: bytes = b"") -> int | None:
-        """What a generator begins with that is asked for in this frame; None where it asks the system. more: of what
-        the seed depends beside the job's."""
+        """The seed, of this many bits, of a generator made in this frame; None if it is to ask the system. more:
+        further bytes that change the seed."""
         if os.getpid() != self._pid or self._rank.script_is_distributed:
             return None
         if not (threading.current_thread() is threading.main_thread() or self._rank.on_training_thread):
@@ -143,7 +144,7 @@ class Entropy:
     # What asks the system -----------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """In the place of each library's own way to ask."""
+        """Replace the ways in which each library asks the system for entropy."""
         self._patch_numpy()
         self._patch_random()
         self._patch_torch()
@@ -198,7 +199,7 @@ class Entropy:
         torch.seed = torch.random.seed = seed_generators
 
     def _urandom(self, size: int) -> bytes:
-        """For `uuid`, whose ids name folders of runs, or studies by whose names trials are pruned."""
+        """`os.urandom` for `uuid`, whose ids name folders of runs, or studies by whose names trials are pruned."""
         frame = sys._getframe(1)
         asker = asker_of(frame)
         given = self.seed(8 * size, frame) if asker is not None and not _in(asker, STORES) else None
@@ -254,8 +255,8 @@ _is_users = functools.lru_cache(maxsize=1024)(is_users)
 
 
 def _place(asker: FrameType) -> str:
-    """Where in the script a generator is asked for, the same on all ranks; empty within the reading of a batch, but for
-    a stream that this process reads: each rank walks all of it, in one order."""
+    """The place in the script where a generator is asked for, as text that is the same on all ranks. Empty while a
+    batch is read, unless from a stream in this process: each rank walks all of that, in one order."""
     lines, frame = [_line(asker)], asker.f_back
     while frame is not None:
         code = frame.f_code

@@ -60,7 +60,7 @@ class FastaiLoaders:
         kind.__iter__, kind.__len__ = patched_iter, patched_len
 
     def _can(self, loader: Any) -> bool:
-        """Not where the script shares out, or samples come one by one from a stream."""
+        """Whether the loader can be divided: not if the script shares out its data, or its samples come one by one."""
         own = self._runtime.script_is_distributed or type(loader).__name__ == "DistributedDL"
         return not own and loader.indexed and loader.n is not None and bool(loader.bs)
 

@@ -72,8 +72,8 @@ class Order:
         draws_on: bool,
         seen: Callable[[Piece], None] | None = None,
     ) -> None:
-        """draws_on: the source may draw at every next, not only at the first. seen: the source gives Pieces,
-        and this is told of each."""
+        """draws_on: the source may draw at every next, not only at the first. seen: called with each Piece of a source
+        that gives Pieces, whose indices are passed on; None if it gives indices."""
         self.source = source
         self.streams = streams
         self.draws_on = draws_on
@@ -192,7 +192,7 @@ class Feed:
         self._look_back()
 
     def _look_back(self) -> None:
-        """Tell whether this pass has trained."""
+        """Report, once for a pass, whether it has trained."""
         if self.runtime.on_training_thread and not self._told:  # another thread may be done before the first step
             self._told = True
             self.over((self.runtime.step, self.runtime.backwards) != self._before)

@@ -132,7 +132,7 @@ class Loaders:
         return len(self._make_share(loader, begun(self.runtime)))
 
     def _decide(self, loader: Loader, role: Role) -> str:
-        """The role for this pass; fixed, and told to the user, if it is for good."""
+        """The role for this pass. If it is for good, it is fixed, and the user is told."""
         if role.kind:
             return role.kind
         kind, final = self.asked(role), True
@@ -169,7 +169,7 @@ class Loaders:
         return any(role.has_trained for role in self.roles.values())
 
     def _tell(self, sentence: str, role: Role, level: str = "info") -> None:
-        """A script may make its loaders anew in every epoch: of many alike, the first few are told."""
+        """Print the sentence; of loaders alike, as made again in every epoch, only for the first LISTED."""
         text = sentence.removeprefix(role.name)
         self._told[text] += 1
         if self._told[text] <= LISTED:
@@ -184,7 +184,7 @@ class Loaders:
         return ""
 
     def _guess(self, loader: Loader, role: Role) -> str:
-        """For len() before the role is fixed: what shuffles, trains, or else the first loader, if it is a stream."""
+        """The role that len() assumes before it is fixed: what shuffles trains, else the first loader if a stream."""
         if has_distributed_sampler(loader):
             return ALONE
         if asked := self.asked(role):
@@ -219,7 +219,7 @@ class Loaders:
             )
 
     def _divide(self, loader: Loader, role: Role) -> Division:
-        """Among whom the pass is divided that begins. Persistent workers begin anew where others divide it now."""
+        """The division of the pass that begins. Persistent workers start again if it differs from the last pass's."""
         division = agree(self.runtime, role.name)
         if division.grows and not loader._auto_collation:
             self.runtime.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")

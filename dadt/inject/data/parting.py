@@ -23,13 +23,13 @@ SEEDING: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
 
 
 class Parting:
-    """From `dadt.init` until the rank draws its own."""
+    """Keeps the ranks' generators alike from `dadt.init` until each rank draws numbers of its own."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._initial = torch.initial_seed()
         self._seeded: set[ModuleType] = set()
-        """Whose generators are the script's by now."""
+        """The modules whose generators the script has seeded since."""
         self._done = False
         for module, names in SEEDING:
             for name in names:

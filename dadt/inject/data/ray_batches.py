@@ -14,7 +14,7 @@ TOLD = "ray.data (streaming_split): shares out its data itself, left as it is."
 
 
 def install(runtime: LoadingRank, min_np: int) -> None:
-    """Tell of the first split that is read. Reading one raises ConfigError under --min-np."""
+    """Report the first split of ray.data that is read. Under --min-np reading one raises ConfigError."""
 
     def tell(module: Any) -> None:
         kind = module.DataIterator

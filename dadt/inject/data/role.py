@@ -47,7 +47,7 @@ class Role:
 
 
 def sentence(loader: Loader, role: Role, size: int, takers: int) -> str:
-    """What the user is told of a loader. takers: ranks that take a batch of their own in each step."""
+    """The sentence for the user about a loader. takers: number of ranks that take a batch of their own in each step."""
     if role.kind == ALONE:
         if has_distributed_sampler(loader):
             return f"{role.name}: shares out its data itself, left as it is."

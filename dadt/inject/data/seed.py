@@ -24,7 +24,7 @@ import torch
 from dadt.inject.rank import Rank
 
 _seed_numpy, _set_numpy, _set_random = np.random.seed, np.random.set_state, random.setstate
-"""As they are before the script's calls of them are noted."""
+"""NumPy's and Python's own functions, kept before they are replaced by ones that note the script's calls."""
 python_generator = random.seed.__self__  # type: ignore[attr-defined]
 """The generator of the functions of the module `random`."""
 REMEMBERED_STATES = 64
@@ -48,7 +48,7 @@ class State(NamedTuple):
         _set_random(self.random)
 
     def having(self, other: State, names: Iterable[str]) -> State:
-        """The same but for these generators, which are as in the other."""
+        """This state, but with the generators of these names as in the other."""
         return self._replace(**{name: getattr(other, name) for name in names})
 
     def plain(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Streams:
         """The thread that reads a batch of this rank's share."""
         self.parting: Ahead | None = None
         self.undivided: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Around what draws as `shared` does, where there is one stream for all."""
+        """The context that `shared` uses if ranks have no streams of their own."""
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -219,7 +219,7 @@ class Streams:
         seed_all(mix(shared.seed(), self.rank), self._manual_seed)
 
     def _rejoin(self) -> None:
-        """The script starts anew from a seed: data, splits and weights that it now draws must agree on all ranks.
+        """The script starts again from a seed: data, splits and weights that it now draws must agree on all ranks.
         Until `split` (the next training batch or forward) the global generators are the shared stream again."""
         common, self._left = self._common, State.capture()
         common.restore()
@@ -228,8 +228,8 @@ class Streams:
 
     @contextmanager
     def shared(self, *, only_torch: bool = False) -> Iterator[None]:
-        """Inside, the global generators of torch (CPU), numpy and random are the shared stream. only_torch: that of
-        torch alone, which takes a tenth of the time."""
+        """A context in which the global generators of torch (CPU), numpy and random are the shared stream. only_torch:
+        only torch's is, which takes a tenth of the time."""
         if not self.divided:
             with self.undivided():
                 yield
@@ -248,7 +248,8 @@ class Streams:
 
     @contextmanager
     def apart(self, *, only_torch: bool = False) -> Iterator[None]:
-        """Inside, within `shared`, they are the rank's own again. only_torch: as there."""
+        """A context within `shared` in which the global generators are the rank's own again. only_torch: as for
+        `shared`."""
         if not (self.divided and self._drawing):
             yield
             return
@@ -276,8 +277,8 @@ class Streams:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, a batch of this rank's share is read. What is seeded for an item of it, as to change an image and its
-        mask alike, is the rank's own."""
+        """A context in which a batch of this rank's share is read. What is seeded for an item, as to change an image
+        and its mask alike, is the rank's own."""
         before, self._reader = self._reader, threading.get_ident()
         try:
             yield

@@ -227,8 +227,8 @@ def every_nth(stream: Iterable[Any], rank: int, size: int, block: int = 0, whole
 
 
 def stream_steps(samples: int, batch_size: int, drop_last: bool, rank_size: int, workers: int = 1) -> int:
-    """Batches of a stream of known length when each global batch has `batch_size * rank_size` samples. workers: each of
-    so many gives batches of its part of the samples."""
+    """Number of batches of a stream of known length when each global batch has `batch_size * rank_size` samples.
+    workers: number of worker processes, each of which gives batches of its part of the samples."""
     whole = batch_size * rank_size
     parts = [len(portion(samples, worker, workers)) for worker in range(workers)]
     return sum(part // whole if drop_last else -(-part // whole) for part in parts)

@@ -60,7 +60,7 @@ class EveryNth(IterableDataset[Any]):
 
 
 class EveryNthPipe(IterDataPipe[Any]):
-    """The same for a data pipe, which torch shuffles and shards as a graph that this one is a part of."""
+    """A rank's part of a data pipe. It is a pipe itself, as torch shuffles and shards pipes as a graph."""
 
     def __init__(self, source: IterDataPipe[Any], split: Split) -> None:
         self.source = source
@@ -233,7 +233,7 @@ class StreamFeed:
         return self.runtime.allgather(self.name, b"\x01" if self._ahead else b"\x00")
 
     def _having(self) -> list[bool]:
-        """Which ranks have another batch: where they come to it in a replay, this one is like all."""
+        """For each rank, whether it has another batch; in a replay, or a rank alone, only whether this one has."""
         if self.runtime.replaying or self.runtime.alone:
             return [self._ahead is not None]
         if self._asked is None:

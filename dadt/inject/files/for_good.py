@@ -32,14 +32,15 @@ class ForGood:
     host write for good, too."""
 
     def __init__(self, journal: Journal, is_far: Callable[[str], bool], removals: Counter[str | None]) -> None:
-        """is_far: whether ranks of other hosts see a path, of which word comes later than what they have done.
-        removals: as of Tree."""
+        """is_far: whether ranks of other hosts see a path; their reports come later than what they have done. removals:
+        as for Tree."""
         self.journal = journal
         self._is_far = is_far
         self._removals = removals
 
     def open(self, path: str, flags: int, mode: int, shared: bool) -> int:
-        """A file that another rank has begun is begun anew as another file: what that one writes on stays whole."""
+        """Open a file for good. If another rank has begun it, and this one begins it too, it becomes a new file, so
+        that what the other rank goes on to write stays whole."""
         path = os.path.realpath(path) if kind(path) == stat.S_IFLNK else path
         with self.journal.turn() if shared else nullcontext():
             if shared and flags & BEGINS and kind(path) == stat.S_IFREG and self.journal.is_others(path):

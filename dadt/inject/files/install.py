@@ -71,7 +71,8 @@ class Scope:
         self._outside = (home, *(os.path.abspath(path) + os.sep for path in folders))
 
     def keeps(self, path: str) -> bool:
-        """Not what lies among temporary files or caches, unless the script works there or was told so."""
+        """Whether a path is kept apart: not if it lies among temporary files or caches, unless the script works there
+        or one of its arguments names the folder."""
         inside = max((each for each in self._inside if path.startswith(each)), key=len, default="")
         if path.startswith(self._ours) or (path.startswith(self._outside) and not inside):
             return False
@@ -79,7 +80,7 @@ class Scope:
 
 
 def install(runtime: WritingRank) -> Overlay | None:
-    """None where this rank is the only one that writes."""
+    """Install the overlay of this rank's files. Returns None if this rank is the only one that writes."""
     world, config = runtime.world, runtime.config
     joined_by_others = config.min_np > 0  # by a host that may share the folder
     if world.local_size == 1 and world.folder_writer < 0 and not (joined_by_others or runtime.replaying):
@@ -182,7 +183,7 @@ def opened(
 
 
 def _patch_reading(overlay: Overlay) -> None:
-    """Where the rank may have copies."""
+    """Patch the functions that read paths, of which the rank may have copies."""
     put = {name: overlay.reading(getattr(os, name)) for name in READERS}
     put |= {name: overlay.changing(getattr(os, name)) for name in CHANGERS}
     put |= {"chdir": overlay.chdir}

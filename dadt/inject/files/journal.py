@@ -20,11 +20,11 @@ from dadt.errors import CommTimeout
 
 PAUSE_SECONDS = 0.005
 PATIENCE_SECONDS = 2.0
-"""Time after which a rank that waits for its turn says so, again and again."""
+"""Seconds between a waiting rank's reports that it waits for its turn."""
 
 
 class Journal:
-    """Paths are absolute, sizes as of `written_files.line`."""
+    """The record of what the ranks of a host have written. Paths are absolute, sizes as for `written_files.line`."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class Journal:
         hear: Callable[[], Sequence[bytes]] | None = None,
         tell: Callable[[str, float], None] = lambda what, waited: None,
     ) -> None:
-        """timeout: seconds that a rank waits for its turn. relay: tells other hosts, and returns whether it has.
-        hear: returns the lines that ranks have told so since it was called last, those of this host, too; None where
-        other hosts' come to the file. tell: that the rank waits for its turn, and for how many seconds."""
+        """timeout: seconds that a rank waits for its turn. relay: reports to other hosts, and returns whether it has.
+        hear: returns the lines that ranks, of this host too, have so reported since the last call; None if those of
+        other hosts come to the file. tell: reports that the rank waits for its turn, and for how many seconds."""
         self._relay, self._hear, self._tell_waiting = relay, hear, tell
         self.rank = rank
         self._timeout = timeout
@@ -52,7 +52,7 @@ class Journal:
         """For each path that this rank has written, whether another rank has removed it since."""
 
     def wrote(self, path: str, *, new: bool = False) -> None:
-        """Tell that this rank is about to write the file, or has made the folder (new)."""
+        """Record that this rank is about to write the file, or has made the folder (new)."""
         if path in self._mine and self.writer(path) in (None, self.rank) and path not in self._gone:
             return
         self._mine.add(path)
@@ -64,7 +64,7 @@ class Journal:
         self._taken[path] = False
 
     def removed(self, path: str) -> None:
-        """Tell that this rank has removed it, or renamed it to another path."""
+        """Record that this rank has removed the path, or renamed it to another."""
         self._mine.discard(path)
         self._tell(REMOVED, path)
 

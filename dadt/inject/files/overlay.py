@@ -84,7 +84,7 @@ class Overlay(Tree):
         return call
 
     def path_for_library(self, given: Any, mode: str) -> Any:
-        """The path that a library opens by itself, in a mode as of Python's `open`, in place of the given one."""
+        """The path that a library is to open in place of the given one. mode: as for Python's `open`."""
         path = self.path(given)
         if path is None:
             return given
@@ -195,7 +195,7 @@ class Overlay(Tree):
             chdir(where)
 
     def remove(self, path: Any, *, dir_fd: int | None = None) -> None:
-        """To remove apart what is not there is no error: the first rank may have removed it already."""
+        """Remove a file. Apart it is no error if nothing is there: the first rank may have removed it already."""
         known = self.path(path, dir_fd)
         if known is None:
             unlink(path, dir_fd=dir_fd)
@@ -321,7 +321,7 @@ class Overlay(Tree):
         return Listing(self._entries(known, path))
 
     def _end_apart(self) -> None:
-        """Once the script has read its rank: folders that it made apart are there for what it goes on to write."""
+        """Make the folders that this rank made apart for good, once it may write there itself."""
         if self.writers.is_apart:
             self._was_apart = True
         elif self._was_apart:
@@ -332,12 +332,12 @@ class Overlay(Tree):
                         os.makedirs(folder[len(self.tree) :] or os.sep, exist_ok=True)
 
     def take_over(self) -> None:
-        """From now on this rank writes for good, in place of the first one, whose files it sees."""
+        """Let this rank write for good from now on, in place of the first one, whose files it sees."""
         self._was_apart = False
         self.forget()
 
     def forget(self) -> None:
-        """All copies, and what was removed."""
+        """Forget all copies, and what was removed apart."""
         with self.real():
             for name in listdir(self.tree):
                 shutil.rmtree(os.path.join(self.tree, name), ignore_errors=True)

@@ -67,10 +67,10 @@ class Saver:
         self._counts: Counter[str] = Counter()
         self._missed: set[str] = set()
         self._folders: set[Path] = set()
-        """Where this rank has written files for good."""
+        """Folders in which this rank has written files for good."""
         self._alone = not runtime.hooked
         self._world = runtime.world
-        """As a forked child has it, too, in which the runtime is no rank any more."""
+        """The rank's place, kept for a forked child, in which the runtime is no rank any more."""
         self._number = 0
         """How many saves this rank has begun: each is the others' of the same number, if the paths are alike."""
         self._thread = threading.local()
@@ -120,7 +120,7 @@ class Saver:
                         shutil.rmtree(half, ignore_errors=True)
 
     def take_over(self) -> None:
-        """From now on this rank writes for good, in place of the first of its host."""
+        """Let this rank write for good from now on, in place of the first of its host."""
         self.writers.take_over()
         if self.overlay is not None:
             self.overlay.take_over()
@@ -157,7 +157,7 @@ class Saver:
         return result
 
     def _save_in_child(self, f: str, write: Write) -> Any:
-        """Nobody waits for it, nor is waited for."""
+        """Save in a forked child, without waiting for other ranks, which do not wait for it either."""
         path = self.overlay.path(f) if self.overlay is not None else None
         if self.overlay is not None and path is not None and self._is_copied(self.overlay, path):
             return self._write_whole(Path(self.overlay.place(path)), write)

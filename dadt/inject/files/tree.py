@@ -72,7 +72,7 @@ class Tree:
         return path if self._keeps(path) else None
 
     def where(self, path: str) -> str:
-        """Where the rank reads `path`; a path that does not exist where it has removed it."""
+        """The path at which the rank reads `path`; one that does not exist if the rank has removed it."""
         private = self.tree + path
         try:
             mode = lstat(private).st_mode
@@ -99,8 +99,8 @@ class Tree:
                 unlink(private)
 
     def place(self, path: str, *, keep: bool = False, most: int | None = None) -> str:
-        """The path in the tree, ready to be written. keep: with the content that the rank sees now. most: of what is
-        not a copy yet, only so many bytes of it."""
+        """The path in the tree, ready to be written. keep: with the content that the rank sees now. most: at most this
+        many bytes of a content that is not a copy yet; None: all."""
         with self.real():
             private = self.tree + path
             self._prepare(os.path.dirname(path))

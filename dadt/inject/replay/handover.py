@@ -46,7 +46,7 @@ class Ready(NamedTuple):
 
 
 class Handover:
-    """The side of a rank that trains already."""
+    """The part of a rank that trains already in letting a new worker join."""
 
     def __init__(self, runtime: Runtime, values: Values, recorder: Recorder, taken: Taken) -> None:
         self._runtime, self._values, self._recorder, self._taken = runtime, values, recorder, taken
@@ -65,7 +65,8 @@ class Handover:
                 self._heed(approach)
 
     def saw(self, given: Any) -> None:
-        """A training forward begins, with these arguments."""
+        """A training forward begins, with these arguments: hands over what is ready, if the forward does not rely on
+        older computations."""
         ready, self._ready = self._ready, []
         if ready and not goes_on(given) and self._begun == ready[0].begun:
             with self._values.aside():
@@ -74,7 +75,8 @@ class Handover:
             self._again += [each.approach for each in ready]
 
     def regrouped(self) -> None:
-        """All have connected anew, one perhaps before it knew of what is ready here. What is open is told again."""
+        """All ranks have connected again, some perhaps before they knew of what is ready here: new workers then ask
+        again."""
         self._again, self._ready = [], []
 
     def _heed(self, approach: Approach) -> None:
@@ -134,7 +136,7 @@ class Handover:
         self._control.give(approach.number, blob, r.generation, last=approach.last)
 
     def _hand_over(self, ready: Ready) -> None:
-        """All connect anew, with the new worker unless it has ended."""
+        """Let all ranks connect again, with the new worker unless it has ended, and give it the state."""
         r, approach, gives = self._runtime, ready.approach, self._gives
         if gives:
             self._give(approach, ready.values, len(ready.state))

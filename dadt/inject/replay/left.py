@@ -26,7 +26,7 @@ def left_by(module: nn.Module, call: Callable[[], Any]) -> tuple[Any, list[tuple
 
 
 def put(part: nn.Module, name: str, value: Any) -> None:
-    """As the call has left it. A list or dict of which the script knows stays the same one."""
+    """Set the attribute to what the call left there. A list or dict that the script may hold stays the same object."""
     there = part.__dict__.get(name)
     if isinstance(there, list) and isinstance(value, list):
         there[:] = value

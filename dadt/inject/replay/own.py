@@ -66,7 +66,7 @@ class Own:
 
 
 def on(module: torch.nn.Module, values: Mapping[str, torch.Tensor] | None) -> Any:
-    """Beside the module's own."""
+    """The values of these buffers, each moved to the device of the module's buffer of that name; None for None."""
     if values is None:
         return None
     return {name: value.to(b.device) for name, value in values.items() if (b := module._buffers.get(name)) is not None}

@@ -62,7 +62,7 @@ class Recorder:
         """Snapshots in a row that no training forward followed."""
 
     def goes_on_from(self, step: int, began: float) -> None:
-        """After a replay up to this step; training began at this time."""
+        """Go on after a replay up to this step. began: when training began, in seconds since the epoch."""
         self._next, self._began = step + self._steps if self._steps else sys.maxsize, began
         self._forward = step
         if self._pace is not None:
@@ -70,7 +70,8 @@ class Recorder:
 
     @property
     def plan(self) -> list[float]:
-        """Which steps have snapshots, and when training began: the same on all ranks."""
+        """Numbers that say which steps have snapshots, and when training began; the same on all ranks. See
+        `follows`."""
         self._agree(at_once=True)
         first = self._pace.first if self._pace is not None else 0
         return [self._next, self._steps, self._began, self._group, first]
@@ -110,8 +111,8 @@ class Recorder:
             self._take(step)
 
     def saw(self, given: Any) -> None:
-        """A training forward begins, with these arguments. The first one after a snapshot is told in it, unless it goes
-        on with what was computed before: a replay does not have that."""
+        """A training forward begins, with these arguments. The snapshot before it notes their hash, or is dropped if
+        the forward goes on with what was computed before: a replay does not have that."""
         self._began = self._began or time()
         step = self._runtime.step
         if step != self._forward:

@@ -39,7 +39,7 @@ NEWS_SECONDS = 2.0
 
 
 class Goal(Protocol):
-    """Where the script is to come to."""
+    """The point to which a replay brings the script: a snapshot, or where the other ranks are."""
 
     digest: str
     """The hash of the arguments of the first training forward after the goal; empty if it is not known."""
@@ -282,7 +282,7 @@ class Replay:
                 self._streams.place(random["shared"])
 
     def _announce(self) -> None:
-        """Once each rank has come to the batch that it has trained on before."""
+        """Tell the user that training goes on, once every rank has come to the batch that it has trained on before."""
         seconds, self._seconds = self._seconds, None
         if seconds is None:
             return

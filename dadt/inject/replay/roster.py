@@ -63,7 +63,7 @@ class Roster:
 
     @property
     def built(self) -> int:
-        """Numbers of modules, schedulers and scalers built so far."""
+        """Number of modules, schedulers and scalers built so far, all together."""
         return self._modules_built + len(self._schedulers) + len(self._scalers)
 
     def number(self, module: nn.Module) -> int | None:

@@ -43,7 +43,7 @@ class Selections:
         self._values = values
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # with it go its kernels
         self._given: dict[int, int] = {}
-        """In a replay: by the address of a mask, how many elements it selects. A backward asks once more."""
+        """In a replay, the number of elements that each mask selects, by the mask's address: a backward asks again."""
 
     def install(self, *, replaying: bool) -> None:
         with warnings.catch_warnings():
@@ -101,8 +101,7 @@ class Selections:
         return counting
 
     def _by_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """In a process that replays: its backward counts the mask's elements by itself, and that of an index does
-        not."""
+        """`masked_select` by an index, for a process that replays: its own backward would count the mask's elements."""
 
         @functools.wraps(original)
         def masked_select(input: torch.Tensor, mask: torch.Tensor, **kwargs: torch.Tensor) -> Any:
@@ -147,7 +146,7 @@ def _traced(tensor: torch.Tensor) -> bool:
 
 
 def fitted(found: torch.Tensor, count: int, dim: int = 0) -> torch.Tensor:
-    """As many of its rows along the dimension, the first ones or all of them repeated; zeros where it has none."""
+    """A tensor with `count` rows along the dimension: the first of `found`, or all repeated; zeros if it has none."""
     there = found.shape[dim]
     if there == count:
         return found

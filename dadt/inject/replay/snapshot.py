@@ -21,7 +21,7 @@ from dadt.train.runtime import Runtime
 
 
 def script() -> dict[str, Any]:
-    """What this process runs, as far as a snapshot tells it."""
+    """A hash of the script that this process runs, and its arguments: a snapshot holds both."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     text = Path(path).read_bytes() if path else b""
     return {"script": hashlib.sha256(text).hexdigest(), "arguments": sys.argv[1:]}
@@ -56,7 +56,8 @@ def write(folder: Path, rank: int, content: dict[str, Any]) -> str:
 
 
 def complete(folder: Path, rank: int, sha256: str, told: dict[str, Any]) -> None:
-    """What has been written with this checksum is part of the snapshot. told: of the job. Raises OSError."""
+    """Make what was written, with this checksum, part of the snapshot. told: what it says of the job. Raises
+    OSError."""
     snapshots.complete(folder, rank, _half(folder, rank), sha256, told)
 
 
@@ -91,7 +92,8 @@ class Stored:
     """A snapshot as the goal of a replay."""
 
     def __init__(self, runtime: Runtime, values: Values) -> None:
-        """Raises NotResumed where this rank's part of it is missing or damaged, or of another script."""
+        """Read the snapshot that `--resume` names. Raises NotResumed if this rank's part is missing, damaged or of
+        another script."""
         folder, rank = Path(runtime.config.resume), runtime.world.rank
         there = snapshots.parts(folder)
         first = next((each for each in there if snapshots.about(folder, each)["common"]), there[0])

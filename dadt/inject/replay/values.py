@@ -26,7 +26,7 @@ _READERS = ("item", "__float__", "__int__", "__bool__", "__index__", "tolist", "
 
 
 class Values:
-    """One after the other, in the order in which the thread that trains has read them.
+    """The values that the script has read from tensors, in the order in which the thread that trains has read them.
 
     Only what the script itself reads counts, or a library on its behalf: not what happens `aside`, as within forwards,
     which a replay leaves out.
@@ -48,7 +48,7 @@ class Values:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, nothing is recorded. Another thread's reads are not recorded anyway."""
+        """A context in which nothing is recorded. Another thread's reads are not recorded anyway."""
         mine = threading.get_ident() == self._thread
         self._aside += mine
         try:
@@ -78,7 +78,7 @@ class Values:
         return len(self._steps) > 0
 
     def as_tensor(self) -> torch.Tensor:
-        """What was recorded so far. uint8, (bytes,)."""
+        """What was recorded so far, as a tensor of uint8 of one dimension."""
         if not self.recorded:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(bytearray(self.recorded), dtype=torch.uint8)
@@ -110,8 +110,8 @@ class Values:
         return read
 
     def told(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record what DADT tells the script, as if the script had read it; in a replay, return what it was told
-        before."""
+        """Record a value that DADT gives the script, as if the script had read it; in a replay, return the earlier
+        value."""
         if self.replaying:
             return self._known(tensor)
         self._record(tensor)
