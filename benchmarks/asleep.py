@@ -46,7 +46,7 @@ class Layer(nn.Linear):
 
 
 def asleep(layers: int, seconds: float, width: int = WIDTH) -> tuple[Any, ...]:
-    """A workload of so many layers, whose forward and backward wait so long together."""
+    """A workload of `layers` layers, whose forward and backward together wait `seconds` seconds."""
 
     def batch(size: int) -> tuple[torch.Tensor, ...]:
         return torch.randn(size, width), torch.randn(size, width)

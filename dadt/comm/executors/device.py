@@ -20,28 +20,29 @@ if TYPE_CHECKING:
     from dadt.comm.trace.gpu import GpuTrack
 
 ABORT_SECONDS = 30.0
-"""How long a library, and then the device, may take to end what is under way."""
+"""Seconds that a library, and then the device, may take after an abort to end what is under way."""
 LOOK_SECONDS = 1e-4
-"""Time between two looks whether the device has come somewhere."""
+"""Seconds between two looks whether the device has passed an event."""
 
 Coding = tuple[Feedback, "torch.Tensor | float"]
-"""How a bucket is compressed, and the factor of what is owed from before."""
+"""How a bucket is compressed, and the factor of the residual of earlier exchanges."""
 
 
 class Starter(Protocol):
-    """Executors of a device's tensors."""
+    """An executor of a device's tensors, which starts operations and does not wait for them."""
 
     means: bool
-    """`start` gives means of real and complex numbers, which saves a pass over them; else sums."""
+    """Whether `start` gives means of real and complex numbers, which saves a pass over them; else it gives sums."""
 
     def start(self, flat: torch.Tensor) -> Any:
-        """Begin a sum in place, or a mean; `wait` of what is returned makes the current stream wait for it."""
+        """Begin a sum over ranks in place, or a mean. `wait` of what is returned makes the current stream wait for
+        it."""
 
     def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
-        """Begin to exchange equal parts with each rank: of bytes, in the order of ranks; as `start`."""
+        """Begin to exchange equal parts of bytes with each rank, in the order of ranks. Returns what `start` does."""
 
     def gather(self, mine: torch.Tensor, all: torch.Tensor) -> Any:
-        """Begin to bring together equal parts from each rank, in their order; as `start`."""
+        """Begin to gather equal parts from all ranks, in their order. Returns what `start` does."""
 
     def abort(self) -> None: ...
 
@@ -65,13 +66,13 @@ class Device:
         self._survives = survives
         self._lock = threading.Lock()
         self._abortion: threading.Thread | None = None
-        """Ends what is under way; made when that begins."""
+        """The thread that aborts what is under way; None until there is an abort."""
         self._rank = rank
         self.sent = (0, 0)
-        """Bytes that this rank has sent so far, and would have sent uncompressed."""
+        """Bytes that this rank has sent so far, and bytes that it would have sent without compression."""
         self.device = device
         self.track: GpuTrack | None = None
-        """What shows in a timeline when the device did it."""
+        """Records in a timeline when the device computed; None without a timeline."""
         self._executor = executor
         self._engine = engine
         self._world_size = world_size
@@ -181,7 +182,7 @@ class Device:
         flat.copy_(codec.decode(wire).view(-1)[:total] * size)
 
     def _count(self, flat: torch.Tensor, coding: Coding | None, plain: int) -> None:
-        """Bytes that go round a ring, or are summed in parts, which is as much."""
+        """Add to `sent` the bytes of one average: as many go round a ring as are summed in parts."""
         size, ranks = flat.numel() * flat.element_size(), self._world_size
         moved = size
         if coding is not None:
@@ -245,8 +246,8 @@ class Averaging:
         world_size: int,
         confirm: Callable[[str, Any, float], None] | None = None,
     ) -> None:
-        """divided: by what the sums are divided already. confirm: waits for the device, where its end alone does not
-        tell that there is an average."""
+        """divided: the number by which the sums are divided already. confirm: waits for the device, and raises if an
+        abort has ended it; None if no abort can look like an average."""
         self._confirm = confirm
         self._divided = divided
         self._work = work
@@ -273,7 +274,7 @@ class Averaging:
 
     @property
     def seconds(self) -> float:
-        """The device's time, if it has got so far; else that of the work beside it."""
+        """Seconds that the device took, if it is done and can tell; else those of the engine's work beside it."""
         if self._module is torch.cuda and self._ended.query():
             return float(self._began.elapsed_time(self._ended)) / 1e3
         return self._work.seconds

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dadt.world import World
 
 CHUNK_BYTES = 4 << 20
-"""Long enough that its round trip between hosts counts for little, short enough that the first and last count for
-little."""
+"""Bytes of a chunk: enough that a round trip between hosts counts for little, and few enough that the first and last
+chunk, which overlap with nothing, do so too."""
 
 
 def connect(cross: str, config: Config, world: World, meet: Meet) -> Connection:
@@ -55,7 +55,7 @@ def _joiner(cross: str, config: Config, world: World, meet: Meet) -> Callable[[S
 
 
 def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: Meet) -> _core.Engine | None:
-    """Shared memory among the ranks of this host; None where there is one alone."""
+    """An engine over shared memory among the ranks of this host; None if there is only one."""
     here = next(ranks for ranks in hosts if world.rank in ranks)
     executor = _core.ShmExecutor(here.index(world.rank), len(here))
     endpoints = meet.exchange("shm endpoint", executor.endpoint())
@@ -66,7 +66,8 @@ def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: M
 
 
 class Hierarchical:
-    """As many shards as the smallest host has ranks: on the others, some ranks keep none."""
+    """The executor of this module. A chunk has as many shards as the smallest host has ranks; on larger hosts, some
+    ranks keep none."""
 
     name = "hierarchical"
 
@@ -88,7 +89,7 @@ class Hierarchical:
         self._timeout = timeout
         self._flat = join(range(sum(map(len, hosts))))
         self._across = [ranks[self._me] for ranks in hosts] if self._me < self._shards else []
-        """The ranks that keep the same shard."""
+        """The ranks that keep the same shard as this one, one on each host; empty if it keeps none."""
         self._cross = join(self._across) if len(self._across) > 1 else None
 
     # Reduction --------------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ class Hierarchical:
         self._allreduce(flat, reduction, lambda shard: self._across_hosts(shard, reduction))
 
     def allreduce_compressed(self, flat: torch.Tensor, codec: _core.Codec, owed: int, keep: float) -> tuple[int, int]:
-        """Between hosts alone: inside of one, bytes cost little. Gives the bytes that this rank sent to other hosts."""
+        """Compress between hosts only, as bytes within a host cost little. Returns the bytes sent to other hosts."""
         hosts = len(self._hosts)
         sent = plain = 0
 
@@ -139,7 +140,7 @@ class Hierarchical:
                 self._wait(gather)
 
     def _reduce(self, shards: Sequence[torch.Tensor], reduction: str) -> _core.Work | None:
-        """Each rank of the host gets its shard, reduced, in its place."""
+        """Begin to reduce the shards over the ranks of this host: each rank gets its own shard, in its place."""
         if self._local is None:
             return None
         layout = _core.Layout(DTYPES[shards[0].dtype], [shard.numel() for shard in shards])
@@ -149,7 +150,7 @@ class Hierarchical:
         return self._local.allreduce(layout, inputs, outputs, "reduce-scatter", reduction=kind)
 
     def _gather(self, shards: Sequence[torch.Tensor]) -> _core.Work | None:
-        """Every rank of the host gets all shards from those that keep them."""
+        """Begin to give every rank of this host all shards from the ranks that keep them."""
         if self._local is None:
             return None
         pieces = [(shard.data_ptr(), shard.numel() * shard.element_size()) for shard in shards]
@@ -159,7 +160,7 @@ class Hierarchical:
     # What moves -------------------------------------------------------------------------------------------------------
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """To one rank of each host, and there to the others; in chunks that overlap."""
+        """Send the tensor to one rank of each host, and from there to the host's others, in chunks that overlap."""
         source = next(number for number, ranks in enumerate(self._hosts) if root in ranks)
         at = self._hosts[source].index(root)
         leader = at if at < self._shards else 0
@@ -202,7 +203,8 @@ class Hierarchical:
     # Failing and ending -----------------------------------------------------------------------------------------------
 
     def _wait(self, work: _core.Work | None) -> None:
-        """The host's engine counts its ranks from 0; the user knows them by their ranks in the world."""
+        """Wait for this host's engine. Errors name ranks as the user knows them; the engine counts the host's from
+        0."""
         if work is None:
             return
         try:
@@ -245,7 +247,7 @@ class Hierarchical:
 
 
 def _chunks(flat: torch.Tensor, shards: int) -> Iterator[list[torch.Tensor]]:
-    """Parts of the tensor one after the other, each in so many shards, some of which may be empty."""
+    """Chunks of the tensor, in order, each cut into `shards` shards, some of which may be empty."""
     most = max(1, CHUNK_BYTES // flat.element_size())
     for chunk in torch.split(flat, most) if flat.numel() else ():
         cuts = [len(chunk) * shard // shards for shard in range(shards + 1)]

@@ -32,10 +32,10 @@ _SMALL = 32 * 1024
 """Up to this many bytes, each rank gets all ranks' values and reduces them itself, in rank order: one round trip, not
 two."""
 _SHORT = 48
-"""Bytes of an allgather that travel with its lengths."""
+"""Bytes of each rank's part of an allgather that travel with its length."""
 
 Lanes = tuple["Sequence[bytes]", float]
-"""The end of an operation: every rank's lane, and the sum of weights."""
+"""What an operation ends with: every rank's lane (its bytes beside the tensors), and the sum of the ranks' weights."""
 
 
 def connect(executor: Executor, rank: int, world_size: int, timeout: float) -> Connection:
@@ -75,7 +75,7 @@ class Puller:
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self._wires: dict[str, tuple[torch.Tensor, memoryview, int]] = {}
         self._sent = (0, 0)
-        """Bytes of this operation to peers, and their number without compression."""
+        """Bytes that this operation sends to peers, and that it would send without compression."""
 
     def run(self) -> None:
         while not self._engine.closed:
@@ -131,7 +131,7 @@ class Puller:
             job.unpack(flat.data_ptr(), scale)
 
     def _mean_in_wider(self, job: _core.Job, layout: _core.Layout, participants: int) -> None:
-        """A sum may not fit where the mean does."""
+        """Average in a wider dtype, as a sum may not fit where the mean does."""
         dtype = _TORCH[layout.dtype.name]
         flat = self._flat(dtype, layout.total)
         job.pack(flat.data_ptr())
@@ -144,7 +144,7 @@ class Puller:
         job.unpack(flat.data_ptr(), 1.0)
 
     def _allreduce_small(self, job: _core.Job, layout: _core.Layout) -> Lanes:
-        """Everybody gets everything and reduces it in rank order."""
+        """Give every rank all ranks' values, which it reduces itself in rank order."""
         head = self._head(job, f"{layout.counts}")
         data = -(-len(head) // 8) * 8  # aligned
         size = data + layout.total * layout.dtype.itemsize
@@ -170,7 +170,8 @@ class Puller:
         return [h[_HEADER.size :] for h in heads], sum(weights)
 
     def _allreduce_compressed(self, job: _core.Job, layout: _core.Layout) -> Lanes:
-        """A small one as above; of others, each rank sums its part for all. The lanes go with the first parts."""
+        """Average compressed values: few as in `_allreduce_small`; of more, each rank sums a part for all. Lanes go
+        first."""
         size = layout.total * layout.dtype.itemsize
         small = size <= _SMALL or self._world_size == 1
         if not small and isinstance(self._executor, Compressing):
@@ -209,7 +210,7 @@ class Puller:
         return [h[_HEADER.size :] for h in heads], sum(weights)
 
     def _allreduce_by_executor(self, job: _core.Job, layout: _core.Layout, executor: Compressing) -> Lanes:
-        """It compresses what goes far. The lanes go before."""
+        """Average by an executor that compresses between hosts itself. Lanes travel before the values."""
         heads = self._gather(self._head(job, f"{layout.counts} as {job.codec.name}"))
         weights = self._weights(job, heads)
         total = sum(weights)
@@ -231,11 +232,13 @@ class Puller:
         return [h[_HEADER.size :] for h in heads], total
 
     def _head(self, job: _core.Job, also: str) -> bytes:
-        """Beside what goes in an allreduce; what must be equal on all ranks is there as a number."""
+        """What a rank sends beside its values: a checksum of all that must be equal on all ranks, its weight and its
+        lane."""
         return _HEADER.pack(zlib.crc32(f"{_describe(job)} {also}".encode()), len(job.lane), job.weight) + job.lane
 
     def _allreduce_with_lanes(self, job: _core.Job, layout: _core.Layout) -> Lanes:
-        """Sum of the weighted tensors; behind them every rank's lane in a place of its own, zeros from the others."""
+        """Sum the weighted tensors, and behind them every rank's lane, each in its own place where other ranks have
+        zeros."""
         lane = _HEADER.pack(zlib.crc32(job.name.encode()), len(job.lane), job.weight) + job.lane
         behind = len(lane) * self._world_size
         # Decided by what is the same on all ranks; but the inputs must outlast a failure.
@@ -271,14 +274,14 @@ class Puller:
         self._weights(job, self._gather(head.ljust(_HEADER.size + _SHORT, b"\0")))
 
     def _weights(self, job: _core.Job, heads: Sequence[bytes]) -> list[float]:
-        """Raises Mismatch, on all ranks, unless all are in the same operation."""
+        """The ranks' weights. Raises Mismatch on all ranks unless all are in the same operation."""
         read = [_HEADER.unpack_from(head) for head in heads]
         if any(head[:2] != read[0][:2] for head in read):
             self._tell_apart(job)
         return [weight for _, _, weight in read]
 
     def _tell_apart(self, job: _core.Job) -> None:
-        """Raises Mismatch. Every rank has seen that they differ, and comes here."""
+        """Raise Mismatch that names two operations. Every rank comes here, as all have seen that they differ."""
         own = f"{_describe(job)}, with a lane of {len(job.lane)} bytes" if job.lane else _describe(job)
         texts = [
             text.rstrip(b"\0").decode(errors="replace") for text in self._gather(own.encode()[:400].ljust(400, b"\0"))
@@ -302,7 +305,7 @@ class Puller:
         return [], 0.0
 
     def allgather(self, job: _core.Job) -> Lanes:
-        """Bytes of any length: the lengths first, in a message that has room for short ones, too."""
+        """Gather bytes of any length: the lengths first, in a message that has room for short ones as well."""
         head = _HEADER.pack(zlib.crc32(job.name.encode()), 0, len(job.lane))
         data = head + job.lane[:_SHORT].ljust(_SHORT, b"\0")
         heads = self._gather(data)
@@ -318,7 +321,7 @@ class Puller:
         return [bytes(row.numpy().tobytes()) for row in every.view(self._world_size, len(data))]
 
     def exchange(self, job: _core.Job) -> Lanes:
-        """The lengths of all to all first, then the bytes."""
+        """Exchange bytes between all ranks: all lengths first, then the bytes."""
         assert job.layout is not None
         sent = job.layout.counts
         expected = job.receives.counts if job.receives else [-1] * self._world_size
@@ -343,14 +346,15 @@ class Puller:
         return [], 0.0
 
     def _flat(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """A wire buffer, kept and made larger where need be: much the same comes every step."""
+        """A buffer of `count` elements, kept from step to step, and replaced by a larger one where it is too small."""
         flat = self._flats.get(dtype)
         if flat is None or len(flat) < count:
             flat = self._flats[dtype] = torch.empty(count, dtype=dtype, device="cpu")
         return flat[:count]
 
     def _wire(self, size: int, which: str, room: int = 0) -> tuple[torch.Tensor, memoryview, int]:
-        """The same for bytes, with what reads and writes them quickest, and the address; room: of no use, behind."""
+        """Like `_flat` for bytes, with a memoryview and its address. room: further bytes behind, whose content does not
+        count."""
         wire = self._wires.get(which)
         if wire is None or len(wire[0]) < size + room:
             tensor = torch.empty(max(size + room, 2 * _SMALL), dtype=torch.uint8, device="cpu")
@@ -361,7 +365,7 @@ class Puller:
 
 
 def _counted(weights: Sequence[float]) -> tuple[list[int], bool, float]:
-    """The ranks that count, whether all do alike, and what the sum is divided by for the mean."""
+    """The ranks that count, whether all have equal weight, and the divisor of the sum for the mean."""
     equal = all(weight == weights[0] for weight in weights)
     # Weight 0: left out, for what it has may be no number.
     counted = [rank for rank, weight in enumerate(weights) if equal or weight > 0]
@@ -369,7 +373,7 @@ def _counted(weights: Sequence[float]) -> tuple[list[int], bool, float]:
 
 
 def _ring(size: int, ranks: int) -> int:
-    """Bytes that each rank sends in an allreduce of so many."""
+    """Bytes that each rank sends in an allreduce of `size` bytes."""
     return 2 * (ranks - 1) * size // ranks
 
 
@@ -384,7 +388,7 @@ def _describe(job: _core.Job) -> str:
 
 
 def _neutral(reduction: str, dtype: torch.dtype) -> float:
-    """A compression that changes nothing."""
+    """The value that changes no result of the reduction."""
     if reduction in ("sum", "mean"):
         return 0
     if reduction == "product":

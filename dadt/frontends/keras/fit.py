@@ -28,13 +28,13 @@ _stepping: list[Any] = []
 _installed: list[Runtime] = []
 BACKENDS = ("torch", "tensorflow")
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Learning rate schedules of which the user has been told."""
+"""Learning rate schedules about which the user has been warned."""
 _fitting: list[Any] = []
 """Models whose `fit` is under way."""
 
 
 class KerasCarrier(Carrier):
-    """Its state is the variables of Keras's optimizer."""
+    """A carrier whose state is the variables of Keras's optimizer."""
 
     def __init__(self, owner: Any, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(weakref.proxy(owner), list(parameters), momentum_of(owner))
@@ -127,7 +127,7 @@ def tell_of_schedule(optimizer: Any, runtime: Runtime) -> None:
 
 @contextmanager
 def within(optimizer: Any) -> Iterator[None]:
-    """Inside, the optimizer applies averages."""
+    """A context in which the optimizer applies averages."""
     _stepping.append(optimizer)
     try:
         yield
@@ -151,7 +151,7 @@ def _average_at(optimizers: Any, runtime: Runtime) -> None:
         carrier = _carrier_of(self, variables)
 
         def run() -> None:
-            """Where a step is late, the first one has no gradients."""
+            """Apply the averages. Where averages come a step late, the first step has none, and applies nothing."""
             gradients = [p.grad for p in parameters]
             if (factor := factor_of(self) or 1) != 1:
                 gradients = [None if g is None else g * factor for g in gradients]

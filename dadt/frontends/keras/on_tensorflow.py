@@ -32,7 +32,7 @@ ALGORITHMS = ("sync", "pipe")
 
 class TensorFlowCarrier(Carrier):
     def kept(self) -> dict[str, torch.Tensor]:
-        """Nothing: TensorFlow keeps what its optimizers remember."""
+        """Empty, as TensorFlow keeps the state of its optimizers."""
         return {}
 
 
@@ -42,12 +42,12 @@ class Mirror:
     def __init__(
         self, runtime: Runtime, optimizer: Any, variables: Sequence[Any], wrapped: bool, displacement: Any
     ) -> None:
-        """wrapped: by a script that knows of ranks. displacement: a tensorflow.prediction.Displacement, or None."""
+        """wrapped: the script has wrapped the optimizer. displacement: what predicts the weights, or None."""
         self._runtime = runtime
         self.variables = list(variables)
         self.displacement = displacement
         self.error: DadtError | None = None
-        """Why the last step failed: TensorFlow makes an error of its own of it."""
+        """The error by which the last step failed, which TensorFlow replaces by one of its own; None if none has."""
         self._parameters = [torch.nn.Parameter(to_torch(v)) for v in self.variables]
         self._carrier = TensorFlowCarrier(weakref.proxy(optimizer), list(self._parameters))
         self._begun = False
@@ -108,7 +108,7 @@ def install(runtime: Runtime) -> None:
 
 
 def _permuted_alike(original: Callable[..., Any], tf: Any) -> Callable[..., Any]:
-    """Arrays are shuffled anew in each epoch, in the same order on all ranks."""
+    """Shuffle arrays again in each epoch, in the same order on all ranks."""
 
     @functools.wraps(original)
     def get_tf_dataset(self: Any) -> Any:
@@ -249,7 +249,8 @@ def _fit(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
 
 
 def _divided(original: Callable[..., None], runtime: Runtime, tf: Any) -> Callable[..., None]:
-    """Each rank takes its batch of each so many. What is left over is left out, so that all take as many steps."""
+    """Give each rank one of every `world_size` batches. What is left over is left out, so that all take as many
+    steps."""
     ranks, rank = runtime.world.world_size, runtime.world.rank
 
     @functools.wraps(original)

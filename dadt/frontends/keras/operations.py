@@ -22,7 +22,7 @@ def tensor_of(value: Any) -> torch.Tensor:
 
 
 def of_backend(tensor: torch.Tensor) -> Any:
-    """The same as a tensor of Keras's backend."""
+    """The tensor as one of Keras's backend."""
     return tensor if keras.backend.backend() == "torch" else keras.ops.convert_to_tensor(to_numpy(tensor))
 
 

@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def draw() -> random.Random:
-    """The same numbers on all ranks, unless the script knows of ranks."""
+    """A generator of random numbers, which is the same on all ranks unless the script calls `dadt.init`."""
     with nullcontext() if _is_explicit() or worker.streams is None else worker.streams.shared():
         return random.Random(random.getrandbits(31))
 
@@ -86,7 +86,7 @@ def _of_tensorflow(tf: Any) -> None:
 
 
 def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Without a seed it gets one that is the same on all ranks."""
+    """Give a shuffle without a seed one that is the same on all ranks."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -100,7 +100,7 @@ def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Batches come in one order, even where the script says that they need not."""
+    """Keep batches in one order, even where the script says that they may come in any."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

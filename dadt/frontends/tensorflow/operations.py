@@ -17,7 +17,7 @@ from dadt.api import collectives, lifecycle, state
 from dadt.frontends.tensorflow.memory import to_numpy, to_torch
 
 _traced: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Operations of each graph so far."""
+"""Number of operations that were traced in each graph so far."""
 
 
 def called(name: str | None, kind: str) -> str | None:

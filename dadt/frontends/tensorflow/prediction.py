@@ -89,7 +89,7 @@ def show_true_weights() -> None:
 
 
 def trace_once_more() -> None:
-    """Variables have become known in the midst of a trace, whose tape came before: the next call traces anew."""
+    """Call this when variables become known during a trace, whose tape came before: the next call traces again."""
     for function in _calls():
         if not hasattr(function, ANEW):
             setattr(function, ANEW, function._clone(None))

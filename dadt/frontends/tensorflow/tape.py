@@ -10,8 +10,8 @@ from dadt.frontends.tensorflow.operations import allreduce_all, called
 
 
 class DistributedGradientTape:
-    """Around a tf.GradientTape: `gradient` gives the means over all ranks, at once and together. All else is the
-    tape's. reduction: mean or sum. Sparse gradients become dense."""
+    """A tf.GradientTape whose `gradient` gives the means over all ranks, at once and together. All else is the tape's
+    own. reduction: mean or sum. Sparse gradients become dense."""
 
     def __init__(self, tape: Any, *, reduction: str = "mean") -> None:
         if reduction not in ("mean", "sum"):

@@ -63,7 +63,7 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
 
 
 def DistributedGradientTape(gradtape: Any, op: Any = Average, **others: Any) -> Any:
-    """Around a tape whose gradients are to be averaged. Of the other arguments, sparse_as_dense and devices change
-    nothing. Raises ValueError for what DADT does otherwise."""
+    """Wrap a tape, so that its gradients are averaged. Of the other arguments, sparse_as_dense and devices change
+    nothing. Raises ValueError for those with which DADT could not do what they ask."""
     _keras.refuse("DistributedGradientTape", op=op, **others)
     return tape.DistributedGradientTape(gradtape, reduction="sum" if op == Sum else "mean")

@@ -42,7 +42,7 @@ def combined(gradients: list[Tensor]) -> Tensor:
 
 
 def _pair(a: Tensor, b: Tensor) -> Tensor:
-    """Where one is zero, the sum."""
+    """The Adasum of two tensors; their sum if one is zero."""
     dot, of_a, of_b = (a * b).sum(), (a * a).sum(), (b * b).sum()
     return a * (1 - _ratio(dot, of_a)) + b * (1 - _ratio(dot, of_b))
 

@@ -67,7 +67,8 @@ class Averaging:
         self._hooks: list[Any] = []
 
     def group(self, groups: int | Sequence[Sequence[Tensor]] | None) -> None:
-        """Have parameters travel together: in so many groups, in their order, or in these; by default by size."""
+        """Choose the parameters that travel together. groups: their number, in the order of parameters, or the groups
+        themselves; None: by size."""
         if groups is None:
             self._groups = self._by_size()
         elif isinstance(groups, int):
@@ -83,7 +84,7 @@ class Averaging:
         self._group_of = {p: number for number, group in enumerate(self._groups) for p in group}
 
     def _by_size(self) -> list[list[Tensor]]:
-        """From the last parameter, whose gradient comes first."""
+        """Groups of up to TOGETHER_BYTES bytes, from the last parameter, whose gradient comes first."""
         groups: list[list[Tensor]] = []
         room = 0
         for parameter in reversed(self.parameters):
@@ -127,7 +128,7 @@ class Averaging:
         return bool(self._under_way)
 
     def drop(self) -> None:
-        """Begin anew: what is under way comes to its end, and is not waited for again."""
+        """Start the step again: wait for what is under way, and expect all gradients once more."""
         for wait in [wait for waits in self._under_way.values() for wait in waits]:
             with suppress(HorovodInternalError):
                 wait()

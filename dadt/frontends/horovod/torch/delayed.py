@@ -50,11 +50,11 @@ class _Left:
         self.names = names
 
     def release(self) -> None:
-        """Nothing is to be undone."""
+        """Does nothing, as there is nothing to undo."""
 
 
 class _Delayed(Distributed):
-    """What such an optimizer has beside its own methods."""
+    """The methods that wrapping adds to an optimizer."""
 
     def synchronize(self) -> None:
         """Have `.grad` as the step will use it, for example to clip it."""

@@ -172,7 +172,7 @@ class _Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """All of it is the root's."""
+        """The gradient of the root is the average over ranks; the others' is zero."""
         average = allreduce(gradients[0], op=ReduceOp.Average, process_set=ctx.process_set)
         return average if place.rank() == ctx.root_rank else torch.zeros_like(average), None, None, None
 

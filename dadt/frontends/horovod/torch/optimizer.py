@@ -159,6 +159,6 @@ class _Synchronous(Distributed):
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Also begins gradients anew."""
+        """Load the state, and start the gradients of a step again."""
         self._averaging.drop()
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]

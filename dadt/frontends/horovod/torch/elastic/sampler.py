@@ -32,11 +32,11 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Tell that each rank has used a batch."""
+        """Record that each rank has used a batch of this size."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the pass, and how much of it has been used."""
+        """Return the number of the pass, and how many samples of it all ranks have used."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left anew."""
+        """Divide what is left of the pass again."""
         self.num_replicas, self.rank = place.size(), place.rank()
         order = list(range(len(self.dataset)))  # type: ignore[arg-type]
         if self.shuffle:

@@ -55,7 +55,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Divide what is left of passes anew."""
+        """Divide what is left of the passes again."""
         for value in self._kept.values():
             if isinstance(value, ElasticSampler):
                 value.reset()
