@@ -160,7 +160,7 @@ class Training:
 
 
 def train(asked: argparse.Namespace) -> None:
-    """As a contender does, told through the connection."""
+    """Train as one contender, in its own process: the number of steps of each turn comes through the connection."""
     import torch
 
     if asked.itself:

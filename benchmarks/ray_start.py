@@ -51,7 +51,7 @@ TorchTrainer(
 
 
 def seconds(command: list[str], folder: Path, workers: int) -> tuple[float, float]:
-    """To the last first step, and to the end."""
+    """The seconds until the last worker has taken its first step, and until the end."""
     begin = time.time()
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
     end = time.time()

@@ -23,7 +23,7 @@ from dadt_cli.bench.training import Contender, Task, alone, measure
 
 TENSORS = (10, 100, 1_000, 10_000)
 MILLISECOND = 24
-"""Tensors with which a step takes about so long."""
+"""Number of tensors with which a step takes about a millisecond."""
 WIDTH = 4
 DDP = Contender("DDP", 2, peer="ddp")
 TOGETHER = [DDP, *(Contender(name, 2, ("--algorithm", name)) for name in ("sync", "pipe")), alone()]

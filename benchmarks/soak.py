@@ -52,11 +52,11 @@ print("weights", step, digest, flush=True)
 """
 RANKS, LEAST = 4, 2
 WARMUP = 20.0
-"""Seconds of training that do not count."""
+"""Seconds at the beginning of a process's training that do not count."""
 SAMPLES = 9
-"""A process needs as many afterwards, so that its thirds have a median."""
+"""Number of samples after WARMUP that a process needs, so that its thirds have a median."""
 SHARE, MEBIBYTES = 0.05, 2.0
-"""Memory may grow by this share and so much beside it; nothing else may grow."""
+"""Memory may grow by this share, plus this many MiB; nothing else may grow."""
 
 
 @dataclass(frozen=True)

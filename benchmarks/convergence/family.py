@@ -27,7 +27,7 @@ class Family:
     model: Callable[[], nn.Module]
     optimizer: Callable[[Any, float], torch.optim.Optimizer]
     data: Callable[[], tuple[Dataset[Any], Dataset[Any]]]
-    """For training, and for the verdict."""
+    """Makes the data for training, and the data for the verdict."""
     batch: int
     steps: int
     rates: tuple[float, ...]

@@ -18,13 +18,14 @@ from benchmarks.convergence.study import Run, conditions
 METHODS = {"pipe": [], "sync": ["--algorithm", "sync"]}
 STEPS = 400
 FALLS = {1: STEPS // 3, 3: 2 * STEPS // 3}
-"""Steps after which these ranks are killed."""
+"""For each rank that is killed, the number of steps after which it is."""
 UNDISTURBED = (sum(FALLS.values()) + (RANKS - len(FALLS)) * STEPS) // RANKS
-"""Steps in which four workers see as many samples."""
+"""Number of steps in which four workers see as many samples as those of whom two are killed."""
 
 
 def accuracy(method: str, family: str, rate: float, seed: int, lost: bool) -> float:
-    """In per cent, of the weights that all ranks end with."""
+    """The accuracy, in per cent, of the weights that all remaining ranks end with. lost: two of the ranks are
+    killed."""
     flags = [*METHODS[method], *(["--min-np", "2"] if lost else [])]
     falls = ",".join(f"{rank}:{step}" for rank, step in FALLS.items())
     script = ["--steps", STEPS, "--falls", falls] if lost else ["--steps", UNDISTURBED]

@@ -22,7 +22,7 @@ class Method:
     delayed: bool = True
     warmup: int = 50
     fall_back: int = 1
-    """1: back to synchronous steps where gradients blow up."""
+    """1: fall back to synchronous steps if gradients blow up; 0: never."""
     c: float | None = None
     """Predict by the last displacements in place of the optimizer's own step: the factor of the last one."""
     c2: float = 0.0
@@ -35,13 +35,14 @@ class Method:
     """Predict by the optimizer's own step, as if this share of the rank's own gradient in flight, and else the last
     average that has arrived, were what it will be given. None: DADT's share."""
     back: float | None = None
-    """Beside it, this share of how far the rank's gradient before was off its average. None: DADT's."""
+    """The share of the last known gap between the rank's gradient and the average that is added to that. None:
+    DADT's."""
     mix: float = 0.0
     """Apply (1 + mix) updates less mix times the update before: error feedback for delayed updates."""
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """Raises ValueError where it is no method."""
+        """The method of this text. Raises ValueError if it is none."""
         base, _, more = text.partition(":")
         if base not in ("sync", "plain", "pipe"):
             raise ValueError(f"{text}: begin with sync, plain or pipe")

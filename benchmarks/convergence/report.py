@@ -159,7 +159,8 @@ def chance(results: Results) -> str:
 
 
 def normalizes(family: str) -> bool:
-    """With BatchNorm each rank normalizes by its own part of the batch: other ranks, another training."""
+    """Whether the model has BatchNorm, with which the number of ranks changes the training: each normalizes its own
+    part."""
     return any(isinstance(module, nn.BatchNorm2d) for module in FAMILIES[family].begin(0, 1.0)[0].modules())
 
 

@@ -28,7 +28,7 @@ sys.path.append(str(ROOT / "tests"))
 from harness.machine import Network  # type: ignore[import-not-found] # noqa: E402
 
 WARMUP = 10
-"""Synchronous steps, with each method: on such a link each takes as long as many others."""
+"""Number of synchronous steps at the beginning, with each method: on such a link each takes as long as many others."""
 LOCAL = ["--algorithm", "local", "--sync-every", "32"]
 DILOCO = [*LOCAL, "--outer-lr", "0.7", "--outer-momentum"]
 METHODS = {
@@ -45,10 +45,10 @@ METHODS = {
 TRAIN = ["-m", "benchmarks.convergence.train"]
 PORT = 29481
 ABOVE = 1.05
-"""The loss that is to be reached, over what DDP ends with."""
+"""The loss that is to be reached, as a multiple of the loss with which DDP ends."""
 SECONDS = 3600.0
 Outcome = dict[str, Any]
-"""What rank 0 tells of a training, and how many steps it took."""
+"""What rank 0 reports of a training, and how many steps it took."""
 
 
 class Link:

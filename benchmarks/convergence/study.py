@@ -58,7 +58,7 @@ def conditions(command: str) -> dict[str, Any]:
 
 
 def cpu() -> str:
-    """Its name, where the kernel tells it."""
+    """The name of this host's processor; empty if the kernel does not say."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -113,7 +113,8 @@ def perform(
 def trained(
     runs: Sequence[Run], jobs: int, deadline: float, train: Callable[[Run], dict[str, Any]]
 ) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """In this process where jobs is 1: whoever stops it stops all."""
+    """Run the trainings, `jobs` at a time, until the deadline, and yield each with its outcome. With one job they run
+    in this process, so that whoever stops it stops all."""
     if jobs == 1:
         for run in runs:
             if time.monotonic() > deadline:

@@ -34,7 +34,7 @@ class Measurement(NamedTuple):
     title: str
     task: Task
     contenders: str
-    """Their names, the fixed ones of `dadt bench` or those of OURS."""
+    """Names of contenders: the fixed ones of `dadt bench`, or those of OURS."""
     options: tuple[str, ...] = LINK
     ranks: int = 2
     steps: int = 2
@@ -178,5 +178,6 @@ def _model(task: Task, measured: Measured, asked: Measurement) -> dict[str, Any]
 
 
 def exchange(size: int, ranks: int, options: Sequence[str]) -> float:
-    """The least seconds in which hosts of one worker each can average so many bytes over their links; 0 without."""
+    """The least seconds in which hosts of one worker each can average `size` bytes over their links; 0 without
+    links."""
     return 2 * (ranks - 1) / ranks * size / LINK_BYTES if tuple(options) == LINK else 0.0

@@ -118,7 +118,8 @@ class GroupRendezvous:
             pass  # the store is gone with the rank that serves it; who waits learns that from the executor
 
     def absent(self, call: int) -> list[int]:
-        """The ranks that have not reported, within ROLL_CALL_SECONDS, that they wait in this call or a later one."""
+        """The ranks that have not reported, within ROLL_CALL_SECONDS, that they wait in this call or a later one; none
+        if the store is gone."""
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         pause = PAUSES[0]
         try:

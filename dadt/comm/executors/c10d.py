@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 _REDUCE = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 _GIVE_UP_SECONDS = 5.0
 _TAG = 1 << 30
-"""Tags of the executor's own messages; the caller's are below."""
+"""The tag of the executor's own messages; the caller's tags are below this."""
 
 
 def connect(name: str, config: Config, world: World, meet: Meet) -> Connection:
-    """name: as torch.distributed knows it. Raises ConfigError where there is no such backend."""
+    """Connect all ranks by a backend of torch.distributed. name: the backend's. Raises ConfigError if there is none."""
     check(name)
     executor = join(name, meet, world, range(world.world_size), config)
     return pull.connect(executor, world.rank, world.world_size, config.timeout)
@@ -94,8 +94,8 @@ _INSTALL = {
 
 
 def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config) -> C10d:
-    """This rank's place among those of the world that are named, in their order, all of which have proved that they
-    belong to the job. Raises as `proof.prove`."""
+    """Connect these ranks of the world, numbered in this order, once all have proved that they belong to the job.
+    Raises what `proof.prove` does."""
     own = name_of(name, ranks)
     devices = Backend.backend_capability.get(name, ["cpu"])
     device = None if "cpu" in devices else torch.device(devices[0], _index(devices[0]))
@@ -113,12 +113,13 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
 
 
 def name_of(name: str, ranks: Sequence[int]) -> str:
-    """A short name of these ranks' group, the same on all of them: it stands in each key."""
+    """A short name of the group of these ranks, the same on all of them, which is part of the group's keys in a
+    store."""
     return f"{name} {hashlib.sha256(' '.join(map(str, ranks)).encode()).hexdigest()[:16]}"
 
 
 def group(name: str, store: Any, world: World, ranks: Sequence[int], timeout: float, own: str) -> Any:
-    """torch's process group of these ranks; `own` keeps those of one store apart."""
+    """torch's process group of these ranks. own: a name that keeps the groups of one store apart."""
     rank, size = ranks.index(world.rank), len(ranks)
     if name == "gloo":
         return gloo_group(store, world.address or "127.0.0.1", rank, size, timeout, own)
@@ -129,7 +130,7 @@ def group(name: str, store: Any, world: World, ranks: Sequence[int], timeout: fl
 
 
 def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: float, name: str = "dadt") -> Any:
-    """Ranks connected by Gloo; `name` keeps the groups of one store apart."""
+    """A process group of Gloo. address: this host's. name: keeps the groups of one store apart."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = datetime.timedelta(seconds=timeout)
     with _threads_give_way():
@@ -139,8 +140,8 @@ def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: fl
 
 @contextmanager
 def _threads_give_way() -> Iterator[None]:
-    """Threads that are made meanwhile do not interrupt one that computes each time that a few packets have come: they
-    find more at once, which costs the kernel half as much."""
+    """A context whose new threads do not interrupt a computing one each time that a few packets have come. They find
+    more packets at once, which costs the kernel half as much."""
     usual = os.sched_getscheduler(0) == os.SCHED_OTHER and _schedule(os.SCHED_BATCH)
     try:
         yield
@@ -150,7 +151,7 @@ def _threads_give_way() -> Iterator[None]:
 
 
 def _schedule(policy: int) -> bool:
-    """The calling thread; False where a sandbox forbids it."""
+    """Set the scheduling policy of the calling thread. Returns False if a sandbox forbids it."""
     try:
         os.sched_setscheduler(0, policy, os.sched_param(0))
     except OSError:
@@ -177,12 +178,13 @@ def _other_group(name: str, store: Any, rank: int, world_size: int, timeout: flo
 
 
 def _index(device: str) -> int:
-    """A worker's own device is the one that it sees, or has chosen."""
+    """The index of this worker's device: the one that it sees, or has chosen."""
     return int(torch.get_device_module(device).current_device())
 
 
 class C10d:
-    """A process group as an Executor. Where it moves a device's memory only, that of the host goes through it."""
+    """A process group as an Executor. If the group moves a device's memory only, host tensors are copied to the
+    device."""
 
     def __init__(self, name: str, group: Any, rank: int, world_size: int, device: torch.device | None = None) -> None:
         self.name = name
@@ -199,18 +201,20 @@ class C10d:
         self._letters = FramedMessages(group, rank)
 
     def start(self, flat: torch.Tensor) -> Any:
-        """A sum, or a mean, in place of a tensor in the group's own kind of memory, as torch.distributed's Work."""
+        """Begin a sum or mean, in place, of a tensor in the group's own kind of memory. Returns torch.distributed's
+        Work."""
         options, real = AllreduceOptions(), torch.view_as_real(flat) if flat.is_complex() else flat
         if self.means and real.is_floating_point():
             options.reduceOp = ReduceOp(ReduceOp.AVG)
         return self._group.allreduce([real], options)
 
     def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
-        """Equal parts to and from each rank, of tensors in the group's own kind of memory; as `start`."""
+        """Begin to exchange equal parts with each rank, in the group's own kind of memory. Returns what `start`
+        does."""
         return self._group.alltoall_base(received.view(-1), sent.view(-1), [], [], AllToAllOptions())
 
     def gather(self, mine: torch.Tensor, all: torch.Tensor) -> Any:
-        """Equal parts from each rank; as `start`."""
+        """Begin to gather equal parts from all ranks. Returns what `start` does."""
         return self._group._allgather_base(all.view(-1), mine.view(-1))
 
     def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
@@ -256,7 +260,8 @@ class C10d:
             message.finish()
 
     def _exchange_at_once(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """A device runs one message after the other: two ranks that both receive first would wait for each other."""
+        """Exchange in one operation: a device runs one message at a time, so two ranks that both receive first would
+        hang."""
         lengths = [[len(tensor) for tensor in tensors] for tensors in (receives, sends)]
         moved = torch.empty(sum(lengths[0]), dtype=torch.uint8, device=self._device)
         self._group.alltoall_base(moved, torch.cat(list(sends)).to(self._device), *lengths, AllToAllOptions()).wait()
@@ -291,7 +296,7 @@ class C10d:
             raise PeerLost("no message is sent or received any more: the job has failed")
 
     def _keep(self, message: Message, what: str) -> Message:
-        """One that nobody keeps would not be delivered. what: it is called so in errors."""
+        """Keep the message alive, as it would else not be delivered. what: what errors call it."""
         message.what = what
         self._kept.add(message, message)
         with self._lock:
@@ -321,8 +326,8 @@ class C10d:
             end()
 
     def _hang_up(self) -> None:
-        """Gloo's own abort leaves alone who waits already. A wait that times out closes all connections, which ends
-        all others'. One for a peer that is gone fails at once and closes none, so each peer is tried."""
+        """End all waits in Gloo, whose own abort does not end those that have begun: a wait that times out closes all
+        connections. One for a peer that is gone fails at once and closes none, so each peer is tried."""
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for offset in range(1, self._world_size):
             with suppress(Exception):  # that it failed is what it is for; or the group has ended
@@ -330,8 +335,8 @@ class C10d:
                 self._group.recv([nothing], peer, _TAG + 1).wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> bool:
-        """The group's threads end here, and not in whatever order the interpreter ends in. With the group of Gloo all
-        ends that is at an operation's memory: its destructor waits for its threads, in which operations run."""
+        """End the group and its threads, before the interpreter ends. With Gloo's group, whose destructor waits for the
+        threads in which operations run, nothing uses the operations' memory afterwards. Returns whether that is so."""
         if self.name == "nccl" and not self._aborted:
             self._group.shutdown()  # else it warns that nobody has ended it
         else:
@@ -342,7 +347,7 @@ class C10d:
         return self.name == "gloo" and group() is None
 
     def _end_messages(self) -> None:
-        """What is sent may still be on its way; what nobody has sent is not waited for."""
+        """Wait a moment for messages that are being sent, and give up those that nobody has sent."""
         deadline = monotonic() + _GIVE_UP_SECONDS
         with self._lock:
             messages = list(self._messages)

@@ -33,23 +33,24 @@ _TYPES = {
 }
 _OPERATIONS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 _MOST = 1 << 30
-"""Bytes, or numbers to be reduced, in one call: MPI counts in 32 bits."""
+"""Most bytes, or numbers to be reduced, in one call, as MPI counts in 32 bits."""
 _WIDENED = 1 << 20
-"""16-bit numbers, which MPI does not reduce, that are turned into 32-bit ones at a time: they stay in cache."""
+"""Number of 16-bit values, which MPI does not reduce, that are widened to 32 bits at a time: they stay in cache."""
 _VERBS = ("an allreduce", "an allgather", "a broadcast", "an exchange")
 _SPIN_SECONDS = 1e-4
-"""Longer than the kernel takes to wake a thread: ranks that come together should not sleep."""
+"""Seconds for which a rank asks without sleeping: longer than the kernel takes to wake a thread."""
 _LONGEST_PAUSE = 1e-3
 
 
 def connect(config: Config, world: World, meet: Meet) -> Connection:
-    """Over the ranks of `world`, which may be some of MPI's only. Raises ConfigError where MPI is not usable."""
+    """Connect the ranks of `world`, which may be only some of MPI's. Raises ConfigError if MPI is not usable."""
     executor = joiner(config, world, meet)(range(world.world_size))
     return pull.connect(executor, world.rank, world.world_size, config.timeout)
 
 
 def joiner(config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]], Mpi]:
-    """Connect some ranks of the world, each of which calls this with the same ones. Raises ConfigError."""
+    """A function that connects some ranks of the world; each of them calls it with the same ranks. Raises
+    ConfigError."""
     mpi = process.begin()
     ranks = _ranks(mpi, world, meet)
 
@@ -100,7 +101,7 @@ class Mpi:
     name = "mpi"
 
     def __init__(self, mpi: Any, comm: Any, timeout: float) -> None:
-        """comm: its own from now on."""
+        """comm: the communicator, which nobody else may use from now on."""
         self._mpi = mpi
         self._comm = comm
         self._mail = comm.Dup()  # the caller's tags are its own
@@ -169,14 +170,14 @@ class Mpi:
             self._mpi.Request.Waitall(requests)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Message:
-        """At most 1 GiB. Raises ValueError for more, and for a tag that is too high for MPI."""
+        """A message of at most 1 GiB. Raises ValueError for more, and for a tag that is too high for MPI."""
         self._check(tensor, tag)
         with self._serial:
             request = self._mail.Isend(self._bytes(tensor), peer, tag)
         return self._keep(Message(self, tensor, request, False))
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Message:
-        """At most 1 GiB. Raises ValueError for more, and for a tag that is too high for MPI."""
+        """A message of at most 1 GiB. Raises ValueError for more, and for a tag that is too high for MPI."""
         self._check(tensor, tag)
         source = self._mpi.ANY_SOURCE if peer is None else peer
         with self._serial:
@@ -199,7 +200,8 @@ class Mpi:
         process.closed(failed=self._aborted)
 
     def until(self, done: Callable[[], bool], timeout: float, what: str) -> None:
-        """Asks at once and then ever less often, by a tenth of the time waited: no core is lost to a late peer."""
+        """Wait until `done` is true, asked ever less often, so that a late peer costs no core. Raises CommTimeout,
+        Aborted."""
         begun = perf_counter()
         while not done():
             waited = perf_counter() - begun
@@ -233,12 +235,12 @@ class Mpi:
         )
 
     def test(self, request: Any, status: Any = None) -> bool:
-        """Whether it is done."""
+        """Whether the request is done."""
         with self._serial:
             return bool(request.Test(status))
 
     def _memory(self, tensor: torch.Tensor) -> Any:
-        """Its bytes, where it is of a GPU with all that was to be written to it."""
+        """The tensor's memory, as MPI takes it; if it is a GPU's, once all pending writes to it are done."""
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), _size(tensor))
@@ -270,7 +272,7 @@ class Message:
 
     @property
     def done(self) -> bool:
-        """Any thread. What MPI says against it is raised by `wait`."""
+        """Whether the message is done, also by an error of MPI, which `wait` raises. Any thread."""
         # A request that was once done is forgotten by MPI, and its status with it: it is asked once, by one thread.
         with self._lock:
             if not self._done:

@@ -19,7 +19,7 @@ class Process:
 
     def __init__(self) -> None:
         self.serial: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        """Held around each call, where the library takes one thread at a time."""
+        """A lock held around each call if the library takes one thread at a time; else a context that does nothing."""
         self._mpi: Any = None
         self._ours = False
         self._open = 0
@@ -41,7 +41,7 @@ class Process:
 
     @property
     def library(self) -> str:
-        """Its name and where it is."""
+        """The loaded library's name and path."""
         words = str(self._mpi.Get_library_version()).split("\n")[0].split(",")[0].replace("\t", " ").rstrip("\0")
         return f"{words}, {self.path}"
 

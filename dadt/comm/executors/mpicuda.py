@@ -30,7 +30,8 @@ END_SECONDS = 5.0
 
 
 def connect(config: Config, world: World, meet: Meet) -> Connection:
-    """Raises ConfigError without a GPU, or where MPI is not usable or tells that it was built without CUDA."""
+    """Connect by MPI that reads GPUs' memory. Raises ConfigError without a GPU or a usable MPI, or if it says that it
+    was built without CUDA."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "executor mpicuda: torch sees no CUDA device here -> run where nvidia-smi shows one, or --executor mpi"
@@ -54,7 +55,7 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
 
 
 def reads_gpus(path: str) -> bool | None:
-    """Whether the library at the path takes addresses of a GPU's memory; None where it does not tell."""
+    """Whether the library at the path takes addresses of a GPU's memory; None if it does not say."""
     try:
         ask = ctypes.CDLL(path).MPIX_Query_cuda_support
     except (AttributeError, OSError):
@@ -64,13 +65,13 @@ def reads_gpus(path: str) -> bool | None:
 
 
 class ThreadedDevice(Device):
-    """As NCCL's. MPI knows no streams, so a thread of its own waits for the device, calls MPI and goes on; the training
-    thread waits for neither."""
+    """A Device over MPI, which knows no streams: a thread of its own waits for the device and calls MPI, so that the
+    training thread waits for neither."""
 
     def __init__(
         self, executor: mpi.Mpi, engine: _core.Engine, device: torch.device, rank: int, world_size: int
     ) -> None:
-        """executor: used by nobody else. engine: for what goes beside the tensors."""
+        """executor: used by nobody else. engine: for the ranks' weights and lanes, which travel beside the tensors."""
         super().__init__(Blocking(executor), engine, device, rank, world_size)
         self._orders: queue.SimpleQueue[tuple[Future[None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._summed: Future[None] = Future()

@@ -171,7 +171,7 @@ class Puller:
 
     def _allreduce_compressed(self, job: _core.Job, layout: _core.Layout) -> Lanes:
         """Average compressed values: few as in `_allreduce_small`; of more, each rank sums a part for all. Lanes go
-        first."""
+        with the first parts."""
         size = layout.total * layout.dtype.itemsize
         small = size <= _SMALL or self._world_size == 1
         if not small and isinstance(self._executor, Compressing):

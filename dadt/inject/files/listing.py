@@ -50,7 +50,7 @@ class Listing:
 
     @classmethod
     def of(cls, path: Any) -> Listing:
-        """The entries of a folder of which there is no copy, without folders of files that are not whole yet."""
+        """The entries of a folder that lies in one place only, without folders of files that are not whole yet."""
         entries = scandir(path)
         return cls((entry for entry in entries if not is_half(entry.name)), entries.close)
 
