@@ -68,7 +68,7 @@ class Entropy:
         """Seeds that the script itself has asked for, not a library that sweeps."""
         self._parted: set[tuple[int, str]] = set()
         self._random: WeakSet[random.Random] = WeakSet()
-        """Generators of Python's class random.Random that got their seed here, as the script itself made them."""
+        """Generators of Python's class random.Random that the script itself has made, with a seed from here."""
         self._torch: deque[torch.Generator] = deque(maxlen=KEPT_GENERATORS)
         self._is_trained = self._is_scripts_data = False
         """Whether a step was made; and whether the script chooses its training data with its own generators, not by a

@@ -46,7 +46,7 @@ class Ready(NamedTuple):
 
 
 class Handover:
-    """The part of a rank that trains already in letting a new worker join."""
+    """What a rank that trains already does to let a new worker join."""
 
     def __init__(self, runtime: Runtime, values: Values, recorder: Recorder, taken: Taken) -> None:
         self._runtime, self._values, self._recorder, self._taken = runtime, values, recorder, taken
@@ -75,8 +75,8 @@ class Handover:
             self._again += [each.approach for each in ready]
 
     def regrouped(self) -> None:
-        """All ranks have connected again, some perhaps before they knew of what is ready here: new workers then ask
-        again."""
+        """All ranks have connected again, some perhaps before they knew of what is ready here. Open approaches are
+        reported again, so forget them."""
         self._again, self._ready = [], []
 
     def _heed(self, approach: Approach) -> None:
