@@ -26,7 +26,7 @@ class Generation:
     members: tuple[int, ...] = ()
     """The ranks of this generation, ascending, numbered as in the whole job."""
     firsts: tuple[int, ...] = ()
-    """The first rank on each host."""
+    """The first rank on each host, which writes files there. New workers count only where all ranks are new."""
     text: str = ""
     """Text for the user: which rank has ended, where and how."""
     handed: int = 0

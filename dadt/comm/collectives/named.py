@@ -157,7 +157,7 @@ class Named:
                     _dump(self.rank)
 
     def _tell(self, stall: _core.Stall) -> None:
-        """Act on a stalled tensor as `--on-stall` says, then print it: who reads may be gone."""
+        """Act on a stalled tensor as `--on-stall` says, then print it: whoever reads the output may be gone."""
         text = describe(stall)
         if self._on_stall == "abort":
             self._negotiation.abort(text)
