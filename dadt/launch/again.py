@@ -139,7 +139,8 @@ def _checked(told: Any) -> Start:
 
 
 def _is_text(value: Any) -> bool:
-    """Of a kind that may stand on a command line. Raises UnicodeError, a ValueError, where nothing encodes it."""
+    """Whether a value is a string that can stand on a command line: without a zero byte. Raises UnicodeError, a
+    ValueError, where nothing encodes it."""
     return isinstance(value, str) and b"\0" not in os.fsencode(value)
 
 
@@ -167,7 +168,8 @@ def command(logs: Path, root: str, came_from: str) -> str:
 
 
 def snapshots_of(folder: Path, elsewhere: str) -> list[Path]:
-    """Where the job of this folder may have its snapshots. elsewhere: the folder of --snapshot-dir, given now."""
+    """The folders in which the job of this log folder may have its snapshots. elsewhere: the folder of --snapshot-dir,
+    given now."""
     try:
         kept = read(folder).settings.get("snapshot_dir", "")
     except ConfigError:

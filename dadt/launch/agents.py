@@ -45,7 +45,7 @@ class Node:
     done: bool = False
     """Whether it has reported that all of its workers have ended."""
     told: bool = False
-    """Whether somebody else has told it to end."""
+    """Whether somebody other than the launcher has asked it to end."""
     ended: bool = False
     """Whether nothing more comes from it."""
 
@@ -60,7 +60,7 @@ class Node:
 
     @property
     def reached(self) -> bool:
-        """Whether its agent has told of its host."""
+        """Whether its agent has reported about its host."""
         return "version" in self.report
 
 
@@ -259,7 +259,7 @@ class Agents:
             self._events.append((node, frame))
 
     def _pass_on(self, node: Node, frame: Frame) -> None:
-        """To the hosts that see the same folder as this one."""
+        """Send a frame on to the other hosts that see the same folder as this one."""
         told = Frame(frame.kind, {name: value for name, value in frame.header.items() if name != "line"})
         for other in self.nodes:
             if other is not node and other.folder is not None and other.folder == node.folder:

@@ -145,7 +145,8 @@ class Cause:
         )
 
     def _alike(self, first: Ending) -> int:
-        """How many workers there are, if all have ended by themselves as this one has, after as many steps; else 0."""
+        """How many workers there are, if all have ended by themselves as this one has, after the same number of steps;
+        else 0."""
 
         def facts(each: Ending) -> tuple[int, int, str]:
             record = self._records.get(each.rank)
@@ -164,7 +165,7 @@ class Cause:
 
 
 def _last_part(text: str) -> str:
-    """As much of the end of a text as is kept of what a rank prints."""
+    """The end of a text, as long as what is kept of a rank's output."""
     return text[-1000:]
 
 

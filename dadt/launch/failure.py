@@ -94,7 +94,8 @@ class Failure:
     torch_env: bool = False
     """The script was given the variables by which it may set up distributed training of its own."""
     alike: int = 0
-    """So many workers, all of them, ended in this way after as many steps, so no rank is to blame; else 0."""
+    """The number of all workers, if all ended in this way after the same number of steps, so that no rank is to blame;
+    else 0."""
     resume: str = ""
     """The command that goes on from the job's last snapshot; empty where it has none."""
 
@@ -231,7 +232,7 @@ def find_cause(
     record = records.get(first.rank)
     if record is not None and record.secondary and first.rank not in left:
         of = {ending.rank: ending for ending in endings}
-        # One that has left with another code has told by that how it failed.
+        # One that has left with another code has shown by that how it failed.
         ended = [of[rank] for rank in left if rank in of and (of[rank].code == 0 or of[rank].stopped)]
         early = [ending for ending in ended if ending.step <= first.step]
         if early:

@@ -11,19 +11,19 @@ from dadt.launch.monitor.board import together
 from dadt.launch.monitor.waits import Reply
 
 LONGEST_SECONDS = 3600.0
-"""Of waiting for an answer."""
+"""Most seconds that a new worker waits for an answer."""
 
 
 @dataclass(slots=True)
 class Asked:
-    """By a new worker."""
+    """A question of a new worker to the other ranks."""
 
     frame: Frame
-    """As the others are told."""
+    """The frame with the question, as it is sent to the other ranks."""
     deadline: float
     reply: Reply
     given: set[int] = field(default_factory=set)
-    """Ranks that wait for it."""
+    """Ranks that have answered, and wait for the new worker."""
     body: bytes = b""
 
     @property
@@ -58,8 +58,8 @@ class Handovers:
         self._send_all(asked.frame)
 
     def give(self, answer: Frame, generation: int, present: Collection[int]) -> bool:
-        """A rank's answer. generation: the newest, of these ranks. Returns whether they are to connect anew, as the
-        new worker for which they wait is gone."""
+        """Record a rank's answer to a new worker. generation: the newest, of the ranks `present`. Returns whether all
+        are to connect again, as the new worker for which they wait is gone."""
         number, current = answer["number"], answer.get("generation", 0) == generation
         asked = self._asked.get(number)
         if asked is None:
@@ -77,7 +77,7 @@ class Handovers:
         return False
 
     def ended(self, rank: int) -> bool:
-        """A new worker has. Returns whether the others wait for it."""
+        """Note that a new worker has ended. Returns whether the others wait for it."""
         self._drop(rank)
         waited = self.awaited is not None and self.awaited[0] == rank
         if waited:
@@ -85,11 +85,12 @@ class Handovers:
         return waited
 
     def _drop(self, rank: int) -> None:
-        """Nobody waits for these answers any more."""
+        """Forget this rank's questions, as nobody waits for the answers any more."""
         self._asked = {number: asked for number, asked in self._asked.items() if asked.rank != rank}
 
     def begin_anew(self) -> None:
-        """All connect anew. Those that have joined since need to know of what is not answered yet."""
+        """Send the unanswered questions again: all ranks connect again, and those that have joined since need to know
+        of them."""
         self.awaited = None
         for asked in self._asked.values():
             asked.given.clear()

@@ -19,7 +19,7 @@ class Idle:
     gauges: Sequence[Gauge] = ()
 
     def __init__(self, folder: Folder, facts: Mapping[str, Any], refused: Callable[[str], None]) -> None:
-        """folder: of the job. facts: as of Query. refused: told why a caller was turned away."""
+        """folder: of the job. facts: as of Query. refused: called with the reason why a caller was turned away."""
         self.begin = time.time()
         self.state = "waiting for hosts"
         self.is_killed = False
@@ -41,13 +41,13 @@ class Idle:
         self._selector.unregister(source)
 
     def send_all(self, frame: Frame) -> None:
-        """There is nobody."""
+        """Does nothing, as there is no agent to send to."""
 
     def refused(self, why: str) -> None:
         self._refused(why)
 
     def wait(self, seconds: float) -> None:
-        """Answer what comes within so long."""
+        """Answer queries for this many seconds, or until the job is killed."""
         deadline = time.monotonic() + seconds
         while not self.is_killed and (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(max(0.0, min(left, self._query.turn()))):

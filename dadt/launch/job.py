@@ -64,7 +64,7 @@ class Job:
         self._say = say
         self._checkpoint_signal = of_checkpoint(config)
         self._leaving: set[Node] = set()
-        """Those that were told to end: their workers save and end."""
+        """Nodes that were asked to end from outside (SIGTERM): their workers save and end."""
         self._rendezvous = Rendezvous([slot.host for slot in slots])
         self.watch = Watch(self._rendezvous.members, journal)
         self._query: Query | None = None
@@ -200,7 +200,7 @@ class Job:
             self._termination.preempt(Preemption(who, host=True))
 
     def _leaves(self, node: Node, rank: int) -> None:
-        """A rank ends. Where its host was told to end, the others train on."""
+        """A rank ends. Where its host was asked to end, the others train on."""
         if node not in self._leaving or not self._termination.goes_on or self._rendezvous.members[rank].lost:
             return
         why = f"rank {rank} ({self._rendezvous.members[rank].place}) has left, as its host was told to end"
@@ -273,7 +273,7 @@ class Job:
         member = self._rendezvous.members[frame["rank"]]
         self._membership.failed(member, record.type)
         why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
-        # At first all ranks are about to have the same error, and what they do differently all are told.
+        # At first all ranks are about to have the same error, and all receive what they do differently.
         alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
         if not alike and self._termination.goes_on and self._membership.lose([member.rank], why):
             self._membership.expect_end(member.rank)

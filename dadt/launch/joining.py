@@ -36,11 +36,11 @@ class Attempt:
     node: Node
     deadline: float
     asked: bool = False
-    """The other hosts try its addresses, and look for its working folder."""
+    """Whether the other hosts were asked to try its addresses, and to look for its working folder."""
     near: bool = False
-    """All are one machine."""
+    """Whether all hosts are one machine, so that no address needs to be tried."""
     addresses: Sequence[Mapping[str, Any]] = ()
-    """Those that others may use."""
+    """Its addresses that the other hosts may use."""
     reached: dict[Node, Mapping[str, float]] = field(default_factory=dict)
     """Its addresses that other hosts have reached, each with the seconds it took."""
     seen: list[Node] = field(default_factory=list)
@@ -74,9 +74,9 @@ class Joining:
         self._attempts: list[Attempt] = []
         self._came: set[Node] = set()
         self._missed: set[Node] = set()
-        """Lost nodes that were told of."""
+        """Lost nodes that the discovery already knows of."""
         self._drained: set[str] = set()
-        """Hosts that were told to end, which are not to be used again."""
+        """Names of hosts that were asked to end from outside, which are not to be used again."""
         self._told: set[str] = set()
 
     def turn(self) -> None:
@@ -189,7 +189,7 @@ class Joining:
             self._agents.send(other, Frame("probe", {"targets": targets, "markers": markers}))
 
     def _take(self, attempt: Attempt) -> None:
-        """All that train have told which of its addresses they reach."""
+        """Let a host take its place, once all hosts that train have reported which of its addresses they reach."""
         node, ways = attempt.node, [attempt.reached[other] for other in self._others]
         try:
             node.address, node.interface = network.choose(attempt.addresses, ways)

@@ -33,7 +33,7 @@ class Trace:
     pids: list[int] = field(default_factory=list)
     """Processes that carry its mark: the workers and their descendants."""
     workers: dict[int, int] = field(default_factory=dict)
-    """Rank to pid."""
+    """Rank to process id, for the workers on this machine."""
 
     def call(self) -> Line | None:
         """A connection to its launcher; None if it does not listen."""

@@ -31,7 +31,7 @@ EXIT_SECONDS = 1.0
 EXPLAIN_SECONDS = 1.0
 """How long it may take from a broken connection until the end of the rank that has caused it is known."""
 TRIALS = 3
-"""How often all ranks connect anew without a step between."""
+"""Most times that all ranks connect again without a step between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class Request:
     reply: Reply
 
     def answer(self, anew: bool, text: str = "") -> None:
-        """anew: all connect anew. text: why not, if the rank's own error does not say it."""
+        """anew: all connect again. text: why not, if the rank's own error does not say it."""
         self.reply(Frame("reconnect", {"anew": anew, "text": text}))
 
 
 class Membership:
-    """Each loss begins a new generation of ranks, which meet anew. So does a connection that has failed though nobody
-    was lost."""
+    """Each loss begins a new generation of ranks, which connect again. So does a connection that has failed though
+    nobody was lost."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Membership:
     ) -> None:
         """patience: seconds for which ranks wait for a silent one."""
         self._least = config.min_np
-        """Training goes on while so many ranks are left; 0: it ends with any."""
+        """Training goes on while at least this many ranks are left; 0: it ends when any is lost."""
         self._slots = slots
         self._rendezvous = rendezvous
         self._cause = cause
@@ -81,11 +81,11 @@ class Membership:
         """Ranks that ended well before they came to their end, and what is to be said of them: they are lost once
         another rank waits, as all may be about to do the same."""
         self._requests: dict[int, Request] = {}
-        """By rank, those that wait for a new generation."""
+        """Rank to its request, made when its connection has failed, until that is answered."""
         self._trials: list[str] = []
-        """Why all have connected anew since the last step."""
+        """The reasons why all have connected again since the last step, one for each time."""
         self._tried_at = -1
-        """The step in which they have."""
+        """The furthest step of any rank when they last did so."""
         self._apart = config.algorithm == "gossip"
         """No rank waits for another."""
         self._replacements = Replacements(agents.send_all, say, self._hears) if replaces(config) else None
@@ -159,7 +159,7 @@ class Membership:
             self._begin_anew("a new worker has ended before it could join")
 
     def _begin_anew(self, why: str) -> None:
-        """All connect anew, and nobody is lost."""
+        """Have all ranks connect again, though nobody is lost."""
         self._rendezvous.regroup([], why)
         self._watch.regroups([], why)
         self._tell(why)
@@ -170,8 +170,9 @@ class Membership:
             self._replacements.send_away(member.rank)
 
     def greeted(self, member: Member, pid: int) -> list[Frame]:
-        """A process of this rank has imported torch. If it had begun to train, it has replaced itself since: what all
-        ranks are told then, for those that do not do so as well."""
+        """Note that a process of this rank has imported torch. If the rank had begun to train, its process has replaced
+        itself since: returns the frame for all ranks that says so, for those that do not do so as well; else
+        nothing."""
         if not member.claimed or member.ended or member.pid != pid:
             return []
         why = f"rank {member.rank} ({member.place}) has replaced itself (exec) after it had begun to train"
@@ -190,7 +191,7 @@ class Membership:
             self._tell(why)
 
     def exited(self, member: Member, goes_on: bool) -> None:
-        """Its process has ended. goes_on: nothing has ended the job so far."""
+        """Note that a rank's process has ended. goes_on: nothing has ended the job so far."""
         self._overdue.pop(member.rank, None)  # else a new worker in its place would be killed
         if self._handovers.ended(member.rank) and goes_on:
             self._begin_anew(f"rank {member.rank} ({member.place}) has ended before it could join")
@@ -279,7 +280,7 @@ class Membership:
 
     @property
     def _at_end(self) -> bool:
-        """Those that began the job, as far as they are left, have trained to their end."""
+        """Whether the ranks that began the job, as far as they are left, have all trained to their end."""
         began = [member for member in self._rendezvous.present if not member.joined]
         return bool(began) and all(member.finished for member in began)
 
@@ -303,7 +304,8 @@ class Membership:
             self._give_up_cut_off(here, since)
 
     def _give_up(self, silent: Sequence[Member]) -> None:
-        """Lose ranks that have not gone on for so long. Where too few are left, all that wait learn of it."""
+        """Lose these ranks, which were silent for `_patience` seconds. Where too few are left, all that wait learn of
+        it."""
         many = len(silent) > 1
         it = "them" if many else "it"
         names = [f"rank {m.rank} ({m.place}{f'; {HELD[m.condition]}' if many and m.held else ''})" for m in silent]
@@ -339,8 +341,8 @@ class Membership:
             self._give_up_cut_off(here, since)
 
     def _connect_anew(self, now: float) -> None:
-        """Have all ranks connect anew where a connection has failed, every rank waits, and nothing is known to be
-        lost or cut: not before each agent has been heard since, as it would have told of a rank that has ended."""
+        """Have all ranks connect again where a connection has failed, every rank waits, and nothing is known to be lost
+        or cut: not before each agent has been heard since, as it would have reported a rank that has ended."""
         here = self._here
         first = min(self._requests.values(), key=lambda request: request.begun, default=None)
         if first is None or now - first.begun < EXPLAIN_SECONDS or not (self._apart or all(map(self._waits, here))):
@@ -383,7 +385,7 @@ class Membership:
         return (gauge.waits or gauge.member.finished) and not gauge.member.held
 
     def _kill(self, ranks: Collection[int], why: str, it: str = "it") -> bool:
-        """As `lose`, of ranks that still run."""
+        """Lose ranks that still run, as `lose` does, and have their processes killed."""
         goes_on = self.lose(ranks, why, it)
         for rank in ranks if goes_on else ():
             self.expect_end(rank, 0.0)

@@ -50,8 +50,8 @@ def orders(where: Placed) -> Iterator[Frame]:
 
 
 def order_to_join(where: Placed, place: int) -> Frame:
-    """The order for the agent of the host that has this place now, in a job that runs. Who writes in its folder, its
-    workers are told when they have joined."""
+    """The order for the agent of the host that has this place now, in a job that runs. Its workers learn who writes in
+    its folder when they have joined."""
     slots = [slot for slot in where.slots if slot.cross_rank == place]
     return _order(where, slots, where.nodes[place], _common(where), {}, beats=heartbeats(where), joins=True)
 

@@ -23,7 +23,7 @@ class Placed:
     logs: Path
     nodes: Sequence[Node]
     slots: list[Slot]
-    """By rank. A host that comes into the running job changes those that it takes over."""
+    """The place of each worker, by rank. A host that comes into the running job changes those that it takes over."""
     master: tuple[str, int] | None
     secret: str
     """A random secret in hex, known to the launcher, the agents and the workers."""

@@ -51,7 +51,7 @@ class Plan:
     """How to start it again, where that can be said in words."""
 
     def with_variables(self, given: Mapping[str, str]) -> Plan:
-        """For all workers, unless the user has given them others."""
+        """The plan with these variables for all workers, unless the user has given them others."""
         given = {name: value for name, value in given.items() if name not in os.environ}
         return replace(self, elsewhere={**given, **self.elsewhere}, named={**given, **self.named})
 
@@ -173,7 +173,7 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
 
 
 def on_this_host(config: Config) -> Config:
-    """With this host and as many slots as it has, where no hosts are given."""
+    """The configuration, with this host and as many slots as it has where no hosts are given."""
     given = (config.hosts, config.hostfile, config.host_discovery_script, config.nnodes, config.accelerators)
     elsewhere = config.launcher in ("ray", "ssh") or simulated.wanted(config) or _allocated(config, os.environ)
     return config if any(given) or elsewhere else replace(config, hosts="localhost")

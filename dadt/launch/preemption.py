@@ -24,17 +24,17 @@ class Preemption:
     """A job that is being preempted, or was."""
 
     who: str
-    """Who was told to end, and how."""
+    """Who was asked to end, and how."""
     host: bool = False
-    """A host was told to end, not `dadt run`: the job may start again elsewhere."""
+    """Whether a host was asked to end, not `dadt run`: the job may start again elsewhere."""
     endings: Mapping[int, Ending] = field(default_factory=dict)
     """How each rank has ended, once all have."""
     done: Collection[int] = ()
-    """Ranks that have told of their end, even if their process was stopped in the midst of it."""
+    """Ranks that have reported their end, even if their process was stopped in the midst of it."""
 
     @property
     def text(self) -> str:
-        """One line: who was told to end, and how the workers have answered."""
+        """One line: who was asked to end, and how the workers have answered."""
         endings = [self.endings[rank] for rank in sorted(self.endings)]
         ended = [each.rank for each in endings if (each.rank in self.done if each.stopped else each.code == 0)]
         stopped = [each.rank for each in endings if each.stopped and each.rank not in ended]
@@ -46,7 +46,7 @@ class Preemption:
 
 
 def ranks(numbers: Collection[int]) -> str:
-    """As text: rank 2; ranks 0, 2 and 3."""
+    """The ranks as text: rank 2; ranks 0, 2 and 3."""
     *most, last = map(str, sorted(numbers))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 

@@ -65,7 +65,7 @@ class Channels(Protocol):
 
 
 class Watched(Protocol):
-    """The ranks."""
+    """The state of the job and of its ranks, as questions need it."""
 
     begin: float
     state: str

@@ -32,7 +32,7 @@ class Record:
     context: str = ""
     """Text of another exception, which was being handled when this one was raised."""
     disk: str = ""
-    """That a disk is full, which one, and what is free."""
+    """A text that says that a disk is full, which one, and what is free; empty if none is."""
     unseen: str = ""
     """A path that was not found, where this rank has written a file that was kept apart; empty if there is none."""
     step: int | None = None

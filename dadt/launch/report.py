@@ -79,7 +79,7 @@ class Report:
 
     @property
     def began(self) -> bool:
-        """Workers were placed."""
+        """Whether workers have been placed."""
         return self._watch is not None
 
     def restarts(self, count: int, why: str) -> None:

@@ -25,7 +25,7 @@ from dadt.launch.startup import Voice
 LOOK_SECONDS = 0.1
 """Time between two looks at the hosts, while they do not suffice."""
 SILENT_SECONDS = 2.0
-"""The user is told what is waited for after so long."""
+"""The user learns what is waited for after this many seconds."""
 SERIES = "progress.jsonl"
 NOT_AGAIN = "it was not started again"
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)

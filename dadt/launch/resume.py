@@ -15,8 +15,8 @@ LAST = "last"
 
 
 def configured(config: Config, logs: Path, hosts: int, restarts: int, refused: bool) -> Config:
-    """With the folders that workers are told of. logs: the job's folder. refused: the script could not go on from the
-    snapshot. Raises ConfigError where no snapshot is there to go on from."""
+    """The configuration with the folders and the snapshot that workers receive. logs: the job's folder. refused: the
+    script could not go on from the snapshot. Raises ConfigError where no snapshot is there to go on from."""
     # Hosts may share no folder, and those that went on by themselves from the snapshots there would not come together.
     by_itself = config.max_restarts and (hosts <= 1 or config.snapshot_dir)
     if config.snapshot_every == AUTO and (config.algorithm == "gossip" or not (by_itself or config.resume)):
@@ -33,8 +33,8 @@ def configured(config: Config, logs: Path, hosts: int, restarts: int, refused: b
 
 
 def settled(config: Config, ranks: int, restarts: int) -> Config:
-    """What workers are told, once it is known how many there are. Raises ConfigError where the snapshot is one of
-    fewer workers, unless a restart has chosen it."""
+    """The configuration that workers receive, once it is known how many there are. Raises ConfigError where the
+    snapshot is one of fewer workers, unless a restart has chosen it."""
     if config.resume and (shares := snapshots.told(Path(config.resume))["shares"]) < ranks:
         if not restarts:
             raise ConfigError(
@@ -97,5 +97,5 @@ def _named(name: str, logs: Path, config: Config) -> tuple[Path, Path]:
 
 
 def _runs(job: Path) -> bool:
-    """On this machine."""
+    """Whether the job with this log folder runs on this machine."""
     return job_folder.is_held(job_folder.root() / job.name)

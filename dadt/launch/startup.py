@@ -18,7 +18,7 @@ STRAGGLER_SECONDS = 15.0
 """How long the other hosts may still take once one has failed, so that all failures are reported together."""
 PROBE_SECONDS = 10.0
 MARKERS = 64
-"""So many hosts are looked at as the first of those that see the same folder."""
+"""Most hosts whose files the others look for, to find out which hosts see the same folder."""
 NAMED_HOSTS = 8
 """With more hosts than this, only those that fail are named as they come."""
 

@@ -36,12 +36,12 @@ class Termination:
         self._lets_leave = False
         """Ranks whose script is over exit before that, as long as LEAVE_SECONDS allow."""
         self._end_by = float("inf")
-        """Deadline for the agents that were told to stop."""
+        """Deadline (time.monotonic) of the agents that received the order to stop; infinite before."""
         self._turned = time.monotonic()
         self._told = 0.0
-        """Time at which `dadt run` or a host was told to end."""
+        """Time at which `dadt run` or a host was asked to end."""
         self.grace = float("inf")
-        """Seconds until SIGKILL; infinite as long as nothing was told to stop."""
+        """Seconds until SIGKILL; infinite while no order to stop was sent."""
         self.at_once = False
         """The user has asked twice for the end."""
         self.unsaid: list[str] = []
@@ -73,7 +73,7 @@ class Termination:
 
     def preempt(self, preemption: Preemption) -> None:
         """Have all workers save, and stop them gently if they have not ended after --grace seconds. Once `dadt run`
-        itself has been told, to be told again means: at once."""
+        itself has been asked to end, to be asked again means: at once."""
         before = self._outcome.preemption
         if self.goes_on:
             self._stop(Frame("preempt"), 2 * self._user_grace, preemption.who)
@@ -96,7 +96,7 @@ class Termination:
             self._stop(Frame("stop", {"grace": grace, "stacks": stacks}), grace, why)
 
     def fail_by(self, seconds: float, *, lets_leave: bool = False) -> None:
-        """Stop everything after these seconds, as something has failed. Workers that save, or that the user has told
+        """Stop everything after these seconds, as something has failed. Workers that save, or that the user has asked
         to end, keep their time. lets_leave: ranks whose script is over exit by themselves first, as one of them may be
         the cause."""
         if self._outcome.preemption is None and not self._outcome.signal:
@@ -109,7 +109,8 @@ class Termination:
         return any(member.finished and not (member.ended or member.lost) for member in members)
 
     def excuse(self) -> None:
-        """Since the last turn nothing that agents told was read, as nobody reads the output."""
+        """Give the agents more time, as nothing that they report has been read since the last turn: nobody reads the
+        output."""
         now = time.monotonic()
         self._end_by += now - self._turned
         self._turned = now

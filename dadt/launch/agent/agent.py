@@ -67,11 +67,11 @@ class Agent:
         """Rank to local rank."""
         self._heartbeat = 0.0
         self._checkpoint: CheckpointSignal | None = None
-        """Its script saves when told to, so that this host can be preempted."""
+        """Its script saves when it is asked to, so that this host can be preempted."""
         self._preempted = False
         self._probing = Probing(self._launcher.send)
         self._signal = 0
-        """The signal that told this process to end."""
+        """The number of the signal by which this process was asked to end; 0: none."""
 
     def run(self) -> None:
         self._launcher.watch(self._interrupts.fileno(), self._read_signals)

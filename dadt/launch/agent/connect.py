@@ -18,7 +18,7 @@ from dadt.launch.hosts.slurm import forget_step
 REACH = "DADT_REACH"
 """The variable with the launcher's addresses and the key, which ps would show on a command line."""
 NAME = "DADT_NODE"
-"""The variable with the host's name, which an agent within Ray is told."""
+"""The variable with the host's name, set for an agent that Ray starts."""
 OVERHEARD = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that Slurm's --signal sends to all processes of a step, though they are meant for the workers."""
 CONNECT_SECONDS = 30.0

@@ -38,7 +38,8 @@ class Dump:
         self._offers = {process: offer for process, offer in offers.items() if process.is_alive}
         self._deadline = time.monotonic() + seconds
         self._signals_at = time.monotonic() + seconds / 2
-        """By then a worker's thread has come to hold the interpreter's lock, or none will."""
+        """Time (time.monotonic) at which processes that have written nothing are sent a signal as well: a worker's
+        thread that could answer without one has held the interpreter's lock by then."""
         self._begins = {process: _size(path) for process, (_, _, path) in self._offers.items()}
         self._sizes: dict[Process, int] = {}
         self.complete = not self._offers
@@ -108,7 +109,7 @@ def _problem(pid: int) -> str:
 
 
 def _ask(path: Path) -> None:
-    """Through the pipe that the worker has made; a worker that has none is signalled in time."""
+    """Ask through the pipe that the worker has made; a worker that has none is signalled later."""
     try:
         pipe = os.open(path.with_suffix(ASK), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(pipe, "wb", 0) as asked:

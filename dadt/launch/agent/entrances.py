@@ -18,7 +18,8 @@ LOOK_SECONDS = 0.5
 
 
 class Entrances:
-    """One for each rank. They are made again where they are gone, as workers connect anew for each question."""
+    """The sockets at which workers connect, one for each rank. One that is gone is made again, as workers connect once
+    more for each question."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Entrances:
             self._watch(rank)
 
     def tend(self) -> None:
-        """To be called all the time."""
+        """Make sockets that are gone again; called all the time, it looks every LOOK_SECONDS."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -51,7 +52,7 @@ class Entrances:
             for rank in gone:
                 self._renew(rank)
         except (OSError, LaunchError):
-            return  # tried again; workers that ask meanwhile are told that their folder is gone
+            return  # tried again; workers that ask meanwhile learn that their folder is gone
         if gone:
             text = (
                 f"{self._folder.path} was removed while the job runs, by a cleaner of /tmp or by hand, and was made "

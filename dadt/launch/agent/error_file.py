@@ -17,7 +17,7 @@ from dadt.control.frame import Frame
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LIMIT = 1 << 20
-"""Bytes."""
+"""Most bytes that are read of an error file."""
 FRAME = re.compile(
     r'^  File "(?P<file>.+)", line (?P<line>\d{1,9})(?:, in (?P<function>.+))?\n(?:    (?P<text>.*))?', re.MULTILINE
 )
@@ -28,15 +28,16 @@ SHOWN = 500
 
 
 class ErrorFile:
-    """The file of one rank."""
+    """The error file of one rank on this host."""
 
     def __init__(self, socket: Path, rank: int) -> None:
-        """socket: the agent's."""
+        """socket: the agent's socket, in whose folder the error file lies."""
         self._path = socket.with_name(f"error-rank{rank}.json")
         self._rank = rank
 
     def prepare(self) -> dict[str, str]:
-        """The variable that names it, for a worker that is about to start: what an earlier one has written is gone."""
+        """Remove the file that an earlier worker has written. Returns the variable that names the file, for a worker
+        that is about to start."""
         self._path.unlink(missing_ok=True)
         return {VARIABLE: str(self._path)}
 

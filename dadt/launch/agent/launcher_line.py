@@ -51,7 +51,7 @@ class LauncherLine:
 
     @property
     def full(self) -> bool:
-        """Whether so much waits for the launcher that workers should not be read."""
+        """Whether more than UNSENT_LIMIT bytes wait for the launcher, so that workers should not be read."""
         return len(self._link.unsent) > UNSENT_LIMIT
 
     def take_leave(self) -> None:

@@ -30,7 +30,7 @@ class Probing:
         return self._marker.describe()
 
     def unmark(self) -> None:
-        """Remove it. Idempotent."""
+        """Remove the file that `mark` has made, if there is one; may be called again."""
         if self._marker is not None:
             self._marker.remove()
 

@@ -28,7 +28,7 @@ SHIMS = ("shim", "spawned", "unspawned", "ended")
 """Kinds that shims send, which speak of another process than their own."""
 STACKS_FILE = re.compile(r"stacks-[0-9]+")
 MOST_APPROACHES = 1024
-"""Of new workers that are remembered for processes that do not listen yet."""
+"""Most questions of new workers that are kept for processes that do not listen yet."""
 KEPT = 64
 """Folders of each rank in which files may be left that are not whole."""
 UNSENT_LIMIT = 64 << 20
@@ -62,7 +62,7 @@ class SaveWait:
     step: int
     deadline: float
     far: bool
-    """For a rank of another host instead."""
+    """Whether it waits for a rank of another host, which writes for this one, too, instead of local rank 0."""
 
 
 @dataclass(slots=True)
@@ -79,9 +79,9 @@ class WorkerRegistry:
     secret: bytes
     """The job's secret, by which its workers prove to each other that they belong to it."""
     checkpoint_signal: int
-    """The number of the signal by which scripts are told to save; 0: there is none."""
+    """The number of the signal by which scripts are asked to save; 0: there is none."""
     told_to_save: int = 0
-    """How often all ranks of the job were."""
+    """How often all ranks of the job were asked to save."""
     lines: dict[int, Line] = field(default_factory=dict)
     claims: dict[int, Process] = field(default_factory=dict)
     """Rank to the process that trains as it."""
@@ -104,9 +104,9 @@ class WorkerRegistry:
     inquiries: list[Inquiry] = field(default_factory=list)
     """Stacks for which the launcher waits."""
     regrouped: Frame | None = None
-    """Which ranks train now, if some were lost."""
+    """The newest frame that says which ranks train now; None before the first."""
     approaches: deque[Frame] = field(default_factory=lambda: deque(maxlen=MOST_APPROACHES))
-    """Of new workers, since then."""
+    """Questions of new workers since that frame, for processes that begin to listen later."""
     failed: set[int] = field(default_factory=set)
     """Ranks that have reported an exception."""
     _numbered: int = 0
@@ -185,12 +185,13 @@ class WorkerRegistry:
             written_files.add(self.path.parent, frame["rank"], frame["size"], frame["path"])
 
     def tell_to_save(self, ranks: Collection[int], patience: float) -> set[int]:
-        """Tell the processes that train as these ranks. Returns those that were told: the others do not listen."""
+        """Ask the processes that train as these ranks to save. Returns the ranks that were asked: the others do not
+        listen."""
         self.told_to_save += patience > 0
         return self.tell_training(ranks, Frame("save", {"patience": patience}))
 
     def tell_training(self, ranks: Collection[int], frame: Frame) -> set[int]:
-        """Send a frame to the processes that train as these ranks. Returns the ranks that were told."""
+        """Send a frame to the processes that train as these ranks. Returns the ranks to which it was sent."""
         lines = [line for line in self.lines.values() if line.listens and line.rank in ranks]
         told = [line for line in lines if line.rank in self.claims and self.claims[line.rank].pid == line.pid]
         for line in told:

@@ -26,7 +26,7 @@ class Start:
         self._error_files = {slot["rank"]: ErrorFile(socket, slot["rank"]) for slot in job["workers"]}
 
     def order(self, slot: Mapping[str, Any]) -> dict[str, Any]:
-        """What a process is told that starts the worker in the agent's place."""
+        """The order for a process that starts the worker in the agent's place."""
         told = {name: self.job[name] for name in ("cwd", "terminal")}
         return {"command": slot["command"], "env": self._env_of(slot), **told}
 

@@ -16,7 +16,7 @@ PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
 """How long a host is left alone that has failed for the first time, and the longest such time."""
 NEVER = float("inf")
 SERVED_SECONDS = 60.0
-"""A host that has served for so long begins with the first pause again."""
+"""A host that has served for more than this many seconds before it fails begins with the first pause again."""
 
 
 @dataclass(slots=True)
@@ -42,21 +42,21 @@ class Discovery:
         """hosts: those that are known so far. ask: returns those that there are now, or raises ConfigError; None if
         they do not change. warn: called with what is wrong with an answer, each text once; the hosts stay then."""
         self.hosts = list(hosts)
-        """Those that there are, in the order in which they are filled."""
+        """The hosts that there are now, in the order in which they are filled."""
         self._ask = ask
         self._warn = warn
         self._warned: set[str] = set()
         self._pauses: dict[str, Pause] = {}
         self._asking: threading.Thread | None = None
         self._answers: list[Sequence[Host] | ConfigError] = []
-        """Of the thread; read once that has ended."""
+        """What the asking thread has found, the hosts or an error; read once the thread has ended."""
         self.asked = time.monotonic()
         """Time of the newest question."""
         self.answered = NEVER if ask is None else self.asked
         """Time at which the newest question was put that has been answered; infinite where the hosts do not change."""
 
     def poll(self, seconds: float = ASK_SECONDS) -> None:
-        """Take the newest answer. Ask again if the last question was put so many seconds ago."""
+        """Take the newest answer. Ask again if the last question was put at least `seconds` ago."""
         if self._asking is not None and not self._asking.is_alive():
             self._asking, self.answered = None, self.asked
             self._take(self._answers.pop())
@@ -82,8 +82,8 @@ class Discovery:
             self._pauses.setdefault(host.name, Pause()).served = time.monotonic()
 
     def failed(self, host: Host) -> None:
-        """Leave a host alone for twice as long as the last time: it cannot be reached, or its agent was lost or told to
-        end. Telling of it again while it is left alone changes nothing."""
+        """Leave a host alone for twice as long as the last time: it cannot be reached, or its agent was lost or asked
+        to end. Reporting it again while it is left alone changes nothing."""
         now = time.monotonic()
         pause = self._pauses.setdefault(host.name, Pause())
         if pause.until > now:

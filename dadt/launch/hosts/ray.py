@@ -30,7 +30,7 @@ from dadt.errors import ConfigError, LaunchError, StartTimeout
 from dadt.launch.hosts.host import Host
 
 QUIET_SECONDS = 3.0
-"""Of waiting for Ray, before that is told."""
+"""Seconds of waiting for Ray after which the user learns of it."""
 TURN_SECONDS = 1
 SHOWN_NODES = 8
 SURVEY_SECONDS = 20.0
@@ -279,7 +279,8 @@ def _alive(ray: Any) -> list[dict[str, Any]]:
 
 
 def _names(ray: Any) -> dict[str, str]:
-    """By id, of the nodes that are alive. Those that share a name, as on one machine, are told apart by their ids."""
+    """The names of the nodes that are alive, by id. Where several share a name, as on one machine, the end of the id is
+    added."""
     alive = {node["NodeID"]: node["NodeName"] for node in _alive(ray)}
     times = Counter([*alive.values(), *_given.values()])
     for node, name in alive.items():
@@ -293,7 +294,7 @@ def _fits(has: Mapping[str, float], bundle: Mapping[str, float]) -> int:
 
 
 def _named(resources: Mapping[str, float]) -> str:
-    """As `2 CPU and 1 GPU`; without what Ray counts for itself."""
+    """The resources as text, such as `2 CPU and 1 GPU`; without what Ray counts for itself."""
     own = {key: value for key, value in resources.items() if not key.startswith("node:") and "memory" not in key}
     parts = [f"{value:g} {key}" for key, value in sorted(own.items())]
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "nothing"
@@ -307,7 +308,7 @@ def _cluster(ray: Any) -> str:
 
 
 def _words(error: Exception) -> str:
-    """On one line, however many Ray takes."""
+    """The text of an error of Ray's on one line, cut to MOST_LETTERS."""
     return textwrap.shorten(str(error), MOST_LETTERS) or type(error).__name__
 
 
@@ -318,7 +319,8 @@ class Surveyed:
     name: str
     resources: str
     versions: Mapping[str, str]
-    """Of what a job needs there, empty for what is not installed. None of a node that does not answer."""
+    """The versions of Python and of what a job needs there, by name; empty text for what is not installed. No entries
+    for a node that does not answer."""
 
 
 def survey(config: Config) -> list[Surveyed]:

@@ -120,6 +120,6 @@ def place(shares: Sequence[int], rooms: Sequence[Room], addresses: Sequence[str]
 
 
 def move(slot: Slot, room: Room, address: str) -> Slot:
-    """The same slot on this host, which the others reach at this address."""
+    """The same slot on the host of this room, which the others reach at this address."""
     gpu = room.gpus[slot.local_rank] if room.gpus else None
     return replace(slot, host=room.host, address=address, gpu=gpu, threads=max(1, room.cores // slot.local_size))

@@ -23,10 +23,11 @@ from dadt.launch.hosts.ray import RayHost, connect, end_of_node, own_node
 
 END_SECONDS = 5.0
 QUIET_SECONDS = 1.0
-"""Of waiting for Ray's reason, before that is told."""
+"""Seconds of waiting for Ray's reason after which the user learns of it."""
 DEATH_SHARE = 0.6
-"""Of --orphan-timeout, after which agents that hear nothing end their workers. Ray knows of the end of an actor sooner
-than of its node's, by a quarter of a minute. A job that trains on does not wait for that."""
+"""The share of --orphan-timeout (after which agents that hear nothing end their workers) for which a job waits to learn
+from Ray whether a node is gone. Ray knows of the end of an actor sooner than of its node's, by a quarter of a minute. A
+job that trains on does not wait for that."""
 
 
 def launcher(request: Request) -> Launcher:
@@ -43,7 +44,7 @@ class Started:
     end: Future[str] = field(default_factory=Future)
     """Why it has ended; empty if it should."""
     reason: str = ""
-    """The same, before Ray knows whether its node is gone."""
+    """Why it has ended, as far as that is known before Ray knows whether its node is gone."""
 
 
 class RayLauncher:
@@ -58,7 +59,7 @@ class RayLauncher:
         self._arrivals = Arrivals(())
         self._listener: Listener | None = None
         self._started: dict[str, Started] = {}
-        """By host, the newest."""
+        """The newest agent of each host, by the host's name."""
         self._lock = threading.Lock()
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:

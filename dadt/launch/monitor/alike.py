@@ -12,10 +12,10 @@ from dadt.launch.monitor.printed import BAR
 MOMENT_SECONDS = 1.0
 """How long a rank's line waits for the same one of all others."""
 WAITING = 1000
-"""Lines of a rank that may wait."""
+"""Most lines of a rank that may wait."""
 NEVER = float("inf")
 PACE = re.compile(rb" *(?:\d+%\|[^|]*\| *[\d.]+(?=/)|\d+(?::\d\d)+|(?<=<)\?|[\d.?]+(?:m?s/\w+|\w+/s|m?s\b))")
-"""In a progress bar: how far it is, times, and its speed."""
+"""Matches what ranks show differently in a progress bar: how far it is, times, and its speed."""
 
 
 class Line(NamedTuple):
@@ -23,7 +23,7 @@ class Line(NamedTuple):
     """Time at which it came."""
     text: bytes
     meaning: bytes
-    """By which it is compared with those of other ranks."""
+    """The part of the text that is compared with other ranks' lines: of a progress bar all but its figures."""
 
     @classmethod
     def of(cls, text: bytes, now: float) -> Line:
@@ -81,6 +81,6 @@ class Alike:
                 yield [each], self._next([each])
 
     def _next(self, ranks: list[int]) -> bytes:
-        """As the first of them has printed it."""
+        """Take the next line of each of these ranks. Returns it as the first of them has printed it."""
         first, *_ = [self._waiting[rank].popleft() for rank in ranks]
         return first.text

@@ -95,7 +95,8 @@ class Board:
         return bool(self._wants)
 
     def stalled(self, seconds: float) -> list[tuple[str, set[int]]]:
-        """The groups in which a rank has waited for so long, each once, with all ranks that have done their part."""
+        """The groups in which a rank has waited for more than `seconds`, each once, with all ranks that have done their
+        part."""
         now, found = time.monotonic(), list[tuple[str, set[int]]]()
         for key, wants in self._wants.items():
             if (group := _group(key)) not in self._stalled and any(now - want.begun > seconds for want in wants):

@@ -38,9 +38,9 @@ class Member:
     lost: float = 0.0
     """When the others began to train on without it, in seconds since the epoch; 0: it is there."""
     joined: bool = False
-    """Its worker was started in the running job, in place of one that was lost."""
+    """Whether its worker was started in the running job, in place of one that was lost."""
     generation: int = 0
-    """How often it has met the others anew."""
+    """The newest generation of ranks in which it was: how often it has met the others again."""
     images: int = 0
     """How often its process, or another rank's before, has replaced itself amid training."""
     finished: bool = False
@@ -135,7 +135,7 @@ class Rendezvous:
         self._images = 0
         """How often ranks have replaced themselves, all of them or some."""
         self.generation = 0
-        """How often the ranks have met anew: those that are left, or others, too, that join."""
+        """How often the ranks have met again: those that are left, or others, too, that join."""
         self.outdated = OVER
         """The answer to questions of older generations."""
 
@@ -144,19 +144,19 @@ class Rendezvous:
         return [member for member in self.members if not member.lost]
 
     def regroup(self, lost: Collection[int], text: str) -> None:
-        """The others meet anew. What they wait for now is refused. lost: may be none."""
+        """Have the other ranks meet again, without these. What they wait for now is refused. lost: may be none."""
         for rank in lost:
             self.members[rank].lost = time.time()
         self._begin_anew(text)
 
     def join(self, member: Member, text: str) -> None:
-        """All meet anew, with this one."""
+        """Have all ranks meet again, with this one."""
         member.lost, member.joined = 0.0, True
         self._begin_anew(text)
 
     def start_over(self, member: Member, text: str) -> bool:
-        """Its process has replaced itself after it had met the others, and meets them once more if they do so, too.
-        Returns whether it is the first of them."""
+        """Note that a rank's process has replaced itself after it had met the others; it meets them once more if they
+        do so, too. Returns whether it is the first of them."""
         first = member.images == self._images
         if first:
             self._images += 1
@@ -181,7 +181,7 @@ class Rendezvous:
         self._board.clear(refusal)
 
     def stalled(self, seconds: float) -> list[Stall]:
-        """The waits that have taken so long, each once."""
+        """The waits that have taken more than `seconds`, each reported once."""
         now, found = time.monotonic(), self._board.stalled(seconds)
         for key, exchange in self._exchanges.items():
             if exchange.waits and not exchange.told and now - exchange.begun > seconds:

@@ -83,7 +83,7 @@ class Output:
             self._prefixes[rank] = f"[{rank} {host}] "
 
     def end(self, rank: int) -> None:
-        """Its worker has ended."""
+        """Note that the rank's worker has ended."""
         for alike in self._alike.values():
             alike.end(rank)
 

@@ -17,7 +17,7 @@ BAR_SECONDS = 30.0
 LEFT_SECONDS = 0.1
 """A bar that the cursor has left has ended, unless it returns within this time, as nested ones make it do."""
 HIDDEN_SECONDS = 1.0
-"""The same for the first lines under a hidden cursor, which may be bars or not."""
+"""The time in place of LEFT_SECONDS for the first lines under a hidden cursor, which may be bars or not."""
 LINE_LIMIT = 1 << 16
 """Bytes after which a line without an end is cut."""
 ROWS = 64
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def text(self) -> bytes:
-        """As a terminal shows it."""
+        """The row as a terminal shows it."""
         return self.drawn if self.drawn.strip() else self.state
 
     def go_back(self) -> None:

@@ -46,7 +46,8 @@ class Silences:
         self._outages: dict[tuple[int, int], Outage] = {}
 
     def hear(self, host: int, frame: Frame) -> Frame | None:
-        """Record what an agent tells of heartbeats. Returns what all agents are to be told."""
+        """Record what an agent reports of heartbeats. Returns a frame for all agents; None where there is nothing to
+        send."""
         if frame.kind == "heartbeat":
             return self.listens(host, frame["port"])
         if frame.kind == "silent":
@@ -124,8 +125,8 @@ class Silences:
         return Blame(f"the way between {first} and {second} failed", f"{self._text(pair, found[pair])}; {_BOTH}")
 
     def cut_off(self, places: Collection[int], since: float) -> tuple[int, str] | None:
-        """Of the hosts at these places the one that most others have not heard since then, of two the later; and why.
-        None where all hear each other."""
+        """The place, of these, of the host with the most outages that began before `since` (time.monotonic), the
+        highest of equal ones; and a text that says why. None where there are none."""
         found = {p: o for p, o in self._outages.items() if o.since < since and set(p) <= set(places)}
         counts = Counter(place for pair in found for place in pair)
         if not counts:

@@ -17,7 +17,7 @@ DUMP_SECONDS = 30.0
 
 
 class Stacks:
-    """Those of one attempt."""
+    """The stacks of the ranks in one attempt of the job, which are written to files."""
 
     def __init__(self, output: Output, say: Callable[[str, str], None]) -> None:
         self._output = output
@@ -25,7 +25,7 @@ class Stacks:
         self._dumped = float("-inf")
         """Time at which a worker last asked for the stacks."""
         self.paths: list[Path] = []
-        """Of the files that were written."""
+        """The files to which stacks were written."""
 
     def wanted(self, members: Sequence[Member]) -> Frame | None:
         """A stalled rank asks for all stacks. Returns the order to the agents; None where another rank, stalled by the

@@ -1,4 +1,4 @@
-"""What a user is told of ranks that have waited for others for long, and the stacks of those others."""
+"""The report to the user of ranks that have waited for others for long, and the stacks of those others."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Waiting:
     starts: bool = False
     """It waits for its first connection with the others, which has a deadline of its own."""
     _open: int = 0
-    """Its questions that wait for others."""
+    """The number of its questions that wait for others."""
 
     def ask(self, starts: bool) -> None:
         """It asks where the others are."""

@@ -34,7 +34,7 @@ class View(Protocol):
         """Show the news, if it is due. Returns the seconds until the next call."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Write what is left and free what the view holds; may be called again."""
 
 
 class Mark(NamedTuple):
@@ -82,7 +82,7 @@ class Gauge:
     secondary: bool = False
     """Whether it reported that another rank's failure ended it."""
     summary: Mapping[str, Any] = field(default_factory=dict)
-    """Its report at the end of training."""
+    """What it reported at the end of training; empty before."""
     waiting: Waiting = field(default_factory=Waiting)
     _printed: bytes = b""
     _marks: deque[Mark] = field(default_factory=deque)
@@ -126,7 +126,7 @@ class Gauge:
 
     @property
     def last(self) -> Mark | None:
-        """Its last mark; None if there is none."""
+        """The newest mark of this rank; None if there is none."""
         return self._marks[-1] if self._marks else None
 
     def mark(self, step: int, numbers: Mapping[str, Any]) -> None:
@@ -199,7 +199,7 @@ class Watch:
         self.losses: list[Loss] = []
         """Ranks without which the others train on, in order of time."""
         self.generations: list[Mapping[str, Any]] = []
-        """When ranks connected anew, which were lost and left then, and why."""
+        """An entry for each time that ranks connected again: when, which were lost and left then, and why."""
 
     def see(self, frame: Frame) -> None:
         look = getattr(self, f"_see_{frame.kind}", None)
@@ -213,12 +213,12 @@ class Watch:
         return gauge.waiting.begin(reply, starts)
 
     def stops(self, why: str, grace: float) -> None:
-        """Record that all workers are told to end."""
+        """Record that all workers receive the order to end."""
         self.state = "stopping"
         self._journal.write("stop", why=why, grace=grace)
 
     def regroups(self, losses: Sequence[Loss], why: str) -> None:
-        """Record that the others connect anew and train on without these ranks, if any."""
+        """Record that the others connect again and train on without these ranks, if any."""
         self.losses += losses
         left = [gauge.member for gauge in self.gauges if not gauge.member.lost]
         ranks = {"lost": [loss.rank for loss in losses], "left": [member.rank for member in left]}
@@ -227,7 +227,7 @@ class Watch:
         self._journal.write("regroup", **facts)
 
     def joins(self, member: Member) -> None:
-        """Its worker has joined the running job."""
+        """Record that the rank's worker has joined the running job."""
         now = time.time()
         self.losses = [
             replace(loss, replaced=now) if (loss.rank, loss.replaced) == (member.rank, None) else loss

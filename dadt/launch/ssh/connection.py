@@ -46,7 +46,7 @@ class Connection:
         self._proxy = proxy
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection and its proxy; may be called again."""
         self.transport.close()
         if self._proxy is not None:
             self._proxy.close()

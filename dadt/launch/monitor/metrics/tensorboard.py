@@ -24,7 +24,8 @@ class TensorBoard:
     """Writes DIR/<job>/rank<r>, so that one chart shows all ranks and one DIR several jobs, by optimizer step."""
 
     def __init__(self, place: str) -> None:
-        """place: DIR."""
+        """place: DIR, the folder that --metrics tensorboard:DIR names. Raises ConfigError where it cannot be
+        written."""
         self._folder = Path(place)
         try:
             private_files.make_folder(self._folder)
