@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 LATER = {"While a job runs": ("ps", "logs", "stacks", "kill"), "Afterwards": ("timeline", "report", "compare")}
-"""Sections of --help."""
+"""The sections of --help after "Commands": title to names of commands."""
 FLAGS = ("-h", "--help", "--version")
 
 
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Imports no command."""
+        """Complete names of commands without importing any command."""
         found = [(name, sentence) for name, (_, sentence) in COMMANDS.items() if name.startswith(incomplete)]
         return [CompletionItem(name, help=sentence) for name, sentence in found] + click.Command.shell_complete(
             self, ctx, incomplete
@@ -86,7 +86,7 @@ def dadt_command() -> None:
 
 
 def main() -> None:
-    """The only place that exits."""
+    """Run a command and exit with its code: the only place that exits."""
     _open_streams()
     code = _run()
     gc.freeze()  # or the interpreter, on its way out, goes through all that was ever imported
@@ -94,7 +94,8 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Those of ours that were closed lead nowhere now: else the next file we open would get what is printed."""
+    """Open the null device for each standard stream that was closed at the start: else the next file that is opened
+    gets the stream's number, and with it what is printed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)  # it may be this very number, the lowest that is free

@@ -39,7 +39,7 @@ class Row:
     """Predicted, by number of hosts."""
     best_for: list[int]
     measured: float | None
-    """On the hosts at hand, with --check."""
+    """The steps per second measured on the hosts at hand, with --check; else None."""
     error: float | None
     """The error of the prediction, as a share of what was measured."""
 

@@ -153,18 +153,20 @@ def check(
 
 
 def _alone(algorithm: str, sync_every: int) -> list[str]:
-    """Where no byte moves."""
+    """Options of `dadt run` with which no byte moves."""
     return ["--executor", "null", "--algorithm", algorithm, "--sync-every", str(sync_every)]
 
 
 def _unpacked(figures: Figures, algorithm: str, seconds: float) -> float:
-    """Of a step where no byte moves, without what an exchange's own time has, too."""
+    """Seconds of a step's compute: `seconds`, measured where no byte moves, less the packing of gradients, which the
+    model counts as a part of each exchange."""
     steps = {"sync": 1, "pipe": 1, "local": figures.sync_every}
     return seconds - figures.packing * figures.bytes / steps[algorithm] if algorithm in steps else seconds
 
 
 def _steps(algorithm: str, about: float, sync_every: int) -> int:
-    """So many, at least a few; of local whole rounds, each of which has one average."""
+    """About this many steps, but at least LEAST_STEPS; of local whole rounds of `sync_every` steps, each of which has
+    one average."""
     count = max(LEAST_STEPS, round(about))
     return max(1, round(count / sync_every)) * sync_every if algorithm == "local" else count
 
@@ -183,7 +185,8 @@ def _turn(party: Party, steps: int, lead: int) -> float:
 
 
 def _share(found: Sequence[Found], part: int) -> float:
-    """Of a step's compute, on the slowest rank."""
+    """The share of a step's compute that one part takes, on the slowest rank. part: 0 forward, 1 backward, 2
+    optimizer."""
     slowest = max(found, key=lambda each: sum(each.parts))
     return slowest.parts[part] / sum(slowest.parts)
 

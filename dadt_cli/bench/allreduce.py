@@ -15,7 +15,7 @@ from dadt_cli.bench.ranks import TIMEOUT, Ranks
 from dadt_cli.bench.ratio import Interval, interval, ratio
 
 TENSORS = 60
-"""A bucket is made of so many tensors, of unequal sizes."""
+"""The number of tensors, of unequal sizes, of which a bucket is made."""
 CONTENDERS = ("dadt", "gloo", "memcpy")
 
 
@@ -25,12 +25,12 @@ class Row:
 
     bytes: int
     count: int
-    """Elements of float32."""
+    """The number of float32 elements that are averaged."""
     ranks: int
     dadt: Interval
     gloo: Interval
     memcpy: Interval
-    """A memcpy of as many bytes, made by all ranks at once."""
+    """A memcpy of the same number of bytes, made by all ranks at once."""
     gloo_per_dadt: Interval
     dadt_per_memcpy: Interval
     wrong: int
@@ -41,7 +41,8 @@ class Row:
         return Interval(self.bytes / seconds.median, self.bytes / seconds.high, self.bytes / seconds.low)
 
     def busbw(self, seconds: Interval) -> Interval:
-        """The same by what each rank's link must carry, 2 (n - 1) / n times the size: comparable over n ranks."""
+        """Bytes per second that each rank's link must carry, 2 (n - 1) / n times those of `algbw`: comparable over n
+        ranks."""
         factor = 2 * (self.ranks - 1) / self.ranks
         speed = self.algbw(seconds)
         return Interval(factor * speed.median, factor * speed.low, factor * speed.high)

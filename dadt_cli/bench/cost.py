@@ -34,13 +34,13 @@ SMALL = 32 * 1024
 WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": (256 + 4) / 1024}
 """Bytes that travel for a byte of float32."""
 CHUNK = 4 << 20
-"""Of an allreduce by the hierarchical executor."""
+"""Bytes of a chunk, in which the hierarchical executor exchanges the data of an allreduce."""
 ALGORITHMS = ("sync", "pipe", "local", "gossip")
-"""From the one that changes a training least; see docs/algorithms.md."""
+"""The algorithms, from the one that changes a training least; see docs/algorithms.md."""
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd:4")
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CLOSE = 0.95
-"""Within so much of the fastest, what changes the training less is the better choice."""
+"""Among settings with at least this share of the fastest's rate, the one that changes training least is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class LinkCost:
     """One end of an exchange of gossip, whichever way it compresses."""
 
     bytes: float
-    """Of a message."""
+    """Bytes of one message."""
     say: float
-    """Processor seconds before it is sent."""
+    """Processor seconds before a message is sent."""
     settle: float
-    """And after the other's has come."""
+    """Processor seconds after the other end's message has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The measured values."""
+    """What was measured of a model and of the machines that train it: all from which the time of a step is computed."""
 
     network: Network
     handling: Mapping[str, Handling]
-    """By compression, without powersgd."""
+    """The costs of exchanges beside the network, by compression, without powersgd."""
     buckets: Sequence[Bucket]
-    """In the order in which they go."""
+    """The buckets in the order in which they are exchanged."""
     buffers: Sequence[int]
     """Bytes of each exchange of BatchNorm's statistics."""
     forward: float
@@ -112,11 +112,11 @@ class Figures:
     compute: Mapping[str, float]
     """Seconds of a step by algorithm, where no byte moves, without the packing of gradients."""
     packing: float
-    """Seconds of that for each byte."""
+    """Seconds of packing gradients for each byte."""
     low_rank: float
     """Seconds that PowerSGD computes in a step."""
     link_costs: Mapping[str, LinkCost]
-    """By compression: what gossip computes."""
+    """The costs of one end of an exchange of gossip, by compression."""
     mail: float
     """Seconds that a core is taken for each byte that goes to one other worker, and each that comes."""
     busy: float
@@ -148,7 +148,7 @@ WAYS = tuple(Way(algorithm, compression) for algorithm in ALGORITHMS for compres
 
 
 def allreduce(figures: Figures, size: int, compression: str, hosts: int) -> float:
-    """Seconds of one allreduce of so many bytes of float32."""
+    """Seconds of one allreduce of `size` bytes of float32."""
     network, handling = figures.network, figures.handling[compression]
     own = handling.each + handling.per_byte * size
     if hosts == 1:
@@ -162,7 +162,7 @@ def allreduce(figures: Figures, size: int, compression: str, hosts: int) -> floa
 
 
 def seconds(figures: Figures, way: Way, hosts: int) -> float:
-    """Of one step."""
+    """Seconds of one training step, as the model predicts them for this way and number of hosts."""
     if way.algorithm == "sync":
         return _sync(figures, way.compression, hosts)
     if way.algorithm == "pipe":
@@ -234,13 +234,14 @@ def _gossip(figures: Figures, compression: str, hosts: int) -> float:
 
 
 def _codec(compression: str) -> tuple[str, bool]:
-    """Of what travels, and whether it is PowerSGD's."""
+    """The compression of what travels ("none" under PowerSGD, whose factors are sent as they are), and whether it is
+    PowerSGD."""
     low_rank = compression.startswith("powersgd")
     return ("none" if low_rank else compression), low_rank
 
 
 def _stolen(figures: Figures, size: int, codec: str) -> float:
-    """From the compute, while it goes on beside an exchange of so many bytes."""
+    """Seconds that an exchange of `size` bytes takes from the compute beside which it goes on."""
     return figures.busy * figures.handling[codec].processor * size
 
 
@@ -249,7 +250,7 @@ def _halves(bucket: Bucket) -> tuple[int, int]:
 
 
 def _weights(figures: Figures, compression: str, hosts: int) -> float:
-    """All gradients, or as many values, at once."""
+    """Seconds to average all gradients, or weights of the same size, at once; under PowerSGD its first half."""
     codec, low_rank = _codec(compression)
     sizes = [_halves(bucket)[0] if low_rank else bucket.bytes for bucket in figures.buckets]
     return sum(allreduce(figures, size, codec, hosts) for size in sizes)
@@ -260,7 +261,7 @@ def _exchange(figures: Figures, compression: str, hosts: int) -> float:
 
 
 def _second(figures: Figures, hosts: int) -> float:
-    """PowerSGD's second half."""
+    """Seconds to average the second half of PowerSGD for all buckets."""
     sizes = [_halves(bucket)[1] for bucket in figures.buckets]
     return sum(allreduce(figures, size, "none", hosts) for size in sizes if size)
 

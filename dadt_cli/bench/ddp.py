@@ -25,7 +25,7 @@ class Row:
     dadt: Interval
     gloo: Interval
     alone: Interval
-    """The same step without any exchange, on all ranks at once."""
+    """Seconds of the same step without any exchange, on all ranks at once."""
     gloo_per_dadt: Interval
 
 
@@ -84,7 +84,7 @@ def _worker(rank: int, ranks: int, pipe: Connection, store: str, width: int, bat
             dist.barrier()
             begun = time.perf_counter()
             step()
-            if turn >= 2:  # DDP arranges its buckets anew after the first step
+            if turn >= 2:  # DDP arranges its buckets again after the first step
                 seconds[name].append(time.perf_counter() - begun)
     dist.barrier()
     pipe.send(seconds)

@@ -94,7 +94,7 @@ class Figures:
     """The result of a benchmark."""
 
     rows: Sequence[Any]
-    """Dataclasses."""
+    """Dataclass objects, one for each row of the JSON and of the CSV file."""
     tables: Sequence[Table]
     notes: Sequence[str] = ()
     about: dict[str, Any] = field(default_factory=dict)

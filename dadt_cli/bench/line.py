@@ -18,7 +18,7 @@ from dadt_cli.bench.folder import folder
 KEY = "BENCH_KEY"
 """The variable in which workers are given what proves that they are ours; those that begin with DADT_ are knobs."""
 TRY_SECONDS = 5.0
-"""For an address to answer, and for whoever connects to prove who it is."""
+"""Seconds for an address to answer, and for whoever connects to prove who it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Reception:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(TRY_SECONDS), 0))
 
     def accept(self, seconds: float) -> Connection | None:
-        """The next who has our key; None if nobody has come for so long, or it was somebody else."""
+        """Accept the next who has our key; None if nobody has come within `seconds`, or it was somebody else."""
         self._socket.settimeout(seconds)
         try:
             connection = self._listener.accept()
@@ -101,7 +101,8 @@ def listen(remote: bool, ranks: int) -> Iterator[Reception]:
 
 
 def connect(where: str) -> Connection:
-    """To a listener: a path, or addresses by comma and a port, which are tried in turn. Raises DadtError."""
+    """Connect to a listener. where: a path, or addresses separated by commas and a port, which are tried in turn.
+    Raises DadtError."""
     key = os.environ[KEY].encode()  # noqa: TID251 (a secret for this process, not a knob)
     if where.startswith("/"):
         return Client(where, "AF_UNIX", authkey=key)

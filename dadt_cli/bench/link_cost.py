@@ -16,7 +16,8 @@ EXCHANGES = 3
 
 
 def link_costs(weights: Sequence[torch.Tensor], compressions: Sequence[str]) -> dict[str, LinkCost]:
-    """By compression. Two ends, both here: no byte travels."""
+    """The measured costs of one end of an exchange of gossip, by compression. Both ends are in this process: no byte
+    travels."""
     found = {}
     for compression in compressions:
         here, there = WeightSnapshot(weights), WeightSnapshot(weights)

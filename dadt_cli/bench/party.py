@@ -55,7 +55,7 @@ class Party:
         self._lines = lines
         self._said = said
         self.hellos: list[Hello] = []
-        """By rank."""
+        """The first message of each worker, by rank."""
 
     def greet(self) -> None:
         """Hear what each worker is. Raises ConfigError where one refuses what it is asked for."""
@@ -68,7 +68,8 @@ class Party:
         self.hellos, self._lines = [hello for hello, _ in hellos], [line for _, line in hellos]
 
     def train(self, lead: int, steps: int) -> list[Worked]:
-        """By rank. `lead` steps go before those that are counted: what a step leaves to the next one ends in them."""
+        """Have all workers train `lead` uncounted and then `steps` counted steps, and return what each measured, by
+        rank. What an earlier step leaves to the next one ends in the uncounted ones."""
         for line in self._lines:
             line.send(asdict(Turn(lead, steps)))
         return [Worked(**each) for each in self._receive(self._lines, TURN_SECONDS)]
@@ -83,7 +84,7 @@ class Party:
                 raise self._failure(f"has not ended within {END_SECONDS:g} s of its last step") from None
 
     def _receive(self, lines: Sequence[Connection], seconds: float) -> list[Any]:
-        """The next message of each, in their order. Raises DadtError if one is gone, or silent for so long."""
+        """The next message of each, in their order. Raises DadtError if one is gone, or silent for `seconds`."""
         deadline = time.monotonic() + seconds
         heard: dict[Connection, Any] = {}
         while len(heard) < len(lines):

@@ -26,7 +26,7 @@ def ranks_of(config: Config, given: int | None) -> int:
 
 
 def _flags(given: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """Those that were given, as they are passed on."""
+    """The flags of these names that were given, as arguments of a command line."""
     pairs = ((flag(name), given.get(name)) for name in names)
     return [
         part
@@ -48,7 +48,7 @@ def place_of(config: Config, given: dict[str, Any]) -> Any:
 
 
 def check_hosts(config: Config, ranks: int) -> None:
-    """Before anything starts. Raises ConfigError where so many workers cannot have the simulated hosts."""
+    """Check, before anything starts, that this many workers can have the simulated hosts. Raises ConfigError if not."""
     from dadt.launch.hosts import simulated
 
     if simulates(config):

@@ -22,10 +22,10 @@ KINDS = (".png", ".svg", ".pdf", ".html")
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")
 GREY = "#9b9a97"
 DASHES = {"plain": ":", "null (limit)": "--"}
-"""Of contenders that exchange nothing."""
+"""Line styles of the contenders that exchange nothing, by name."""
 INCHES = (8.0, 3.6)
 DOTS = 200
-"""Per inch: sharp at twice the 800 pixels at which a README shows it."""
+"""Dots per inch: sharp at twice the 800 pixels at which a README shows it."""
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">

@@ -57,11 +57,11 @@ class Found:
     alpha: float
     """Seconds of a short message one way; 0: this rank sent none, as only one of each of two hosts does."""
     pairs: Times
-    """Of messages both ways at once."""
+    """Bytes and seconds of messages that two ranks sent each other at once; empty on ranks that sent none."""
     exchanges: dict[str, Times]
-    """Of averagings, by compression."""
+    """Bytes and seconds of averagings over all ranks, by compression."""
     processor: dict[str, float]
-    """Processor seconds of this process for each byte in these."""
+    """Processor seconds of this process for each byte in these averagings, by compression."""
     packing: float
     """Seconds for each byte of an averaging in which none moves."""
     buckets: list[tuple[int, float]]
@@ -70,9 +70,9 @@ class Found:
     """The same buckets under PowerSGD: bytes of its two halves; 0, 0: it stays as it is."""
     low_rank_seconds: float
     link_costs: dict[str, LinkCost]
-    """By compression: one end of an exchange of gossip."""
+    """The costs of one end of an exchange of gossip, by compression."""
     mail: float
-    """Processor seconds of this process for each byte that it sends to one other rank while it receives as many."""
+    """Processor seconds of this process for each byte that it sends to one other rank while it receives one from it."""
     buffers: list[int]
     parts: tuple[float, float, float]
     """Seconds of a forward, a backward, and an optimizer's step."""
@@ -84,7 +84,7 @@ class Found:
 
 
 def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SECONDS) -> Found:
-    """Runs on every rank at once; computes for so many seconds. Raises ConfigError for what cannot be trained."""
+    """Runs on every rank at once; computes for `seconds`. Raises ConfigError for what cannot be trained."""
     runtime = worker.ask()
     if runtime.control is not None:
         runtime.control.claim()
@@ -148,12 +148,12 @@ class _Ranks:
         self._config = replace(runtime.config, timeout=TIMEOUT)
         hosts = [int(blob) for blob in runtime.meet.exchange("probe: host", str(world.cross_rank).encode())]
         self._peer = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 0)
-        """With which rank 0 measures the network; 0: there is none."""
+        """The first rank on another host than rank 0's, with which rank 0 measures the network; 0: there is none."""
         self._numbers = count()
         self._connection: Connection = executors.connect(self._config, world, Apart(runtime.meet, "probe:"))
         still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
         self._still = executors.connect(still, world, Apart(runtime.meet, "still:"))
-        """Moves no byte."""
+        """A connection by the null executor, which moves no byte."""
         self._group = c10d.group("gloo", runtime.meet, world, range(world.world_size), TIMEOUT, "pairs")
         self.executor = executors_name(self._config, world, hosts)
 
@@ -269,7 +269,7 @@ class _Ranks:
         self._connection.engine.allgather(b"", f"together {next(self._numbers)}").wait(TIMEOUT)
 
     def _slowest(self, seconds: float) -> float:
-        """The same on all ranks, which go on or end together."""
+        """The largest of all ranks' values, so that all ranks go on or end together."""
         work = self._connection.engine.allgather(repr(seconds).encode(), f"seconds {next(self._numbers)}")
         work.wait(TIMEOUT)
         return max(float(lane) for lane in work.lanes)
@@ -354,7 +354,7 @@ class _Step:
 
 
 def executors_name(config: Any, world: Any, hosts: list[int]) -> str:
-    """For the user: what `auto` has become."""
+    """The name of the executor for the user: what `auto` has become."""
     if config.executor != "auto":
         return str(config.executor)
     from dadt.config.executor import Place, pick

@@ -46,12 +46,12 @@ class Ranks:
         self._stack.close()
 
     def send(self, what: Any) -> None:
-        """The same to each of them."""
+        """Send the same to each of them."""
         for pipe in self._pipes:
             pipe.send(what)
 
     def receive(self, seconds: float = TIMEOUT) -> list[Any]:
-        """The next message of each, by rank. Raises DadtError if one has failed or is silent for so long."""
+        """The next message of each, by rank. Raises DadtError if one has failed or is silent for `seconds`."""
         return [self._receive(rank, pipe, seconds) for rank, pipe in enumerate(self._pipes)]
 
     def _receive(self, rank: int, pipe: Connection, seconds: float) -> Any:

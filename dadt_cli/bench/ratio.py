@@ -21,7 +21,8 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """By order statistics: assumes nothing of the distribution. With fewer than 6 values it is their range.
+    """The median and its interval by order statistics, which assume nothing of the distribution. With fewer than 6
+    values the interval is their range.
 
     Raises ValueError without values.
     """

@@ -1,4 +1,4 @@
-"""The script that `dadt bench MODEL` runs: trains when it is told to, and says how long that took.
+"""The script that `dadt bench MODEL` runs: trains when it is asked to, and reports how long that took.
 
 Plain PyTorch: whether it trains data-parallel is decided by how it is started, and by --peer.
 """
@@ -35,7 +35,7 @@ from dadt_cli.bench.models.workload import Batch, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RATE = 1e-5
-"""So low that nothing blows up: what it learns is of no interest."""
+"""A learning rate so low that nothing blows up: what the model learns is of no interest."""
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ class Plain:
         return model, optimizer
 
     def without_exchange(self, model: Any) -> AbstractContextManager[None]:
-        """For the backwards of a step before its last."""
+        """A context for each backward of a step but the last, after which its gradients are not exchanged."""
         return nullcontext()
 
     def turn(self) -> AbstractContextManager[None]:
@@ -204,12 +204,12 @@ class DdpPowerSgd(DdpView):
 
 
 class Bare(Plain):
-    """A copy of the script that averages nothing: behind each step goes a bare allreduce of as many bytes, of buffers
-    that nobody reads or writes. What averages late through the same library has that to pay, and all else on top."""
+    """A baseline: the script without averaging, plus a bare allreduce of as many bytes per step, of buffers that nobody
+    reads or writes. Late averaging over the same library costs at least this."""
 
     DTYPE: torch.dtype | None = None
     BUCKET = 25 << 20
-    """Bytes, as DDP's."""
+    """Bytes of a bucket, DDP's default."""
 
     def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
         first = next(model.parameters())
@@ -232,8 +232,8 @@ class BareBf16(Bare):
 
 
 class Horovod(Plain):
-    """Its distributed optimizer, as its documentation shows, over its Gloo. Its launcher knows no simulated hosts, so
-    ranks learn what it would tell them from what `dadt run` tells any script."""
+    """Horovod's distributed optimizer, as its documentation shows, over its Gloo. Its launcher knows no simulated
+    hosts, so ranks take what it would set from the variables that `dadt run` sets for any script."""
 
     def __init__(self) -> None:
         super().__init__()

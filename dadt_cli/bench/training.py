@@ -84,13 +84,14 @@ class Row:
     batch_size: int
     options: Sequence[str]
     seconds: Interval
-    """Of a step, of the slowest rank."""
+    """Seconds of a step, on the slowest rank."""
     rate: Interval
     """Units (images, tokens) per second of all ranks."""
     rates: list[Interval]
-    """Of each rank."""
+    """Units per second of each rank, by rank."""
     efficiency: Interval | None
-    """The rate of all ranks, as a share of as many copies of the script that exchange nothing. None without these."""
+    """The rate of all ranks, as a share of that of the same number of copies of the script that exchange nothing. None
+    without these."""
     exposed: Interval | None
     """Share of a step's time by which it is longer than under the null executor: communication that nothing hides."""
     speed: Interval
@@ -103,14 +104,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One round of contenders, all with as many ranks (or one) and the same batch."""
+    """One round of contenders, all with the same number of ranks (or one) and the same batch."""
 
     hello: Hello
     rows: list[Row]
     turns: list[list[float]] = field(default_factory=list)
     """Seconds of a step for each row, round by round."""
     cpu: list[list[float]] = field(default_factory=list)
-    """The same of the processor, on the rank that needs the most."""
+    """Processor seconds of a step for each row, round by round, on the rank that needs the most."""
 
 
 Progress = Callable[[str], None]
@@ -123,13 +124,13 @@ def alone() -> Contender:
 
 
 def copies(ranks: int) -> Contender:
-    """As many of the script at once, which share cores, caches and memory but exchange nothing; what scaling is
-    measured by."""
+    """This many copies of the script at once, which share cores, caches and memory but exchange nothing; what scaling
+    is measured by."""
     return Contender("plain", ranks, plain=True)
 
 
 def limit(options: Sequence[str], ranks: int) -> Contender:
-    """As with these options, but no byte moves."""
+    """A contender with these options, except that no byte moves."""
     return Contender("null (limit)", ranks, (*options, "--executor", "null"))
 
 
@@ -240,7 +241,7 @@ def _slowest(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
 
 
 def _start(stack: ExitStack, contender: Contender, task: Task, place: Place, threads: int) -> Party:
-    """threads: of each worker; 0: as many as the launcher gives it."""
+    """threads: the number for each worker; 0: as many as the launcher gives it."""
     options = [*contender.options, "--warmup-steps", str(contender.warmup)] if contender.injected else []
     options += [] if contender.injected else ["--inject", "none"]
     if threads:

@@ -8,7 +8,7 @@ from typing import Any
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 VERDICTS = (PASS, WARN, FAIL)
-"""From good to bad."""
+"""The verdicts, from good to bad."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,8 @@ def fail(name: str, value: object, hint: str, alike: str = "") -> Check:
 
 
 def refused(name: str, sentence: str, hint: str) -> Check:
-    """From a sentence of the launcher's, which may end in `-> what to do`; if it does not: hint."""
+    """A failed check from a sentence of the launcher's, which may end in `-> what to do`; if it does not, hint says
+    that."""
     value, arrow, remedy = sentence.partition(" -> ")
     return fail(name, value, remedy if arrow else hint)
 

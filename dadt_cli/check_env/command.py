@@ -29,7 +29,7 @@ TITLES = ("hosts", "ssh", *SUBJECTS)
 COLOURS = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 KNOBS = ("hosts", "hostfile", "include", "exclude", *REACHED_BY, "mpirun", "start_timeout")
 SHOWN_VALUES = 4
-"""Of hosts that are well, and differ where they may."""
+"""Most different values of one check that are shown for hosts that pass it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Row:
 
     check: Check
     hosts: str = ""
-    """Empty: all."""
+    """The names of the hosts that the check is about, separated by commas; empty: all hosts."""
 
     @property
     def value(self) -> str:
@@ -77,7 +77,7 @@ def check_env(full: bool, as_json: bool, strict: bool, **given: Any) -> int:
 
 
 def _of_this_host(asked: Asked) -> list[Check]:
-    """On a terminal, with a line that says what is still looked at."""
+    """The checks of this host; on a terminal, with a line meanwhile that says what is still looked at."""
     if not sys.stderr.isatty():
         return probe.of_host(asked)
     from rich.console import Console
@@ -97,7 +97,7 @@ def _of_this_host(asked: Asked) -> list[Check]:
 
 
 def rows(found: Found) -> Iterator[Row]:
-    """By subject. What is the same on all hosts comes once."""
+    """The rows of the table, by subject. A check with the same outcome on all hosts has one row."""
     for subject in TITLES:
         yield from (Row(check) for check in found.between if check.subject == subject)
         names = dict.fromkeys(
@@ -113,7 +113,7 @@ def _of_name(found: Found, subject: str, name: str) -> Iterator[Row]:
         for check in checks:
             if (check.subject, check.name) == (subject, name):
                 owners.setdefault(check, []).append(host)
-    # A host that could not be checked is told of once, and missed nowhere else.
+    # A host that could not be checked is reported once, and missed nowhere else.
     asked = {host for host, checks in found.hosts.items() if subject not in SUBJECTS or is_checked(checks)}
     passed = [check for check in owners if check.verdict == PASS]
     left_out = passed[SHOWN_VALUES:]
@@ -125,7 +125,7 @@ def _of_name(found: Found, subject: str, name: str) -> Iterator[Row]:
 
 
 def _lines(found: Found) -> list[str]:
-    """On a terminal in colours and wrapped to its width, otherwise plain and a check a line."""
+    """The rows as text: on a terminal in colours and wrapped to its width, otherwise plain and a check a line."""
     from rich.console import Console
 
     screen = Console(highlight=False, emoji=False, markup=False)

@@ -53,7 +53,7 @@ def _entry_point() -> Check:
 
 
 def _folder(cwd: str) -> Check:
-    """That in which workers would start."""
+    """Check the folder in which workers would start."""
     try:
         there = Path(cwd).is_dir()
     except OSError as error:

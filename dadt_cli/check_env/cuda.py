@@ -23,7 +23,7 @@ MODES = ("index", "persistence_mode", "mig.mode.current")
 QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "compute_mode")
 SMI_SECONDS = 20.0
 BUSY = 0.1
-"""Of a GPU's memory in use."""
+"""The share of a GPU's memory that may be in use before it counts as busy."""
 NODES = Path("/dev/nvidiactl")
 INSTALL = "https://pytorch.org/get-started/locally names the pip line for it"
 UNPEERED, PEERED_DRIVER = "GeForce RTX 40", (550, 40, 7)
@@ -33,7 +33,7 @@ ARCH = re.compile(r"(sm|compute)_(\d+?)(\d)[a-z]?")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """As nvidia-smi sees it; memory in MiB."""
+    """A GPU as nvidia-smi sees it; memory in MiB."""
 
     index: str
     name: str
@@ -71,7 +71,8 @@ def checks(asked: Asked) -> Iterator[Check]:
 
 
 def _gpus() -> list[Gpu] | Check:
-    """Of the driver's own tool, which does without torch."""
+    """The GPUs that nvidia-smi lists, the driver's own tool, which does without torch; empty without a driver, and a
+    check that says why where it should list them and cannot."""
     if shutil.which("nvidia-smi") is None:
         if NODES.exists():
             hint = "add it to PATH; for a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility"

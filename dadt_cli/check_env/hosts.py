@@ -1,6 +1,6 @@
 """The checks of several hosts: each by its agent, and what holds between them.
 
-Agents are started, and their addresses found, as `dadt run` does it. A host that it would refuse is told with its
+Agents are started, and their addresses found, as `dadt run` does it. A host that it would refuse is reported with the
 reason; the others are checked.
 """
 
@@ -50,25 +50,25 @@ SPARE_SECONDS = 15.0
 SKEW_SECONDS = 1.0
 """A difference of clocks from which on times in logs mislead."""
 NOTHING_ELSE = {"terminal": None, "adopt": 0.0, "secret": ""}
-"""Of a job's order, what only the workers of a script need."""
+"""Entries of the order for a job that only the workers of a script need, with values that mean none."""
 OUT_LIMIT = 4 << 20
 ABSENT = "none"
 SAME = "install the same on all hosts, or let --python name the same environment"
 REMEDIES = {
     "network MTU": "ip link set DEVICE mtu N: the same on all hosts, and no more than the switches between them take",
 }
-"""For what is no matter of installing."""
+"""What to do about differences between hosts that are no matter of installing, by the name of the check."""
 SSH = "docs/ssh.md says what the other host needs"
 
 
 @dataclass(slots=True)
 class Found:
-    """All that was looked at."""
+    """The checks that were made, of each host and between hosts."""
 
     hosts: dict[str, list[Check]] = field(default_factory=dict)
     between: list[Check] = field(default_factory=list)
     pairs: list[dict[str, Any]] = field(default_factory=list)
-    """Of hosts: names, round trip, jitter and speed, as JSON shows them."""
+    """An entry for each pair of hosts: their names, round trip, jitter and speed, as JSON shows them."""
 
     @property
     def all(self) -> list[Check]:
@@ -204,7 +204,7 @@ def _link(node: Node) -> float:
 
 
 def _orders(nodes: Sequence[Node], asked: Asked) -> list[Order]:
-    """For each host; none where some have no address for the others."""
+    """An order for each host, to measure the ways between hosts; none where some have no address for the others."""
     if len(nodes) < 2 or not all(node.address for node in nodes):
         return []
     addresses = [(node.address, node.report["port"]) for node in nodes]
@@ -281,7 +281,7 @@ def is_checked(checks: Sequence[Check]) -> bool:
 
 
 def _typed(host: Host) -> str:
-    """As -H takes it, with one slot."""
+    """The host as -H takes it, with one slot."""
     name = f"[{host.name}]" if ":" in host.name else host.name
     return f"{host.user}@{name}:1" if host.user else f"{name}:1"
 

@@ -71,7 +71,7 @@ def _processes() -> Check:
 
 
 def _locked_memory() -> Check:
-    """Which RDMA registers its buffers as, and nothing else here."""
+    """Check how much memory may be locked, which matters to RDMA alone: it registers its buffers so."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY and rdma.devices():
         hint = "ulimit -l unlimited (docker run --ulimit memlock=-1): RDMA locks its buffers into memory"
@@ -102,7 +102,7 @@ def _folder() -> Check:
 
 
 def _disk(cwd: Path) -> Check:
-    """Where a job's logs go, if not told otherwise."""
+    """Check the disk on which a job's logs go without --log-dir."""
     folder = cwd if cwd.is_dir() else Path("/tmp")
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize

@@ -9,12 +9,12 @@ from dadt_cli.check_env.check import Check, fail, good, warn
 from dadt_cli.check_env.pairs import Way
 
 SLOW_SECONDS = 5e-3
-"""Of a round trip: hosts of one site need less than 1 ms."""
+"""Seconds from which on a round trip counts as slow: hosts of one site need less than 1 ms."""
 JITTER_SECONDS = 2e-3
 ENOUGH = 0.5
-"""Of what the slower card of a pair could do."""
+"""The share of what the slower card of a pair could do that is fast enough."""
 SHOWN = 6
-"""Pairs that a line names."""
+"""Most pairs that a line names."""
 
 
 def judged(ways: Sequence[Way], names: Sequence[str], links: Sequence[float]) -> list[Check]:

@@ -66,11 +66,11 @@ class Way:
     source: int
     target: int
     seconds: float | None = None
-    """The median of a round trip."""
+    """Seconds of a round trip, the median."""
     jitter: float | None = None
-    """By how many seconds the slowest tenth of the round trips is longer than the median, at least."""
+    """Seconds by which the slowest tenth of the round trips is longer than the median, at least."""
     speed: float | None = None
-    """Bytes per second."""
+    """Bytes per second from source to target."""
     error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def _echo(line: socket.socket) -> None:
 
 
 def _send(lines: Sequence[socket.socket]) -> None:
-    """Until the other host hangs up."""
+    """Send until the other host hangs up, or the time for it is over."""
     block = bytes(BLOCK)
 
     def work(line: socket.socket) -> None:

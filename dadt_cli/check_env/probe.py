@@ -20,7 +20,7 @@ from dadt_cli.check_env.check import Asked, Check, fail
 AT_ONCE = 4
 KILL_SECONDS = 2.0
 SLOW = 3.0
-"""With `full`, a subject may take so many times as long."""
+"""With `full`, a subject may take this many times as long."""
 
 
 def of_host(
@@ -103,7 +103,7 @@ def _parse(line: bytes) -> Check:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With what it has started; one that hangs in the kernel is left there."""
+    """Kill a process and what it has started; one that hangs in the kernel is left there."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):

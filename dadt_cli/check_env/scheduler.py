@@ -20,7 +20,7 @@ OTHERS = {
     "PE_HOSTFILE": ("Grid Engine", "dadt run -H with the hosts of $PE_HOSTFILE"),
     "KUBERNETES_SERVICE_HOST": ("Kubernetes", "dadt run --nnodes N --node-rank I --rendezvous host:port in each pod"),
 }
-"""By the variable that they set."""
+"""Other schedulers and what to do under them, by the variable that each sets."""
 
 
 def checks(asked: Asked) -> Iterator[Check]:

@@ -48,7 +48,7 @@ def _tool(name: str, flag: str, hint: str) -> Check:
 
 
 def _numactl() -> Check:
-    """Which has something to do where memory is nearer to some cores than to others."""
+    """Check for numactl, which has something to do where memory is nearer to some cores than to others."""
     nodes = len(list(NODES.glob("node[0-9]*"))) or 1
     memory = "one NUMA node" if nodes == 1 else f"{nodes} NUMA nodes"
     path = shutil.which("numactl")

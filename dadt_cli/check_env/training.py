@@ -88,7 +88,7 @@ def _job(name: str, function: Any, np: int, hosts: str, settings: dict[str, Any]
 
 
 def _steps() -> list[float]:
-    """In a worker: a script as people write it."""
+    """Runs in a worker: trains as a script that people write does. Returns the weights."""
     import torch
 
     torch.manual_seed(int(os.environ["DADT_RANK"]))
@@ -102,7 +102,7 @@ def _steps() -> list[float]:
 
 
 def _average() -> float:
-    """In a worker: the median seconds of an average."""
+    """Runs in a worker: the median seconds of an average."""
     import statistics
 
     import torch

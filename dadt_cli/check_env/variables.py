@@ -25,7 +25,8 @@ RANKS = re.compile(
     r"|TORCHELASTIC_\w+|OMPI_COMM_WORLD_\w+|PMI_\w+|PMIX_RANK"
     r"|DADT_(RANK|LOCAL_RANK|CROSS_RANK|WORLD_SIZE|LOCAL_SIZE|JOB|AGENT)"
 )
-"""By which a launcher tells a worker who it is: a script would take them for its own."""
+"""Names of the variables by which a launcher gives a worker its rank and place: a script would take those that are left
+over for its own."""
 TUNING = re.compile(r"(NCCL|GLOO|UCX|FI|CUDA|CUBLAS|TORCH|PYTORCH)_\w+")
 SHOWN = 200
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -93,7 +94,8 @@ def _proxies(names: Sequence[str], hosts: Sequence[str]) -> Check:
 
 
 def _bypassed(host: str) -> bool:
-    """By no_proxy: names and suffixes as Python reads them, and networks, as requests and curl do."""
+    """Whether no_proxy names this host: by names and suffixes as Python reads them, and by networks, as requests and
+    curl do."""
     if proxy_bypass(host):
         return True
     for part in getproxies_environment().get("no", "").split(","):
@@ -104,7 +106,7 @@ def _bypassed(host: str) -> bool:
 
 
 def _installed(name: str, without: list[str]) -> str | None:
-    """Where it would be imported from if PYTHONPATH were not set."""
+    """The file from which a module would be imported if PYTHONPATH were not set; None if there is none."""
     paths = [path for path in sys.path if path not in without]
     found = PathFinder.find_spec(name, paths) or importlib.util.find_spec(name)
     return found.origin if found is not None else None

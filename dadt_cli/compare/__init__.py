@@ -1,1 +1,1 @@
-"""`dadt compare`."""
+"""The command `dadt compare`, which compares the weights in two files."""

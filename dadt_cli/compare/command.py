@@ -120,7 +120,8 @@ class Comparison:
         ]
 
     def _hint(self) -> list[str]:
-        """Where the two have no name in common: the part in which they have."""
+        """A sentence that names the part in which the two files have names in common; empty where they have some as
+        they are."""
         a, b = self.files
         if a.values.keys() & b.values.keys():
             return []
@@ -215,7 +216,8 @@ def _row_data(row: Row) -> dict[str, Any]:
 
 
 def _common_start(names: Set[str], longer: Set[str]) -> str:
-    """With what most of the longer names begin that are then those of the others, as model/ or module. do."""
+    """The beginning, such as model/ or module., without which most of the longer names are those of the others; empty:
+    none."""
     starts: Counter[str] = Counter()
     for name in longer:
         cuts = (index + 1 for index, letter in enumerate(name) if letter in "/.")

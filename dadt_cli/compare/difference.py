@@ -1,4 +1,4 @@
-"""By how much two tensors, or two other values of checkpoints, differ."""
+"""How much two tensors, or two other values of checkpoints, differ."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WORDS.maxstring = WORDS.maxother = WORDS.maxlong = 40
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Between two that have the same name."""
+    """How two values that have the same name differ."""
 
     what: str = ""
     """Why they are not equal, where it is not by numbers: type, shape, dtype, or value of what is no number."""
     largest: float = 0.0
-    """The largest of all elements; inf, and nan where one of the two alone is not a number."""
+    """The largest difference of all elements; inf, and nan where one of the two alone is not a number."""
     relative: float | None = None
-    """That, divided by the largest finite magnitude in the first."""
+    """The largest difference, divided by the largest finite magnitude in the first; None where it has no meaning."""
     count: int = 0
     """Elements that differ by more than the tolerance."""
     elements: int = 1
@@ -41,7 +41,8 @@ class Difference:
 
     @property
     def weight(self) -> float:
-        """To sort by."""
+        """The size by which differences are sorted: the largest of all elements; infinite where they cannot be
+        subtracted."""
         return math.inf if self.what in ("type", "shape", "value") or math.isnan(self.largest) else self.largest
 
 

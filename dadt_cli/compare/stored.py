@@ -29,7 +29,7 @@ NEITHER = "is neither a file that torch.save wrote nor a safetensors file"
 DEEPEST = 100
 MOST_VALUES = 1_000_000
 MOST_CHARACTERS = 1 << 27
-"""Of all names together."""
+"""Most characters of all names in a file together."""
 SECOND_SENTENCE = re.compile(r"(?<=[^.])\. |\n")
 
 
@@ -49,7 +49,7 @@ class Stored:
 
 
 def read(text: str) -> Stored:
-    """Of FILE, or of FILE:PART: what begins with PART, without it.
+    """Read FILE; of FILE:PART only the values whose names begin with PART, which is taken off their names.
 
     Raises ConfigError where there is no such file or part, or it cannot be read without running code.
     """
@@ -200,7 +200,7 @@ def _is_trainable(tensor: torch.Tensor) -> bool:
 
 
 def _part(key: Any) -> str:
-    """So that no two keys look alike: 0, '0' and 0.0."""
+    """A key as part of a name, so that no two keys look alike: 0, '0' and 0.0."""
     if isinstance(key, str):
         return repr(key) if not key or "/" in key or re.fullmatch(r"-?\d+", key) else key
     return str(key) if type(key) is int else f"({key!r})"

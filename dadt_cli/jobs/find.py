@@ -17,7 +17,7 @@ from dadt_cli.terminal.options import paths
 
 
 def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> set[int] | None:
-    """0,3-5; None: all."""
+    """Parse ranks given as 0,3-5; None, where the option is not given, means all ranks."""
     if text is None:
         return None
     ranks = numbers(text)
@@ -46,7 +46,7 @@ def jobs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> lis
 
 
 def recorded_jobs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """And those that have left logs."""
+    """Jobs that run, jobs that have left logs, and `latest`, for shells to complete."""
     log_dir = Path(ctx.params.get("log_dir") or LOG_DIR)
     logged = {path.name for path in _jobs(log_dir, past.EVENTS)}
     return sorted(job for job in {*logged, *jobs(ctx, parameter, ""), "latest"} if job.startswith(incomplete))
@@ -111,7 +111,8 @@ def folder_of(job: str, log_dir: Path, file: str) -> tuple[Trace | None, Path]:
 
 
 def _latest(log_dir: Path, file: str, running: list[str]) -> str:
-    """Of the jobs with logs here; without a folder that was named, else of all that run."""
+    """The newest job with logs in this folder; where there is none in the default folder, the last of the jobs that
+    run. Raises ConfigError if there is none."""
     folders = sorted(_jobs(log_dir, file), key=lambda folder: (folder / file).stat().st_mtime)
     jobs = [folder.name for folder in folders] or (running if log_dir == Path(LOG_DIR) else [])
     if not jobs:

@@ -16,7 +16,7 @@ from dadt_cli.jobs.find import find, jobs
 from dadt_cli.terminal import console
 
 HARD_SECONDS = 10.0
-"""Beyond the job's own grace: after that its launcher is killed, and with it all else."""
+"""Seconds beyond the job's own grace, after which its launcher is killed, and with it all else."""
 
 
 @click.command()

@@ -13,7 +13,7 @@ EVENTS = "events.jsonl"
 
 
 def folders(log_dir: Path, running: Collection[str]) -> list[Path]:
-    """Of all jobs but those that run."""
+    """The folders of all jobs with logs here, except those that run."""
     return [path.parent for path in log_dir.glob(f"*/{EVENTS}") if path.parent.name not in running]
 
 

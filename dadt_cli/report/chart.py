@@ -26,7 +26,7 @@ class Curve(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """A label at so many per cent of the side."""
+    """A label beside a side of the chart, at this many per cent of its length."""
 
     at: float
     label: str

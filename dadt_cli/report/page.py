@@ -33,7 +33,7 @@ EVENTS = 200
 STACKS = 8
 """Ranks whose stacks are shown."""
 LATER_SECONDS = 300.0
-"""A timeline is written at the end of its job; one that is so much younger is another job's."""
+"""A timeline is written at the end of its job; one that is younger by more than this many seconds is another job's."""
 
 
 def page(record: Record, running: bool) -> str:
@@ -122,7 +122,7 @@ def _moment(seconds: float | None) -> str:
 
 
 def _program(command: Sequence[str]) -> Sequence[str]:
-    """Without the interpreter."""
+    """The command without the Python interpreter."""
     return command[1:] if len(command) > 1 and Path(command[0]).name.startswith("python") else command
 
 
@@ -160,7 +160,8 @@ def _end(code: int | None) -> str:
 
 
 def _snapshots(record: Record, running: bool) -> dict[str, Any] | None:
-    """Those that are whole, and the command that goes on with the job, also where it was killed with its launcher."""
+    """The steps of the whole snapshots, and the command that goes on with the job, also where it was killed with its
+    launcher; None where there is neither."""
     config = record.report.get("config") or {}
     root, came_from = (_path(config.get(name)) for name in ("snapshot_dir", "resume"))
     found = snapshots.whole(Path(root)) if root else []
@@ -179,12 +180,12 @@ def _snapshots(record: Record, running: bool) -> dict[str, Any] | None:
 
 
 def _path(told: Any) -> str:
-    """Empty where it is none."""
+    """The value where it can be a path, else empty."""
     return told if isinstance(told, str) and "\0" not in told else ""
 
 
 def _failure(record: Record) -> dict[str, Any]:
-    """Of the rank that failed first."""
+    """What the page shows of the failure of the rank that failed first."""
     told = record.report["failure"]
     rank, code, message = told.get("rank"), told.get("exit_code"), told.get("message") or ""
     head = f"Rank {rank} failed first" if rank is not None else "A worker failed"
@@ -220,7 +221,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def _plain(text: str) -> str:
-    """As a terminal would show it in the end: without colours, and of a progress bar its last state."""
+    """The text as a terminal would show it in the end: without colours, and of a progress bar its last state."""
     shown = ESCAPES.sub(b"", text.encode(errors="replace")).decode(errors="replace")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in shown.splitlines())
 

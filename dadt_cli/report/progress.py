@@ -15,7 +15,7 @@ from dadt_cli.terminal.table import Table
 POINTS = 240
 """Points of a line, along the time."""
 SILENT_SECONDS = 5.0
-"""A rank that tells nothing for so long, and for three times as long as usual, makes no steps."""
+"""A rank that reports nothing for this many seconds, and for three times as long as usual, makes no steps."""
 QUANTILES = (0.5, 0.95, 0.99)
 SIZES = range(-240, 240)
 """Sizes of steps: from a nanosecond to years."""
@@ -50,7 +50,7 @@ def _rates(record: Record, moments: list[Moment], of: str) -> list[tuple[float, 
     known = moments[:1] + [after for before, after in itertools.pairwise(moments) if after.clock > before.clock]
     every = max(1, len(known) // POINTS)
     known = [*known[:-1:every], known[-1]]
-    # Moments are told some time after they were: the quickest shows how the clocks differ.
+    # Moments are reported some time after they were: the quickest shows how the clocks differ.
     offset = min(moment.time - moment.clock for moment in known) - record.report.get("begin", 0.0)
     return [
         (max(0.0, (a.clock + b.clock) / 2 + offset), max(0.0, getattr(b, of) - getattr(a, of)) / (b.clock - a.clock))
@@ -66,7 +66,7 @@ def _mean(moments: Sequence[Moment], of: str) -> float:
 def _silence(
     record: Record, moments: Sequence[Moment], points: Sequence[tuple[float, float]], end: float
 ) -> list[tuple[float, float]]:
-    """No steps from the last one on, where the rank went on telling nothing."""
+    """The points of a rate of zero from the last step on, where the rank went on reporting without one."""
     last = next((moment for moment in moments if moment.clock == moments[-1].clock), moments[-1])
     usual = (last.time - moments[0].time) / max(1, len(points))
     begin = last.time - record.report.get("begin", 0.0)

@@ -89,21 +89,21 @@ class Moment(NamedTuple):
     step: float
     samples: float
     waited: float
-    """Seconds."""
+    """Seconds spent waiting for communication."""
     clock: float
     """The rank's time, in seconds."""
 
 
 @dataclass
 class Record:
-    """A job's folder."""
+    """What the log folder of a job records about it."""
 
     folder: Path
     report: dict[str, Any] = field(default_factory=dict)
     """As in report.json, or what of it events tell; keys that nothing tells are not there."""
     events: list[dict[str, Any]] = field(default_factory=list)
     series: dict[int, list[Moment]] = field(default_factory=dict)
-    """By rank, in order of time."""
+    """How far each rank had come, by rank and in order of time."""
     missing: list[str] = field(default_factory=list)
     """A sentence for each thing that should be there and is not."""
 

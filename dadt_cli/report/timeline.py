@@ -20,7 +20,7 @@ from dadt_cli.terminal.table import Table, table
 STAGES = ("negotiate", "queue", "pack", "wait", "exchange", "unpack")
 LONGEST = 10
 NOTABLE = 1.05
-"""A rank is slower than the others from so many times their compute."""
+"""A rank counts as slower than the others if it computes this many times as long."""
 
 
 @click.command()
@@ -112,7 +112,7 @@ class Rank:
 
 
 class Summary:
-    """Of all ranks' events, in any order of ranks."""
+    """A summary of all ranks' events, which may be added in any order of ranks."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, Rank] = {}

@@ -150,7 +150,8 @@ def _folder(command: Sequence[str], config: Config) -> Path:
 
 
 def _find_script(path: str, config: Config) -> None:
-    """Here, where it most likely is the same as on the other hosts; with --workdir, they know better."""
+    """Check that the script exists here, where it most likely is the same as on the other hosts; with --workdir, they
+    know better. Raises ConfigError."""
     script = Path(config.workdir) / path
     try:
         if script.is_dir() and not (script / "__main__.py").is_file():
@@ -164,7 +165,8 @@ def _find_script(path: str, config: Config) -> None:
 
 
 def _find_module(name: str, config: Config) -> None:
-    """By its topmost package only: to look for the rest would import it."""
+    """Check that the module exists, by its topmost package only: to look for the rest would import it. Raises
+    ConfigError."""
     top = name.partition(".")[0]
     if not top or "/" in name:
         raise ConfigError(f"-m {name}: give the name of a module, as in dadt run -np 2 -m package.train")

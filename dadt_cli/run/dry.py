@@ -74,7 +74,7 @@ def describe(the_plan: Plan) -> list[str]:
 
 
 def placement(where: Placed) -> list[str]:
-    """Which rank is where, as a table."""
+    """A table of the ranks and the places where they run."""
     head = ("rank", "host", "local rank", "address", "GPU", "threads")
     rows = [
         (slot.rank, slot.host or "this host", slot.local_rank, slot.address or "-", slot.gpu or "-", slot.threads)

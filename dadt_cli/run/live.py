@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from dadt.launch.monitor.watch import Gauge, Watch
 
 DRAW_SECONDS = 0.25
-"""The screen is written to at most this often; what is printed in between waits."""
+"""Least seconds between two times that the screen is written to, unless more than PENDING_LIMIT waits to be printed."""
 IDLE_SECONDS = 0.5
-"""And this often if nothing is printed."""
+"""Seconds between two times that the screen is written to if nothing is printed."""
 STDERR = 2
 ERASE = b"\x1b[J"
-"""From the cursor to the end of the screen."""
+"""Erases from the cursor to the end of the screen."""
 ERASE_LINE = b"\x1b[K\n"
 PENDING_LIMIT = 1 << 20
-"""Bytes that may wait for the next time."""
+"""Most bytes of output that wait until the screen is written to."""
 PREFIX = "[0-99] "
 PRINTED_WIDTH = 40
 """Columns that workers' lines have at least."""
@@ -59,7 +59,7 @@ def wanted(wish: str) -> bool:
 
 
 def variables() -> dict[str, str]:
-    """With which rich, and what builds on it, draws bars for the view, though workers have no terminal."""
+    """Variables with which rich, and what builds on it, draws bars for the view, though workers have no terminal."""
     return {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(PRINTED_WIDTH, console.size()[0] - len(PREFIX)))}
 
 
@@ -110,7 +110,7 @@ class Live:
         self._drawn = []
 
     def _draw(self) -> None:
-        """In one go, and in place where nothing was printed: so it does not flicker."""
+        """Write all in one go, and in place where nothing was printed: so it does not flicker."""
         before, self._size = self._size, console.size()
         width, height = self._size
         rows = self._rows(width, height)
@@ -223,7 +223,8 @@ def _clock(seconds: float) -> str:
 
 
 def _encoded(rows: list[Text], width: int) -> bytes:
-    """With colours, unless the user wants none; without a line's end after the last row."""
+    """The rows as bytes for a terminal: with colours, unless the user wants none; without a line's end after the last
+    row."""
     from rich.console import Console
 
     stream = io.StringIO()

@@ -38,7 +38,7 @@ def as_started(
     if start.cwd != here():
         now = {name: str(Path(here(), value)) if name in FILES else value for name, value in now.items()}
         _go_to(start.cwd)
-        # The user, who is told of them, stands elsewhere.
+        # The user, who is shown these paths, stands elsewhere.
         kept["log_dir"] = str(Path(start.cwd, kept.get("log_dir", again.LOG_DIR)))
     return tuple(start.words), Config(**{**kept, **now, "resume": str(snapshot)}), start.module, start.no_python
 
@@ -55,7 +55,7 @@ def _is_script(text: str, config: Config) -> bool:
 
 
 def _go_to(cwd: str) -> None:
-    """Where the job was started: its paths are seen from there."""
+    """Enter the folder in which the job was started: its paths are seen from there. Raises ConfigError."""
     try:
         enter(cwd)
     except OSError as error:

@@ -51,7 +51,7 @@ def meanwhile(act: Callable[[], None]) -> None:
 
 
 def show_above(view: View | None) -> None:
-    """From now on all is printed above this view; None: it is gone."""
+    """Print everything above this view from now on; None: there is no view any more."""
     global _view
     _view = view
 
@@ -97,7 +97,7 @@ def _put(stream: int, data: bytes) -> None:
     try:
         while rest:
             _attend()
-            # Where there is room, so many bytes are taken at once, and nobody has to wait.
+            # Where there is room, PIPE_BUF bytes are taken at once, and nobody has to wait.
             while not select.select([], [stream], [], MEANWHILE_SECONDS)[1]:
                 _attend()
             rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]
@@ -147,12 +147,12 @@ def error(text: str) -> None:
 
 
 def text(text: str, stdout: bool = False) -> None:
-    """On stderr, or on stdout where it is what the command was called for."""
+    """Print on stderr, or on stdout where it is what the command was called for."""
     _write(text, False, stream=1 if stdout else 2)
 
 
 def answer(text: str) -> None:
-    """On stdout: a sentence that the command was called for."""
+    """Print on stdout a sentence that the command was called for."""
     _write(_folded(text, sys.stdout), False, stream=1)
 
 

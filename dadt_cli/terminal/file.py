@@ -15,9 +15,9 @@ from dadt.config.spelling import HOROVODRUN
 from dadt.errors import ConfigError
 
 LIMIT = 1 << 16
-"""Bytes."""
+"""Most bytes that a file of settings (--config) may have."""
 DEFAULT = "default"
-"""Where a value comes from that nobody has given."""
+"""The source of a value that nobody has given."""
 
 
 class Setting(NamedTuple):

@@ -34,7 +34,7 @@ SUGGESTED = {
 
 
 class Option(click.Option):
-    """Its help leaves out horovodrun's spelling."""
+    """An option whose help leaves out horovodrun's spelling."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The names and the text."""
@@ -47,7 +47,7 @@ class Option(click.Option):
 
 
 class Brief(click.Command):
-    """Its --help fits a screen: it leaves out hidden options and the epilog, which --help-all shows."""
+    """A command whose --help fits a screen: it leaves out hidden options and the epilog, which --help-all shows."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -111,7 +111,8 @@ def knobs(function: F) -> F:
 
 
 def some_knobs(*names: str) -> Callable[[F], F]:
-    """As `knobs`, for a command to which only these matter. The others come from variables and the file alone."""
+    """Add options as `knobs` does, for a command to which only these matter. The others come from variables and the
+    file alone."""
 
     def decorate(function: F) -> F:
         for field in [field for field in fields(Config) if field.name in names][::-1]:

@@ -107,12 +107,13 @@ def instead(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
 
 
 def spelt(name: str) -> str:
-    """With dashes."""
+    """The name of a flag with dashes in place of underscores."""
     return name.replace("_", "-")
 
 
 def without_space(arguments: Sequence[str]) -> list[str]:
-    """Those of dadt, with `-np 2` in place of `-np2`, which would be read as `-n p2`."""
+    """The arguments with `-np 2` in place of `-np2`, which would be read as `-n p2`. arguments: those of `dadt` alone,
+    without the script's."""
     found: list[str] = []
     for argument in arguments:
         joint = re.fullmatch(r"-np=?([0-9]+)", argument)
@@ -152,7 +153,7 @@ def _hosts(arguments: Sequence[str]) -> str:
 
 
 def _value(name: str, arguments: Sequence[str]) -> str:
-    """Its value, as far as it can be told from what may follow a flag without one."""
+    """The value of a flag, as far as it can be recognized among what may follow a flag without one; else empty."""
     for place, argument in enumerate(arguments):
         before, equals, value = argument.partition("=")
         if before == name:

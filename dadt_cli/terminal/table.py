@@ -66,5 +66,5 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: 40 s, 3 min."""
+    """A time as people say it: 40 s, 3 min."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

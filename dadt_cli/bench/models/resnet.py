@@ -1,4 +1,4 @@
-"""Residual networks (arXiv:1512.03385)."""
+"""Residual networks, which classify images (arXiv:1512.03385)."""
 
 from __future__ import annotations
 

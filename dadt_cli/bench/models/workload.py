@@ -19,15 +19,15 @@ class Workload(NamedTuple):
 
     model: nn.Module
     batch: Callable[[int], Batch]
-    """So many samples, made up, in the host's memory: the first dimension of each tensor is the sample."""
+    """Makes up this many samples in the host's memory: the first dimension of each tensor is the sample."""
     loss: Callable[..., torch.Tensor]
     """loss(model, *batch), a scalar. The batch is on the model's device."""
     unit: str = "samples"
     """The unit that is counted per second: images, tokens, ..."""
     per_sample: int = 1
-    """How many of them a sample has."""
+    """How many of these units a sample has."""
     source: str = ""
-    """Whose definition it is; empty: the factory's own."""
+    """Who defines the model; empty: the factory itself."""
     real: Callable[[Path], Dataset[Any]] | None = None
     """Samples as tuples of tensors from what --data names, where the model can read such data."""
 
