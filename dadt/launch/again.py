@@ -25,10 +25,10 @@ LARGEST = 1 << 20
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 """Names of variables whose values are not kept."""
 SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
-"""A password in an address."""
+"""Matches an address with a password in it; such values are not kept either."""
 LOG_DIR = str(next(field.default for field in fields(Config) if field.name == "log_dir"))
 NOT_KEPT = frozenset({"resume", "force"})
-"""Settings of one start alone."""
+"""Settings that belong to one start alone, and are not kept for the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def _own(path: Path) -> bytes:
 
 
 def _checked(told: Any) -> Start:
-    """Raises ValueError, KeyError or TypeError."""
+    """The start that was read, if all of it is well-formed. Raises ValueError, KeyError or TypeError."""
     known = {field.name: field.default for field in fields(Config)}
     words, settings, cwd = told["words"], told["settings"], told["cwd"]
     texts = isinstance(words, list) and bool(words) and all(map(_is_text, [*words, cwd]))

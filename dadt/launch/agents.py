@@ -295,7 +295,7 @@ class Agents:
         node.ended = True
 
     def _poke(self) -> None:
-        """Called from other threads."""
+        """Wake the selector; called from other threads."""
         try:
             self._wake.send(b"1")
         except OSError:

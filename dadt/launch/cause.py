@@ -28,7 +28,7 @@ class Cause:
         self._output = output
         self._silence = silence
         self.endings: dict[int, Ending] = {}
-        """How each rank has ended."""
+        """How each rank has ended, by rank; those that run are missing."""
         self._records: dict[int, Record] = {}
         self._left: list[int] = []
         """Ranks whose script ended while others went on, in that order."""

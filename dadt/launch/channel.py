@@ -33,7 +33,7 @@ class Noted(Protocol):
     """A channel with notes for the user about how it was made, such as that the host's key was unknown."""
 
     notes: Sequence[str]
-    """Texts to follow the host's name."""
+    """Texts for the user, each to follow the host's name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def torchrun(
 
 def own(slot: Slot, job: str, *, torch: bool, told: bool, restarts: int, joins: bool) -> dict[str, str]:
     """The variables that differ between workers. torch: with those of torchrun. told: the script's arguments contain
-    its rank. restarts: of the job, so far. joins: the job runs already."""
+    its rank. restarts: how often the job has been started again. joins: the worker joins a job that runs already."""
     result = replace(slot.world(job), rank_in_arguments=told, restarts=restarts, joins=joins).to_env()
     if torch:
         result.update(
@@ -180,7 +180,7 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
 
 
 def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
-    """Whether torch will not call DADT's entry point by itself, being older than 2.5 or told not to."""
+    """Whether torch will not call DADT's entry point by itself, being older than 2.5 or set not to."""
     if inject in ("none", "entrypoint"):
         return False
     return (

@@ -217,7 +217,7 @@ class Joining:
         self._warn(f"{attempt.node.name}: {why}: training goes on without it")
 
     def _warn(self, text: str) -> None:
-        """Once, however often it happens."""
+        """Show a warning once, however often it comes."""
         if text not in self._told:
             self._told.add(text)
             self._say(text, "warning")

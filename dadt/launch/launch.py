@@ -81,7 +81,7 @@ def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: 
         request = Request(config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused, voice.say)
         launchers: list[Launcher] = []
         reached: list[Config] = []
-        """The settings of each attempt."""
+        """The settings of each attempt so far."""
         discovery = Discovery(
             the_plan.hosts, plan.who_names_hosts(config, the_plan.hosts), lambda text: voice.say(text, "warning")
         )

@@ -87,7 +87,7 @@ class Membership:
         self._tried_at = -1
         """The furthest step of any rank when they last did so."""
         self._apart = config.algorithm == "gossip"
-        """No rank waits for another."""
+        """Whether no rank waits for another, as in gossip."""
         self._replacements = Replacements(agents.send_all, say, self._hears) if replaces(config) else None
         self._handovers = Handovers(agents.send_all, lambda rank: self.expect_end(rank, 0.0), patience)
         self._handed = 0
@@ -152,7 +152,7 @@ class Membership:
             self._handovers.ask(question, reply)
 
     def give(self, answer: Frame, reply: Reply) -> None:
-        """A rank answers a new worker."""
+        """Pass a rank's answer on to a new worker."""
         reply(Frame("taken"))
         present = [member.rank for member in self._rendezvous.present]
         if self._replacements is not None and self._handovers.give(answer, self._rendezvous.generation, present):
@@ -165,7 +165,7 @@ class Membership:
         self._tell(why)
 
     def failed(self, member: Member, error: str) -> None:
-        """One whose script cannot be made again is sent away, and no other starts in its place."""
+        """Send away a new worker whose script cannot be made again: no other starts in its place."""
         if self._replacements is not None and error == NotResumed.__name__:
             self._replacements.send_away(member.rank)
 
@@ -199,7 +199,7 @@ class Membership:
             self._replacements.exited(member)
 
     def _tell(self, why: str) -> None:
-        """All ranks, who is in the job now. New workers write no files where others do, of whichever host."""
+        """Send all ranks who is in the job now. New workers write no files where others do, of whichever host."""
         present = self._rendezvous.present
         firsts: dict[int, int] = {}
         for member in present:

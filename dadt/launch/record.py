@@ -81,12 +81,12 @@ class Record:
 
     @property
     def reason(self) -> str:
-        """What the user has to know first."""
+        """What the user has to know first: that a disk is full, else the exception's text."""
         return (self.disk or self.text).strip()
 
     @property
     def brief(self) -> str:
-        """The first line of that."""
+        """The first line of the reason."""
         return shortened(self.reason)[0]
 
     def lines_around(self) -> list[str]:

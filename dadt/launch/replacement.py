@@ -44,11 +44,11 @@ class Replacements:
         self._away: set[int] = set()
 
     def send_away(self, rank: int) -> None:
-        """No other worker starts in the place of this one."""
+        """Start no other worker in the place of this one."""
         self._away.add(rank)
 
     def exited(self, member: Member) -> None:
-        """A lost rank's process has ended."""
+        """Note that a lost rank's process has ended: another worker is due after a pause."""
         if member.rank in self._away:
             return
         pause = min(2.0 ** min(self._tries[member.rank], 10), LONGEST_SECONDS)
@@ -57,7 +57,7 @@ class Replacements:
         self._due[member.rank] = time.monotonic() + pause
 
     def turn(self) -> None:
-        """Start those that are due."""
+        """Start the workers that are due."""
         now = time.monotonic()
         for rank in [rank for rank, at in self._due.items() if now >= at and self._hears(rank)]:
             del self._due[rank]

@@ -141,7 +141,7 @@ class Restarts:
         return self._room(hosts) >= (self._config.min_np or self._config.np)
 
     def _lack(self, hosts: Sequence[Host]) -> str:
-        """What is missing, in words."""
+        """A text that says what is missing for the next attempt."""
         named = ", ".join(map(str, hosts)) or "no host"
         away = [host.name or "this host" for host in self._discovery.hosts if host not in hosts]
         failed = f"; {', '.join(away)} failed, to be tried again" if away else ""

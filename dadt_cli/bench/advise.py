@@ -36,7 +36,7 @@ class Row:
     algorithm: str
     compression: str
     steps_per_second: dict[int, float]
-    """Predicted, by number of hosts."""
+    """The predicted steps per second, by number of hosts."""
     best_for: list[int]
     measured: float | None
     """The steps per second measured on the hosts at hand, with --check; else None."""
@@ -68,7 +68,7 @@ class Forecast:
 
 
 def _models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For shells to complete."""
+    """Models whose names begin in this way, for shells to complete."""
     return [name for name in MODELS if name.startswith(incomplete)]
 
 

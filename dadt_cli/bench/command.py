@@ -47,13 +47,13 @@ KNOWN = (*HOW, "sync_every")
 
 ROUNDS = 10
 SECONDS = 300.0
-"""That a training benchmark takes at most where no number of rounds is given, unless 6 rounds take longer."""
+"""Most seconds that a training benchmark takes where no number of rounds is given, unless 6 rounds take longer."""
 
 np_option = click.option("-np", "--np", "ranks", default=2, show_default=True, help="Number of workers.")
 
 
 class Bench(click.Group):
-    """Beside its commands, each model is one, and so is `--model module:factory`."""
+    """The group of `dadt bench`: beside its commands, each model is one, and so is `--model module:factory`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0].partition("=")[0] == "--model":

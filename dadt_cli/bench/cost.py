@@ -45,7 +45,7 @@ CLOSE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Between hosts, as measured."""
+    """The network between hosts, as measured."""
 
     alpha: float
     """Seconds of the shortest message, one way."""

@@ -98,9 +98,9 @@ class Figures:
     tables: Sequence[Table]
     notes: Sequence[str] = ()
     about: dict[str, Any] = field(default_factory=dict)
-    """Further entries of the JSON."""
+    """Further entries of the JSON file."""
     picture: Callable[[], Any] | None = None
-    """Draws a figure of matplotlib's."""
+    """Draws the figure with matplotlib; None: there is none."""
 
     def report(self, title: str, outputs: Outputs) -> None:
         rows = [asdict(row) for row in self.rows]

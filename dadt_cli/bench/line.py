@@ -54,7 +54,7 @@ class Worked:
 
 
 class Reception:
-    """Where workers connect. Every wait of its own is short, whoever else connects."""
+    """The end at which workers connect. Every wait of its own is short, whoever else connects."""
 
     def __init__(self, listener: Listener, where: str, key: str) -> None:
         self._listener = listener
@@ -83,8 +83,8 @@ class Reception:
 
 @contextmanager
 def listen(remote: bool, ranks: int) -> Iterator[Reception]:
-    """For workers of this machine a socket in a folder, which leads there from whatever network they are in; else one
-    on every address of this machine."""
+    """Listen for workers: for those of this machine on a socket in a folder, which leads there from whatever network
+    they are in; else on every address of this machine."""
     key = token_hex(16)
     with folder() as place:
         if remote:

@@ -217,7 +217,7 @@ def allreduce(rows: Sequence[AllreduceRow], title: str) -> Any:
 
 
 def size(count: int) -> str:
-    """64K, 1M, 1.5M, 100."""
+    """A number of bytes as text, in powers of 1,024: 64K, 1M, 1.5M, 100."""
     for unit, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if count >= unit:
             return f"{count / unit:.3g}{letter}"

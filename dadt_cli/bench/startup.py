@@ -16,7 +16,7 @@ from dadt_cli.bench.ratio import Interval, interval, ratio
 
 SECONDS = 120.0
 Progress = Callable[[str], None]
-"""Told what is started next."""
+"""Called with a text that says what is started next."""
 
 
 @dataclass(frozen=True, slots=True)

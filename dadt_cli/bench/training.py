@@ -18,14 +18,14 @@ from dadt_cli.bench.ratio import Interval, interval, ratio
 from dadt_cli.terminal.table import duration
 
 LEAST_ROUNDS = 6
-"""Fewer have no interval of 95 %."""
+"""Rounds that are made even if the time for them is over: fewer have no interval of 95 %."""
 LEAD = 1
 """Steps before those that are counted in each turn: an exchange that was launched before the pause is used up."""
 WARMUP = 6
 WARMUP_STEPS = {"auto": 10}
-"""`--warmup-steps` of an algorithm; of others 2."""
+"""The --warmup-steps of an algorithm, by its name; those of others are 2."""
 MOST = 16
-"""Contenders at once: each keeps its workers, and their memory."""
+"""Most contenders at once: each keeps its workers, and their memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Contender:
     peer: str = ""
     """A name of PEERS but sync: the script does it, and DADT stays out."""
     plain: bool = False
-    """Neither DADT nor a peer."""
+    """Whether the script trains with neither DADT nor a peer."""
 
     @property
     def injected(self) -> bool:
@@ -63,16 +63,16 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The training of a worker."""
+    """What each worker trains."""
 
     model: str = "mlp"
     batch_size: int = 8
-    """Samples of each worker's backward."""
+    """Samples of each backward, on each worker."""
     device: str = "auto"
     precision: str = "fp32"
     data: str = ""
     accumulate: int = 1
-    """Backwards of a step."""
+    """The number of backwards in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Measured:
 
 
 Progress = Callable[[str], None]
-"""Told what is done next: started, or measured."""
+"""Called with a text that says what is done next: started, or measured."""
 
 
 def alone() -> Contender:
@@ -236,7 +236,7 @@ def rows(
 
 
 def _slowest(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
-    """Seconds of a step, by round."""
+    """Seconds of a step on the slowest rank, by round."""
     return [max(worked.seconds for worked in turn) / steps for turn in turns]
 
 

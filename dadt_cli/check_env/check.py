@@ -16,7 +16,7 @@ class Asked:
     """The user's question, the same on all hosts."""
 
     full: bool = False
-    """Tests that take longer, too."""
+    """Whether tests that take longer are made, too."""
     hosts: int = 1
     peers: Sequence[str] = ()
     """Names and addresses of all hosts, where there are several."""

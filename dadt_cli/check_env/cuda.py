@@ -190,7 +190,7 @@ def _built_for() -> str | None:
 def _torch(built_for: str) -> Iterator[Check]:
     try:
         import torch
-    except Exception:  # noqa: BLE001 (told by the subject torch)
+    except Exception:  # noqa: BLE001 (reported by the subject torch)
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -285,6 +285,6 @@ def _nccl() -> Iterator[Check]:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """4 x NVIDIA H100, NVIDIA A100."""
+    """Names with their numbers, as text: 4 x NVIDIA H100, NVIDIA A100."""
     counts = {name: names.count(name) for name in names}
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())

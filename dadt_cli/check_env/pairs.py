@@ -61,7 +61,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """From one host to another, by their indices; what could not be measured is missing, and error says why."""
+    """The way from one host to another, by their indices; what could not be measured is None, and error says why."""
 
     source: int
     target: int

@@ -13,7 +13,7 @@ from dadt_cli.check_env.check import Asked, Check, fail, good, warn
 
 NEEDED = (3, 10)
 SUPPORTED_UNTIL = {(3, 10): "2026-10", (3, 11): "2027-10", (3, 12): "2028-10", (3, 13): "2029-10", (3, 14): "2030-10"}
-"""Security fixes end with that month (https://devguide.python.org/versions)."""
+"""The month with which security fixes end, by version of Python (https://devguide.python.org/versions)."""
 
 
 def checks(asked: Asked) -> Iterator[Check]:

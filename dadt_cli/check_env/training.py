@@ -58,7 +58,7 @@ def train(name: str, asked: Asked, np: int = 2, hosts: str = "", **settings: Any
 
 
 def exchange(name: str, np: int, hosts: str, **settings: Any) -> Check:
-    """How fast they average."""
+    """Check how fast workers average a tensor."""
     found = _job(name, _average, np, hosts, settings)
     if isinstance(found, Check):
         return found

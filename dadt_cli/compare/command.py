@@ -61,7 +61,7 @@ class Row:
     kind: str
     difference: Difference
     sides: tuple[str | None, str | None]
-    """The content of each, in words."""
+    """The content of each of the two files, in words; None where the name is not in it."""
 
     @property
     def result(self) -> str:

@@ -17,7 +17,7 @@ BESIDE = 3 << 30
 PER_CORE = 16 << 20
 """Bytes of the stack of each of torch's threads."""
 SIGNS = ("allocate memory", "bad_alloc", "Cannot allocate")
-"""What torch says where the memory ends."""
+"""Parts of what torch says where the memory ends."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def bounded(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def _used() -> int:
-    """Bytes that count already."""
+    """Bytes of this process that count against the limit already."""
     status = Path("/proc/self/status")
     if not status.exists():
         return 0

@@ -38,7 +38,7 @@ class Stored:
     """Names are keys and indices, with / between them."""
 
     name: str
-    """The user's name for it."""
+    """The file as the user named it."""
     whole: str
     """The file, and what all names began with before it was taken off: last.pth:model/"""
     values: dict[str, Any]
@@ -80,7 +80,7 @@ def read(text: str) -> Stored:
 
 
 def path_of(text: str) -> Path:
-    """The file of FILE, or of FILE:PART."""
+    """The path of the file in FILE, or in FILE:PART."""
     return _split(text)[0]
 
 

@@ -12,10 +12,10 @@ SIDE = 1000.0
 LINES = 8
 """Ranks with a line of their own; of more, the median and a band from the least to the most are drawn."""
 PLACES = 200
-"""Points of a band, along the time."""
+"""The number of points of a band, along the time."""
 
 Points = Sequence[tuple[float, float]]
-"""x and y, in order of x."""
+"""Pairs of x and y, in order of x."""
 
 
 class Curve(NamedTuple):
@@ -49,7 +49,7 @@ class Chart:
     lines: list[Line] = field(default_factory=list)
     band: str = ""
     bars: list[tuple[float, float, float, str]] = field(default_factory=list)
-    """x, width, height, and what it says."""
+    """For each bar its x, width and height, and what it says."""
     xs: list[Tick] = field(default_factory=list)
     ys: list[Tick] = field(default_factory=list)
     note: str = ""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_name("report.html")
 EVENTS = 200
 STACKS = 8
-"""Ranks whose stacks are shown."""
+"""Most ranks whose stacks are shown."""
 LATER_SECONDS = 300.0
 """A timeline is written at the end of its job; one that is younger by more than this many seconds is another job's."""
 
@@ -275,7 +275,7 @@ def _event(event: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _hot_spots(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Where time went, by the timeline; else why that is not known."""
+    """What the page shows of where time went, by the timeline; else why that is not known."""
     file = report.get("config", {}).get("timeline")
     if not isinstance(file, str) or not file:
         return {"why": "No timeline was recorded; dadt run --timeline FILE records one."}

@@ -13,7 +13,7 @@ from dadt_cli.report.record import LARGEST, Moment, Record
 from dadt_cli.terminal.table import Table
 
 POINTS = 240
-"""Points of a line, along the time."""
+"""The number of points of a line, along the time."""
 SILENT_SECONDS = 5.0
 """A rank that reports nothing for this many seconds, and for three times as long as usual, makes no steps."""
 QUANTILES = (0.5, 0.95, 0.99)
@@ -74,7 +74,7 @@ def _silence(
 
 
 def _last(record: Record) -> float:
-    """When anything was last heard of it."""
+    """The newest time of which the record tells, in seconds since 1970; 0: there is none."""
     times = [event["time"] for event in record.events] + [moments[-1].time for moments in record.series.values()]
     return max(times, default=0.0)
 

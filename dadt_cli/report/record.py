@@ -100,7 +100,7 @@ class Record:
 
     folder: Path
     report: dict[str, Any] = field(default_factory=dict)
-    """As in report.json, or what of it events tell; keys that nothing tells are not there."""
+    """The content of report.json, or what events show of it; keys that are not known are missing."""
     events: list[dict[str, Any]] = field(default_factory=list)
     series: dict[int, list[Moment]] = field(default_factory=dict)
     """How far each rank had come, by rank and in order of time."""

@@ -55,7 +55,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def read(paths: Sequence[Path], summary: Summary) -> None:
-    """Add all their events. Raises ConfigError."""
+    """Add all events of these files. Raises ConfigError."""
     for path in paths:
         for event in events(path, summary.torn):
             try:
@@ -117,7 +117,7 @@ class Summary:
     def __init__(self) -> None:
         self.ranks: dict[int, Rank] = {}
         self.longest: list[tuple[float, int, int, str, float]] = []
-        """Duration, rank, step, for what, when."""
+        """For each of the longest waits its duration, rank and step, for what it was, and when."""
         self.clock_error = 0.0
         self.torn: list[str] = []
         """A sentence for each file that ends too early."""

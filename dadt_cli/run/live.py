@@ -31,9 +31,9 @@ PENDING_LIMIT = 1 << 20
 """Most bytes of output that wait until the screen is written to."""
 PREFIX = "[0-99] "
 PRINTED_WIDTH = 40
-"""Columns that workers' lines have at least."""
+"""Least columns for the lines of workers."""
 PRINTED_ROWS = 8
-"""Rows that are left for what is printed."""
+"""Rows of the screen that are left for what is printed."""
 SILENT_SECONDS = 10.0
 DRAWN_BAR = re.compile(r"(?:(?<=%)\|[^|]*\||[━╸╺]|\s)+")
 """The part of a progress bar that is no text, and blanks, which fill it up."""
@@ -122,8 +122,8 @@ class Live:
         self._time = time.monotonic()
 
     def _home(self) -> bytes:
-        """From the end of the last row to the beginning of the first. Since they were drawn the terminal may have
-        become narrower: then it has broken the rows that do not fit any more."""
+        """What moves the cursor from the end of the last row to the beginning of the first. Since they were drawn the
+        terminal may have become narrower: then it has broken the rows that do not fit any more."""
         if not self._drawn:
             return b""
         width, _ = console.size()

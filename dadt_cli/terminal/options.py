@@ -37,7 +37,7 @@ class Option(click.Option):
     """An option whose help leaves out horovodrun's spelling."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """The names and the text."""
+        """The names of the option and its help text."""
         names = self.opts
         self.opts = [name for name in names if name not in HOROVODRUN.values()]
         try:

@@ -15,7 +15,7 @@ class Table(NamedTuple):
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Sequence[str] = ()
-    """Columns that are no figures."""
+    """Names of the columns that begin at their left, as they hold no figures."""
     note: str = ""
 
 
@@ -59,7 +59,7 @@ def moment(at: float) -> str:
 
 
 def short(value: float) -> str:
-    """Three or four digits."""
+    """A figure in three or four digits."""
     if abs(value) >= 9999.5:
         return f"{value / 1e3:.3g}k" if abs(value) < 9.995e5 else f"{value / 1e6:.3g}M"
     return f"{value:.2f}" if -1 < value < 10 else figure(value) if value > 0 else f"{value:.0f}"

@@ -21,13 +21,13 @@ SERVED_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Pause:
-    """A host that failed."""
+    """How long a host is left alone that has failed."""
 
     seconds: float = 0.0
     until: float = 0.0
     """Time at which it may be tried again (time.monotonic)."""
     served: float = 0.0
-    """Time since when it has served."""
+    """Time (time.monotonic) since when it has served; 0: it does not."""
 
 
 class Discovery:
@@ -51,7 +51,7 @@ class Discovery:
         self._answers: list[Sequence[Host] | ConfigError] = []
         """What the asking thread has found, the hosts or an error; read once the thread has ended."""
         self.asked = time.monotonic()
-        """Time of the newest question."""
+        """Time (time.monotonic) of the newest question."""
         self.answered = NEVER if ask is None else self.asked
         """Time at which the newest question was put that has been answered; infinite where the hosts do not change."""
 
@@ -77,7 +77,7 @@ class Discovery:
         return min((self._pause(host).until - now for host in self.hosts if not self._is_usable(host)), default=NEVER)
 
     def served(self, hosts: Iterable[Host]) -> None:
-        """Workers begin to run on these hosts."""
+        """Note that workers begin to run on these hosts."""
         for host in hosts:
             self._pauses.setdefault(host.name, Pause()).served = time.monotonic()
 

@@ -37,7 +37,7 @@ SURVEY_SECONDS = 20.0
 KNOCK_SECONDS = 10.0
 MOST_LETTERS = 400
 ROUNDING = 1e-6
-"""Five times 0.2 CPU are one."""
+"""Added to quotients of resources, so that 1 CPU has room for five times 0.2."""
 _given: dict[str, str] = {}
 """The names of nodes by their ids, which stay as nodes of the same name come and go."""
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -160,7 +160,7 @@ def end_of_node(node: str, seconds: float) -> str:
 
 
 def release(group: str) -> None:
-    """Give back what the group holds. Idempotent."""
+    """Give back the resources that a placement group holds; may be called again."""
     ray = ray_module()
     try:
         _check_connected(ray)

@@ -17,7 +17,7 @@ from dadt.launch.hosts import host
 from dadt.launch.hosts.host import Host
 
 SECONDS = 10.0
-"""How long it may take."""
+"""Most seconds that the script may take."""
 CHUNK = 1 << 16
 SHOWN = 400
 """Most characters of its last words that a message repeats."""

@@ -22,7 +22,7 @@ from dadt.errors import ConfigError, LaunchError
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "taskset": "util-linux"}
 PREFIX = "sim"
 MOST_HOSTS = 200
-"""Fewer than the /24 network has addresses."""
+"""Most simulated hosts: fewer than their /24 network has addresses."""
 CLONE_NEWNET = 0x40000000
 SECONDS = 30.0
 BURST_BYTES = 64 * 1024

@@ -218,7 +218,7 @@ def find(name: str) -> tuple[str, str]:
 
 
 def said_version(path: str) -> str:
-    """The output of its --version. Raises ConfigError."""
+    """What the program at `path` prints for --version. Raises ConfigError."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, timeout=VERSION_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -18,7 +18,7 @@ NOT_EXECUTABLE = 126
 NO_PROGRAM = ("command not found", "no such file or directory", "not found", "unknown command")
 NO_MODULE = re.compile(r"No module named '?dadt\b")
 NO_AGENT = re.compile(r"No module named '?dadt\.")
-"""An older DADT has its agent elsewhere."""
+"""Matches what Python says where an older DADT is installed, which has its agent elsewhere."""
 
 
 def command(python: str) -> str:

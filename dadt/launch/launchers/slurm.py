@@ -153,7 +153,7 @@ class Step:
         self._python = python
         self._ended = ended
         self._said: dict[int, deque[str]] = {}
-        """Task to its last lines."""
+        """Task number to the last lines that the task has printed."""
         self._verdicts: dict[int, str] = {}
         """Task to how it ended, in the words of srun."""
         self._complaints: deque[str] = deque(maxlen=TAIL_LINES)

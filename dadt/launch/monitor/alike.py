@@ -20,7 +20,7 @@ PACE = re.compile(rb" *(?:\d+%\|[^|]*\| *[\d.]+(?=/)|\d+(?::\d\d)+|(?<=<)\?|[\d.
 
 class Line(NamedTuple):
     since: float
-    """Time at which it came."""
+    """Time at which the line came."""
     text: bytes
     meaning: bytes
     """The part of the text that is compared with other ranks' lines: of a progress bar all but its figures."""

@@ -51,7 +51,7 @@ class Member:
         self.seen = time.monotonic()
 
     def start_anew(self) -> None:
-        """A new worker starts in its place."""
+        """Note that a new worker starts in its place."""
         self.ended = self.claimed = self.finished = False
         self.step = -1
         self.sign("is started anew")
@@ -112,7 +112,7 @@ class Exchange:
     """Deadline, timeout in seconds, and where the answer goes."""
     begun: float = field(default_factory=lambda: time.monotonic())
     told: bool = False
-    """The user knows that it takes long."""
+    """Whether the user has been warned that it takes long."""
 
 
 @dataclass(frozen=True, slots=True)

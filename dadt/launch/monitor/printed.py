@@ -37,7 +37,7 @@ class Row:
     drawn: bytes = b""
     """What has been written to it since its beginning was last gone back to."""
     state: bytes = b""
-    """What it showed before."""
+    """What the row showed before its beginning was last gone back to."""
     is_bar: bool = False
     since: float = NEVER
     """Time at which the bar appeared or was last given out."""
@@ -73,7 +73,7 @@ class Printed:
 
     def __init__(self) -> None:
         self._rest = b""
-        """What of the last piece is unfinished."""
+        """The unfinished end of the last piece of output."""
         self._rows = [Row()]
         self._cursor = 0
         self._hidden = False
@@ -94,7 +94,8 @@ class Printed:
         return [*self._parse(data, now), *self._cut(), *self.tick(now, every)]
 
     def tick(self, now: float, every: float = BAR_SECONDS) -> list[bytes]:
-        """Bars that are due."""
+        """Lines that are due by now: those of rows that have ended, and bars that were not given out for `every`
+        seconds."""
         lines = []
         while self._ends() <= now:
             lines += self._end_first()
@@ -185,7 +186,7 @@ class Printed:
         return self._state_of(self._rows.pop(0))
 
     def _state_of(self, row: Row) -> list[bytes]:
-        """None where there is nothing new."""
+        """The line that a row shows; empty where it shows nothing new."""
         if not row.text.strip() or row.text == row.given:
             return []
         row.given = row.text

@@ -31,12 +31,12 @@ class Waiting:
     """The number of its questions that wait for others."""
 
     def ask(self, starts: bool) -> None:
-        """It asks where the others are."""
+        """Note that the rank asks where the others are."""
         self.asked = self.acted = time.monotonic()
         self.starts = starts
 
     def begin(self, reply: Reply, starts: bool = False) -> Reply:
-        """It asks a question that is answered once others have done their part. Returns what answers it."""
+        """Note that the rank asks what is answered once others have done their part. Returns what answers it."""
         self._open += 1
         self.acted, self.starts = time.monotonic(), starts
 

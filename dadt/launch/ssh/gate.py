@@ -14,7 +14,7 @@ log-in for a little longer than its client does."""
 
 
 class Gates:
-    """One gate per server."""
+    """The gates of all servers, one for each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
