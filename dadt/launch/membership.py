@@ -199,7 +199,7 @@ class Membership:
             self._replacements.exited(member)
 
     def _tell(self, why: str) -> None:
-        """Send all ranks who is in the job now. New workers write no files where others do, of whichever host."""
+        """Send all ranks the list of those in the job now. New workers write no files where others do, on any host."""
         present = self._rendezvous.present
         firsts: dict[int, int] = {}
         for member in present:
