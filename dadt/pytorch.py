@@ -73,7 +73,7 @@ def init(
     timeline_path: str | None = None,
     **knobs: Any,
 ) -> None:
-    """Same as `dadt.init`."""
+    """The same as `dadt.init`."""
     lifecycle.init(
         cycle_duration_ms=cycle_duration_ms,
         broadcast_executor=_lower(broad_cast_executor),
@@ -92,7 +92,7 @@ def initialize(
     gpu_device_id: int = -1,
     **knobs: Any,
 ) -> None:
-    """Same as `dadt.init`, with arguments or a Config. gpu_device_id: CUDA device to use; -1 leaves the current one."""
+    """The same as `dadt.init`, with arguments or a Config. gpu_device_id: CUDA device to use; -1 leaves the current one."""
     if isinstance(cycle_duration_ms, Config):
         given = cycle_duration_ms
         gpu_device_id, executor_type = given.gpu_device_id, given.executor_type
@@ -107,7 +107,7 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Same as `dadt.shutdown`."""
+    """The same as `dadt.shutdown`."""
     handles = list(_under_way.values())
     _under_way.clear()
     try:
@@ -153,7 +153,7 @@ def coo_all_reduce_async(x: Any, name: Any) -> Tensor:
 
 
 def DistributedOptimizer(optimizer: T, avg: bool = True, is_avg: bool = True) -> T:
-    """Same as `dadt.DistributedOptimizer`. avg, is_avg: average gradients if both are true, else sum them."""
+    """The same as `dadt.DistributedOptimizer`. avg, is_avg: average gradients if both are true, else sum them."""
     return _wrap(optimizer, reduction="mean" if avg and is_avg else "sum")
 
 
