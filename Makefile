@@ -152,7 +152,7 @@ format: .venv/testable
 	$(BIN)/python docs/api.py
 
 docs: .venv/documentable
-	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+	$(BIN)/mkdocs build --strict --site-dir build/site
 
 # What a package index gets: the source distribution, and a wheel of it that runs where there is no compiler.
 dist: | $(BIN)/python
