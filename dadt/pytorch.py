@@ -92,7 +92,7 @@ def initialize(
     gpu_device_id: int = -1,
     **knobs: Any,
 ) -> None:
-    """The same as `dadt.init`, with arguments or a Config. gpu_device_id: CUDA device to use; -1 leaves the current one."""
+    """The same as `dadt.init`, with arguments or a Config. gpu_device_id: CUDA device to use; -1: the current one."""
     if isinstance(cycle_duration_ms, Config):
         given = cycle_duration_ms
         gpu_device_id, executor_type = given.gpu_device_id, given.executor_type

@@ -24,10 +24,12 @@ class Line(NamedTuple):
     text: bytes
     meaning: bytes
     """The part of the text that is compared with other ranks' lines: of a progress bar all but its figures."""
+    is_bar: bool
 
     @classmethod
     def of(cls, text: bytes, now: float) -> Line:
-        return cls(now, text, PACE.sub(b"", text) if BAR.search(text) else text)
+        is_bar = BAR.search(text) is not None
+        return cls(now, text, PACE.sub(b"", text) if is_bar else text, is_bar)
 
 
 class Alike:
@@ -58,10 +60,18 @@ class Alike:
             firsts = {lines[0].meaning if (lines := self._waiting[rank]) else None for rank in present}
             if len(firsts) == 1 and None not in firsts:
                 yield present, self._next(present)
+            elif self._have_bars_of_their_own(present):
+                for each in present:
+                    yield [each], self._next([each])
             elif (rank := self._impatient(present, now)) is None:
                 return
             else:
                 yield from self._of(rank, [each for each in present if each != rank])
+
+    def _have_bars_of_their_own(self, present: list[int]) -> bool:
+        """Whether a bar is each rank's next line, and no two are alike, as where each shows its loss."""
+        firsts = [lines[0] for rank in present if (lines := self._waiting[rank])]
+        return len({line.meaning for line in firsts if line.is_bar}) == len(present)
 
     def _impatient(self, present: list[int], now: float) -> int | None:
         """A rank whose first line waits no longer; None if there is none."""

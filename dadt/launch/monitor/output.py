@@ -104,6 +104,9 @@ class Output:
         if rank in self._ranks and stream in self._streams:
             printed = self._printed.setdefault((rank, stream), Printed())
             now = time.monotonic()
+            if stream == "out" and (bars := self._printed.get((rank, "err"))) is not None:
+                self._add(rank, "err", bars.settle(), now)
+                self._show("err", now)
             self._add(rank, stream, printed.feed(data, now, self._every), now)
             self._show(stream, now)
 

@@ -109,6 +109,13 @@ class Printed:
         """Time at which `tick` has something to do; infinite if there is none."""
         return min(self._ends(), *(row.since + every for row in self._rows if row.is_bar), NEVER)
 
+    def settle(self) -> list[bytes]:
+        """Bars above an empty row: they have ended, as the process has gone on to write to another stream."""
+        lines = []
+        while self._cursor and not self._hidden and not self._rows[self._cursor].text:
+            lines += self._end_first()
+        return lines
+
     def finish(self) -> list[bytes]:
         """The last lines of the stream, which have no end."""
         lines = [line for row in self._rows for line in self._state_of(row)]

@@ -75,6 +75,14 @@ def test_bars_may_differ_in_their_pace(one: str, other: str, alike: bool):
     assert shown(lines, MOMENT_SECONDS) == (together if alike else apart)
 
 
+def test_bars_of_which_each_rank_has_another_do_not_wait():
+    alike = Alike(range(2))
+    alike.add(0, [b"100%|\xe2\x96\x88| 9/9 [00:17<00:00, 1it/s, loss=0.5]"], 0.0)
+    assert shown(alike, 0.2) == []
+    alike.add(1, [b"100%|\xe2\x96\x88| 9/9 [00:17<00:00, 1it/s, loss=0.6]"], 0.2)
+    assert [ranks for ranks, _ in shown(alike, 0.2)] == [[0], [1]]
+
+
 def test_a_flood_of_one_rank_does_not_wait():
     alike = Alike(range(2))
     alike.add(0, [b"%d" % i for i in range(WAITING + 10)], 0.0)

@@ -14,7 +14,7 @@ from harness.run import DADT, SECONDS, await_that, left_of
 
 from dadt.config.config import Config
 from dadt.errors import ConfigError
-from dadt.launch.monitor.output import ranks_shown
+from dadt.launch.monitor.output import Output, ranks_shown
 from dadt.launch.outcome import Outcome
 from dadt.launch.termination import Termination
 
@@ -80,6 +80,21 @@ def test_a_progress_bar_does_not_flood_the_console(launch):
     assert re.findall(r"^\[0\] +\d+% done$", result.err, re.M) == ["[0] 100% done"]
     assert result.log(0).count(b"\r") == 101
     assert b"\r" not in result.out
+
+
+def test_bars_that_have_ended_stand_above_what_is_printed_next(tmp_path):
+    shown: list[bytes] = []
+
+    def sink(_: str, data: bytes) -> None:
+        shown.extend(data.splitlines())
+
+    output = Output(tmp_path, ["here", "here"], "once", sink, pytest.fail, lambda: True)
+    for rank in (0, 1):
+        output.write(rank, "err", f"\r 50%|#| 1/2 loss=0.9\r100%|#| 2/2 loss=0.{rank}\n".encode())
+        output.write(rank, "out", b"epoch 1 is over\n")
+    output.close()
+    bars = [b"[%d] 100%%|#| 2/2 loss=0.%d" % (rank, rank) for rank in (0, 1)]
+    assert shown == [*bars, b"[0-1] epoch 1 is over"]
 
 
 def test_what_all_ranks_print_alike_is_shown_once_by_default(launch):

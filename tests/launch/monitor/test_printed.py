@@ -135,6 +135,14 @@ def test_an_end_that_was_shown_already_is_not_shown_again():
     assert printed.feed(b"\nnext\n", 32.0) == [b"next"]
 
 
+def test_bars_end_where_another_stream_is_written_to():
+    printed = Printed()
+    assert printed.feed(b"\r100%\n", 0.0) == [] and printed.settle() == [b"100%"] and printed.finish() == []
+    for returns in (b"\router\n\rinner", b"\x1b[?25l\rbar\n"):
+        printed = Printed()
+        assert printed.feed(returns, 0.0) == printed.settle() == []
+
+
 def test_lines_without_bars_are_not_held_back():
     printed = Printed()
     assert printed.feed(b"one\ntw", 0.0) == [b"one"]
