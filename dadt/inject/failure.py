@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -69,8 +70,10 @@ def install(
         if issubclass(kind, PeerLost | CommTimeout | Aborted):
             # Another rank's failure caused it, and its own words would hide those of the cause.
             sys.stderr.write(f"dadt: rank {control.world.rank} ended: {error}\n")
-        elif issubclass(kind, KeyboardInterrupt) and interrupted() and control.world.rank > 0:
-            pass  # rank 0 shows where it was, as the others were there, too
+        elif issubclass(kind, KeyboardInterrupt) and interrupted():
+            if control.world.rank == 0:  # shows where it was, as the others were there, too
+                trace = _to_ours(trace)
+                main_hook(kind, error.with_traceback(trace), trace)
         elif not issubclass(kind, ConfigError | StartTimeout):  # which the launcher says, last and once
             main_hook(kind, error, trace)
 
@@ -88,6 +91,20 @@ def install(
         faulthandler.enable(sys.__stderr__)  # crashes leave their stack there
     if isinstance(control, Control):
         _offer_stacks(control)
+
+
+def _to_ours(trace: TracebackType | None) -> TracebackType | None:
+    """Without what DADT was doing when the script called it, or a library for the script."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    users = max((i for i, each in enumerate(frames) if is_users(each.tb_frame.f_code.co_filename)), default=len(frames))
+    for before, each in pairwise(frames[users:]):
+        if each.tb_frame.f_code.co_filename.startswith(OURS):
+            before.tb_next = None
+            break
+    return frames[0] if frames else None
 
 
 def frames_of(trace: TracebackType | None) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -96,6 +97,7 @@ def test_a_script_that_does_not_catch_it_ends_with_one_traceback(start) -> None:
     result = interrupt(begin(start, caught="KeyError"))
     assert result.code == 130 and result.out.count(b"finally") == 2
     assert result.err.count("KeyboardInterrupt") == 1 and not (result.logs.parent / "last.pt").exists()
+    assert 'train.py", line' in result.err and not re.search("/dadt/.*line", result.err), result.err
 
 
 @pytest.mark.slow
