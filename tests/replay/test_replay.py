@@ -66,6 +66,31 @@ def test_a_killed_job_ends_as_if_nothing_had_been(launch, algorithm: str, name: 
     assert re.search(r"resumed: [1-5]0 steps replayed", resumed.err), resumed.err
 
 
+ARRAYS = """
+order = torch.randperm(160).tolist()
+model = net(8, 16, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in DataLoader(torch.utils.data.Subset(data, order), batch_size=4):
+    scores = model(x)
+    F.cross_entropy(scores, y).backward()
+    optimizer.step()
+    READS
+    stepped()
+tell(model)
+"""
+
+
+@pytest.mark.parametrize(("reads", "told"), [("pass", 0), ("x.repeat(9, 1).numpy()", 1)])
+def test_arrays_that_a_replay_reads_are_told_of_once(launch, reads: str, told: int) -> None:
+    """Not those that are read before the model is called, as by random_split: they are as they were."""
+    script = HEAD + ARRAYS.replace("READS", reads)
+    killed = launch(script, *OPTIONS, "train.py", DIE="16")
+    assert killed.code != 0
+    resumed = launch(script, *OPTIONS, "--resume", killed.job, "train.py")
+    ends(resumed)
+    assert resumed.err.count("read whole arrays") == told and resumed.err.count("steps replayed") == 1, resumed.err
+
+
 def test_what_cannot_be_made_again_is_refused(launch) -> None:
     script = HEAD + SCRIPTS["own-order"]
     killed = launch(script, *OPTIONS, "train.py", DIE="26")

@@ -173,6 +173,7 @@ class Replay:
     def _agree(self, mine: bytes) -> bool:
         """Whether any rank's script goes on from a checkpoint of its own: all or none replay. Waits for all."""
         self._agreed = True
+        self._values.unknown = 0  # what was read so far is as it was: nothing has been left out
         return not self._runtime.world.joins and any(self._exchange("replay", mine))
 
     def _exchange(self, what: str, mine: bytes) -> Sequence[bytes]:
@@ -288,13 +289,14 @@ class Replay:
             return
         if not self._runtime.world.joins:
             self._exchange("resumed", b"")
-        rest = ""
-        if self._values.unknown:
-            rest = "; it has read whole arrays from tensors meanwhile, and what it makes of those may not be as it was"
         self._runtime.say(
-            f"resumed: {self._runtime.step:,} steps replayed in {seconds:.1f} s, training goes on from there{rest}",
-            "warning" if rest else "info",
+            f"resumed: {self._runtime.step:,} steps replayed in {seconds:.1f} s, training goes on from there"
         )
+        if self._values.unknown:
+            self._runtime.say(
+                "the replay has read whole arrays from tensors: what the script makes of those may not be as it was",
+                "warning",
+            )
 
     def _check(self, common: dict[str, Any]) -> None:
         """Whether the script stands where it stood. Raises NotResumed."""
