@@ -223,7 +223,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 def _plain(text: str) -> str:
     """The text as a terminal would show it in the end: without colours, and of a progress bar its last state."""
     shown = ESCAPES.sub(b"", text.encode(errors="replace")).decode(errors="replace")
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in shown.splitlines())
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in shown.split("\n"))
 
 
 def _is_borne(event: Mapping[str, Any]) -> bool:

@@ -125,7 +125,7 @@ class Record:
                 text = file.read().decode(errors="replace")
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        return "\n".join(text.splitlines()[-TAIL_LINES:])
+        return "\n".join(text.rstrip("\n").split("\n")[-TAIL_LINES:])
 
     def _read_report(self, running: bool) -> None:
         """While the job runs, and where its launcher was killed, the last one that it wrote."""

@@ -36,6 +36,7 @@ for step in range(1, 5):
     control.progress(step, True, samples=8 * step, waited=0.01 * step, clock=0.1 * step, sent=9, step_times=times)
     control.exchange(f"step {step}", b"", 60.0)
     time.sleep(0.55)
+print("\\rstep 1 of 4" * 50 + "\\rstep 4 of 4", flush=True)
 print("\\x1b[31mthe last words\\x1b[0m of <b>rank</b>", rank, flush=True)
 control.say("<i>learning rate</i> is high", level="warning")
 if rank == 1:
@@ -139,6 +140,7 @@ def test_a_failure_is_on_the_page_and_all_of_it_is_text(failed: Path, report: Re
     assert "Rank 1 failed first" in failure and f"ValueError: {EVIL}" in failure
     assert "raise ValueError(sys.argv[1])" in failure and "at step 4" in failure
     assert "the last words of <b>rank</b> 1" in failure and "Traceback" in failure
+    assert "step 4 of 4" in failure and "step 1 of 4" not in failure
     assert "because of it were stopped: rank 0" in failure
     assert "<i>learning rate</i> is high" in shown.sections["events"]
     assert "Throughput of each rank: samples per second" in shown.sections["progress"]
