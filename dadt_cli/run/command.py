@@ -22,6 +22,7 @@ from dadt.config.executor import shown
 from dadt.config.spelling import misspelt
 from dadt.errors import ConfigError
 from dadt.launch import again, environment, launch, plan, user_class
+from dadt.launch.failure import signal_name
 from dadt.launch.monitor.output import ranks_shown
 from dadt.launch.monitor.watch import Watch
 from dadt.launch.outcome import Outcome
@@ -223,7 +224,7 @@ def _finish(outcome: Outcome, where: Placed) -> int:
         )
     goes_on = f"; go on with: {outcome.resume}" if outcome.resume else ""
     if outcome.signal:
-        by = "Ctrl-C" if outcome.signal == 2 else f"signal {outcome.signal}"
+        by = "Ctrl-C" if outcome.signal == 2 else f"signal {outcome.signal} ({signal_name(outcome.signal)})"
         console.say(f"ended by {by}; all workers stopped{goes_on}")
     elif outcome.preemption is not None:
         console.say(f"{outcome.preemption.text}{goes_on}")

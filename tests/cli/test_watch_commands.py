@@ -250,6 +250,7 @@ def test_kill_ends_the_job_and_names_what_it_ended(start, extra, grace):
     result = run.finish()
     assert result.code == 143
     assert "dadt kill: stopping the workers" in result.err
+    assert "dadt: ended by signal 15 (SIGTERM); all workers stopped" in result.err
 
 
 def test_kill_touches_no_other_job(start):
