@@ -99,7 +99,7 @@ def _put(stream: int, data: bytes) -> None:
             _attend()
             # Where there is room, PIPE_BUF bytes are taken at once, and nobody has to wait.
             while not select.select([], [stream], [], MEANWHILE_SECONDS)[1]:
-                _attend()
+                _attend(blocked=True)
             rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]
     except OSError as error:
         if error.errno == errno.EPIPE:
@@ -109,8 +109,9 @@ def _put(stream: int, data: bytes) -> None:
             raise
 
 
-def _attend() -> None:
-    """Do what must go on, if it is time to. If that ends the job, nobody waits for the reader any more."""
+def _attend(blocked: bool = False) -> None:
+    """Do what must go on, if it is time to. blocked: the reader takes nothing; if the job is to end at once, nobody
+    waits for it any more."""
     global _attended, _given_up
     now = time.monotonic()
     if _meanwhile is None or now - _attended < MEANWHILE_SECONDS:
@@ -119,8 +120,9 @@ def _attend() -> None:
     try:
         _meanwhile()
     except DadtError:
-        _given_up = True
-        raise
+        if blocked:
+            _given_up = True
+            raise
 
 
 def say(text: str, level: str = "info") -> None:

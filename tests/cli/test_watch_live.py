@@ -133,6 +133,18 @@ def test_ctrl_c_leaves_a_clean_screen(show):
     assert terminal.lines[-1] == "dadt: ended by Ctrl-C; all workers stopped"
 
 
+def test_a_second_ctrl_c_leaves_a_clean_screen(show):
+    ignores = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    terminal = show(TRAIN.replace("number = 0", ignores + "\nnumber = 0", 1))
+    terminal.see(lambda lines: all(re.match(r" +>?\d +[1-9]", row(lines, rank)) for rank in (0, 1)), "steps")
+    terminal.type(b"\x03")
+    terminal.see(lambda lines: "once more: at once" in "\n".join(lines), "what a second one does")
+    terminal.type(b"\x03")
+    assert terminal.finish() == 130
+    assert not has_view(terminal.lines)
+    assert terminal.lines[-1] == "dadt: ended by Ctrl-C; all workers stopped"
+
+
 def test_a_terminal_that_is_closed_ends_the_job_gently(show):
     gentle = "import signal; signal.signal(signal.SIGTERM, lambda *_: (open(f'saved{rank}', 'w').close(), sys.exit(0)))"
     terminal = show(TRAIN.replace("number = 0", gentle + "\nnumber = 0", 1))
