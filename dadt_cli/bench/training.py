@@ -152,7 +152,7 @@ def measure(
     check(contenders, steps, rounds)
     begun = time.monotonic()
     with ExitStack() as stack:
-        place, threads = place or Here(), 0
+        place, threads, guess = place or Here(), 0, 0.0
         # Those with the most ranks first: one worker alone gets as many threads as one of theirs. DADT's before plain
         # ones: what the first needs is taken for what each needs.
         order = sorted(range(len(contenders)), key=lambda i: (-contenders[i].ranks, contenders[i].plain))
@@ -163,6 +163,7 @@ def measure(
             threads = threads or party.hellos[0].threads
             progress(f"{contenders[i].name} warms up")
             worked = party.train(contenders[i].warmup + WARMUP - 1, 1)
+            guess += (LEAD + steps) * max(each.seconds for each in worked)
             if party.hellos[0].device == "cpu" and not place.remote:
                 _check_memory(worked, sum(contenders[j].ranks for j in order[at + 1 :]))
         parties = [started[i] for i in range(len(contenders))]
@@ -170,11 +171,11 @@ def measure(
         first = time.monotonic()
         for turn in range(rounds):
             now = time.monotonic()
-            mean = (now - first) / max(turn, 1)
+            mean = (now - first) / turn if turn else guess
             if turn >= LEAST_ROUNDS and now + mean > begun + seconds:
                 break
             left = min((rounds - turn) * mean, max(begun + seconds - now, (LEAST_ROUNDS - turn) * mean))
-            progress(f"round {turn + 1} of {rounds}" + (f", {duration(left)} left" if turn else ""))
+            progress(f"round {turn + 1} of {rounds}, {duration(left)} left")
             for i in range(len(contenders)) if turn % 2 == 0 else reversed(range(len(contenders))):
                 turns[i].append(parties[i].train(LEAD, steps))
         hello = parties[0].hellos[0]
