@@ -68,7 +68,7 @@ class Termination:
                 self._stop(Frame("interrupt", {"grace": self._user_grace}), 2 * self._user_grace, who)
             else:
                 self.terminate(self._user_grace, who)
-            self.unsaid.append(f"{who}: stopping the workers (once more: at once)")
+            self.unsaid.append(f"stopping the workers after {who} (once more: at once)")
         return self.grace
 
     def preempt(self, preemption: Preemption) -> None:

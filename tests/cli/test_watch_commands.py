@@ -249,7 +249,7 @@ def test_kill_ends_the_job_and_names_what_it_ended(start, extra, grace):
     assert not any(map(is_running, run.workers))
     result = run.finish()
     assert result.code == 143
-    assert "dadt kill: stopping the workers" in result.err
+    assert "stopping the workers after dadt kill" in result.err
     assert "dadt: ended by signal 15 (SIGTERM); all workers stopped" in result.err
 
 
