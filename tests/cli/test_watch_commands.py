@@ -312,6 +312,7 @@ def test_a_job_without_its_launcher_here_is_listed_by_its_agent(start):
     run = begin(start)
     # As on another host than the launcher's: no socket of it.
     hidden = FOLDERS / run.job / "hidden"
+    os.kill(run.process.pid, signal.SIGSTOP)  # it would make its folder again
     os.rename(FOLDERS / run.job, FOLDERS / "dadt-hidden")
     try:
         line = next(line for line in dadt("ps").stdout.splitlines() if line.startswith(run.job))
@@ -323,4 +324,5 @@ def test_a_job_without_its_launcher_here_is_listed_by_its_agent(start):
         )
     finally:
         os.rename(FOLDERS / "dadt-hidden", FOLDERS / run.job)
+        os.kill(run.process.pid, signal.SIGCONT)
     assert not hidden.exists()
