@@ -151,7 +151,7 @@ class Training:
             "held": held,
             "kernels": each(len(on_gpu) - len(copies)),
             "copies": each(len(copies)),
-            "longest": [(name, each(us)) for name, us in times.most_common(40)],
+            "longest": [(name, each(us)) for name, us in times.most_common(12)],
             "gpu_ms": each(sum(e.time_range.elapsed_us() for e in on_gpu) / 1e3),
             "launches": each(sum(e.name in LAUNCHES for e in events)),
             # Those of `finish`, before and behind all steps, are not the steps'.

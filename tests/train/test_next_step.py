@@ -100,3 +100,17 @@ def test_strides_of_dimensions_of_size_1_keep_nothing_from_the_fast_loops() -> N
     for _ in range(2):
         assert by_kind([(weight, gradient)], seen)[1] == []
     assert all(len(by_kind([(weight, other)], seen)[1]) == 1 for other in others)
+
+
+def test_a_clipping_is_told_though_the_script_takes_gradients_away() -> None:
+    """They differ by a factor of a thousand, so those of one set say nothing of another one's."""
+    weights = [torch.zeros(3, requires_grad=True) for _ in range(20)]
+    prediction = Expectation(torch.optim.SGD(weights, lr=0.1), weights, share=1.0)
+    for i, w in enumerate(weights):
+        w.grad = torch.full((3,), 1000.0 ** (i % 2))
+    prediction.arrived(None)
+    for w in weights:
+        assert w.grad is not None
+        w.grad.mul_(0.25)
+    weights[0].grad = weights[5].grad = None
+    assert prediction._clipped() == pytest.approx(0.25)

@@ -62,8 +62,10 @@ class Expectation(Prediction):
         self._optimizer = weakref.ref(optimizer)
         self._came: tuple[Gradients, list[int]] = ([], [])
         """The averages as they have come, and their versions."""
+        self._sampled: list[torch.Tensor] = []
+        """Parameters by whose averages it is told how the script scales all."""
         self._came_norms: list[torch.Tensor] = []
-        """Norms of some of these averages."""
+        """The norms of their averages as they have come."""
         self._came_scale: torch.Tensor | float = 1.0
         """The loss scale of these averages."""
         self._clip: torch.Tensor | float = 1.0
@@ -125,9 +127,11 @@ class Expectation(Prediction):
 
     def arrived(self, scale: torch.Tensor | None) -> None:
         averages = list(map(_gradient, self.parameters))
-        there = _present(averages)
-        self._came = averages, list(map(_version, there))
-        self._came_norms, self._came_scale = _norms_of_some(there), 1.0 if scale is None else scale
+        given = [p for p, g in zip(self.parameters, averages, strict=True) if g is not None]
+        self._came = averages, list(map(_version, map(_gradient, given)))
+        step = max(1, len(given) // _SOME)
+        self._sampled = given[step // 2 :: step]
+        self._came_norms, self._came_scale = _norms_of(self._sampled), 1.0 if scale is None else scale
 
     def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
         if held and self._holds is Holds.OWN:
@@ -207,10 +211,12 @@ class Expectation(Prediction):
         return not same or list(map(_version, _present(came))) != versions
 
     def _clipped(self) -> torch.Tensor | float:
-        came, left = self._came_norms, _norms_of_some(_present(self._gradients()))
-        if not (came and left):
+        # The script may have taken some away meanwhile, by freezing parameters.
+        left = [(p, norm) for p, norm in zip(self._sampled, self._came_norms, strict=True) if p.grad is not None]
+        if not left:
             return 1.0
-        before, now = together(came), together(left)
+        sampled, came = zip(*left, strict=True)
+        before, now = together(came), together(_norms_of(sampled))
         ratio = now * beside(now, self._came_scale) / before.to(now.device)
         ratio = torch.where(torch.isfinite(ratio), ratio, 1.0)
         return float(ratio) if ratio.device.type == "cpu" else ratio
@@ -366,11 +372,10 @@ def _versions(terms: Sequence[Term]) -> list[list[int]]:
     return [list(map(_version, _present(gradients))) for gradients, _ in terms]
 
 
-def _norms_of_some(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms of about _SOME of these, spread over the model: clipping scales all by the same factor."""
-    step = max(1, len(gradients) // _SOME)
-    some = [g if g.layout is torch.strided else g.to_dense() for g in gradients[step // 2 :: step]]
-    return norms(some)
+def _norms_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each one's gradient."""
+    gradients = list(map(_gradient, parameters))
+    return norms([g if g.layout is torch.strided else g.to_dense() for g in gradients])
 
 
 def _finite(tensors: Sequence[torch.Tensor]) -> bool:
