@@ -186,3 +186,9 @@ def test_tensors_do_not_depend_on_the_scripts_default_dtype_and_device() -> None
                 continue
             if ast.unparse(node.func).startswith("torch.") and node.func.attr in factories:
                 assert {"dtype", "device"} <= {k.arg for k in node.keywords}, f"{path}, line {node.lineno}"
+
+
+def test_no_two_test_modules_share_a_name() -> None:
+    """pytest and the processes that tests start import a test module by the name of its file alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
