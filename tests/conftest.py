@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 from harness import TESTS, job, leftover
+from harness.patience import FACTOR
 from harness.run import Result, Run, await_nothing_left, end
 
-STARTERS = {"subprocess", "multiprocessing", *(f"harness.{path.stem}" for path in (TESTS / "harness").glob("*.py"))}
+STARTERS = {"subprocess", "multiprocessing", *(f"harness.{path.stem}" for path in (TESTS / "harness").glob("*.py"))} - {
+    "harness.patience"
+}
 """Modules by which tests start processes."""
+SECONDS_OF_A_TEST = 180.0
+"""More than a single wait takes, so that it is the wait that fails, and says what it was for."""
 SESSION = pytest.StashKey[leftover.Session]()
 LEFT = pytest.StashKey[list[str]]()
 
@@ -37,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
     leave_for_slow(items)
     for item in items:
+        limit = item.get_closest_marker("timeout")
+        item.add_marker(pytest.mark.timeout(FACTOR * (limit.args[0] if limit else SECONDS_OF_A_TEST)), append=False)
         if starts_processes(item):
             item.add_marker(pytest.mark.job)
         if place := shared(item):

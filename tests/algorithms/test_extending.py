@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT
+from harness.patience import PATIENCE
 
 from dadt.algorithms import find
 from dadt.errors import ConfigError
@@ -24,7 +25,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

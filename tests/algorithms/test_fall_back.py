@@ -13,8 +13,10 @@ import pytest
 from harness import ROOT, SCRIPTS
 from harness.checks import assert_replicas_equal
 from harness.job import Run, joined
+from harness.patience import PATIENCE
 
-from dadt.algorithms.pipe.divergence import PATIENCE, Divergence
+from dadt.algorithms.pipe.divergence import PATIENCE as STEPS
+from dadt.algorithms.pipe.divergence import Divergence
 
 BACK = "back to synchronous steps on all ranks"
 
@@ -218,7 +220,7 @@ def test_digits_stay_late_at_a_large_rate(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "--log-dir", str(tmp_path), script, "--lr", "0.2", "--seeds", "1", "--steps", "150"],
         capture_output=True,
-        timeout=150,
+        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     output = (done.stdout + done.stderr).decode()
@@ -274,10 +276,10 @@ def seen(*norms: float) -> list[bool]:
 
 
 def test_some_large_steps_in_a_row_are_a_divergence() -> None:
-    assert not any(seen(*[100.0] * (PATIENCE - 1), 1.0, *[100.0] * (PATIENCE - 1)))
-    assert seen(*[100.0] * PATIENCE)[-1]
-    assert seen(*[math.nan] * PATIENCE)[-1]
-    assert seen(*[math.inf] * PATIENCE)[-1]
+    assert not any(seen(*[100.0] * (STEPS - 1), 1.0, *[100.0] * (STEPS - 1)))
+    assert seen(*[100.0] * STEPS)[-1]
+    assert seen(*[math.nan] * STEPS)[-1]
+    assert seen(*[math.inf] * STEPS)[-1]
 
 
 def test_growth_of_two_percent_a_step_is_a_divergence_and_half_a_percent_is_training() -> None:
@@ -289,4 +291,4 @@ def test_the_usual_norm_is_learned_late_where_there_is_no_warm_up() -> None:
     divergence = Divergence()
     assert not any(divergence.see(norm) for norm in [0.0, 50.0, *[1.0] * 40])
     assert divergence.usual == pytest.approx(1.0, rel=0.3)
-    assert any(divergence.see(30.0) for _ in range(PATIENCE))
+    assert any(divergence.see(30.0) for _ in range(STEPS))

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from harness.patience import PATIENCE
 
 from dadt.algorithms.gossip.edge import Answering, Asking, LinkMessages
 from dadt.algorithms.gossip.gossip import check_copies
@@ -230,7 +231,7 @@ def test_ends_begin_anew_where_one_has_lost_what_both_knew() -> None:
 
     def ask() -> tuple[bool, int]:
         asking.order()
-        averaged = ended.get(timeout=20)
+        averaged = ended.get(timeout=PATIENCE)
         sent.append(asking.line.sent)
         return averaged, sent[-1] - sent[-2]
 
@@ -247,7 +248,7 @@ def test_ends_begin_anew_where_one_has_lost_what_both_knew() -> None:
     assert ask() == (True, short)
     asking.retire()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert asking.plain == 6 * whole
     for rank in (one, other):

@@ -248,18 +248,16 @@ def test_rates_that_differ_and_a_step_that_one_rank_leaves_out(dadt_run) -> None
 
 
 BEHIND = """
-    import pathlib, time
+    import pathlib
     from harness import rounds as t
+    from harness.patience import await_that
     model = t.mlp()
     optimizer = t.optimizer(model)
     ahead = pathlib.Path("ahead")
     for step in range(20):
         t.backward(model, rank, step)
         if rank == 1 and step == 7:                     # the last one of the first round
-            end = time.monotonic() + 60
-            while not ahead.exists():
-                assert time.monotonic() < end, "rank 0 waits for this rank"
-                time.sleep(0.01)
+            await_that(ahead.exists, "rank 0, which waits for this rank")
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and step == 10:                    # half a round later, but for one step

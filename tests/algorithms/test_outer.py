@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.patience import PATIENCE
 
 from dadt import _core
 from dadt.algorithms.local.outer import Fragment, Outer, parts
@@ -32,7 +33,7 @@ class Peers:
         self.engine = engine
 
     def wait(self, work) -> None:
-        work.wait(10.0)
+        work.wait(PATIENCE)
 
 
 def step(parameters) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from time import monotonic
 
 import pytest
 import torch
@@ -125,8 +124,7 @@ def test_training_and_averaging_at_once_lose_nothing() -> None:
     thread = threading.Thread(target=average)
     thread.start()
     step = 0
-    deadline = monotonic() + 60
-    while (step < 20 or len(exchanged) < 5) and monotonic() < deadline:
+    while step < 20 or len(exchanged) < 5:  # pytest's timeout ends a test in which nothing is averaged
         step += 1
         train(mine, 0.5)
         train(theirs, -0.25)

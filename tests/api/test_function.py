@@ -7,9 +7,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from harness.patience import PATIENCE, await_that
 
 import dadt
 
@@ -19,7 +19,7 @@ HEAD = "import os, sys\nimport dadt\n"
 def python(folder, code: str, **options) -> subprocess.CompletedProcess[str]:
     (folder / "main.py").write_text(HEAD + code)
     return subprocess.run(
-        [sys.executable, "main.py"], cwd=folder, capture_output=True, text=True, timeout=90, **options
+        [sys.executable, "main.py"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE, **options
     )
 
 
@@ -119,12 +119,9 @@ def test_an_interrupt_ends_the_workers_and_not_the_caller(tmp_path):
     )
     (tmp_path / "main.py").write_text(HEAD + code)
     process = subprocess.Popen([sys.executable, "main.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 90
-    while not ((tmp_path / "ready0").exists() and (tmp_path / "ready1").exists()):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
+    await_that(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists(), "the workers")
     os.kill(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=90)[0] == "still here\n"
+    assert process.communicate(timeout=PATIENCE)[0] == "still here\n"
 
 
 @pytest.mark.slow
@@ -135,12 +132,9 @@ def test_an_interrupt_before_the_workers_are_there_is_one_as_well(tmp_path):
     )
     (tmp_path / "main.py").write_text(HEAD + code)
     process = subprocess.Popen([sys.executable, "main.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 90
-    while not (tmp_path / "begun").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
+    await_that((tmp_path / "begun").exists, "the prologue")
     os.kill(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=90)[0] == "still here\n"
+    assert process.communicate(timeout=PATIENCE)[0] == "still here\n"
 
 
 def test_what_is_too_large_for_one_message_is_refused(monkeypatch):

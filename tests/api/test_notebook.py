@@ -6,6 +6,7 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+from harness.patience import PATIENCE
 
 CELLS = [
     """
@@ -33,7 +34,7 @@ def printed(cell: nbformat.NotebookNode) -> list[str]:
 
 def test_a_function_of_a_notebook_runs_on_all_workers(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    nbclient.NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
     _, first, caught, last = notebook["cells"]
     assert printed(first)[-1] == "[0, 10]"
     assert sorted(printed(first)[:-1]) == ["[0] hello from 0", "[1] hello from 1"]

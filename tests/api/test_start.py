@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from harness.job import run_api as run
+from harness.patience import PATIENCE
 
 import dadt
 from dadt.api.session import configured
@@ -22,7 +23,7 @@ SMALL = """
 
 def test_importing_it_imports_no_torch() -> None:
     code = "import dadt, sys; dir(dadt); dadt.Mismatch; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import SCRIPTS, forkserver
+from harness.patience import PATIENCE
 from scripts.verbs import RANKS, coo, x
 
 EVERY = range(RANKS)
@@ -25,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

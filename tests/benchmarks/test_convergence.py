@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ROOT
+from harness.patience import PATIENCE
 
 from benchmarks.convergence import report, slow_link, straggler
 from benchmarks.convergence.family import FAMILIES
@@ -46,7 +47,11 @@ def real(folder: Path, family: str, algorithm: list[str], ranks: int, rate: floa
         "{rank}",
     ]
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, capture_output=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        list(map(str, command)),
+        cwd=ROOT,
+        capture_output=True,
+        timeout=5 * PATIENCE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
@@ -215,6 +220,6 @@ def test_a_stragglers_own_steps_do_not_count() -> None:
 
 def test_bad_input_is_one_sentence() -> None:
     command = [sys.executable, "-m", "benchmarks.convergence", "--methods", "pipe:x=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert "pipe:x=1: x is unknown" in done.stderr.splitlines()[-1]

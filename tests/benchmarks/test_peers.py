@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from harness import ROOT
+from harness.patience import PATIENCE
 
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.measurement import LINK, MEASUREMENTS, contender, exchange
@@ -123,7 +124,7 @@ def test_a_measurement_is_made_once_and_goes_on_the_page(tmp_path: Path) -> None
     (tmp_path / "a.json").write_text(json.dumps(study))
     command = [sys.executable, "-m", "benchmarks.peers", "--rounds", "2"]
     command += ["--json", str(tmp_path / "a.json"), "--write", str(tmp_path / "a.md")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "a.json").read_text())
     assert set(found) == set(MEASUREMENTS) and found["resnet50"] == study["resnet50"]

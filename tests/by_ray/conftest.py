@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.machine import await_that, missing
+from harness.machine import missing
+from harness.patience import await_that
 from ray_cluster import Cluster
 
 
@@ -29,8 +30,8 @@ def cluster(one_cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
     try:
         for words in ("dadt", "train.py"):
             left = one_cluster.processes(words)
-            await_that(lambda words=words: not one_cluster.processes(words), f"the end of {left}", 20.0)
+            await_that(lambda words=words: not one_cluster.processes(words), f"the end of {left}")
     finally:
         for pid in one_cluster.of(one_cluster.head, "/dadt run "):  # of a test that failed
             os.kill(pid, signal.SIGKILL)
-    await_that(lambda: one_cluster.left() == "([], 0.0)", f"Ray's: {one_cluster.left()}", 20.0)
+    await_that(lambda: one_cluster.left() == "([], 0.0)", f"Ray's: {one_cluster.left()}")

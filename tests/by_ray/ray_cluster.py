@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness import ROOT
-from harness.machine import Machine, Network, await_that
+from harness.machine import Machine, Network
+from harness.patience import PATIENCE, await_that
 from harness.run import Run
 
 BIN = ROOT / ".venv-ray" / "bin"
 PORT = 6379
-SECONDS = 60.0
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
     "PATH": f"{BIN}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0",
@@ -34,10 +34,10 @@ class Cluster:
         try:
             dashboard = f"--dashboard-host={self.head.address}"
             self.begin(self.head, "--head", f"--port={PORT}", "--num-cpus=0", dashboard, *head)
-            await_that(lambda: self.asks("ray.cluster_resources()") != "", "Ray's head", SECONDS)
+            await_that(lambda: self.asks("ray.cluster_resources()") != "", "Ray's head")
             for machine, flags in zip(self.network.hosts[1:], resources, strict=True):
                 self.begin(machine, f"--address={self.address}", *flags.split())
-            await_that(lambda: self.alive == 1 + len(resources), "Ray's nodes", SECONDS)
+            await_that(lambda: self.alive == 1 + len(resources), "Ray's nodes")
         except BaseException:
             self.close()
             raise
@@ -56,18 +56,22 @@ class Cluster:
 
     def again(self, machine: Machine) -> None:
         """Begin a node anew that has ended."""
-        await_that(lambda: self.nodes[machine].poll() is not None, "Ray's end on the node", SECONDS)
-        await_that(lambda: not machine.processes(), f"the end of {machine.processes()}", SECONDS)
+        await_that(lambda: self.nodes[machine].poll() is not None, "Ray's end on the node")
+        await_that(lambda: not machine.processes(), f"the end of {machine.processes()}")
         machine.run("umount", "--lazy", "/tmp/ray")
         self.begin(machine, *self._flags[machine])
-        await_that(lambda: self.alive == len(self.nodes), "Ray's nodes", SECONDS)
+        await_that(lambda: self.alive == len(self.nodes), "Ray's nodes")
 
     def asks(self, expression: str) -> str:
         """Python's str of an expression about Ray, on the head; empty if Ray is not there."""
         quiet = "log_to_driver=False, logging_level='ERROR'"
         script = f"import ray; ray.init('{self.address}', {quiet}); print({expression})"
         done = subprocess.run(
-            self.head.enter([BIN / "python", "-c", script]), env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+            self.head.enter([BIN / "python", "-c", script]),
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
         return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else ""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT
-from harness.machine import await_that
+from harness.patience import PATIENCE, await_that
 from harness.run import is_running
 from ray_cluster import BIN, ENVIRONMENT, Cluster, RayRun
 
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not BIN.is_dir(), reason="needs `make .venv-ray/installed`"),
 ]
-SECONDS = 120.0
 NO_GPU = ("--ray-resources", "GPU=0")
 SHOW = """
 import os
@@ -58,13 +57,13 @@ def run(cluster: Cluster, folder: Path, script: str, *arguments: object, **env: 
 def begin(cluster: Cluster, folder: Path, script: str = WAIT, *arguments: object) -> RayRun:
     """With four workers, once they run."""
     running = run(cluster, folder, script, "-np", 4, *NO_GPU, *arguments)
-    await_that(lambda: len(list(folder.glob("ready[0-9]"))) == 4, "workers", 60.0)
+    await_that(lambda: len(list(folder.glob("ready[0-9]"))) == 4, "workers")
     return running
 
 
 def test_workers_run_where_ray_places_them(cluster: Cluster, tmp_path: Path) -> None:
     """Node by node, with the CPUs that they hold, in a copy of the folder."""
-    result = run(cluster, tmp_path, SHOW, "-np", 2, "--cpus-per-worker", 2, *NO_GPU).finish(SECONDS)
+    result = run(cluster, tmp_path, SHOW, "-np", 2, "--cpus-per-worker", 2, *NO_GPU).finish()
     assert result.code == 0, result.err
     assert "dadt: 2 workers on 2 hosts" in result.err
     ranks = sorted(line.split()[3:] for line in result.out.decode().splitlines())
@@ -77,7 +76,7 @@ def test_workers_run_where_ray_places_them(cluster: Cluster, tmp_path: Path) -> 
 
 def test_gpus_are_those_that_ray_gives(cluster: Cluster, tmp_path: Path) -> None:
     """One each, where the cluster has any. These are none, and Ray does not look."""
-    result = run(cluster, tmp_path, SHOW, "-np", 2, "--no-ship", "--gpu-visibility", "all").finish(SECONDS)
+    result = run(cluster, tmp_path, SHOW, "-np", 2, "--no-ship", "--gpu-visibility", "all").finish()
     assert result.code == 0, result.err
     ranks = sorted(line.split() for line in result.out.decode().splitlines())
     assert [rank[-2] for rank in ranks] == ["0,1", "0,1"]
@@ -87,10 +86,10 @@ def test_gpus_are_those_that_ray_gives(cluster: Cluster, tmp_path: Path) -> None
 def test_workers_that_share_a_gpu(cluster: Cluster, tmp_path: Path) -> None:
     """It is named once where each may use all, and for each where each has one of the list."""
     halves = ["-np", 4, "--ray-resources", "GPU=0.5", "--cpus-per-worker", 0.5, "--no-ship"]
-    result = run(cluster, tmp_path, SHOW, *halves, "--gpu-visibility", "all").finish(SECONDS)
+    result = run(cluster, tmp_path, SHOW, *halves, "--gpu-visibility", "all").finish()
     assert result.code == 0, result.err
     assert [line.split()[-2] for line in result.out.decode().splitlines()] == 4 * ["0,1"]
-    result = run(cluster, tmp_path, SHOW, *halves).finish(SECONDS)
+    result = run(cluster, tmp_path, SHOW, *halves).finish()
     assert result.code == 0, result.err
     assert [line.split()[-2] for line in result.out.decode().splitlines()] == 4 * ["0,0,1,1"]  # no GPU is found here
 
@@ -99,33 +98,33 @@ def test_the_same_weights_as_over_ssh(cluster: Cluster, tmp_path: Path) -> None:
     digits = ["--seed", "1", "--log-dir", "logs", ROOT / "examples" / "mnist.py", "--epochs", "1", "--save"]
     data = ["--data", ROOT / "examples" / "data" / "mnist"]
     by_ray = ["-np", 4, *NO_GPU, "--no-ship", *digits, tmp_path / "ray.pt", *data]
-    done = cluster.run(tmp_path, *by_ray, OMP_NUM_THREADS="1").finish(SECONDS)
+    done = cluster.run(tmp_path, *by_ray, OMP_NUM_THREADS="1").finish()
     assert done.code == 0, done.err
     assert "4 workers on 2 hosts" in done.err
     hosts = ",".join(f"{host.address}:2" for host in cluster.network.hosts[1:])
     ssh = [BIN / "dadt", "run", "--ssh-config", cluster.network.config, "-np", 4, "-H", hosts]
     command = [*ssh, *digits, tmp_path / "ssh.pt", *data]
     env = {"HOME": str(cluster.head.home), "OMP_NUM_THREADS": "1"}
-    over = RayRun(cluster, tmp_path, command, env).finish(SECONDS)
+    over = RayRun(cluster, tmp_path, command, env).finish()
     assert over.code == 0, over.err
     compare = [BIN / "dadt", "compare", tmp_path / "ray.pt", tmp_path / "ssh.pt"]
-    assert subprocess.run(compare, env=ENVIRONMENT, timeout=60).returncode == 0
+    assert subprocess.run(compare, env=ENVIRONMENT, timeout=PATIENCE).returncode == 0
 
 
 def test_a_cluster_that_is_too_small(cluster: Cluster, tmp_path: Path) -> None:
-    result = run(cluster, tmp_path, SHOW, "-np", 3, "--ray-resources", "ssd=1,GPU=0").finish(SECONDS)
+    result = run(cluster, tmp_path, SHOW, "-np", 3, "--ray-resources", "ssd=1,GPU=0").finish()
     assert result.code == 3
     room = "the cluster has room for 2 of 3 workers of 1 CPU and 1 ssd each; it has"
     assert room in result.err and "2 CPU and 2 ssd on 10.7.0.2" in result.err
     assert len(result.err.splitlines()) == 1
-    result = run(cluster, tmp_path, SHOW, "-np", 5, *NO_GPU, "--start-timeout", 5).finish(SECONDS)
+    result = run(cluster, tmp_path, SHOW, "-np", 5, *NO_GPU, "--start-timeout", 5).finish()
     assert result.code == 124
     assert "Ray did not place 5 workers of 1 CPU each within --start-timeout 5 s" in result.err.splitlines()[-1]
 
 
 def test_without_a_cluster(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHOW)
-    result = cluster.run(tmp_path, "-np", 2, "--ray-address", "10.7.0.9:1", "train.py").finish(SECONDS)
+    result = cluster.run(tmp_path, "-np", 2, "--ray-address", "10.7.0.9:1", "train.py").finish()
     assert result.code == 2
     assert "no Ray cluster is found at 10.7.0.9:1" in result.err
     assert "Traceback" not in result.err
@@ -134,7 +133,7 @@ def test_without_a_cluster(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_worker_fails(cluster: Cluster, tmp_path: Path) -> None:
     running = begin(cluster, tmp_path)
     os.kill(cluster.workers()[0], signal.SIGKILL)
-    result = running.finish(SECONDS)
+    result = running.finish()
     assert result.code == 137
     assert re.search(r"^  cause +signal 9 \(SIGKILL\), not sent by dadt", result.err, re.MULTILINE)
 
@@ -146,7 +145,7 @@ def test_a_worker_fails(cluster: Cluster, tmp_path: Path) -> None:
 def test_an_agent_or_its_actor_is_killed(cluster: Cluster, tmp_path: Path, process: str, why: str) -> None:
     running = begin(cluster, tmp_path)
     os.kill(cluster.processes(process)[0], signal.SIGKILL)
-    result = running.finish(SECONDS)
+    result = running.finish()
     assert result.code == 3, result.err
     assert re.search(why, result.err), result.err
 
@@ -158,14 +157,14 @@ def test_a_job_that_still_waits_for_places_is_ended(
     running = run(cluster, tmp_path, SHOW, "-np", 100, *NO_GPU, "--start-timeout", 100)
     assert running.process.stderr is not None and b"waiting for Ray to place" in running.process.stderr.readline()
     running.signal(number)
-    assert running.finish(SECONDS).code == code
+    assert running.finish().code == code
 
 
 def test_ctrl_c(cluster: Cluster, tmp_path: Path) -> None:
     running = begin(cluster, tmp_path)
     workers = cluster.workers()
     running.signal(signal.SIGINT)
-    result = running.finish(SECONDS)
+    result = running.finish()
     assert result.code == 130
     assert not any(map(is_running, workers))
 
@@ -186,7 +185,7 @@ def test_it_is_watched_and_ended(cluster: Cluster, tmp_path: Path) -> None:
     running = begin(cluster, tmp_path, TRAIN)
 
     def dadt(*arguments: object) -> str:
-        result = RayRun(cluster, tmp_path, [BIN / "dadt", *arguments], {}).finish(SECONDS)
+        result = RayRun(cluster, tmp_path, [BIN / "dadt", *arguments], {}).finish()
         assert result.code == 0, result.err
         return result.out.decode()
 
@@ -195,23 +194,23 @@ def test_it_is_watched_and_ended(cluster: Cluster, tmp_path: Path) -> None:
     assert set(re.findall(r"^rank (\d) on 10.7.0.[23], pid \d+: ", stacks, re.MULTILINE)) == set("0123"), stacks
     assert stacks.count('train.py", line') == 4, stacks
     assert dadt("kill", running.job).startswith(f"job {running.job} has ended: rank 0")
-    assert running.finish(SECONDS).code == 143
+    assert running.finish().code == 143
 
 
 def test_from_outside_of_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
     address = f"ray://{cluster.head.address}:10001"
-    result = run(cluster, tmp_path, SHOW, "-np", 4, *NO_GPU, "--ray-address", address).finish(SECONDS)
+    result = run(cluster, tmp_path, SHOW, "-np", 4, *NO_GPU, "--ray-address", address).finish()
     assert result.code == 0, result.err
     assert result.out.decode().count("working_dir_files") == 4
     (tmp_path / "call.py").write_text(AWAY.format(address=address))
-    result = RayRun(cluster, tmp_path, [BIN / "python", "call.py"], {}).finish(SECONDS)
+    result = RayRun(cluster, tmp_path, [BIN / "python", "call.py"], {}).finish()
     assert (result.code, result.out.split()[-2:]) == (0, [b"[10,", b"11]"]), result.err
 
 
 def test_what_is_no_cluster(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHOW)
     for address in (f"http://{cluster.head.address}:8265", f"ray://{cluster.address}"):
-        result = cluster.run(tmp_path, "-np", 2, "--ray-address", address, "train.py").finish(SECONDS)
+        result = cluster.run(tmp_path, "-np", 2, "--ray-address", address, "train.py").finish()
         assert result.code == 2, result.err
         assert re.fullmatch("dadt: --launcher ray: .+\n", result.err), result.err
 
@@ -219,7 +218,7 @@ def test_what_is_no_cluster(cluster: Cluster, tmp_path: Path) -> None:
 def test_the_launcher_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     running = begin(cluster, tmp_path)
     running.signal(signal.SIGKILL)
-    running.finish(SECONDS)  # the fixture looks at what is left
+    running.finish()  # the fixture looks at what is left
 
 
 def test_two_jobs_at_once(cluster: Cluster, tmp_path: Path) -> None:
@@ -228,7 +227,7 @@ def test_two_jobs_at_once(cluster: Cluster, tmp_path: Path) -> None:
         folder.mkdir()
     running = [run(cluster, folder, SHOW, "-np", 2, *NO_GPU) for folder in folders]
     for each in running:
-        result = each.finish(SECONDS)
+        result = each.finish()
         assert result.code == 0, result.err
         assert len(result.out.splitlines()) == 2
 
@@ -239,16 +238,16 @@ def test_a_job_of_rays(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHOW)
     submit = [BIN / "ray", "job", "submit", "--working-dir", tmp_path]
     command = [BIN / "dadt", "run", "--launcher", "ray", "-np", 4, *NO_GPU, "train.py"]
-    result = RayRun(cluster, tmp_path, [*submit, "--", *command], env).finish(SECONDS)
+    result = RayRun(cluster, tmp_path, [*submit, "--", *command], env).finish()
     assert result.code == 0, result.err
     assert result.out.decode().count("] is ") == 4, result.out.decode()
     (tmp_path / "train.py").write_text(WAIT)
     told = json.dumps({"env_vars": {"FOLDER": str(tmp_path)}})
     waits = [*submit, "--submission-id=waits", "--no-wait", "--runtime-env-json", told]
-    assert RayRun(cluster, tmp_path, [*waits, "--", *command], env).finish(SECONDS).code == 0
-    await_that(lambda: len(list(tmp_path.glob("ready[0-9]"))) == 4, "workers", 60.0)
-    assert RayRun(cluster, tmp_path, [BIN / "ray", "job", "stop", "waits"], env).finish(SECONDS).code == 0
-    await_that(lambda: not cluster.workers(), "the end of the workers", 30.0)
+    assert RayRun(cluster, tmp_path, [*waits, "--", *command], env).finish().code == 0
+    await_that(lambda: len(list(tmp_path.glob("ready[0-9]"))) == 4, "workers")
+    assert RayRun(cluster, tmp_path, [BIN / "ray", "job", "stop", "waits"], env).finish().code == 0
+    await_that(lambda: not cluster.workers(), "the end of the workers")
 
 
 CALL = """
@@ -297,7 +296,7 @@ except KeyError as error:
 
 def test_a_function(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "call.py").write_text(CALL)
-    result = RayRun(cluster, tmp_path, [BIN / "python", "call.py"], {}).finish(SECONDS)
+    result = RayRun(cluster, tmp_path, [BIN / "python", "call.py"], {}).finish()
     assert result.code == 0, result.err
     assert result.out.split()[-1] == b"well", result.err
     assert result.err.count("ray.data (streaming_split): shares out its data itself, left as it is.") == 2
@@ -318,13 +317,13 @@ for number in (1, 20):
 
 def test_a_second_call_takes_along_what_has_changed(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "call.py").write_text(ANEW)
-    result = RayRun(cluster, tmp_path, [BIN / "python", "call.py"], {}).finish(SECONDS)
+    result = RayRun(cluster, tmp_path, [BIN / "python", "call.py"], {}).finish()
     assert result.code == 0, result.err
     assert result.out.decode().splitlines() == ["[1, 1, 1, 1] False", "[20, 20, 20, 20] False"]
 
 
 def test_check_env(cluster: Cluster, tmp_path: Path) -> None:
-    result = RayRun(cluster, tmp_path, [BIN / "dadt", "check-env"], {}).finish(SECONDS)
+    result = RayRun(cluster, tmp_path, [BIN / "dadt", "check-env"], {}).finish()
     said = result.out.decode()
     assert re.search(r"pass +Ray +3 nodes", said), said
     for host in cluster.network.hosts:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 from harness import ROOT
-from harness.machine import Machine, await_that
+from harness.machine import Machine
+from harness.patience import PATIENCE, await_that
 from hosts.test_joining_hosts import REPLAYED, read_until
 from ray_cluster import BIN, Cluster, RayRun
-from test_ray import NO_GPU, SECONDS, SHOW, TRAIN, begin, pytestmark, run
+from test_ray import NO_GPU, SHOW, TRAIN, begin, pytestmark, run
 
 __all__ = ["pytestmark"]
 
@@ -30,7 +31,7 @@ def test_the_end_of_a_node(cluster: Cluster, tmp_path: Path) -> None:
     node = cluster.network[2]
     end_of(node)
     try:
-        result = running.finish(SECONDS)
+        result = running.finish()
         assert result.code == 3, result.err
         assert f"dadt: waiting for Ray to say why {node.address} is gone, for" in result.err
         told = rf"dadt: {node.address}: Ray has lost this node: .+; all its workers were stopped"
@@ -47,11 +48,11 @@ def test_a_node_that_is_drained(cluster: Cluster, tmp_path: Path) -> None:
     of_node = f"next(each['NodeID'] for each in ray.nodes() if {here})"
     drain = ["drain-node", f"--address={cluster.address}", f"--node-id={cluster.asks(of_node)}"]
     why = ["--reason=DRAIN_NODE_REASON_PREEMPTION", f"--reason-message={reason}", "--deadline-remaining-seconds=1"]
-    assert RayRun(cluster, tmp_path, [BIN / "ray", *drain, *why], {}).finish(SECONDS).code == 0
+    assert RayRun(cluster, tmp_path, [BIN / "ray", *drain, *why], {}).finish().code == 0
     assert len(cluster.workers()) == 4
     end_of(node)
     try:
-        result = running.finish(SECONDS)
+        result = running.finish()
         assert result.code == 3, result.err
         last = f"dadt: {node.address}: Ray has lost this node: {reason}; all its workers were stopped"
         assert result.err.splitlines()[-1] == last
@@ -67,7 +68,7 @@ def test_a_job_trains_on_without_a_node(cluster: Cluster, tmp_path: Path) -> Non
     try:
         read_until(running, "training goes on without it")  # or all would have ended before
         (tmp_path / "go").touch()
-        result = running.finish(SECONDS)
+        result = running.finish()
         assert result.code == 0, result.err
         weights = re.findall(r"weights (\w+)", result.out.decode())
         assert len(weights) == 2 and len(set(weights)) == 1, result.out
@@ -83,11 +84,11 @@ def test_a_new_node_is_taken_in(cluster: Cluster, tmp_path: Path) -> None:
     """Ray places the lost bundle there, once it has come, and the script is made again."""
     options = ["--cpus-per-worker", 2, *NO_GPU, "--no-ship", "--min-np", 1, "--snapshot-every", "1000steps"]
     running = run(cluster, tmp_path, REPLAYED, "-np", 2, *options, "--executor", "gloo", "--output", "all")
-    await_that((tmp_path / "ready").exists, "20 steps", SECONDS)
+    await_that((tmp_path / "ready").exists, "20 steps")
     (node,) = (each for each in cluster.network.hosts[1:] if {*map(rank_in, cluster.of(each, "train.py"))} == {"0"})
     end_of(node)
     cluster.again(node)
-    result = running.finish(SECONDS)
+    result = running.finish()
     assert result.code == 0, result.err
     assert re.search(rf"{node.address}\S* joins: new workers start there in place of rank 0", result.err), result.err
     told = re.findall(rb"\[(\d)[^]]*\] ends at (\d+ [-\d.e]+)", result.out)
@@ -132,16 +133,16 @@ def scaling(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_an_autoscaler_starts_nodes(scaling: Cluster, tmp_path: Path) -> None:
-    result = run(scaling, tmp_path, SHOW, "-np", 4).finish(SECONDS)
+    result = run(scaling, tmp_path, SHOW, "-np", 4).finish()
     assert result.code == 3
     assert "the cluster has room for 0 of 4 workers of 1 CPU each; it has nothing on" in result.err
     # Its nodes share a machine, on which each would remove the folders of the other.
-    result = run(scaling, tmp_path, SHOW, "-np", 4, "--no-ship", "--start-timeout", 100).finish(SECONDS)
+    result = run(scaling, tmp_path, SHOW, "-np", 4, "--no-ship", "--start-timeout", 100).finish()
     assert result.code == 0, result.err
     assert "waiting for Ray to place 4 workers of 1 CPU each, for 100 s at most" in result.err
     assert "4 workers on 2 hosts" in result.err
     assert result.out.decode().count("] is ") == 4
-    await_that(lambda: scaling.alive == 1, "the nodes' end, as they are idle", SECONDS)
+    await_that(lambda: scaling.alive == 1, "the nodes' end, as they are idle")
 
 
 def test_the_example_for_kubernetes(tmp_path: Path) -> None:
@@ -157,7 +158,9 @@ def test_the_example_for_kubernetes(tmp_path: Path) -> None:
     try:
         command = spec["entrypoint"].replace("/dadt", str(ROOT)).split()
         submit = [BIN / "ray", "job", "submit", "--", *command]
-        result = RayRun(cluster, tmp_path, submit, {"RAY_ADDRESS": f"http://{cluster.head.address}:8265"}).finish(300)
+        result = RayRun(cluster, tmp_path, submit, {"RAY_ADDRESS": f"http://{cluster.head.address}:8265"}).finish(
+            3 * PATIENCE
+        )
         assert result.code == 0, result.err
         assert "4 workers on 2 hosts" in result.out.decode()
         assert re.search(r"accuracy 0\.9", result.out.decode()), result.out.decode()

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness.run import DADT, SECONDS, await_that
+from harness.patience import PATIENCE, await_that
+from harness.run import DADT
 
 from dadt_cli.check_env import SUBJECTS, gpu_links, training
 from dadt_cli.check_env.check import Asked, Check, good, worst
@@ -38,7 +39,11 @@ def found(subject: str, name: str = "", asked: Asked | None = None, **env: str) 
 
 def check_env(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*DADT, "check-env", *arguments], env={**os.environ, **env}, capture_output=True, text=True, timeout=3 * SECONDS
+        [*DADT, "check-env", *arguments],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=3 * PATIENCE,
     )
 
 
@@ -86,7 +91,7 @@ def test_a_torch_that_hangs_is_ended_with_its_children(
     check = found("torch", **torch_of(code))
     assert (check.verdict, check.value) == ("fail", "no answer within 2 s")
     processes = [psutil.Process(int(p)) for p in (tmp_path / "pids").read_text().split() if psutil.pid_exists(int(p))]
-    _, alive = psutil.wait_procs([p for p in processes if p.status() != psutil.STATUS_ZOMBIE], timeout=5)
+    _, alive = psutil.wait_procs([p for p in processes if p.status() != psutil.STATUS_ZOMBIE], timeout=PATIENCE)
     assert not alive
 
 
@@ -116,7 +121,7 @@ def test_little_shared_memory(size: str, verdict: str) -> None:
         pytest.skip("no mount namespace can be made here")
     script = f'{mount} && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-m", "dadt_cli.check_env", "limits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     check = next(each for each in map(json.loads, done.stdout.splitlines()) if each["name"] == "/dev/shm")
     assert check["verdict"] == verdict and check["value"].startswith(f"{size[:-1]}")
     assert "--shm-size" in check["hint"]
@@ -256,7 +261,7 @@ def test_debuggers_that_may_not_attach(scope: int, verdict: str) -> None:
         "-m",
         "dadt_cli.check_env",
     ]
-    done = subprocess.run([*command, "tools"], capture_output=True, text=True, timeout=SECONDS, check=True)
+    done = subprocess.run([*command, "tools"], capture_output=True, text=True, timeout=PATIENCE, check=True)
     check = next(each for each in map(json.loads, done.stdout.splitlines()) if each["name"] == "ptrace_scope")
     assert (check["verdict"], check["value"].partition(":")[0]) == (verdict, str(scope))
     assert bool(check["hint"]) == (verdict == "warn")
@@ -316,7 +321,7 @@ def test_nothing_goes_on_after_its_end(number: int, code: int) -> None:
 
     await_that(lambda: any("checks training" in command for command in running()), "its subjects")
     run.send_signal(number)
-    run.communicate(timeout=SECONDS)
+    run.communicate(timeout=PATIENCE)
     assert run.returncode == code
     await_that(lambda: not running(), f"the end of {running()}")
 

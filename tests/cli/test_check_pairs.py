@@ -11,7 +11,7 @@ import threading
 
 import pytest
 from harness import TESTS
-from harness.run import SECONDS
+from harness.patience import PATIENCE
 
 from dadt.control.machine import free_port
 from dadt_cli.check_env import pairs
@@ -56,7 +56,7 @@ def behind(setting: str, speed: bool) -> list[Way]:
         pytest.skip("no network namespace with such a link can be made here")
     command = [*ask, f'{setting}\nexec "$@"', "sh", sys.executable, __file__, str(int(speed))]
     env = {**os.environ, "PYTHONPATH": str(TESTS)}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True, env=env)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True, env=env)
     return [Way(**fields) for fields in json.loads(done.stdout)]
 
 
@@ -117,7 +117,7 @@ def test_strangers_are_not_taken_for_hosts(monkeypatch: pytest.MonkeyPatch) -> N
         callers = [socket.create_connection(server.getsockname()) for _ in range(3)]
         callers[1].sendall(pairs.HELLO.pack(b"2" * 16, 1, pairs.ECHO))
         callers[2].sendall(pairs.HELLO.pack(bytes.fromhex("11" * 16), 1, pairs.ECHO))
-        host._deadline += SECONDS
+        host._deadline += PATIENCE
         with host._answer(1, pairs.ECHO) as line:
             assert line.getpeername() == callers[2].getsockname()
         assert callers[0].recv(1) == callers[1].recv(1) == b""

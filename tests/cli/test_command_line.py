@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 import pytest
 from harness import ROOT
+from harness.patience import PATIENCE
 from harness.run import DADT
 
 import dadt
@@ -25,7 +26,7 @@ from dadt_cli import COMMANDS, dadt_command
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DADT, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*DADT, *arguments], capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_help_imports_neither_torch_nor_numpy_nor_rich():
@@ -33,7 +34,7 @@ def test_help_imports_neither_torch_nor_numpy_nor_rich():
         "import sys\nfrom dadt_cli import main\nsys.argv = ['dadt', '--help']\n"
         "try: main()\nfinally: print(sorted({'torch', 'numpy', 'rich', 'psutil'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -41,7 +42,7 @@ def test_help_imports_neither_torch_nor_numpy_nor_rich():
 def test_help_takes_little_longer_than_python_itself():
     def seconds(command: list[str]) -> float:
         begin = time.monotonic()
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
         return time.monotonic() - begin
 
     bare = [sys.executable, "-c", "import click, json, subprocess"]
@@ -124,7 +125,7 @@ def complete(*words: str, shell: str = "bash") -> list[str]:
         "zsh": ["zsh", "-f", "-c", ZSH, "zsh", *words],
     }[shell]
     env = {**os.environ, "PATH": path, "SETUP": SETUP[shell]}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
     return [line.partition("\t")[0] for line in done.stdout.splitlines() if line]
 
@@ -168,7 +169,7 @@ def test_completion_imports_neither_torch_nor_a_command():
         "os.environ.update(_DADT_COMPLETE='bash_complete', COMP_WORDS='dadt ', COMP_CWORD='1')\n"
         "try: main()\nfinally: print(sorted({'torch', 'numpy', 'rich', 'dadt_cli.run.command'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
     assert "plain,run" in done.stdout
@@ -234,7 +235,7 @@ def test_the_first_step_comes_about_as_soon_as_with_torchrun(tmp_path):
 
     def seconds(command: list[str]) -> float:
         env = {**os.environ, "BEGIN": str(time.time())}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
         return float(done.stdout.rpartition("seconds ")[2])
 
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "train.py"]

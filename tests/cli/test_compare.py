@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE
 from safetensors.torch import save_file, save_model
 from torch import nn
 
@@ -408,11 +409,13 @@ def test_as_a_process_and_without_torch_until_it_is_needed(tmp_path: Path) -> No
     dadt = str(Path(sys.executable).with_name("dadt"))
     torch.save({"w": torch.zeros(2)}, tmp_path / "a.pth")
     torch.save({"w": torch.ones(2)}, tmp_path / "b.pth")
-    done = subprocess.run([dadt, "compare", "a.pth", "b.pth"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [dadt, "compare", "a.pth", "b.pth"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.endswith("a.pth and b.pth differ\n")
     code = "import sys; import dadt_cli.compare.command; assert not {'torch', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def repack(path: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.patience import PATIENCE
 from harness.run import DADT
 
 import dadt_cli
@@ -117,7 +118,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("failed")
     (folder / "train.py").write_text(FAILING)
     command = [*DADT, "run", "-np", "2", "train.py", EVIL]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1, done.stderr
     (logs,) = (folder / "dadt-logs").iterdir()
     return logs
@@ -293,7 +294,7 @@ def test_the_timeline_of_another_job_is_none_of_this(copy: Path, tmp_path: Path)
 def browse(*arguments: str, home: Path) -> bytes:
     """Chromium, as it is: the page's elements, or a picture."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={home}"]
-    return subprocess.run(["chromium", *options, *arguments], capture_output=True, timeout=120, check=True).stdout
+    return subprocess.run(["chromium", *options, *arguments], capture_output=True, timeout=PATIENCE, check=True).stdout
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.run import DADT, FOLDERS, Run, await_that, is_running, left_of
+from harness.patience import PATIENCE, await_that
+from harness.run import DADT, FOLDERS, Run, is_running, left_of
 
 from dadt_cli.terminal import console
 from dadt_cli.terminal.table import fitting
@@ -47,7 +48,7 @@ IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
 def dadt(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DADT, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run([*DADT, *arguments], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def begin(start, script: str = "", *arguments: str) -> Run:
@@ -153,7 +154,7 @@ def test_stacks_of_threads_that_run_harm_nobody(start):
 def test_ps_is_quick_and_imports_no_torch(tmp_path):
     modules = ", ".join(f"dadt_cli.jobs.{name}" for name in ("ps", "logs", "stacks", "kill"))
     code = f"import sys, {modules}; print('torch' in sys.modules, 'rich' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout == "False False\n", done.stderr
 
 
@@ -188,7 +189,7 @@ def test_logs_are_followed_until_the_job_ends(start):
     assert follower.stdout is not None
     assert sorted(follower.stdout.readline() for _ in range(2)) == ["[0] hello of 0\n", "[1] hello of 1\n"]
     (run.folder / "go").touch()
-    rest, _ = follower.communicate(timeout=30)
+    rest, _ = follower.communicate(timeout=PATIENCE)
     assert sorted(rest.splitlines()) == ["[0] end of 0", "[1] end of 1"]
     assert follower.returncode == 0 and run.finish().code == 0
 
@@ -262,7 +263,7 @@ def test_kill_touches_no_other_job(start):
         line = next(line for line in dadt("ps").stdout.splitlines() if line.startswith("0000"))
         assert re.match(r"0000  \d\d:\d\d:\d\d +0 here +-  no launcher on this machine", line)
         assert dadt("kill", "0000").stdout == "job 0000 has ended on this machine: 1 other process\n"
-        assert other.wait(10) == -signal.SIGTERM
+        assert other.wait(PATIENCE) == -signal.SIGTERM
     finally:
         other.kill()
         other.wait()

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness.run import DADT, FOLDERS, await_that, left_of
+from harness.run import DADT, FOLDERS, left_of
 
 pytest.importorskip("pyte")
+from harness.patience import PATIENCE, await_that
 from harness.terminal import Terminal
 
 STEPS = """\
@@ -54,8 +55,8 @@ def show(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     for terminal in terminals:
         terminal.close()
     for job in (tmp_path / "dadt-logs").glob("*"):
-        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}", 20.0)
-        await_that(lambda job=job: not (FOLDERS / job.name).exists(), f"the end of {FOLDERS / job.name}", 20.0)
+        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}")
+        await_that(lambda job=job: not (FOLDERS / job.name).exists(), f"the end of {FOLDERS / job.name}")
 
 
 def has_view(lines: list[str]) -> bool:
@@ -150,7 +151,7 @@ def test_a_terminal_that_is_closed_ends_the_job_gently(show):
     terminal = show(TRAIN.replace("number = 0", gentle + "\nnumber = 0", 1))
     terminal.see(lambda lines: all(re.match(r" +>?\d +[1-9]", row(lines, rank)) for rank in (0, 1)), "steps")
     terminal.hang_up()
-    assert terminal.process.wait(30) == 129
+    assert terminal.process.wait(PATIENCE) == 129
     assert all((terminal.folder / f"saved{rank}").exists() for rank in (0, 1))
 
 
@@ -267,6 +268,6 @@ def test_no_color_is_respected(show):
 def test_a_view_needs_a_terminal(tmp_path):
     (tmp_path / "train.py").write_text("")
     command = [*DADT, "run", "--live", "on", "-np", "1", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert done.stderr == "dadt: --live on: stderr is no terminal; leave it out, or give auto\n"

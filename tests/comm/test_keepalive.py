@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.patience import PATIENCE
 
 from dadt import _core
 from dadt.comm.collectives import operation as verb
@@ -69,7 +70,7 @@ def test_what_is_done_is_let_go(engine_and_submit):
     job = pulled(engine)
     assert memory() is not None
     job.finish([b""], 1.0, 0.0, 0.0)
-    handle.wait(30.0)
+    handle.wait(PATIENCE)
     submit(np.ones(1, dtype=np.float32), "second")
     pulled(engine).finish([b""], 1.0, 0.0, 0.0)
     del job, handle
@@ -86,10 +87,10 @@ def test_what_fails_while_a_library_is_in_it_is_kept(engine_and_submit):
     job = pulled(engine)
     among.abort("given up")
     with pytest.raises(Aborted):
-        handle.wait(30.0)
+        handle.wait(PATIENCE)
     later = submit(np.ones(1, dtype=np.float32), "second")
     with pytest.raises(Aborted):
-        later.wait(30.0)
+        later.wait(PATIENCE)
     among.close(30.0)
     del handle, later, among, job
     gc.collect()

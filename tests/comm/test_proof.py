@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE
 from harness.ranks import printed
 from torch.distributed import FileStore
 
@@ -25,7 +26,6 @@ from dadt.errors import DadtError
 from dadt.world import World
 
 SECRET = b"of the job"
-SECONDS = 30.0
 
 
 class Keyed(GroupRendezvous):
@@ -45,7 +45,7 @@ class Counting(Keyed):
 
 
 def meet_of(kind: type[GroupRendezvous], folder: str, rank: int, size: int) -> GroupRendezvous:
-    return kind(FileStore(f"{folder}/store", size), rank, size, SECONDS)
+    return kind(FileStore(f"{folder}/store", size), rank, size, PATIENCE)
 
 
 def world_of(rank: int, size: int, local_size: int) -> World:
@@ -57,12 +57,12 @@ def train(rank: int, size: int, local_size: int, folder: str, cross: str) -> Non
     """One sum over groups that have proved themselves, and what the process listens at and costs meanwhile."""
     torch.set_num_threads(1)
     meet = meet_of(Counting, folder, rank, size)
-    config = Config(timeout=SECONDS, start_timeout=SECONDS)
+    config = Config(timeout=PATIENCE, start_timeout=PATIENCE)
     world = world_of(rank, size, local_size)
     connect: Callable[..., Any] = hierarchical.connect if cross else c10d.connect
     connection = connect(cross or "gloo", config, world, meet)
     assert meet.asked <= 2, "all keys of a group come at once"
-    assert connection.engine.allgather(b"%d" % rank, "all").wait(SECONDS) is None
+    assert connection.engine.allgather(b"%d" % rank, "all").wait(PATIENCE) is None
     meet.exchange("sat", b"")
     used = time.process_time()
     threading.Event().wait(0.5)
@@ -70,7 +70,7 @@ def train(rank: int, size: int, local_size: int, folder: str, cross: str) -> Non
     threads = {each.name for each in threading.enumerate()}
     assert "dadt-proof" not in threads
     meet.exchange("end", b"")
-    connection.engine.close(SECONDS)
+    connection.engine.close(PATIENCE)
     connection.close()
     print("right")
 
@@ -144,12 +144,12 @@ def start(rank: int, folder: str, stranger: str) -> None:
     world = world_of(rank, 3, 3)
     meet = meet_of(Keyed, folder, rank, 3)
     if rank == 2:
-        group = c10d.group("gloo", Keys(meet, 2, 3), world, range(3), SECONDS, c10d.name_of("gloo", range(3)))
+        group = c10d.group("gloo", Keys(meet, 2, 3), world, range(3), PATIENCE, c10d.name_of("gloo", range(3)))
         STRANGERS[stranger](group)
         return
-    seconds = 1.0 if stranger == "silent" else SECONDS
+    seconds = 1.0 if stranger == "silent" else PATIENCE
     try:
-        c10d.connect("gloo", Config(timeout=SECONDS, start_timeout=seconds), world, meet)
+        c10d.connect("gloo", Config(timeout=PATIENCE, start_timeout=seconds), world, meet)
     except DadtError as error:
         print(f"{type(error).__name__}: {error}")
         sys.stdout.flush()

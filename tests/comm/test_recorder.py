@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from harness.patience import PATIENCE
 from harness.ranks import spawn
 from harness.trace import check_format
 
@@ -77,7 +78,7 @@ def _record(engine: _core.Engine, rank: int, world_size: int, path: str, operati
     for number in range(operations):
         work = engine.allreduce(layout, pointer, pointer, f'"odd"\\\n\u00fc {number}')
         begin = perf_counter()
-        work.wait(30.0)
+        work.wait(PATIENCE)
         mine.waited(work.name, begin)
         mine.step(number)
     verdict = merge(mine, Through(engine, world_size, 30.0), range(world_size))
@@ -130,7 +131,7 @@ def _fail(engine: _core.Engine, rank: int, world_size: int, path: str) -> str:
     mine = Timeline(path, world(rank, world_size))
     mine.start(Through(engine, world_size, 30.0))
     mine._record(engine, "exchange")
-    engine.allgather(b"", "the only one").wait(30.0)
+    engine.allgather(b"", "the only one").wait(PATIENCE)
     if rank == 1:
         mine.stop()
         engine.abort("rank 1 has failed")
@@ -158,7 +159,7 @@ def _cannot_write(engine: _core.Engine, rank: int, world_size: int, path: str) -
     mine._record(engine, "exchange")
     if rank == 0:  # what was free at the start is a folder at the end
         Path(path).mkdir()
-    engine.allgather(b"", "both are here").wait(30.0)
+    engine.allgather(b"", "both are here").wait(PATIENCE)
     return merge(mine, Through(engine, world_size, 30.0), range(world_size))
 
 
@@ -173,7 +174,7 @@ def _cannot_read(engine: _core.Engine, rank: int, world_size: int, path: str) ->
     mine = Timeline(path, world(rank, world_size))
     mine.start(Through(engine, world_size, 30.0))
     mine._record(engine, "exchange")
-    engine.allgather(b"", "both are here").wait(30.0)
+    engine.allgather(b"", "both are here").wait(PATIENCE)
     if rank == 1:
         mine.part.unlink()
     return merge(mine, Through(engine, world_size, 30.0), range(world_size))
@@ -284,7 +285,7 @@ def test_recording_costs_little() -> None:
             waits = []
             for work in [engine.allreduce(layout, pointer, pointer, f"bucket {i}") for i in range(4)]:
                 before = perf_counter()
-                work.wait(30.0)
+                work.wait(PATIENCE)
                 waits.append((work.name, before, perf_counter()))
             if recorded:
                 recorder.step(number, begin, perf_counter(), waits)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from harness.run import await_that
+from harness.patience import await_that
 
 from dadt.control.condition import HELD, TEXTS, Conditions
 

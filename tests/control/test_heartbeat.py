@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.run import Run, await_that
+from harness.patience import PATIENCE, await_that
+from harness.run import Run
 
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -59,15 +60,16 @@ class Pair:
             heart.begin(hosts)
         self.told: list[tuple[int, str]] = []
 
-    def drive(self, *which: int, until: Callable[[], bool], seconds: float = 60.0) -> None:
+    def drive(self, *which: int, until: Callable[[], bool]) -> None:
         """Let these hosts go on until something is so."""
-        deadline = time.monotonic() + seconds
-        while not until():
-            assert time.monotonic() < deadline, self.told
+
+        def turn() -> None:
             for index in which:
                 self.hearts[index].read()
                 self.told += [(index, frame.kind) for frame in self.hearts[index].turn()]
             time.sleep(0.01)
+
+        await_that(until, lambda: self.told, meanwhile=turn)
 
     def drive_for(self, *which: int, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -181,7 +183,7 @@ def heal(worker: int, other: int) -> None:
 
 
 def _ip(worker: int, words: str) -> None:
-    subprocess.run(["nsenter", "-t", str(worker), "-n", "ip", *words.split()], check=True, timeout=20)
+    subprocess.run(["nsenter", "-t", str(worker), "-n", "ip", *words.split()], check=True, timeout=PATIENCE)
 
 
 def events(run: Run, kind: str) -> list[dict[str, Any]]:

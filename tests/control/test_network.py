@@ -8,10 +8,10 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
+from harness.patience import PATIENCE, await_that
 
 from dadt.control import network
 from dadt.control.accept import MOST_AT_ONCE
@@ -30,7 +30,7 @@ def listener():
 
 
 def call(listener: Listener) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", listener.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE)
 
 
 def test_a_caller_that_hangs_up_is_no_matter(listener):
@@ -107,12 +107,15 @@ def test_a_host_may_get_its_address_while_the_job_starts():
     }
 
     def heard() -> Frame:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            select.select([channel.link.reader], [], [], 0.1)
-            if frames := channel.link.receive():
-                return frames[0]
-        raise AssertionError("the agent says nothing")
+        frames: list[Frame] = []
+
+        def came() -> bool:
+            if select.select([channel.link.reader], [], [], 0)[0]:
+                frames.extend(channel.link.receive())
+            return bool(frames)
+
+        await_that(came, "a frame of the agent")
+        return frames[0]
 
     def ip(*words: str) -> None:
         subprocess.run(["nsenter", "--net", "-t", str(channel._process.pid), "ip", *words], check=True)

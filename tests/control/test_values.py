@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from harness.patience import PATIENCE
 
 from dadt.comm.rendezvous.values import Asked, Held, Server
 from dadt.control.connection import Listener, dial
@@ -45,7 +46,7 @@ def ask(request: pytest.FixtureRequest, server: Server) -> Iterator[Ask]:
     reach = replace(listener.reach(), addresses=["127.0.0.1"])
 
     def ask() -> Asked:
-        connection, _, _ = dial(lambda: reach, {}, time.monotonic() + 5.0)
+        connection, _, _ = dial(lambda: reach, {}, time.monotonic() + PATIENCE)
         return Asked(connection.socket, connection.seal, 5.0)
 
     yield ask
@@ -111,7 +112,7 @@ def test_whoever_says_something_else_is_hung_up_on_and_nobody_else(server: Serve
     server.admit(ours, None)
     server.admit(other, None)
     theirs.sendall(said)
-    theirs.settimeout(5.0)
+    theirs.settimeout(PATIENCE)
     assert theirs.recv(1) == b""
     Asked(asks, None, 5.0).set("a", b"b")
     assert server.asked(5.0).get("a") == b"b"
@@ -123,7 +124,7 @@ def test_who_asks_without_reading_is_hung_up_on(server: Server) -> None:
     server.admit(ours, None)
     theirs.sendall(Frame("get", {"key": "a"}).encode() * 8)
 
-    theirs.settimeout(10.0)
+    theirs.settimeout(PATIENCE)
     received = 0
     while data := theirs.recv(1 << 20):
         received += len(data)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import SCRIPTS
+from harness.patience import PATIENCE
 from harness.run import DADT
 
 FILES = ("horovod_operations", "horovod_optimizers")
@@ -34,7 +35,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]
                 cwd=folder,
                 capture_output=True,
                 text=True,
-                timeout=170,
+                timeout=PATIENCE,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             assert done.returncode == 0, done.stdout + done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import SCRIPTS
+from harness.patience import PATIENCE
 from harness.run import Result
 
 BODY = """
@@ -202,7 +203,7 @@ print("saw", before, "sees", os.environ.get("CUDA_VISIBLE_DEVICES"))
         env={**os.environ, **{n: made[n] for n in ("CUDA_VISIBLE_DEVICES", "DADT_GPUS", "DADT_HOROVOD", "PYTHONPATH")}},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert f"saw 5 sees {visible}" in done.stdout, done.stderr
 
@@ -239,7 +240,7 @@ if hvd.rank() == 0:
 def test_a_process_alone_is_a_world_of_one(tmp_path) -> None:
     text = script(HOROVOD.replace("horovod.torch", "dadt.frontends.horovod.torch"))
     (tmp_path / "train.py").write_text(text + "assert hvd.size() == 1\nassert hvd.allreduce(torch.ones(1)) == 1\n")
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "ends with" in done.stdout
 
@@ -265,7 +266,7 @@ except hvd.HorovodInternalError as error:
 def by_two(tmp_path: Path, name: str, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[str, str]:
     """What a script of tests/scripts prints, and what all ranks end with."""
     command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", *flags, str(SCRIPTS / name), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     ends = re.findall(r"^\[\d\] ends with (.*)$", done.stdout, re.MULTILINE)
     assert len(ends) == 2 and ends[0] == ends[1], done.stdout

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.patience import PATIENCE
 from harness.run import Result
 
 HEAD = """
@@ -78,7 +79,9 @@ print("ends with", digest(model.weights))
     options = ["--algorithm", "sync", "--batch", batch]
     assert len(told(launch(HEAD + text, "-np", "2", *options, "train.py", size, "two.npy"))) == 1
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    alone = subprocess.run([sys.executable, "train.py", "128", "one.npy"], cwd=tmp_path, env=environment, timeout=60)
+    alone = subprocess.run(
+        [sys.executable, "train.py", "128", "one.npy"], cwd=tmp_path, env=environment, timeout=PATIENCE
+    )
     assert alone.returncode == 0
     import numpy as np
 
@@ -107,7 +110,7 @@ print("ends with", len(history.epoch), float(model.optimizer.learning_rate), dig
     assert {path.name for path in tmp_path.glob("model.*")} == {"model.keras", "model.h5"}
     assert len(list((tmp_path / "new").iterdir())) == int(epochs)
     load = "import os; os.environ['KERAS_BACKEND'] = 'torch'; import keras; keras.saving.load_model('model.keras')"
-    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, check=True, timeout=PATIENCE)
 
 
 @pytest.mark.slow
@@ -316,6 +319,6 @@ def test_one_step_late_is_what_a_simulation_gives(launch, tmp_path: Path, optimi
 
     flags = ["--algorithm", "pipe", "--warmup-steps", "5"]
     assert len(told(launch(HEAD + LATE, "-np", "2", *flags, "train.py", "two", optimizer))) == 1
-    alone = subprocess.run([sys.executable, "train.py", "alone", optimizer], cwd=tmp_path, timeout=60)
+    alone = subprocess.run([sys.executable, "train.py", "alone", optimizer], cwd=tmp_path, timeout=PATIENCE)
     assert alone.returncode == 0
     np.testing.assert_allclose(np.load(tmp_path / "two.npy"), np.load(tmp_path / "alone.npy"), atol=1e-5)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from frontends.test_keras import HEAD, told
+from harness.patience import PATIENCE
 
 DADT = HEAD.replace("import keras, numpy as np, torch\n", "import keras, numpy as np, torch\nimport {module} as hvd\n")
 TRAIN = """
@@ -45,7 +46,7 @@ np.save("alone.npy", np.concatenate([keras.ops.convert_to_numpy(v).ravel() for v
 """
     (tmp_path / "alone.py").write_text(HEAD + alone)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "alone.py"], cwd=tmp_path, env=environment, timeout=60, check=True)
+    subprocess.run([sys.executable, "alone.py"], cwd=tmp_path, env=environment, timeout=PATIENCE, check=True)
     np.testing.assert_allclose(np.load(tmp_path / "rank0.npy"), np.load(tmp_path / "alone.npy"), atol=1e-5)
 
 
@@ -156,6 +157,8 @@ print("ends with", digest(model.weights), history.history["lr"])
 def test_another_backend_is_refused() -> None:
     text = "import keras; keras.backend.backend = lambda: 'jax'; import dadt.keras"
     environment = {**os.environ, "KERAS_BACKEND": "torch"}
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=PATIENCE, env=environment
+    )
     assert done.returncode == 1
     assert "ConfigError: dadt.keras: Keras's backend is jax here" in done.stderr

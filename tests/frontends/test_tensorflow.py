@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import ROOT
+from harness.patience import PATIENCE
 
 BIN = ROOT / ".venv-tensorflow" / "bin"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BIN.is_dir(), reason="needs `make .venv-tensorflow/installed`")]
@@ -47,7 +48,7 @@ def by_two(folder: Path, text: str, *flags: str, code: int = 0) -> tuple[str, st
     """What both ranks end with, and what is said."""
     (folder / "train.py").write_text(HEAD + text)
     command = [str(BIN / "dadt"), "run", "-np", "2", *flags, *([] if "train.py" in flags else ["train.py"])]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, env=ENVIRONMENT)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT)
     assert done.returncode == code, done.stdout + done.stderr
     ends = re.findall(r"^\[\d\] ends with (.*)$", done.stdout, re.MULTILINE)
     assert code or (len(ends) == 2 and ends[0] == ends[1]), done.stdout + done.stderr
@@ -97,7 +98,7 @@ print("ends with", digest(model.weights))
     by_two(tmp_path, 'os.environ["BATCH"] = "32"' + text, "--algorithm", "sync")
     command = [str(BIN / "python"), "train.py"]
     (tmp_path / "train.py").write_text(HEAD + 'os.environ["BATCH"] = "64"' + text)
-    subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, timeout=120, check=True)
+    subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, timeout=PATIENCE, check=True)
     np.testing.assert_allclose(np.load(tmp_path / "32.npy"), np.load(tmp_path / "64.npy"), atol=1e-5)
 
 
@@ -405,5 +406,5 @@ def test_one_step_late_is_what_a_simulation_gives(tmp_path: Path, way: str, opti
     """Weights are predicted from the last two displacements where the optimizer has a momentum."""
     by_two(tmp_path, LATE, "--algorithm", "pipe", "--warmup-steps", "5", "train.py", way, optimizer)
     command = [str(BIN / "python"), "train.py", "alone", optimizer]
-    subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, timeout=120, check=True)
+    subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, timeout=PATIENCE, check=True)
     np.testing.assert_allclose(np.load(tmp_path / f"{way}.npy"), np.load(tmp_path / "alone.npy"), atol=1e-5)

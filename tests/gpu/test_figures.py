@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.patience import PATIENCE
 
 PROGRAM = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "executor.py")]
 
@@ -23,7 +24,7 @@ def test_a_row_for_each_size(executor: str, against: str, ranks: int, tmp_path: 
         for rank in range(ranks)
     ]
     try:
-        outputs = [each.communicate(timeout=120)[0] for each in running]
+        outputs = [each.communicate(timeout=PATIENCE)[0] for each in running]
     finally:
         for each in running:
             each.kill()
@@ -40,5 +41,5 @@ def test_a_row_for_each_size(executor: str, against: str, ranks: int, tmp_path: 
 )
 def test_what_cannot_be_measured_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
     store = ["--store", str(tmp_path / "store")]
-    done = subprocess.run([*PROGRAM, "shm", *store, *options], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*PROGRAM, "shm", *store, *options], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and said in done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from harness.patience import PATIENCE
 from torch.distributed import FileStore
 
 import dadt  # noqa: F401 (makes the backend known)
@@ -79,7 +80,7 @@ def test_collectives_and_ddp(size: int, tmp_path: Path) -> None:
         for rank in range(size)
     ]  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -117,5 +118,5 @@ def test_an_exchange_by_way_of_a_device(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert got == {rank: [[10 * source + rank] * (source * rank) for source in range(size)] for rank in range(size)}

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT
+from harness.patience import PATIENCE
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=env)
 
 
 GPU = [
@@ -28,7 +29,7 @@ def test_a_step_waits_for_no_gpu(device: str, executor: str, algorithm: str, opt
     """On the CPU, where nothing can be waited for, the script below is seen to work."""
     command = [sys.executable, str(Path(__file__).with_name("steps.py")), device, executor, algorithm, optimizer]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        command, capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert done.returncode == 0 and done.stdout.endswith("DONE\n"), done.stdout + done.stderr
 

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 import dadt  # noqa: F401 (makes the backend known)
+from harness.patience import PATIENCE
 from harness.ranks import fresh_processes
 
-TIMEOUT = 60.0
 Body = Callable[..., Any]
 
 
 def _main(rank: int, size: int, meet: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("dadt", init_method=meet, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("dadt", init_method=meet, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
     while (work := pipe.recv()) is not None:
         body, args = work
         try:
@@ -55,7 +55,7 @@ class Ranks:
         results = []
         errors = []
         for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(2 * TIMEOUT), f"rank {rank} is silent"
+            assert pipe.poll(2 * PATIENCE), f"rank {rank} is silent"
             result, error = pipe.recv()
             results.append(result)
             errors += [f"rank {rank}:\n{error}"] if error else []
@@ -67,8 +67,8 @@ class Ranks:
             for pipe in self._pipes:
                 pipe.send(None)
             for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True)):
-                assert pipe.poll(TIMEOUT) and pipe.recv() is None, f"rank {rank} does not end"
-                process.join(TIMEOUT)
+                assert pipe.poll(PATIENCE) and pipe.recv() is None, f"rank {rank} does not end"
+                process.join(PATIENCE)
                 assert process.exitcode == 0
         finally:
             for process in self._processes:
@@ -76,7 +76,7 @@ class Ranks:
                 process.join()
 
 
-def group(executor: str = "auto", ranks: list[int] | None = None, timeout: float = TIMEOUT) -> Any:
+def group(executor: str = "auto", ranks: list[int] | None = None, timeout: float = PATIENCE) -> Any:
     """A process group whose tensors an executor of choice moves; "torch": torch's own Gloo."""
     os.environ["DADT_EXECUTOR"] = "auto" if executor == "torch" else executor
     try:

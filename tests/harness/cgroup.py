@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from harness.patience import await_that
+
 ROOT = Path("/sys/fs/cgroup/memory")
-SECONDS = 60.0
 
 
 def missing() -> str:
@@ -37,14 +37,14 @@ class MemoryLimit:
                 (ROOT / "cgroup.procs").write_text(pid)
             except ProcessLookupError:
                 continue  # it has just ended
-        deadline = time.monotonic() + SECONDS
-        while True:
-            try:
-                return self._path.rmdir()
-            except OSError:  # the kernel takes a moment for processes that end
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
+        await_that(self._removed, f"the end of what is in {self._path}")
+
+    def _removed(self) -> bool:
+        try:
+            self._path.rmdir()
+        except OSError:  # the kernel takes a moment for processes that end
+            return False
+        return True
 
 
 @contextmanager

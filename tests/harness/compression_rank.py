@@ -17,7 +17,8 @@ from dadt.comm.executors.base import Connection
 from dadt.comm.executors.device import Device
 from dadt.config import Config
 from dadt.world import World
-from harness.executor_rank import DEADLINE, connect
+from harness.executor_rank import connect
+from harness.patience import PATIENCE
 
 COUNTS = ([1], [0], [255], [257], [1000, 0, 33], [40_000, 3])
 """The last one is no small one: it goes in parts. On three ranks and more, some have none of 257."""
@@ -53,7 +54,7 @@ class Averages:
             inputs, outputs = ([t.data_ptr() + end * t.element_size() for end in ends] for t in (values, flat))
             arguments = feedback.arguments(layout.total)
             work = self.connection.engine.allreduce(layout, inputs, outputs, "mean", weight, lane, **arguments)
-        work.wait(DEADLINE)
+        work.wait(PATIENCE)
         assert work.lanes == [b"of %d" % each for each in range(self.size)]
         self.digest.update(flat.view(torch.uint8).numpy().tobytes())
         return flat
@@ -168,14 +169,14 @@ def main(executor: str, hosts: str, rank: int, folder: str) -> None:
     device = None
     if executor == "nccl's way":  # with Gloo in place of NCCL and the CPU in that of a GPU
         store = FileStore(str(Path(folder) / "group"), world.world_size)
-        meet = GroupRendezvous(store, world.rank, world.world_size, DEADLINE)
-        group = c10d.join("gloo", meet, world, range(world.world_size), Config(timeout=DEADLINE))
+        meet = GroupRendezvous(store, world.rank, world.world_size, PATIENCE)
+        group = c10d.join("gloo", meet, world, range(world.world_size), Config(timeout=PATIENCE))
         device = Device(group, connection.engine, torch.device("cpu"), rank, world.world_size)
     averages = Averages(connection, rank, world.world_size, device)
     averages.run()
     sent, plain = averages.count()
     if device is not None:
         device.close(failed=False)
-    connection.engine.close(DEADLINE)
+    connection.engine.close(PATIENCE)
     connection.close()
     print(f"right {averages.digest.hexdigest()} {plain / max(sent, 1):.2f}")

@@ -27,6 +27,7 @@ from dadt.comm.collectives.ordered import OrderedGroup
 from dadt.config import Config
 from dadt.errors import CommError, Mismatch
 from dadt.world import World
+from harness.patience import PATIENCE
 from harness.ranks import printed
 
 DTYPES = (
@@ -45,7 +46,6 @@ DTYPES = (
 )
 LONG = 70_001
 """Elements that no executor treats as few."""
-DEADLINE = 60.0
 
 
 def shapes() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -117,7 +117,7 @@ class Suite:
             )
 
     def run(self, call: operation.Call) -> object:
-        return self.group.submit(call).wait(DEADLINE)
+        return self.group.submit(call).wait(PATIENCE)
 
     def all(self) -> None:
         for dtype, name in self.kinds():
@@ -149,7 +149,7 @@ class Suite:
             return
         flat = torch.full((own.numel(),), 7, dtype=own.dtype, device=self.device)
         place = flat.view(own.shape)
-        device.average([own], [place], flat, name=kind, weight=1.0, lane=b"").wait(DEADLINE)
+        device.average([own], [place], flat, name=kind, weight=1.0, lane=b"").wait(PATIENCE)
         self.check(f"average {kind}", place, reduced(arrays, "mean", own.dtype), 0.01)
 
     def kinds(self) -> Iterator[tuple[torch.dtype, str]]:
@@ -286,14 +286,14 @@ class Suite:
             receives = [mail.receive(theirs[tag], before, tag) for tag in reversed(own)]
             sends = [mail.send(t, after, tag) for tag, t in own.items()]
             for transit in (*sends, *receives):
-                transit.wait(DEADLINE)
+                transit.wait(PATIENCE)
                 assert transit.done
             for tag, name in enumerate(("odd", "one", "long")):
                 self.check(f"message {dtype} {name}", theirs[tag], array(value(before, dtype, name)))
         got = torch.empty(77, dtype=torch.int64)
         transit = mail.receive(got, None, 9)
-        mail.send(value(self.rank, torch.int64, "odd").flatten(), after, 9).wait(DEADLINE)
-        transit.wait(DEADLINE)
+        mail.send(value(self.rank, torch.int64, "odd").flatten(), after, 9).wait(PATIENCE)
+        transit.wait(PATIENCE)
         assert transit.source == before, transit.source
         self.check("message from anybody", got, array(value(before, torch.int64, "odd")).ravel())
 
@@ -333,8 +333,8 @@ def world_of(executor: str, rank: int, size: int) -> World:
 def connect(executor: str, rank: int, size: int, folder: str, case: str = "") -> OrderedGroup:
     world = World.from_launcher() if rank < 0 else world_of(executor, rank, size)
     store = FileStore(str(Path(folder) / f"store {case}"), world.world_size)
-    meet = GroupRendezvous(store, world.rank, world.world_size, DEADLINE)
-    config = Config(executor=executor, timeout=DEADLINE, start_timeout=DEADLINE)
+    meet = GroupRendezvous(store, world.rank, world.world_size, PATIENCE)
+    config = Config(executor=executor, timeout=PATIENCE, start_timeout=PATIENCE)
     return OrderedGroup(executors.connect(config, world, meet), world.rank, world.world_size)
 
 
@@ -344,16 +344,16 @@ def main(executor: str, rank: int, size: int, folder: str, *more: str) -> None:
     for case in WRONG if what == "wrong" else ():
         group = connect(executor, rank, size, folder, case)
         try:
-            group.submit(WRONG[case](group.rank, group.size)).wait(DEADLINE)
+            group.submit(WRONG[case](group.rank, group.size)).wait(PATIENCE)
             print(f"{case}: nothing was said")
         except Mismatch as error:
             print(f"{case}: {error}")
         with suppress(CommError):
-            group.close(DEADLINE)
+            group.close(PATIENCE)
     if what != "wrong":
         suite = Suite(connect(executor, rank, size, folder), what or "cpu")
         suite.all()
-        suite.group.close(DEADLINE)
+        suite.group.close(PATIENCE)
         print(f"DONE {suite.cases} {suite.digest.hexdigest()}")
 
 

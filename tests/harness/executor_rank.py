@@ -19,8 +19,8 @@ from dadt.comm.executors.base import Connection
 from dadt.comm.executors.device import Device
 from dadt.config import Config
 from dadt.world import World
+from harness.patience import PATIENCE
 
-DEADLINE = 30.0
 COUNT = 1_200_001
 """Two chunks of the hierarchical executor and a bit."""
 
@@ -32,11 +32,11 @@ def make_ours(store, rank, world_size, timeout):
 
 def connect(executor: str, world: World, folder: str) -> Connection:
     store = FileStore(str(Path(folder) / "store"), world.world_size)
-    meet = GroupRendezvous(store, world.rank, world.world_size, DEADLINE)
+    meet = GroupRendezvous(store, world.rank, world.world_size, PATIENCE)
 
     Backend.register_backend("ours", make_ours, devices="cpu")
     rest, _, broadcasts = executor.partition("+")
-    config = Config(executor=rest, broadcast_executor=broadcasts, timeout=DEADLINE, start_timeout=DEADLINE)
+    config = Config(executor=rest, broadcast_executor=broadcasts, timeout=PATIENCE, start_timeout=PATIENCE)
     return executors.connect(config, world, meet)
 
 
@@ -48,14 +48,14 @@ def sums(connection: Connection, rank: int, size: int) -> None:
         mine = flats[rank].clone()
         addresses = [mine.data_ptr(), mine[COUNT - 7 :].data_ptr()]
         work = connection.engine.allreduce(layout, addresses, addresses, "all", 1.0, lane)
-        work.wait(DEADLINE)
+        work.wait(PATIENCE)
         assert torch.allclose(mine, torch.stack(flats).mean(0), atol=1e-5), "the mean"
         assert work.lanes == ([b"lane of %d" % each for each in range(size)] if lane else [b""] * size)
         digest.update(mine.numpy().tobytes())
     for root in range(size):
         told = flats[root].clone() if rank == root else torch.zeros(COUNT)
         layout = _core.Layout(_core.DType.float32, [COUNT])
-        connection.engine_of("broadcast").broadcast(layout, [told.data_ptr()], root, f"from {root}").wait(DEADLINE)
+        connection.engine_of("broadcast").broadcast(layout, [told.data_ptr()], root, f"from {root}").wait(PATIENCE)
         assert torch.equal(told, flats[root]), f"the broadcast from {root}"
     print(f"right {digest.hexdigest()}")
 
@@ -63,8 +63,8 @@ def sums(connection: Connection, rank: int, size: int) -> None:
 def averages(connection: Connection, world: World, folder: str) -> None:
     """NCCL's way, with Gloo's group in place of NCCL's and the CPU in that of a GPU."""
     store = FileStore(str(Path(folder) / "group"), world.world_size)
-    meet = GroupRendezvous(store, world.rank, world.world_size, DEADLINE)
-    group = c10d.join("gloo", meet, world, range(world.world_size), Config(timeout=DEADLINE))
+    meet = GroupRendezvous(store, world.rank, world.world_size, PATIENCE)
+    group = c10d.join("gloo", meet, world, range(world.world_size), Config(timeout=PATIENCE))
     device = Device(group, connection.engine, torch.device("cpu"), world.rank, world.world_size)
     rank, size = world.rank, world.world_size
     digest = hashlib.sha256()
@@ -75,8 +75,8 @@ def averages(connection: Connection, world: World, folder: str) -> None:
         values = [every[rank][: COUNT - 7].view(-1, 2), None if rank == 1 else every[rank][COUNT - 7 :]]
         weight = float(rank + step)
         work = device.average(values, places, flat, name=f"step {step}", weight=weight, lane=b"%d" % rank)
-        work.wait(DEADLINE)
-        work.wait(DEADLINE)
+        work.wait(PATIENCE)
+        work.wait(PATIENCE)
         every[1][COUNT - 7 :] = 0
         want = sum(t * (r + step) for r, t in enumerate(every)) / sum(r + step for r in range(size))
         assert torch.allclose(flat, want, atol=1e-5), "the mean"
@@ -94,7 +94,7 @@ def dies(connection: Connection, rank: int, victim: int) -> None:
     for step in range(1000):
         if (rank, step) == (victim, 3):
             os.kill(os.getpid(), signal.SIGKILL)
-        connection.engine.allreduce(layout, [mine.data_ptr()], [mine.data_ptr()], f"step {step}").wait(2 * DEADLINE)
+        connection.engine.allreduce(layout, [mine.data_ptr()], [mine.data_ptr()], f"step {step}").wait(2 * PATIENCE)
 
 
 def main(executor: str, hosts: str, rank: int, folder: str, what: str) -> None:
@@ -114,5 +114,5 @@ def main(executor: str, hosts: str, rank: int, folder: str, what: str) -> None:
         averages(connection, world, folder)
     else:
         sums(connection, rank, len(hosts))
-    connection.engine.close(DEADLINE)
+    connection.engine.close(PATIENCE)
     connection.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,9 +18,7 @@ from dadt.config import Config
 from dadt.inject.data import entropy, loader, seed
 from dadt.inject.files import saving
 from dadt.world import World
-
-DEADLINE = 150.0
-"""Seconds; pytest has more patience still."""
+from harness.patience import PATIENCE
 
 
 class Work:
@@ -43,7 +40,7 @@ class Runtime:
 
     def __init__(self, rank: int, size: int, folder: Path, **config: Any) -> None:
         self.world = World(rank=rank, local_rank=rank, world_size=size, local_size=size, job="test")
-        self.config = Config(**{"seed": 7, "timeout": DEADLINE, **config})
+        self.config = Config(**{"seed": 7, "timeout": PATIENCE, **config})
         self.control: Any = None
         self.folder = folder
         self.store = dist.FileStore(str(folder / "store"), size)
@@ -131,12 +128,11 @@ def ranks(size: int, script: Callable[[Runtime], Any], folder: Path, **config: A
     processes = [fork.Process(target=main, args=(rank,)) for rank in range(size)]
     for process in processes:
         process.start()
-    end = time.monotonic() + DEADLINE
     try:
         answers = []
         for rank, (receiver, sender) in enumerate(lines):
             sender.close()
-            assert receiver.poll(max(end - time.monotonic(), 0)), f"rank {rank} did not answer"
+            assert receiver.poll(PATIENCE), f"rank {rank} did not answer"
             answers.append(receiver.recv())
     finally:
         for process in processes:
@@ -173,7 +169,7 @@ def single(script: Callable[[Any], Any], **attributes: Any) -> Any:
     process.start()
     sender.close()
     try:
-        assert receiver.poll(DEADLINE)
+        assert receiver.poll(PATIENCE)
         return receiver.recv()
     finally:
         process.kill()

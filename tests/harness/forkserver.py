@@ -39,8 +39,10 @@ def command() -> tuple[str, ...]:
     assert process.stdout.readline() == b"listening\n"
 
     def end() -> None:
+        from harness.patience import PATIENCE  # this file is also run by its path, without this package
+
         process.stdin.close()
-        process.wait(10)
+        process.wait(PATIENCE)
         folder.cleanup()
 
     atexit.register(end)

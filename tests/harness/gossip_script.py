@@ -10,6 +10,7 @@ PRELUDE = """
     import os, signal, time
     from pathlib import Path
     from dadt.inject import worker
+    from harness.patience import await_that
 
     def gossip():
         return worker.runtime.attachment(optimizer).algorithm

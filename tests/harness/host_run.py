@@ -8,9 +8,10 @@ from pathlib import Path
 
 from harness import lightened
 from harness.machine import Network
-from harness.run import DADT, SECONDS, Run
+from harness.patience import PATIENCE
+from harness.run import DADT, Run
 
-__all__ = ["SECONDS", "HostRun"]
+__all__ = ["PATIENCE", "HostRun"]
 
 
 class HostRun(Run):

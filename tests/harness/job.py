@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import TESTS, forkserver
+from harness.patience import PATIENCE
 
 PRELUDE = """\
 import os, sys
@@ -80,7 +81,7 @@ def run(
     launcher: str = "dadt run",
     code: int | None = 0,
     first: str = "",
-    timeout: float = 150,
+    timeout: float = PATIENCE,
     alone: bool = False,
     **env: str,
 ) -> Run:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from harness.patience import PATIENCE
+
 MARK = "DADT_TEST_SESSION"
 SHARED_MEMORY = Path("/dev/shm")
 JOBS = Path(f"/tmp/dadt-{os.getuid()}")
-PATIENCE = 20.0
-"""Seconds in which what is ending may end."""
 
 
 class Session:

@@ -12,17 +12,17 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from harness.patience import PATIENCE, await_that
 
 SSHD = "/usr/sbin/sshd"
 FOLDERS = f"tmp/dadt-{os.getuid()}"
 SESSION = re.compile(r"sshd: \w+(@\w+)?$")
 CLONE_NEWNET = 0x40000000
 UNTIL_DEATH = ["setpriv", "--pdeathsig", "KILL"]
-SECONDS = 60.0
 INIT = """
 set -e
 folder=$1 name=$2 folders=$3
@@ -172,7 +172,7 @@ class Machine:
 
     def run(self, *command: object, input: str = "") -> str:
         """Run it there; its stdout."""
-        done = subprocess.run(self.enter(command), input=input, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(self.enter(command), input=input, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, f"{self.name}: {command}: {done.stderr}{input}"
         return done.stdout
 
@@ -281,7 +281,7 @@ class Network:
 
     def _wire(self, pid: int, *lines: str) -> None:
         command = ["nsenter", "-t", str(pid), "-n", "ip", "-batch", "-"]
-        done = subprocess.run(command, input="\n".join(lines), text=True, capture_output=True, timeout=SECONDS)
+        done = subprocess.run(command, input="\n".join(lines), text=True, capture_output=True, timeout=PATIENCE)
         assert done.returncode == 0, f"{lines}: {done.stderr}"
 
     def __getitem__(self, number: int) -> Machine:
@@ -349,13 +349,6 @@ class Network:
 
 def new_key(path: Path, password: str = "") -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", password, "-C", "dadt's tests", "-f", path], check=True)
-
-
-def await_that(condition: Callable[[], object], what: str, seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.01)
 
 
 def _set_namespace(descriptor: int) -> None:

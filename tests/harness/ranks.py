@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dadt import _core
-
-TIMEOUT = 30.0
+from harness.patience import PATIENCE
 
 
 def _main(body: Callable[..., Any], rank: int, world_size: int, pipe: Connection, timeout: float, args: Any) -> None:
     try:
         executor = _core.ShmExecutor(rank, world_size)
         pipe.send(executor.endpoint())
-        executor.connect(pipe.recv(), TIMEOUT)
+        executor.connect(pipe.recv(), PATIENCE)
         engine = _core.Engine(executor, rank, world_size, timeout)
         result = body(engine, rank, world_size, *args)
         pipe.send((result, None))
@@ -69,7 +68,7 @@ def _into(path: Path, main: Callable[..., None], arguments: tuple[Any, ...]) -> 
     main(*arguments)
 
 
-def spawn(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+def spawn(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """What body(engine, rank, world_size, *args) returns in a process of its own for each rank. None for a rank
     that died without a word. `timeout` is the engines'."""
     context = multiprocessing.get_context("spawn")
@@ -87,7 +86,7 @@ def spawn(world_size: int, body: Callable[..., Any], *args: Any, timeout: float 
             ours.send(endpoints)
         results = []
         for rank, (ours, _) in enumerate(pipes):
-            assert ours.poll(2 * TIMEOUT), f"rank {rank} is silent"
+            assert ours.poll(2 * PATIENCE), f"rank {rank} is silent"
             try:
                 result, error = ours.recv()
             except EOFError:

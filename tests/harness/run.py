@@ -7,15 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness import lightened
+from harness.patience import PATIENCE, await_that
 
 DADT = [str(Path(sys.executable).with_name("dadt"))]
-SECONDS = 90
 FOLDERS = Path(f"/tmp/dadt-{os.getuid()}")
 
 
@@ -52,7 +50,7 @@ class Run:
             stderr=subprocess.PIPE,
         )
 
-    def finish(self, seconds: float = SECONDS) -> Result:
+    def finish(self, seconds: float = PATIENCE) -> Result:
         out, err = self.process.communicate(timeout=seconds)
         return Result(self.process.returncode, out, err.decode(errors="replace"), self.folder / "dadt-logs")
 
@@ -77,27 +75,20 @@ class Run:
         return agents[0]
 
 
-def await_that(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.01)
-
-
 def end(runs: list[Run]) -> None:
     """Ends what still runs."""
     for run in runs:
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGTERM)
-        run.process.communicate(timeout=SECONDS)
+        run.process.communicate(timeout=PATIENCE)
 
 
 def await_nothing_left(folder: Path) -> None:
     """Of the jobs that were started in this folder: no process and no folder."""
     for job in (folder / "dadt-logs").glob("*"):
-        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}", 20.0)
+        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}")
         folders = FOLDERS.glob(f"{job.name}*")
-        await_that(lambda job=job: not list(FOLDERS.glob(f"{job.name}*")), f"the end of {list(folders)}", 20.0)
+        await_that(lambda job=job: not list(FOLDERS.glob(f"{job.name}*")), f"the end of {list(folders)}")
 
 
 def left_of(job: str) -> list[str]:
@@ -121,4 +112,4 @@ def is_running(pid: int) -> bool:
 
 def await_end_of(*pids: int) -> None:
     """A process that dies has lost its environment, by which DADT finds it, some time before it is a zombie."""
-    await_that(lambda: not any(map(is_running, pids)), f"the end of {pids}", 20.0)
+    await_that(lambda: not any(map(is_running, pids)), f"the end of {pids}")

@@ -12,14 +12,14 @@ import signal
 import struct
 import subprocess
 import termios
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pyte
 
 from harness import lightened
-from harness.run import DADT, SECONDS
+from harness.patience import PATIENCE, await_that
+from harness.run import DADT
 
 
 def _become_first() -> None:
@@ -78,19 +78,21 @@ class Terminal:
 
     def see(self, condition: Callable[[list[str]], object], what: str) -> list[str]:
         """Until the lines are as wanted."""
-        deadline = time.monotonic() + SECONDS
-        while not condition(self.lines):
-            assert time.monotonic() < deadline, f"waited {SECONDS} s for {what}; there is\n" + "\n".join(self.lines)
-            if not self._read(0.1):
-                break
+        await_that(
+            lambda: condition(self.lines) or not self._read(0.1),
+            lambda: "\n".join([f"{what}; there is", *self.lines]),
+            meanwhile=lambda: None,
+        )
         assert condition(self.lines), f"no {what}, but\n" + "\n".join(self.lines)
         return self.lines
 
     def finish(self) -> int:
-        deadline = time.monotonic() + SECONDS
-        while self._read(0.1):
-            assert time.monotonic() < deadline, "dadt run does not end; there is\n" + "\n".join(self.lines)
-        return self.process.wait(SECONDS)
+        await_that(
+            lambda: not self._read(0.1),
+            lambda: "\n".join(["the end of dadt run; there is", *self.lines]),
+            meanwhile=lambda: None,
+        )
+        return self.process.wait(PATIENCE)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from harness.host_run import HostRun
-from harness.machine import Network, await_that, missing
+from harness.machine import Network, missing
+from harness.patience import await_that
 from harness.run import end
 
 
@@ -32,7 +33,7 @@ def hosts(network_possible: None, tmp_path_factory: pytest.TempPathFactory) -> I
     yield make
     try:
         for network in networks:
-            await_that(lambda network=network: not network.leftovers(), f"the end of {network.leftovers()}", 20.0)
+            await_that(lambda network=network: not network.leftovers(), f"the end of {network.leftovers()}")
     finally:
         for network in networks:
             network.close()

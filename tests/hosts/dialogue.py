@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness.machine import Network
+from harness.patience import PATIENCE
 
 from dadt.config import Config
 from dadt.control.frame import Frame
@@ -19,13 +20,12 @@ from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.nearby import ssh_launcher
 
 BACKENDS = ("paramiko", "openssh")
-SECONDS = 60.0
 
 
 @contextmanager
 def launched(network: Network, backend: str, *names: str, **knobs: Any) -> Iterator[list[Future[Channel]]]:
     """The launcher's futures for these hosts (h0 where none is named); their channels are ended at the end."""
-    values = {"ssh_config": str(network.config), "start_timeout": SECONDS, **knobs}
+    values = {"ssh_config": str(network.config), "start_timeout": PATIENCE, **knobs}
     launcher: Launcher = ssh_launcher(Config(ssh_backend=backend, **values))
     with network.launcher.entered():
         futures = launcher.launch([_host(name) for name in names or ("h0",)])
@@ -33,8 +33,8 @@ def launched(network: Network, backend: str, *names: str, **knobs: Any) -> Itera
             yield futures
         finally:
             for future in futures:
-                if future.exception(SECONDS) is None:
-                    future.result().end(SECONDS)
+                if future.exception(PATIENCE) is None:
+                    future.result().end(PATIENCE)
             launcher.close()
 
 
@@ -47,14 +47,14 @@ def outcome(network: Network, backend: str, name: str = "h0", **knobs: Any) -> s
     """Why no agent runs there: the launcher's reason, or the channel's once it is closed; empty if one runs."""
     with launched(network, backend, name, **knobs) as (future,):
         try:
-            channel = future.result(SECONDS)
+            channel = future.result(PATIENCE)
         except LaunchError as error:
             return str(error)
         try:
             ask(channel)
         except EOFError:
-            return channel.end(SECONDS)
-        return channel.end(SECONDS)
+            return channel.end(PATIENCE)
+        return channel.end(PATIENCE)
 
 
 def ask(channel: Channel) -> Frame:
@@ -67,7 +67,7 @@ def ask(channel: Channel) -> Frame:
     return read(channel, "ready")
 
 
-def read(channel: Channel, kind: str, seconds: float = SECONDS) -> Frame:
+def read(channel: Channel, kind: str, seconds: float = PATIENCE) -> Frame:
     """The next frame of a kind; raises EOFError at the end."""
     deadline = time.monotonic() + seconds
     while True:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.machine import Network
+from harness.patience import PATIENCE
 
 from dadt_cli.bench import ddp
 from dadt_cli.bench.figure import conditions
@@ -27,7 +28,6 @@ from dadt_cli.bench.ratio import Interval
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PROGRAM = [sys.executable, str(BENCHMARKS / "executor.py")]
 SIZES = "64,4096,65536,1048576,8388608,67108864,268435456"
-SECONDS = 900.0
 MEBIBYTE = 1 << 20
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -97,7 +97,7 @@ def started(command: Sequence[object], env: dict[str, str] | None = None) -> sub
 def ended(processes: Sequence[subprocess.Popen[str]]) -> Rows:
     """What the first of them said, as JSON."""
     try:
-        said = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        said = [process.communicate(timeout=8 * PATIENCE)[0] for process in processes]
         assert all(process.returncode == 0 for process in processes), [p.returncode for p in processes]
     finally:
         for process in processes:

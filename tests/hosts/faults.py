@@ -25,10 +25,10 @@ from pathlib import Path
 from harness import cgroup
 from harness.cgroup import memory_limit
 from harness.disk import small_disk
-from harness.machine import Machine, Network, await_that, missing
+from harness.machine import Machine, Network, missing
+from harness.patience import PATIENCE, await_that
 from harness.run import DADT, left_of
 
-SECONDS = 90.0
 SCRIPT = """
 import os, signal, sys, time, torch
 from pathlib import Path
@@ -89,7 +89,7 @@ class Job:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            await_that(lambda: self._trains(), "training to begin", SECONDS)
+            await_that(lambda: self._trains(), "training to begin")
         except BaseException:
             self.process.terminate()
             raise
@@ -116,11 +116,11 @@ class Job:
 
     def ip(self, rank: int, words: str) -> None:
         command = ["nsenter", "-t", str(self.worker(rank)), "-n", "ip", *words.split()]
-        subprocess.run(command, check=True, timeout=20)
+        subprocess.run(command, check=True, timeout=PATIENCE)
 
     def wait(self) -> int:
-        code = self.process.wait(SECONDS)
-        self._reader.join(SECONDS)
+        code = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
         return code
 
     def left(self) -> list[str]:
@@ -254,7 +254,7 @@ def step_clock(seconds: int) -> Callable[[Job], None]:
         (job.folder / "clock.read").unlink()
         job.strike("Path('clock.read').write_text(str(time.time())); os.remove('strike')")
         await_that(lambda: _read(job.folder / "clock.read"), "the clock to be read again")
-        assert abs(float(_read(job.folder / "clock.read")) - before - seconds) < SECONDS, "the clock has not stepped"
+        assert abs(float(_read(job.folder / "clock.read")) - before - seconds) < PATIENCE, "the clock has not stepped"
         time.sleep(STEPPED_SECONDS)
 
     return step

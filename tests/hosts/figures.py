@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.machine import Machine, Network, await_that, missing
+from harness.machine import Machine, Network, missing
+from harness.patience import PATIENCE, await_that
 
 import dadt_cli.bench
 from dadt_cli.bench.figure import conditions
@@ -28,7 +29,6 @@ from dadt_cli.bench.ratio import Interval, interval, ratio
 DADT = [sys.executable, "-m", "dadt_cli", "run"]
 FIRST_STEP = Path(dadt_cli.bench.__file__).with_name("first_step.py")
 PORT = 29500
-SECONDS = 180.0
 SAMPLE_SECONDS = 0.05
 MEBIBYTE = 1 << 20
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -93,7 +93,7 @@ class Bench:
         """Seconds until it has ended, with this exit code, and left nothing."""
         begin = time.monotonic()
         process = self.start(*arguments)
-        ended = process.wait(SECONDS)
+        ended = process.wait(PATIENCE)
         seconds = time.monotonic() - begin
         self.ended = time.time()
         assert ended == code, f"exit code {ended}: {self.said()}"
@@ -148,7 +148,7 @@ def start_on(count: int, rounds: int) -> list[Row]:
             begin = time.time()
             processes = [torchrun(host, rank, count, stamps) for rank, host in enumerate(hosts.network.hosts)]
             for process in processes:
-                process.wait(SECONDS)  # how it ends does not matter: Gloo's threads sometimes abort after the step
+                process.wait(PATIENCE)  # how it ends does not matter: Gloo's threads sometimes abort after the step
             hosts.check_clean()
             return last_stamp(stamps, count) - begin
 
@@ -300,7 +300,7 @@ def flood(hosts: Bench, where: Sequence[object], lines: int) -> Flood:
             gauge.read()
         time.sleep(SAMPLE_SECONDS)
     reader.join()
-    assert process.wait(SECONDS) == 0, hosts.said()
+    assert process.wait(PATIENCE) == 0, hosts.said()
     stream.close()
     hosts.check_clean()
     console = [line.partition(b"] ")[2] for line in bytes(data).splitlines()]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from harness import lightened
+from harness.patience import PATIENCE
 
 DDP = """
 import os, sys, torch, torch.distributed as dist{dadt}
@@ -70,7 +71,7 @@ def test_ddp_started_by_hand(hosts, tmp_path):
         )
         for rank, host in enumerate(network.hosts)
     ]
-    said = [rank.communicate(timeout=150) for rank in ranks]
+    said = [rank.communicate(timeout=PATIENCE) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert [out.split()[1:] for out, _ in said] == [["0", "1"], ["1", "1"]]
     assert said[0][0].split()[0] == said[1][0].split()[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness.machine import Network
+from harness.patience import PATIENCE
 
 
 @pytest.mark.slow
@@ -25,7 +26,7 @@ def test_workers_of_two_machines_train_in_turn(hosts: Callable[[int], Network], 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=170,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "a.json").read_text())["rows"]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from harness import lightened
-from harness.machine import Machine, Network, await_that
-from harness.run import DADT, SECONDS, await_end_of
+from harness.machine import Machine, Network
+from harness.patience import PATIENCE, await_that
+from harness.run import DADT, await_end_of
 
 TRAIN = """
 import os, torch
@@ -59,7 +60,7 @@ def node(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Node]:
     yield begin
     for each in started:
         each.kill()
-        each.communicate(timeout=SECONDS)
+        each.communicate(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("where", [pytest.param("h0:29400", marks=pytest.mark.slow), "[fd07::1]:29400", "file"])
@@ -69,7 +70,7 @@ def test_hosts_without_ssh_train_together(
     network = hosts(2)
     where = f"file://{tmp_path}/meet" if where == "file" else where
     second, first = (node(network[rank], rank, where, TRAIN) for rank in (1, 0))
-    (out, err), (_, said) = first.communicate(timeout=SECONDS), second.communicate(timeout=SECONDS)
+    (out, err), (_, said) = first.communicate(timeout=PATIENCE), second.communicate(timeout=PATIENCE)
     assert (first.returncode, second.returncode) == (0, 0), err + said
     found = re.findall(r"^\[(\d) node(\d)\] master (\S+) weights (\S+)$", out, re.M)
     assert sorted(line[:2] for line in found) == [("0", "0"), ("1", "1")], out
@@ -85,10 +86,10 @@ def test_a_cut_network_ends_the_job_on_both_sides(hosts: Callable[[int], Network
     await_that(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the workers")
     network.cut(network[1])
     begin = time.monotonic()
-    _, err = first.communicate(timeout=SECONDS)
+    _, err = first.communicate(timeout=PATIENCE)
     assert first.returncode == 3
     assert re.search(r"dadt: node1: .*all its workers were stopped", err), err
-    _, said = second.communicate(timeout=SECONDS)
+    _, said = second.communicate(timeout=PATIENCE)
     assert second.returncode == 3
     assert said.splitlines()[-1] == "dadt: node0 is gone, without a word on how the job ended"
     assert time.monotonic() - begin < 20.0
@@ -103,7 +104,7 @@ def test_an_agent_that_was_killed_is_told_everywhere(
     await_that(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the workers")
     (agent,) = (pid for pid, command in network[1].processes().items() if command.endswith("-m dadt.launch.agent"))
     os.kill(agent, 9)
-    (_, err), (_, said) = first.communicate(timeout=SECONDS), second.communicate(timeout=SECONDS)
+    (_, err), (_, said) = first.communicate(timeout=PATIENCE), second.communicate(timeout=PATIENCE)
     assert (first.returncode, second.returncode) == (3, 3)
     for text in (err, said):
         assert "node1: the connection was closed; all its workers were stopped" in text

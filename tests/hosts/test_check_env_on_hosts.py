@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.host_run import SECONDS
 from harness.machine import Machine, Network
+from harness.patience import PATIENCE
 from harness.run import DADT
 
 import dadt
@@ -26,7 +26,7 @@ def check_env(network: Network, *arguments: str) -> subprocess.CompletedProcess[
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=5 * SECONDS,
+        timeout=5 * PATIENCE,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from harness.machine import await_that
+from harness.patience import await_that
 
 TRAIN = """
 import hashlib, os, time, torch
@@ -36,7 +36,7 @@ def test_a_restart_uses_the_hosts_that_there_are_then(hosts, start, tmp_path):
     (tmp_path / "list").write_text("h0:1\nh1:1\n")
     options = ("--max-restarts", "2", "--orphan-timeout", "3", "--start-timeout", "30", "--files", "all")
     run = start(network, TRAIN, "-np", "2", "--host-discovery-script", script(tmp_path), *options, "train.py")
-    await_that((tmp_path / "ready").exists, "step 20", 60.0)
+    await_that((tmp_path / "ready").exists, "step 20")
     (tmp_path / "list").write_text("h0:1\nh2:1\n")
     network.cut(network[1])
     (tmp_path / "go").touch()

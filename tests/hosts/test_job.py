@@ -12,7 +12,7 @@ import time
 
 import pytest
 from harness import ROOT
-from harness.machine import await_that
+from harness.patience import PATIENCE, await_that
 
 import dadt
 from dadt.config import Config
@@ -208,7 +208,7 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, whom, extra):
             assert "h1: " in result.err.splitlines()[-1]
         else:
             assert "killed by signal 9" in result.err
-    await_that(lambda: not any(host.leftovers() for host in network.hosts), f"{network.leftovers()}", 20.0)
+    await_that(lambda: not any(host.leftovers() for host in network.hosts), f"{network.leftovers()}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -241,7 +241,7 @@ def test_a_cut_network_ends_both_sides(hosts, start):
     result = run.finish()
     assert result.code == 3
     assert re.search(r"h1: .*(no sign of life|connection)", result.err.splitlines()[-1]), result.err
-    await_that(lambda: not network[1].leftovers(), f"the end of {network[1].leftovers()}", 20.0)
+    await_that(lambda: not network[1].leftovers(), f"the end of {network[1].leftovers()}")
     assert time.monotonic() - begin < Config().orphan_timeout
 
 
@@ -332,7 +332,7 @@ except LookupError as error: print(error)
     network = hosts(2)
     (tmp_path / "main.py").write_text(code)
     command = network.launcher.enter([sys.executable, "main.py", network.config], tmp_path)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.splitlines() == ["[('h0', 0), ('h1', 10), ('h1', 20)]", "on h1"], done.stderr
 
 

@@ -19,8 +19,9 @@ import psutil
 import pytest
 import yaml
 from harness import ROOT
-from harness.machine import FOLDERS, Machine, Network, await_that
-from harness.run import DADT, SECONDS
+from harness.machine import FOLDERS, Machine, Network
+from harness.patience import PATIENCE, await_that
+from harness.run import DADT
 
 Resource = dict[str, Any]
 SECRET = "what openssl rand -hex 32 prints"
@@ -139,7 +140,7 @@ def test_its_pods_meet_and_train(hosts: Callable[[int], Network], tmp_path: Path
     command[command.index("--epochs") + 1] = "1"
 
     second, first = (start(network[index], tmp_path, command, index, **{pods.secret: SECRET}) for index in (1, 0))
-    (out, _), (said, _) = first.communicate(timeout=SECONDS), second.communicate(timeout=SECONDS)
+    (out, _), (said, _) = first.communicate(timeout=PATIENCE), second.communicate(timeout=PATIENCE)
     assert (first.returncode, second.returncode) == (0, 0), out + said
     assert "dadt: 2 workers on 2 hosts" in out
     assert "[1 node1] epoch 1 " in out
@@ -158,10 +159,10 @@ def test_a_pod_that_never_comes_is_told(hosts: Callable[[int], Network], tmp_pat
     command = list(pods.container["command"])
     command[command.index("--start-timeout") + 1] = "5"
     second = start(network[1], tmp_path, command, 1, **{pods.secret: SECRET})
-    said, _ = second.communicate(timeout=SECONDS)
+    said, _ = second.communicate(timeout=PATIENCE)
     name_pods(network, pods.names)
     first = start(network[0], tmp_path, command, 0, **{pods.secret: SECRET})
-    out, _ = first.communicate(timeout=SECONDS)
+    out, _ = first.communicate(timeout=PATIENCE)
     assert (first.returncode, second.returncode) == (124, 124)
     assert all(map(said_on_the_page, [*said.splitlines(), *out.splitlines()[1:]])), out + said
 
@@ -180,9 +181,9 @@ def test_a_pod_that_is_killed_ends_the_others(
     # The kubelet ends a pod by a signal to its first process, and the kernel for lack of memory by SIGKILL to all.
     (around,) = [each for each in psutil.Process(both[lost].pid).children(recursive=True) if each.name() == "unshare"]
     around.children()[0].send_signal(number)
-    out, _ = both[1 - lost].communicate(timeout=SECONDS)
+    out, _ = both[1 - lost].communicate(timeout=PATIENCE)
     assert both[1 - lost].returncode == 3, out
     assert said_on_the_page(out.splitlines()[-1]), out
-    both[lost].communicate(timeout=SECONDS)
+    both[lost].communicate(timeout=PATIENCE)
     for folder in network[lost].path(FOLDERS).iterdir():  # a container's files go with it
         shutil.rmtree(folder)

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness import TESTS
-from harness.machine import Machine, Network, await_that
+from harness.machine import Machine, Network
+from harness.patience import PATIENCE, await_that
 
 
 def ssh(network: Network, *words: object) -> subprocess.CompletedProcess[str]:
     options = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", "-o", "ConnectTimeout=2"]
     command = network.launcher.enter(["ssh", "-F", network.config, *options, *words])
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL)
 
 
 def reaches(machine: Machine, address: str) -> bool:

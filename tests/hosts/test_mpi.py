@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import lightened
-from harness.machine import await_that
+from harness.patience import PATIENCE, await_that
 
 MPIRUNS = {"mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich"}
 WHERE = """
@@ -87,7 +87,7 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, mpirun, tmp_path, who):
         os.kill(agents[0], signal.SIGKILL)
     result = run.finish()
     assert result.code != 0
-    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 20.0)
+    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}")
 
 
 @pytest.mark.sample(1)
@@ -118,7 +118,7 @@ def test_scripts_that_import_dadt_need_no_dadt_run(hosts, mpirun, tmp_path, way)
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert "dadt: 2 ranks by" in done.stderr and "executor gloo" in done.stderr
@@ -142,7 +142,7 @@ def test_torchrun_on_each_host(hosts, tmp_path):
         )
         for number, host in enumerate(network.hosts)
     ]
-    said = [node.communicate(timeout=150) for node in nodes]
+    said = [node.communicate(timeout=PATIENCE) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert "dadt: 2 ranks by torchrun, executor gloo" in said[0][1]
     assert "dadt: done: 5 steps" in said[0][1]

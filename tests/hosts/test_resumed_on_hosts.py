@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from harness.machine import await_that
+from harness.patience import await_that
 from harness.replayed import HEAD
 
 from dadt.control import snapshots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from harness.machine import await_that
+from harness.patience import await_that
 
 TRAIN = """
 import os, subprocess, time, torch
@@ -44,9 +44,9 @@ def test_a_cut_is_named(hosts, start, tmp_path, algorithm: str, least: int, pati
     await_that(lambda: "3 of 4 workers train on from step" in events.read_text(), "the others")
     network.divide(network[0], network[1])
     if least == 1:
-        await_that(lambda: "2 of 4 workers train on from step" in events.read_text(), "the others once more", 120.0)
+        await_that(lambda: "2 of 4 workers train on from step" in events.read_text(), "the others once more")
         (tmp_path / "end").touch()
-    result = run.finish(120.0)
+    result = run.finish()
     assert "Traceback" not in result.err and not re.search("rank [012] .*was silent|worker [012] failed", result.err)
     assert f"dadt: warning: {CUT}" in result.err, result.err
     if least == 1:

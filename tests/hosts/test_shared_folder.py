@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from harness import lightened
 from harness.machine import Network
+from harness.patience import PATIENCE
 
 SCRIPT = """
 import glob, json, os, shutil, torch{dadt}
@@ -71,7 +72,7 @@ def test_the_first_rank_of_the_first_host_that_sees_a_folder_writes_there(
     text = SCRIPT.format(reads=reads, dadt="", removes=True)
     folders = mounted(network, groups, tmp_path, tmp_path_factory.mktemp("others"), text)
     run = start(network, text, "-np", count, "-H", network.list(1), "train.py")
-    result = run.finish(240.0)
+    result = run.finish(2 * PATIENCE)
     assert result.code == 0, result.err
     look(groups, folders, reads)
 
@@ -105,7 +106,7 @@ def test_ranks_of_torchrun_do_so_too(
         )
         for number, host in enumerate(network.hosts)
     ]
-    said = [node.communicate(timeout=240)[0] for node in nodes]
+    said = [node.communicate(timeout=2 * PATIENCE)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     ranks = [[local * host + each for host in group for each in range(local)] for group in groups]
     look(ranks, folders, reads)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from dialogue import BACKENDS, ask, launched, outcome
 from harness import TESTS
-from harness.machine import Network, await_that, new_key
+from harness.machine import Network, new_key
+from harness.patience import PATIENCE, await_that
 
 Hosts = Callable[[int], Network]
 
@@ -135,7 +136,7 @@ def test_an_agent_ends_when_the_launcher_hangs_up(hosts: Hosts, backend: str) ->
         channel = future.result()
         ask(channel)
         channel.hang_up()
-        await_that(lambda: not network.leftovers(), "the end of the agent", 20.0)
+        await_that(lambda: not network.leftovers(), "the end of the agent")
         assert channel.end(5.0) == ""
 
 
@@ -169,7 +170,7 @@ def test_attempts_that_hang_do_not_keep_the_process_from_ending(hosts: Hosts, ba
     network = hosts(1)
     network.configure("*", ConnectTimeout=600)
     command = [sys.executable, "-c", ABANDON, TESTS, network.config, backend]
-    done = subprocess.run(network.launcher.enter(command), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(network.launcher.enter(command), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
 

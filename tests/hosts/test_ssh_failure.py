@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from dialogue import BACKENDS, ask, launched, outcome, read
-from harness.machine import Machine, Network, await_that, new_key
+from harness.machine import Machine, Network, new_key
+from harness.patience import await_that
 
 from dadt.control.frame import Frame
 

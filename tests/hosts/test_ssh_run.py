@@ -13,7 +13,8 @@ import psutil
 import pytest
 from dialogue import BACKENDS
 from harness.host_run import HostRun
-from harness.machine import Network, await_that
+from harness.machine import Network
+from harness.patience import await_that
 from harness.run import Result
 
 Launch = Callable[..., Result]
@@ -122,8 +123,8 @@ def test_a_launcher_that_is_killed_leaves_nothing(
     run = start(network, script, "-np", "2", "-H", network.list(1), "--ssh-backend", backend, "train.py")
     run.wait_for("ready0", "ready1")
     run.process.kill()
-    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 20.0)
-    await_that(lambda: not clients_of(network), f"the end of the SSH clients {clients_of(network)}", 20.0)
+    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}")
+    await_that(lambda: not clients_of(network), f"the end of the SSH clients {clients_of(network)}")
 
 
 def clients_of(network: Network) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from harness import SCRIPTS, forkserver
 from harness.checks import assert_equal
 from harness.job import LAUNCHERS
+from harness.patience import PATIENCE
 
 SCRIPT = SCRIPTS / "ddp.py"
 PARTS = """
@@ -214,7 +215,7 @@ def job(folder: Path, flags: list[str], arguments: list[str]) -> tuple[dict[str,
         *arguments,
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=100, env=env, text=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=PATIENCE, env=env, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(folder.glob(".dadt*"))
     ranks = [torch.load(folder / name) for name in ("model.pt", "rank0.pt", "rank1.pt")]

@@ -10,6 +10,7 @@ import pytest
 from harness import forkserver
 from harness.checks import assert_replicas_equal
 from harness.job import LAUNCHERS, joined
+from harness.patience import PATIENCE
 
 HEAD = """
     torch.manual_seed(0)
@@ -139,10 +140,8 @@ def test_what_steps_otherwise_is_told_at_the_first_steps(dadt_run) -> None:
                 p -= 1e-3 * p.grad
                 p.grad = None
         if step == 20:
-            end = time.monotonic() + 60.0
             events, = Path("dadt-logs").glob("*/events.jsonl")
             while TOLD not in events.read_text():
-                assert time.monotonic() < end, "nothing was told"
                 time.sleep(0.01)
     """
     run = dadt_run(HEAD + script.replace("TOLD", repr(told)))
@@ -268,7 +267,7 @@ def test_a_group_that_nobody_asks_for_the_rank_shares_nothing_out(tmp_path, firs
     script = dedent(GROUP.format(first=first))
     (tmp_path / "train.py").write_text("import os\nimport torch\nfrom torch import nn\nrank = 0\n" + script)
     command = [*LAUNCHERS["dadt run"](2), *forkserver.command(), "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert f": {steps} steps, " in done.stderr and told in done.stderr
     assert len({line[4:] for line in done.stdout.splitlines() if "weights" in line}) == 1
@@ -319,5 +318,5 @@ def test_libraries_that_would_train_on_gpus_see_no_rank_where_there_are_none(tmp
     script += "print(accelerate.seen, other.seen[1:], os.environ['RANK'] in '01', accelerate.own())\n"
     (tmp_path / "train.py").write_text(script)
     command = [*LAUNCHERS["dadt run"](1), *forkserver.command(), "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert "[None, False, False, True] [True, True, True] True 7\n" in done.stdout, done.stderr

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from harness.machine import Network, await_that, missing
+from harness.machine import Network, missing
+from harness.patience import await_that
 
 
 @pytest.fixture
@@ -19,6 +20,6 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     network = Network(tmp_path_factory.mktemp("network"), 3)
     yield network
     try:
-        await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", 20.0)
+        await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}")
     finally:
         network.close()

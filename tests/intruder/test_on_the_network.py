@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from harness import lightened
 from harness.jobs import SEED, TRAIN, assert_flat, held, refusals, weights
-from harness.machine import Machine, Network, await_that
-from harness.run import DADT, SECONDS
+from harness.machine import Machine, Network
+from harness.patience import PATIENCE, await_that
+from harness.run import DADT
 
 STRANGER = [sys.executable, Path(__file__).with_name("stranger.py")]
 SECRET = "0123456789abcdef" * 4
@@ -51,11 +52,11 @@ def begin(network: Network, tmp_path: Path) -> Iterator[Begin]:
     (tmp_path / "attacked").touch()
     for each in started:
         each.kill()
-        each.communicate(timeout=SECONDS)
+        each.communicate(timeout=PATIENCE)
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str, str]:
-    ended = [process.communicate(timeout=SECONDS) for process in processes]
+    ended = [process.communicate(timeout=PATIENCE) for process in processes]
     return [process.returncode for process in processes], ended[0][0], "".join(err for _, err in ended)
 
 
@@ -76,7 +77,7 @@ def test_a_stranger_changes_nothing(
     network: Network, begin: Begin, tmp_path: Path, launcher: str, executor: str
 ) -> None:
     processes = begin(launcher, executor)
-    await_that(lambda: (tmp_path / "half0").exists() and (tmp_path / "half1").exists(), "half of the training", 60.0)
+    await_that(lambda: (tmp_path / "half0").exists() and (tmp_path / "half1").exists(), "half of the training")
     dadt = [process.pid for process in processes]
     before = held(dadt)
     if launcher == "local":  # the stranger is on the same host, where a job of one host is all there is
@@ -84,7 +85,7 @@ def test_a_stranger_changes_nothing(
     else:
         all_hosts = (network[0].address, network[1].address, network.launcher.address)
         stranger = network[2].enter([*STRANGER, *all_hosts], tmp_path)
-    done = subprocess.run(stranger, capture_output=True, text=True, timeout=2 * SECONDS)
+    done = subprocess.run(stranger, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not any(port["got in"] or port["store"] for port in found.values()), found
@@ -123,7 +124,7 @@ def test_nobody_on_the_way_changes_what_is_said(network: Network, begin: Begin, 
     try:
         assert relay.stdout is not None and relay.stdout.readline() == "up\n"
         processes = begin("hand", "gloo", where="h2:29400")
-        await_that(lambda: (tmp_path / "half0").exists() and (tmp_path / "half1").exists(), "the training", 60.0)
+        await_that(lambda: (tmp_path / "half0").exists() and (tmp_path / "half1").exists(), "the training")
         (tmp_path / "tamper").touch()
         codes, _, err = finish(processes)
         assert codes == [3, 3], err
@@ -132,4 +133,4 @@ def test_nobody_on_the_way_changes_what_is_said(network: Network, begin: Begin, 
     finally:
         for pid in network[2].processes():
             os.kill(pid, signal.SIGKILL)
-        relay.communicate(timeout=SECONDS)
+        relay.communicate(timeout=PATIENCE)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from harness.jobs import SEED, TRAIN, assert_flat, held, refusals, weights
-from harness.run import FOLDERS, Run, await_that
+from harness.patience import PATIENCE, await_that
+from harness.run import FOLDERS, Run
 
 from dadt.control.frame import LENGTHS, Frame
 
@@ -130,7 +131,7 @@ def test_the_launcher_outlives_its_callers(start: Callable[..., Run], tmp_path: 
     for what, said in CALLS.items():
         with socket.socket(socket.AF_UNIX) as caller:
             caller.connect(str(path))
-            caller.settimeout(20)
+            caller.settimeout(PATIENCE)
             caller.sendall(said)
             try:
                 while caller.recv(1 << 16):
@@ -144,7 +145,7 @@ def test_the_launcher_outlives_its_callers(start: Callable[..., Run], tmp_path: 
         for caller in flood:
             caller.connect(str(path))
         dadt = str(Path(sys.executable).with_name("dadt"))
-        asked = subprocess.run([dadt, "ps"], capture_output=True, text=True, timeout=30)
+        asked = subprocess.run([dadt, "ps"], capture_output=True, text=True, timeout=PATIENCE)
         assert run.job in asked.stdout, asked.stdout + asked.stderr
     finally:
         for caller in flood:

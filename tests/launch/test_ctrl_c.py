@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from harness.run import Result, Run, await_end_of, await_that
+from harness.patience import await_that
+from harness.run import Result, Run, await_end_of
 
 TRAIN = """
 import os, signal, time, torch

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from harness.run import DADT, Run, await_that
+from harness.patience import PATIENCE, await_that
+from harness.run import DADT, Run
 
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -215,7 +216,7 @@ def begin(start: Callable[..., Run], folder: Path, listed: str, *options: str) -
 
 
 def dadt(*arguments: str) -> str:
-    return subprocess.run([*DADT, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run([*DADT, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
 
 def check_replicas(out: bytes, count: int) -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.run import DADT, SECONDS
+from harness.patience import PATIENCE
+from harness.run import DADT
 
 from dadt.launch.failure import Ending, Failure, find_cause, last_line, size
 from dadt.launch.record import Record
@@ -305,7 +306,7 @@ def test_a_folder_that_was_deleted_does_not_hide_the_cause(tmp_path):
     script.write_text("import os, shutil\nshutil.rmtree(os.getcwd())\nraise ValueError('late')\n")
     (tmp_path / "gone").mkdir()
     command = [*DADT, "run", "-np", "1", "--log-dir", tmp_path / "logs", script]
-    done = subprocess.run(command, cwd=tmp_path / "gone", capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, cwd=tmp_path / "gone", capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert done.stderr.endswith("not out of memory\n") and "  cause   ValueError: late\n" in done.stderr
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.patience import PATIENCE
 
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -213,5 +214,5 @@ def test_a_thousand_hosts_that_never_come_are_given_up_at_once():
     agents = Agents(Unanswered(), [Host(name=f"host{n}") for n in range(1000)], 10.0)
     closing = threading.Thread(target=agents.close, args=(0.0,), daemon=True)
     closing.start()
-    closing.join(20.0)
+    closing.join(PATIENCE)
     assert not closing.is_alive(), "each one given up wakes a loop that does not turn any more"

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness.run import await_that, is_running, left_of
+from harness.patience import PATIENCE, await_that
+from harness.run import is_running, left_of
 
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -80,8 +81,8 @@ def test_a_link_is_as_fast_as_told_and_nothing_is_left_of_it_after_a_kill(start)
     assert len({os.readlink(f"/proc/{pid}/ns/net") for pid in workers} & made) == 2
     run.process.send_signal(signal.SIGKILL)
     run.process.wait()
-    await_that(lambda: not left_of(job) and not any(map(is_running, workers)), "the end of the workers", 20.0)
-    await_that(lambda: not made & networks(), f"the end of the networks {made}", 20.0)
+    await_that(lambda: not left_of(job) and not any(map(is_running, workers)), "the end of the workers")
+    await_that(lambda: not made & networks(), f"the end of the networks {made}")
     assert interfaces() == before
 
 
@@ -96,7 +97,7 @@ def test_latency_is_had_or_refused_in_a_sentence():
     else:
         ping = [*first, "ping", "-c", "3", "-i", "0.2", "-q", "10.77.0.2"]
         if shutil.which("ping"):
-            said = subprocess.run(ping, capture_output=True, text=True, timeout=20, check=True).stdout
+            said = subprocess.run(ping, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
             least = float(said.split(" = ")[1].split("/")[0])
             assert 40 <= least < 60, said  # there and back
         assert second

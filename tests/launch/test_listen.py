@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from harness.run import await_that
+from harness.patience import PATIENCE, await_that
 
 from dadt.control import connection as listen
 from dadt.control import schema
@@ -52,7 +52,7 @@ class Door:
     def greet(self, hello: Words) -> Words:
         return {"refused": "nobody is wanted"} if hello.get("name") == "nobody" else {"hello": hello["name"]}
 
-    def dial(self, seconds: float = 60.0, **changes: object) -> tuple[Connection, Words, str]:
+    def dial(self, seconds: float = PATIENCE, **changes: object) -> tuple[Connection, Words, str]:
         return dial(lambda: replace(self.reach, **changes), {"name": "n1"}, time.monotonic() + seconds)
 
     def knock(self) -> socket.socket:
@@ -70,7 +70,7 @@ def door() -> Iterator[Door]:
 
 def test_frames_go_both_ways_over_the_connection(door: Door) -> None:
     theirs, answer, at = door.dial()
-    hello, ours = door.came.get(timeout=60)
+    hello, ours = door.came.get(timeout=PATIENCE)
     assert (hello, answer) == ({"name": "n1"}, {"hello": "n1"})
     assert at == f"127.0.0.1:{door.listener.port}"
     channel = SocketChannel(ours)
@@ -93,7 +93,7 @@ def test_frames_go_both_ways_over_the_connection(door: Door) -> None:
 
 def test_end_waits_for_the_agent_and_no_longer_than_it_may(door: Door) -> None:
     theirs, _, _ = door.dial()
-    channel = SocketChannel(door.came.get(timeout=60)[1], lambda seconds: "it sleeps")
+    channel = SocketChannel(door.came.get(timeout=PATIENCE)[1], lambda seconds: "it sleeps")
     channel.hang_up()
     begin = time.monotonic()
     assert channel.end(0.3) == "it sleeps"
@@ -104,7 +104,7 @@ def test_end_waits_for_the_agent_and_no_longer_than_it_may(door: Door) -> None:
 
 def test_an_agent_that_is_lost_is_explained(door: Door) -> None:
     theirs, _, _ = door.dial()
-    channel = SocketChannel(door.came.get(timeout=60)[1], lambda seconds: "it was killed")
+    channel = SocketChannel(door.came.get(timeout=PATIENCE)[1], lambda seconds: "it was killed")
     theirs.socket.close()
     with pytest.raises(EOFError):
         await_that(channel.link.receive, "the end")
@@ -119,7 +119,7 @@ def test_who_is_not_wanted_hears_why_at_once(door: Door) -> None:
         return door.reach
 
     with pytest.raises(Refused, match="nobody is wanted"):
-        dial(find, {"name": "nobody"}, time.monotonic() + 60.0)
+        dial(find, {"name": "nobody"}, time.monotonic() + PATIENCE)
     assert len(tries) == 1 and door.came.empty()
 
 
@@ -168,13 +168,13 @@ def test_strangers_are_dropped_and_disturb_nobody(
             pass  # dropped before it had said all
         theirs, _, _ = door.dial()
         theirs.socket.close()
-        stranger.settimeout(60.0)
+        stranger.settimeout(PATIENCE)
         try:
             while stranger.recv(4096):
                 pass
         except ConnectionResetError:
             pass
-    door.came.get(timeout=60)[1].socket.close()
+    door.came.get(timeout=PATIENCE)[1].socket.close()
 
 
 def test_the_addresses_are_tried_in_turn(door: Door) -> None:
@@ -192,7 +192,7 @@ def test_who_is_early_waits(door: Door) -> None:
             raise Unreached("there is nothing yet")
         return door.reach
 
-    theirs, _, _ = dial(find, {"name": "n1"}, time.monotonic() + 60.0)
+    theirs, _, _ = dial(find, {"name": "n1"}, time.monotonic() + PATIENCE)
     theirs.socket.close()
     assert len(seen) == 3
 
@@ -209,7 +209,7 @@ def test_who_waits_in_vain_says_where_and_why() -> None:
 
 def test_both_sides_notice_a_silent_end(door: Door) -> None:
     theirs, _, _ = door.dial()
-    ours = door.came.get(timeout=60)[1]
+    ours = door.came.get(timeout=PATIENCE)[1]
     for end in (ours.socket, theirs.socket):
         assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert not end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)  # it counts a slow reader as silent
@@ -233,11 +233,11 @@ def test_a_flood_keeps_nobody_out_and_is_told_once(door: Door) -> None:
         for _ in range(300):
             stranger = socket.create_connection(("127.0.0.1", door.listener.port), 5.0, ("127.0.0.9", 0))
             flood.append(stranger)
-        theirs, _, _ = dial(lambda: door.reach, {"name": "n1"}, time.monotonic() + 60.0)
+        theirs, _, _ = dial(lambda: door.reach, {"name": "n1"}, time.monotonic() + PATIENCE)
         theirs.socket.close()
-        door.came.get(timeout=60)[1].socket.close()
+        door.came.get(timeout=PATIENCE)[1].socket.close()
         # The newest is the last one taken: when it has been greeted, the others are in their places.
-        flood[-1].settimeout(60.0)
+        flood[-1].settimeout(PATIENCE)
         assert flood[-1].recv(4096).startswith(GREETING)
         await_that(lambda: threading.active_count() < 64 + 20, "the threads of those that were dropped")
     finally:
@@ -249,11 +249,11 @@ def test_a_stranger_is_told_of_once(door: Door) -> None:
     for _ in range(3):
         with door.knock() as stranger:
             stranger.sendall(b"n" * 32 + b"p" * 32)
-            stranger.settimeout(60.0)
+            stranger.settimeout(PATIENCE)
             with suppress(ConnectionResetError):
                 while stranger.recv(4096):
                     pass
-    text = door.turned_away.get(timeout=60)
+    text = door.turned_away.get(timeout=PATIENCE)
     assert text == "a connection from 127.0.0.1 was turned away: it has another key"
     assert door.turned_away.empty()
 
@@ -268,8 +268,7 @@ print(listener.port, flush=True)
 sys.stdin.readline()  # the flood is over
 reach = listener.reach()
 sys.stdin.readline()  # the agent was there twice, and may be taken a moment after it has heard so
-deadline = time.monotonic() + 60.0
-while len(came) < 2 and time.monotonic() < deadline:
+while len(came) < 2:
     time.sleep(0.01)
 print(len(came), flush=True)
 """
@@ -284,11 +283,11 @@ def test_a_listener_without_descriptors_goes_on_when_there_are_some_again() -> N
         port = int(process.stdout.readline())
         flood = [socket.create_connection(("127.0.0.1", port), 5.0) for _ in range(200)]
         reach = Reach(addresses=["127.0.0.1"], port=port, key=KEY, silence=5.0)
-        theirs, _, _ = dial(lambda: reach, {}, time.monotonic() + 60.0)
+        theirs, _, _ = dial(lambda: reach, {}, time.monotonic() + PATIENCE)
         for stranger in flood:
             stranger.close()
         print(file=process.stdin, flush=True)
-        again, _, _ = dial(lambda: reach, {}, time.monotonic() + 60.0)
+        again, _, _ = dial(lambda: reach, {}, time.monotonic() + PATIENCE)
         print(file=process.stdin, flush=True)
         assert process.stdout.readline() == "2\n"
         theirs.socket.close()

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.run import DADT, await_that
+from harness.patience import PATIENCE, await_that
+from harness.run import DADT
 
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -235,7 +236,7 @@ def test_on_and_off_of_yaml_are_words(tmp_path):
 def dadt(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     outer = {name: value for name, value in os.environ.items() if name != "DADT_OUTPUT"}  # which all tests have
     return subprocess.run(
-        [*DADT, *arguments], cwd=folder, env={**outer, **env}, capture_output=True, text=True, timeout=60
+        [*DADT, *arguments], cwd=folder, env={**outer, **env}, capture_output=True, text=True, timeout=PATIENCE
     )
 
 
@@ -328,7 +329,9 @@ def test_a_folder_that_cannot_be_looked_at_is_told():
 def test_closed_streams_lead_nowhere(tmp_path, closed):
     (tmp_path / "train.py").write_text("print('printed')")
     command = f'exec "$0" run -np 1 train.py {closed}'
-    ended = subprocess.run(["bash", "-c", command, *DADT], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        ["bash", "-c", command, *DADT], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     (log,) = tmp_path.glob("dadt-logs/*/rank0.log")
@@ -372,7 +375,7 @@ def test_with_min_np_fewer_may_fit(tmp_path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert shown.stdout.startswith("2 workers on localhost"), shown.stdout + shown.stderr
 

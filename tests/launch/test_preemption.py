@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from harness.run import Result, Run, await_that
+from harness.patience import await_that
+from harness.run import Result, Run
 
 from dadt.config import Config
 from dadt.errors import ConfigError

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from harness.run import await_that
+from harness.patience import PATIENCE, await_that
 
 from dadt.launch.processes import Process
 
@@ -30,7 +30,7 @@ def test_one_that_has_replaced_itself_is_the_same() -> None:
         process.stdin.flush()
         assert process.stdout.read(1) == b"." and Process.of(process.pid) == before and before.is_alive
         before.signal(signal.SIGTERM)
-        assert process.wait(30) == -signal.SIGTERM
+        assert process.wait(PATIENCE) == -signal.SIGTERM
         assert not before.is_alive
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.run import DADT, Result, Run, await_that
+from harness.patience import await_that
+from harness.run import DADT, Result, Run
 
 from dadt.config import Config
 from dadt.errors import ConfigError

@@ -12,7 +12,8 @@ import termios
 from pathlib import Path
 
 import pytest
-from harness.run import DADT, SECONDS
+from harness.patience import PATIENCE
+from harness.run import DADT
 
 ASKS = """\
 import os, sys
@@ -47,7 +48,7 @@ def test_rank_0_reads_a_pipe_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ASKS)
     done = subprocess.run(
         [*DADT, "run", "-np", "2", "train.py"],
-        cwd=tmp_path, input="Ada\nand more", text=True, capture_output=True, timeout=SECONDS, check=True,
+        cwd=tmp_path, input="Ada\nand more", text=True, capture_output=True, timeout=PATIENCE, check=True,
     )  # fmt: skip
     assert "name Ada, then 'and more'" in done.stdout
     assert "name none, then ''" in done.stdout
@@ -67,7 +68,7 @@ def test_a_job_in_the_background_leaves_the_terminal_to_the_shell(in_background:
 
     done = subprocess.run(
         [sys.executable, "-c", code],
-        stdin=terminal, capture_output=True, start_new_session=True, preexec_fn=begin, timeout=SECONDS, check=True,
+        stdin=terminal, capture_output=True, start_new_session=True, preexec_fn=begin, timeout=PATIENCE, check=True,
     )  # fmt: skip
     os.close(terminal)
     os.close(master)

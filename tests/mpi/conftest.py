@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from harness import lightened
 from harness.mpis import AS_ROOT, MPIRUNS, installed, shims
-from harness.run import Run, await_nothing_left, await_that, end
+from harness.patience import PATIENCE, await_that
+from harness.run import Run, await_nothing_left, end
 
 
 @pytest.fixture(params=MPIRUNS)
@@ -33,7 +34,7 @@ def start(tmp_path: Path, mpirun: str) -> Iterator[Callable[..., Run]]:
     yield begin
     end(runs)
     for job in (tmp_path / "dadt-logs").glob("*"):
-        await_that(lambda job=job: not shims(job.name), f"the end of {shims(job.name)}", 10.0)
+        await_that(lambda job=job: not shims(job.name), f"the end of {shims(job.name)}")
     await_nothing_left(tmp_path)
 
 
@@ -54,7 +55,7 @@ def foreign(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             env={**os.environ, **AS_ROOT, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **env},
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=PATIENCE,
         )
 
     return run

@@ -13,6 +13,7 @@ from harness import TESTS, lightened
 from harness.checks import assert_equal, assert_near
 from harness.conformance import check, check_told
 from harness.mpis import AS_ROOT, MPICH_LIBRARY, installed
+from harness.patience import PATIENCE
 from harness.run import Run
 from harness.scenarios import WARMUP, simulate
 
@@ -93,7 +94,7 @@ def by_mpirun(mpirun: str, folder: Path, count: int, command: list[str]) -> subp
         env={**os.environ, **AS_ROOT, "OMP_NUM_THREADS": "1", "DADT_INJECT": "none", **link(mpirun, folder)},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from harness import TESTS, forkserver
 from harness.checks import assert_equal, assert_near
 from harness.mpis import installed
+from harness.patience import PATIENCE
 from harness.scenarios import WARMUP, simulate
 
 RANK = """
@@ -185,7 +186,7 @@ def two_hosts(folder: Path, script: str, **env: str) -> list[tuple[int, str]]:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    said = [rank.communicate(timeout=PATIENCE)[1] for rank in ranks]
     return [(rank.returncode, text) for rank, text in zip(ranks, said)]
 
 

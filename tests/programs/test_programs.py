@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.patience import PATIENCE
 
 PROGRAMS = Path(__file__).parent
 BIN = PROGRAMS.parents[1] / ".venv-programs" / "bin"
@@ -62,7 +63,7 @@ def run(program: Program, folder: Path, *command: str, batch: int) -> tuple[list
     folder.mkdir()
     words = [*command, str(PROGRAMS / f"{program.name}.py"), *program.arguments]
     env = {**os.environ, "BATCH": str(batch), "PYTHONPATH": str(PROGRAMS), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=600, env=env)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=5 * PATIENCE, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.partition("{")[2] for line in done.stdout.splitlines() if '"weights": ' in line]
     return [json.loads("{" + line) for line in lines], done.stderr
@@ -109,7 +110,7 @@ def test_searches_without_a_seed_try_the_same_on_all_ranks(library: str, tmp_pat
         words = [str(BIN / "dadt"), "run", "-np", "2", "--algorithm", "sync", str(PROGRAMS / "sweep.py"), library]
         paths = [str(PROGRAMS), *([str(OF_HYDRA)] if library == "hydra" else [])]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=600, env=env)
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=5 * PATIENCE, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         found = [json.loads(line[line.index("[[") :]) for line in done.stdout.splitlines() if "[[" in line]
         assert len(found) == 2 and found[0] == found[1] and len(found[0]) == (36 if library == "optuna" else 24)
@@ -122,7 +123,7 @@ def test_searches_without_a_seed_try_the_same_on_all_ranks(library: str, tmp_pat
 def test_readers_of_tensorboard_and_hdf5_find_what_the_rank_itself_has_written(tmp_path: Path) -> None:
     words = [str(BIN / "dadt"), "run", "-np", "2", str(PROGRAMS / "reads_back.py")]
     env = {**os.environ, "PYTHONPATH": str(PROGRAMS)}
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=env)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=5 * PATIENCE, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith(("[0] [", "[1] ["))]
     assert found == 2 * [[True, 2, True, ["epoch 0", "epoch 1", "epoch 2"]]]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT
+from harness.patience import PATIENCE
 
 from dadt import _core
 
@@ -33,7 +34,7 @@ print("weights", model.weight.tolist())
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the source in an environment of its own, with what the page adds."""
     folder = tmp_path_factory.mktemp("adding") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=PATIENCE)
     site = next((folder / "lib").glob("python*/site-packages"))
     for package in ("dadt", "dadt_cli"):
         shutil.copytree(ROOT / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -61,7 +62,7 @@ def test_one_file_and_one_line(flag: str, site: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN.format(site=str(site)))
     python = site.parents[2] / "bin" / "python"
     command = [python, "-m", "dadt_cli", "run", "-np", "2", "--output", "all", flag, "mine", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     weights = re.findall(r"weights (.*)", done.stdout)
     assert len(weights) == 2 and weights[0] == weights[1], done.stdout

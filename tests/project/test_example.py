@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, forkserver
+from harness.patience import PATIENCE
 
 SCRIPT = ROOT / "examples" / "mnist.py"
 
@@ -26,7 +27,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=170,
+        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from harness import ROOT, forkserver
+from harness.patience import PATIENCE
 from PIL import Image
 from test_page import pattern
 
@@ -39,7 +40,7 @@ def run(tmp_path: Path) -> Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=900,
+            timeout=8 * PATIENCE,
         )
         assert done.returncode == 0, done.stdout
         return done.stdout
@@ -102,7 +103,7 @@ def test_the_notebook(tmp_path: Path) -> None:
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in cells)
     (tmp_path / "data").symlink_to(path.parent / "data")
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
     *_, training, result = (
         "".join(out["text"] for out in cell.outputs if out.get("name") == "stdout") for cell in cells
     )
@@ -192,6 +193,6 @@ def test_files_of_cifar(run: Run, tmp_path: Path) -> None:
 def test_missing_data_is_told_in_a_line(tmp_path: Path, name: str) -> None:
     arguments = ["nowhere"] if name == "imagenet" else ["--data", "nowhere"]
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert re.fullmatch(r"no \w+\S* .*nowhere.*\n", done.stderr), done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT
+from harness.patience import PATIENCE
 
 SOURCES = sorted([*(ROOT / "dadt").rglob("*.py"), *(ROOT / "dadt_cli").rglob("*.py")])
 
@@ -152,7 +153,7 @@ def test_the_launcher_and_what_is_below_it_need_no_torch() -> None:
 def loaded(code: str) -> set[str]:
     """Top-level packages that are loaded after the code ran."""
     code += "\nimport sys; print('\\nloaded', *{name.split('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     return set(done.stdout.splitlines()[-1].split())
 
 

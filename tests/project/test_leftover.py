@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from harness import TESTS
+from harness.patience import PATIENCE
 
 LEAVES_A_PROCESS = """
 import subprocess, sys
@@ -31,7 +32,7 @@ def run_pytest(folder: Path, test: str, *options: str) -> subprocess.CompletedPr
         copy.write_text(path.read_text().replace("PATIENCE = 20.0", "PATIENCE = 0.5"))
     (folder / "test_it.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "xdist"])

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 import pytest
 from harness import ROOT
+from harness.patience import PATIENCE
 
 from dadt_cli import COMMANDS, dadt_command
 
@@ -161,7 +162,7 @@ def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=150,
+                timeout=PATIENCE,
             )
             assert done.returncode == expected, f"{command.text}\n{done.stdout}"
             printed = {pattern(line) for line in done.stdout.splitlines()}

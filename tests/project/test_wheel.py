@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT
+from harness.patience import PATIENCE
 
 import dadt
 
@@ -26,7 +27,7 @@ def build(what: str, source: Path, folder: Path) -> Path:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     program = f"import sys; from scikit_build_core import build; build.{what}(sys.argv[1])"
     command = [sys.executable, "-c", program, folder]
-    subprocess.run(command, cwd=source, env={**os.environ, "PATH": path}, check=True, timeout=1500)
+    subprocess.run(command, cwd=source, env={**os.environ, "PATH": path}, check=True, timeout=13 * PATIENCE)
     return next(folder.glob("dadt-*"))
 
 
@@ -93,7 +94,7 @@ def test_files(wheel: Path) -> None:
 @pytest.mark.timeout(1600)
 def test_trains_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
     """Beside the torch of this environment, but none of the source tree."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=PATIENCE)
     site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -116,7 +117,7 @@ def test_trains_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> Non
     python = tmp_path / "venv" / "bin" / "python"
     command = [python, "-c", "from dadt_cli import main; main()", "run", "-np", "2", "train.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stdout
     assert "60 steps, 10 of them delayed by one" in done.stdout

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from harness import lightened
+from harness.patience import PATIENCE, await_that
 from harness.replayed import HEAD
-from harness.run import DADT, await_that
+from harness.run import DADT
 
 from dadt.config import Config
 from dadt.control import job_folder, snapshots
@@ -57,7 +58,7 @@ def plan(cwd: Path, *arguments: object, **env: str) -> tuple[int, str]:
     """The exit code of `dadt run --dry-run`, and what it prints."""
     command = [*DADT, "run", "--dry-run", *map(str, arguments)]
     given = {**os.environ, **ENV, **env}
-    done = subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, timeout=PATIENCE)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -112,7 +113,7 @@ def test_what_may_be_secret_is_not_kept(tmp_path: Path) -> None:
     folder = job(tmp_path)
     assert "hidden" not in "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
     command = [*DADT, "run", "--dry-run", "--resume", "abcd"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert "the job was given -x MY_TOKEN, whose value is not kept in its folder: set MY_TOKEN" in done.stderr
 
@@ -248,7 +249,7 @@ class Going:
         """By this signal, if any. The exit code, and the arguments of the command that is said to go on."""
         if number:
             self.process.send_signal(number)
-        code = self.process.wait(90)
+        code = self.process.wait(PATIENCE)
         return code, re.findall(r"dadt run (--resume) (\S+)$", self.told, re.MULTILINE)[-1:]
 
 
@@ -289,7 +290,7 @@ def test_the_command_that_each_end_names_goes_on(tmp_path: Path) -> None:
     (project / "fail").unlink()
     folder = project / "dadt-logs" / failed.job
     assert code == 1 and named == [("--resume", str(folder))] and "  resume  dadt run" in failed.told, failed.told
-    page = subprocess.run([*DADT, "report", folder], cwd=elsewhere, capture_output=True, text=True, timeout=60)
+    page = subprocess.run([*DADT, "report", folder], cwd=elsewhere, capture_output=True, text=True, timeout=PATIENCE)
     assert page.returncode == 0
     text = (folder / "report.html").read_text()
     assert f"<code>dadt run --resume {folder}</code>" in text and "<h2>Snapshots</h2>" in text

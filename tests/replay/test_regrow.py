@@ -11,8 +11,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from harness.patience import PATIENCE, await_that
 from harness.replayed import HEAD
-from harness.run import await_that
 
 OPTIONS = ["--min-np", "1", "--warmup-steps", "5", "--snapshot-every", "1000steps", "--seed", "7"]
 
@@ -115,7 +115,7 @@ def ends(result, ranks: int) -> None:
 @pytest.mark.timeout(400)
 def test_a_new_worker_takes_the_place_of_a_lost_one(start, algorithm, name, ranks, victims) -> None:
     options = ["-np", str(ranks), "--algorithm", algorithm, *OPTIONS]
-    result = start(HEAD + REGROWS + LOOPS[name], *options, "train.py", VICTIMS=victims).finish(350)
+    result = start(HEAD + REGROWS + LOOPS[name], *options, "train.py", VICTIMS=victims).finish(3 * PATIENCE)
     ends(result, ranks)
     assert result.err.count("training goes on without it") == len(victims.split(","))
     assert result.err.count("a new worker starts in place of rank") == len(victims.split(","))
@@ -156,6 +156,6 @@ def test_workers_may_be_killed_at_any_time(start, tmp_path, seed: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(pids[rank], signal.SIGKILL)
         await_that(lambda: len(trains()) > 0, "somebody trains")
-    await_that(lambda: len(trains()) == 3, "three ranks train again", 120.0)
+    await_that(lambda: len(trains()) == 3, "three ranks train again")
     (tmp_path / "stop").touch()
-    ends(run.finish(100), 3)
+    ends(run.finish(), 3)

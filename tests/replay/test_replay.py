@@ -14,6 +14,7 @@ from random import Random
 import pytest
 import torch
 from harness.disk import small_disk
+from harness.patience import PATIENCE
 from harness.replayed import HEAD, SCRIPTS
 
 from dadt.control import snapshots
@@ -541,11 +542,11 @@ def test_values_are_recorded_while_another_thread_is_aside() -> None:
     def ahead() -> None:
         with values.aside():
             inside.set()
-            ends.wait(10)
+            ends.wait(PATIENCE)
 
     thread = threading.Thread(target=ahead)
     thread.start()
-    inside.wait(10)
+    inside.wait(PATIENCE)
     assert values._reading(torch.Tensor.item)(torch.tensor(0.5)) == 0.5
     ends.set()
     thread.join()

@@ -10,17 +10,16 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+
+from harness.patience import PATIENCE, await_that
 
 PROGRAMS = {"munge": "munged", "slurmctld": "slurmctld", "slurmd": "slurmd", "slurm-client": "srun"}
 """What each Debian package brings."""
 PATH = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"
 NODES = ("n1", "n2")
 CORES = 4
-SECONDS = 120.0
-"""A job of a second takes many on a machine that is busy."""
 UNTIL_DEATH = ["setpriv", "--pdeathsig", "KILL"]
 CONFIG = """
 ClusterName=tests
@@ -112,7 +111,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=PATIENCE,
         )
 
     def start(self, *command: object, cwd: Path) -> subprocess.Popen[str]:
@@ -140,7 +139,7 @@ class Cluster:
         return self.run("squeue", "-h", "-o", "%A").stdout.split()
 
     def await_idle(self) -> None:
-        await_that(lambda: not self.jobs(), "the end of all jobs", SECONDS)
+        await_that(lambda: not self.jobs(), "the end of all jobs")
 
     def close(self) -> None:
         if len(self._daemons) > 1:
@@ -150,7 +149,7 @@ class Cluster:
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
             try:
-                daemon.wait(10.0)
+                daemon.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
@@ -172,10 +171,3 @@ def free_ports(count: int) -> list[int]:
     for server in servers:
         server.close()
     return ports
-
-
-def await_that(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.05)

@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 import stranger
-from cluster import CORES, SECONDS, Cluster, await_that
+from cluster import CORES, Cluster
 from harness import ROOT, jobs, lightened
+from harness.patience import PATIENCE, await_that
 from harness.run import DADT, is_running, left_of
 
 from dadt.errors import ConfigError
@@ -193,7 +194,7 @@ def test_srun_in_front_of_dadt_run_is_told(cluster: Cluster, tmp_path: Path) -> 
 def test_a_signal_ends_the_job_on_all_nodes(cluster: Cluster, tmp_path: Path, number: int) -> None:
     process, workers = begin(cluster, tmp_path)
     os.kill(launcher(process.pid), number)
-    _, err = process.communicate(timeout=SECONDS)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + number, err
     assert not any(map(is_running, workers))
 
@@ -207,21 +208,21 @@ def test_nothing_outlives_scancel(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("scancel", job)
     cluster.await_idle()
     (name,) = os.listdir(tmp_path / "dadt-logs")
-    await_that(lambda: not left_of(name), "the end of the workers", 20.0)
+    await_that(lambda: not left_of(name), "the end of the workers")
     assert "SIGTERM" in (tmp_path / "out").read_text()
 
 
 def test_nothing_outlives_a_launcher_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
     process, workers = begin(cluster, tmp_path)
     os.kill(launcher(process.pid), signal.SIGKILL)
-    process.communicate(timeout=SECONDS)
-    await_that(lambda: not any(map(is_running, workers)), "the end of the workers", 20.0)
+    process.communicate(timeout=PATIENCE)
+    await_that(lambda: not any(map(is_running, workers)), "the end of the workers")
 
 
 def test_an_agent_that_was_killed_is_told(cluster: Cluster, tmp_path: Path) -> None:
     process, workers = begin(cluster, tmp_path)
     os.kill(parent(workers[3]), signal.SIGKILL)
-    _, err = process.communicate(timeout=SECONDS)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3, err
     assert re.search(r"dadt: n2: the agent has ended \(srun: Killed\)", err), err
     assert not any(map(is_running, workers))
@@ -246,7 +247,7 @@ for step in range(60):
     await_that((tmp_path / "ready").exists, "step 20")
     await_that(lambda: (tmp_path / "ready").read_text(), "the agent's number")
     os.kill(int((tmp_path / "ready").read_text()), signal.SIGKILL)
-    _, err = process.communicate(timeout=SECONDS)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert "training goes on without it" in err
 
@@ -262,7 +263,7 @@ def test_a_signal_that_slurm_sends_reaches_the_workers(cluster: Cluster, tmp_pat
         process.wait(1.0)
     assert all(map(is_running, workers))
     os.kill(launcher(process.pid), signal.SIGTERM)
-    process.communicate(timeout=SECONDS)
+    process.communicate(timeout=PATIENCE)
 
 
 @pytest.mark.slow
@@ -283,7 +284,7 @@ def test_a_stranger_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
         jobs.assert_flat(before, jobs.held([dadt]))
     finally:
         (tmp_path / "attacked").touch()
-    out, err = process.communicate(timeout=SECONDS)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert len(jobs.weights(out)) == 1
     assert "a connection from 127.0.0.1 was turned away: it has another key" in jobs.refusals(tmp_path)

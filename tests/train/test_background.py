@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from harness.patience import PATIENCE
 from torch import nn
 
 from dadt import _core
@@ -15,15 +16,14 @@ from dadt.train.exchange.background import Background
 from dadt.train.exchange.exchange import BucketPlan, Exchange
 from dadt.train.exchange.step_metadata import StepMetadata
 
-DEADLINE = 30.0
 STEPS = 6
 
 
 @pytest.fixture
 def engine() -> Iterator[_core.Engine]:
-    engine = _core.Engine(_core.NullExecutor(0, 1), 0, 1, DEADLINE)
+    engine = _core.Engine(_core.NullExecutor(0, 1), 0, 1, PATIENCE)
     yield engine
-    engine.close(DEADLINE)
+    engine.close(PATIENCE)
 
 
 @pytest.fixture
@@ -77,14 +77,14 @@ class Steps:
 
 
 def wait(work: _core.Work | Averaging) -> None:
-    work.wait(DEADLINE)
+    work.wait(PATIENCE)
 
 
 def test_both_halves_go_on_while_nobody_waits(engine: _core.Engine, background: Background) -> None:
     first, second = (Steps(engine, background).launch() for _ in range(2))
     assert not first.halfway and len(first.works) == 4
     for exchange in (second, first):
-        exchange.works[-1].wait(DEADLINE)
+        exchange.works[-1].wait(PATIENCE)
     assert first.done and second.done
 
 
@@ -117,7 +117,7 @@ def test_what_fails_there_ends_the_engine(engine: _core.Engine, background: Back
     held = engine.allreduce(_core.Layout(_core.DType.float32, [0]), [0], [0], "held", held=True)
     background.begin(lambda wait: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(Aborted, match="computing between two allreduces failed: RuntimeError"):
-        held.wait(DEADLINE)
+        held.wait(PATIENCE)
 
 
 def test_it_ends_with_the_engine(engine: _core.Engine, background: Background) -> None:
@@ -125,4 +125,4 @@ def test_it_ends_with_the_engine(engine: _core.Engine, background: Background) -
     background.begin(lambda wait: wait(held))
     engine.abort("enough")
     with pytest.raises(Aborted, match="enough"):
-        held.wait(DEADLINE)
+        held.wait(PATIENCE)

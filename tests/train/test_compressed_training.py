@@ -10,6 +10,7 @@ import torch
 from harness import SCRIPTS, forkserver
 from harness.checks import assert_equal
 from harness.job import LAUNCHERS, joined
+from harness.patience import PATIENCE
 from harness.scenarios import WARMUP, simulate
 
 DIGITS = SCRIPTS / "digits.py"
@@ -204,7 +205,7 @@ def test_the_digits(compression, tmp_path):
             ],
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=5 * PATIENCE,
         )
         found = re.findall(r"accuracy (0\.\d+)", done.stdout + done.stderr)
         assert len(found) == 2 and len(set(found)) == 1, done.stdout + done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import SCRIPTS
+from harness.patience import PATIENCE
 
 SCRIPT = SCRIPTS / "digits.py"
 
@@ -20,7 +21,7 @@ def accuracy(folder: Path, *options: str) -> tuple[float, str]:
     done = subprocess.run(
         [*command, "--log-dir", str(folder), *options, str(SCRIPT), "--lr", "0.1", "--seeds", "3"],
         capture_output=True,
-        timeout=600,
+        timeout=5 * PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     output = (done.stdout + done.stderr).decode()

@@ -8,7 +8,8 @@ import re
 import subprocess
 
 import pytest
-from harness.run import DADT, SECONDS
+from harness.patience import PATIENCE
+from harness.run import DADT
 from harness.survivors import KILL_ONCE_DELIVERED, OPTIONS, lacks, run, script, survivors
 
 from dadt.config import Config
@@ -271,7 +272,7 @@ def test_the_timeline_of_those_who_are_left(launch, tmp_path, executor: str, los
         after = {event["name"] for event in mine if event["tid"] == again and event.get("cat") == "allreduce"}
         assert "step 59, bucket 0" in after
     assert sorted(path.name for path in tmp_path.glob("t.json*")) == ["t.json", f"t.json.rank{lost}"]
-    assert subprocess.run([*DADT, "timeline", "t.json"], cwd=tmp_path, timeout=SECONDS).returncode == 0
+    assert subprocess.run([*DADT, "timeline", "t.json"], cwd=tmp_path, timeout=PATIENCE).returncode == 0
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import as_nccl
+from harness.patience import PATIENCE
 from harness.survivors import OPTIONS, script, survivors
 from torch.distributed import HashStore
 
@@ -58,11 +59,11 @@ def test_what_was_aborted_is_no_average() -> None:
     device = Device(as_nccl.AsNccl(group), engine, torch.device("cpu"), 0, 1, survives=True)
     flat = torch.zeros(4)
     whole = device.average([torch.ones(4)], [flat], flat, name="step 0", weight=1.0, lane=b"")
-    whole.wait(5.0)
+    whole.wait(PATIENCE)
     assert flat.tolist() == [1.0] * 4
     given_up = device.average([torch.ones(4)], [flat], flat, name="step 1", weight=1.0, lane=b"")
     device.abort()
     with pytest.raises(PeerLost, match="step 1: the average on cpu was given up"):
-        given_up.wait(5.0)
+        given_up.wait(PATIENCE)
     engine.close(5.0)
     device.close(failed=True)

@@ -6,11 +6,11 @@ import json
 from statistics import median
 
 import pytest
+from harness.patience import PATIENCE
 
 GENERATIONS = 20
 LAST = 6 * GENERATIONS
 """The step with which all ranks end."""
-SECONDS = 240.0
 WEIGHTS = 1 << 22
 SCRIPT = f"""
 import hashlib, json, os, re, threading, torch
@@ -72,7 +72,7 @@ so would be 240 MiB by then; with Gloo up to 8 MiB for each generation were seen
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.timeout(2 * PATIENCE + 60)
 @pytest.mark.parametrize(
     ("algorithm", "executor"),
     [
@@ -87,7 +87,7 @@ def test_nothing_grows(start, algorithm: str, executor: str) -> None:
         SCRIPT, "-np", ranks, *hosts, "--min-np", "1", "--executor", executor, "--algorithm", algorithm,
         "--warmup-steps", "2", "train.py",
     )  # fmt: skip
-    result = run.finish(SECONDS)
+    result = run.finish(2 * PATIENCE)
     assert result.code == 0, result.err
     lines = result.out.decode().splitlines()
     assert len({line.split()[-1] for line in lines if "ends with" in line}) == 1

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from harness import ROOT
+from harness.patience import PATIENCE
 
 from dadt.api.run import run
 from dadt.errors import ConfigError
@@ -212,7 +213,7 @@ def test_what_is_predicted_is_what_training_does(link, tmp_path):
     done = subprocess.run(
         [*command, "-np", "2", "--link", link, "--sync-every", "8", "--check", "--json", str(out)],
         cwd=ROOT,
-        timeout=1800,
+        timeout=15 * PATIENCE,
     )
     assert done.returncode == 0
     rows = json.loads(out.read_text())["rows"]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from harness.patience import PATIENCE
 
 from dadt.config import Config
 from dadt.errors import ConfigError
@@ -55,7 +56,7 @@ def run(folder: Path, *arguments: object, code: int = 0) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=170,
+        timeout=PATIENCE,
     )
     assert done.returncode == code, done.stdout
     return done.stdout

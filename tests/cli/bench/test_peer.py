@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.patience import PATIENCE
 
 from dadt_cli.bench.peer import PEERS
 from dadt_cli.bench.trainer import PEERS as CLASSES
@@ -63,7 +64,7 @@ def test_ranks_of_each_kind_of_ddp_stay_equal_and_exchange_once_a_step(tmp_path:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=170,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stdout
     found = [line.split()[-2:] for line in done.stdout.splitlines() if " found " in f" {line}"]

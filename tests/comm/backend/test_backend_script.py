@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import forkserver
-
-SECONDS = 90
+from harness.patience import PATIENCE
 
 TOY = """
 import os, sys
@@ -69,7 +68,7 @@ def run(folder: Path, script: str, command: list[str], **variables: str) -> subp
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=PATIENCE,
     )
 
 
@@ -136,6 +135,6 @@ def test_a_dead_rank_is_named(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+    said = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 7], said
     assert "told: dadt: all_reduce: " in said[0] and "rank 1" in said[0], said

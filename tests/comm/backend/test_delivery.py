@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from harness.patience import PATIENCE
 from torch import distributed
 
 from dadt import _core
@@ -28,7 +29,7 @@ def test_an_error_is_raised_where_its_operation_is_waited_for(engine) -> None:
 
     def delivery(finish: Callable[[], object]) -> BackendWork:
         work = engine.allgather(b"", "bytes")
-        work.wait(10.0)
+        work.wait(PATIENCE)
         return BackendWork(deliveries, "allgather", 1, [(work, finish)], [], 10.0)
 
     def fail() -> None:

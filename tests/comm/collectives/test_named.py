@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection as Pipe
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE, await_that
 from harness.ranks import fresh_processes
 
 from dadt import _core
@@ -25,7 +24,6 @@ from dadt.config import Config
 from dadt.errors import Aborted, CommTimeout, Mismatch, PeerLost, StartTimeout
 from dadt.world import World
 
-TIMEOUT = 60.0
 TENSORS = 1000
 
 
@@ -64,7 +62,7 @@ class Alone(Through):
 def _main(body: Callable[..., Any], world: World, options: dict[str, Any], pipe: Pipe, args: Any) -> None:
     try:
         torch.set_num_threads(1)
-        config = Config(executor="shm", start_timeout=TIMEOUT, **options)
+        config = Config(executor="shm", start_timeout=PATIENCE, **options)
         meet = Through(pipe)
         connection = executors.connect(config, world, meet)
         pipe.send((None, body(Named(connection, config, world, meet), *args)))
@@ -94,7 +92,7 @@ def spawn(size: int, body: Callable[..., Any], *args: Any, address: str = "", **
             blobs = {}
             for rank in sorted(open_ranks):
                 ours = pipes[rank][0]
-                assert ours.poll(TIMEOUT), f"rank {rank} is silent"
+                assert ours.poll(PATIENCE), f"rank {rank} is silent"
                 try:
                     key, value = ours.recv()
                 except EOFError:
@@ -128,10 +126,10 @@ def shuffled_sums(named: Named) -> list[int]:
             for i in order
         }
         for i, one in pending.items():
-            one.wait(TIMEOUT)
+            one.wait(PATIENCE)
             assert torch.all(tensors[i] == named.size * i + named.size * (named.size - 1) / 2)
         operations.append(len({one._work.operation for one in pending.values()}))  # type: ignore[attr-defined]
-    named.close(TIMEOUT)
+    named.close(PATIENCE)
     return operations
 
 
@@ -154,12 +152,12 @@ def verbs(named: Named) -> bool:
     names = list(calls)
     names = names[rank:] + names[:rank]
     pending = {name: named.submit(calls[name], name) for name in names}
-    results = {name: one.wait(TIMEOUT) for name, one in pending.items()}
+    results = {name: one.wait(PATIENCE) for name, one in pending.items()}
     assert results["mean"] is mean
     assert torch.all(mean == (size - 1) / 2)
     assert torch.all(sent == 1)
     assert [row.tolist() for row in results["rows"]] == [[[r, r]] * (r + 1) for r in range(size)]
-    named.close(TIMEOUT)
+    named.close(PATIENCE)
     return True
 
 
@@ -172,11 +170,11 @@ def differ(named: Named) -> str:
     tensor = torch.ones(3, dtype=torch.float64 if named.rank == 1 else torch.float32)
     pending = named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "grad")
     with pytest.raises(Mismatch) as caught:
-        pending.wait(TIMEOUT)
+        pending.wait(PATIENCE)
     again = torch.ones(3)
-    named.submit(operation.all_reduce(again, again, "sum", named.size), "grad").wait(TIMEOUT)
+    named.submit(operation.all_reduce(again, again, "sum", named.size), "grad").wait(PATIENCE)
     assert torch.all(again == named.size)
-    named.close(TIMEOUT)
+    named.close(PATIENCE)
     return str(caught.value)
 
 
@@ -192,15 +190,15 @@ def group_and_join(named: Named) -> int:
         for i, t in enumerate(pair)
     ]
     for one in pending:
-        one.wait(TIMEOUT)
+        one.wait(PATIENCE)
     assert len({one._work.operation for one in pending}) == 1  # type: ignore[attr-defined]
     for batch in range(2 * (named.rank + 1)):
         tensor = torch.full((2,), float(named.rank))
-        named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "loss").wait(TIMEOUT)
+        named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "loss").wait(PATIENCE)
         assert torch.all(tensor == (1.0 if batch >= 2 else 0.5))
     ticket = named.join()
-    ticket.wait(TIMEOUT)
-    named.close(TIMEOUT)
+    ticket.wait(PATIENCE)
+    named.close(PATIENCE)
     return ticket.last_joined
 
 
@@ -213,7 +211,7 @@ def die(named: Named) -> str | None:
         os._exit(1)
     tensor = torch.ones(3)
     with pytest.raises(PeerLost) as caught:
-        named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "grad").wait(TIMEOUT)
+        named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "grad").wait(PATIENCE)
     return str(caught.value)
 
 
@@ -233,12 +231,9 @@ def stall(named: Named, record: str) -> str:
             named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "other")
         pending = named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), f"only {named.rank}")
         with pytest.raises(Aborted) as caught:
-            pending.wait(TIMEOUT)
-        deadline = time.monotonic() + TIMEOUT
-        while named.rank == 0 and not Path(log.name).read_text():  # another thread writes it, after the abort
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.01)
-            log.flush()
+            pending.wait(PATIENCE)
+        # Another thread writes it, after the abort.
+        await_that(lambda: log.flush() or named.rank != 0 or Path(log.name).read_text(), "the warning")
         return str(caught.value)
 
 
@@ -255,16 +250,14 @@ def dump(named: Named, record: str) -> bool:
     with open(f"{record}.{named.rank}", "w+") as log:
         sys.stderr = sys.__stderr__ = log  # type: ignore[misc]
         tensor = torch.ones(3)
-        deadline = time.monotonic() + TIMEOUT
         if named.rank == 0:
             early = named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "late")
-        while "most recent call first" not in Path(log.name).read_text():  # the other's thread writes it
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.01)
+        # The other's thread writes it.
+        await_that(lambda: "most recent call first" in Path(log.name).read_text(), "the stacks")
         if named.rank == 1:
             early = named.submit(operation.all_reduce(tensor, tensor, "mean", named.size), "late")
-        early.wait(TIMEOUT)
-        named.close(TIMEOUT)
+        early.wait(PATIENCE)
+        named.close(PATIENCE)
     return True
 
 
@@ -285,10 +278,10 @@ def on_two_engines(named: Named) -> list[bool]:
         "summed": operation.all_reduce(summed, summed, "sum", named.size),
     }
     for one in [named.submit(call, name) for name, call in calls.items()]:
-        one.wait(TIMEOUT)
+        one.wait(PATIENCE)
     assert torch.all(told == 1)
     assert torch.all(summed == named.size)
-    named.close(TIMEOUT)
+    named.close(PATIENCE)
     timeline.close()
     events = timeline.drain(0.0).decode()
     return [name in events for name in calls]
@@ -308,11 +301,11 @@ def test_a_world_of_one_works() -> None:
     config, world = Config(executor="shm"), World()
     named = Named(executors.connect(config, world, Alone(1)), config, world, Alone(1))
     tensor = torch.full((3,), 2.0)
-    named.submit(operation.all_reduce(tensor, tensor, "mean", 1), "x").wait(TIMEOUT)
+    named.submit(operation.all_reduce(tensor, tensor, "mean", 1), "x").wait(PATIENCE)
     assert torch.all(tensor == 2)
     with pytest.raises(ValueError, match="has a name and a size"):
         named.submit(operation.all_reduce(tensor, tensor, "mean", 1), "x", "group")
-    named.close(TIMEOUT)
+    named.close(PATIENCE)
 
 
 def test_a_stall_is_described_with_steps() -> None:
@@ -344,6 +337,6 @@ def wait_for_the_rest(named: Named) -> str:
         pending.wait(0.05)
     named.submit(operation.all_reduce(tensor, tensor, "mean", 1), "y", "pair", 2)
     ticket = named.join()
-    ticket.wait(TIMEOUT)
+    ticket.wait(PATIENCE)
     assert ticket.received == []
     return str(caught.value)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.ranks import TIMEOUT, spawn
+from harness.patience import PATIENCE
+from harness.ranks import spawn
 from numpy.typing import NDArray
 
 from dadt import _core
@@ -43,10 +44,10 @@ def average(engine: _core.Engine, rank: int, world_size: int, weights: list[floa
     work = engine.allreduce(
         layout(arrays), addresses(arrays), addresses(outputs), "grads", weights[rank], bytes([rank]) * 40
     )
-    work.wait(TIMEOUT)
+    work.wait(PATIENCE)
     assert work.done and work.name == "grads"
     assert work.seconds >= 0 and work.waited >= 0
-    engine.close(TIMEOUT)
+    engine.close(PATIENCE)
     assert engine.closed and engine.error is None
     return outputs, work.lanes, work.weight_sum
 
@@ -69,15 +70,15 @@ def mix(engine: _core.Engine, rank: int, world_size: int) -> bool:
         array = np.full(step * 37, rank, np.float64)
         mean = engine.allreduce(layout([array], _core.DType.float64), addresses([array]), addresses([array]), "a")
         gathered = engine.allgather(b"x" * (rank * step * 100), "b")
-        gathered.wait(TIMEOUT)
+        gathered.wait(PATIENCE)
         assert mean.done  # in order
         assert np.all(array == (world_size - 1) / 2)
         assert gathered.lanes == [b"x" * (r * step * 100) for r in range(world_size)]
         tensor = np.full((11, 13), rank, np.int8)
         root = step % world_size
-        engine.broadcast(layout([tensor], _core.DType.int8), addresses([tensor]), root, "c").wait(TIMEOUT)
+        engine.broadcast(layout([tensor], _core.DType.int8), addresses([tensor]), root, "c").wait(PATIENCE)
         assert np.all(tensor == root)
-    engine.close(TIMEOUT)
+    engine.close(PATIENCE)
     return True
 
 
@@ -93,9 +94,9 @@ def differ(engine: _core.Engine, rank: int, world_size: int) -> str:
     else:
         work = engine.allgather(b"", "end")
     with pytest.raises(Mismatch) as caught:
-        work.wait(TIMEOUT)
+        work.wait(PATIENCE)
     with pytest.raises(Mismatch):
-        engine.allgather(b"", "later").wait(TIMEOUT)
+        engine.allgather(b"", "later").wait(PATIENCE)
     with pytest.raises(Mismatch):
         _ = work.lanes
     assert engine.error == str(caught.value)
@@ -111,11 +112,11 @@ def test_ranks_in_different_operations_learn_of_both() -> None:
 
 
 def die_or_wait(engine: _core.Engine, rank: int, world_size: int) -> str:
-    engine.allgather(b"", "start").wait(TIMEOUT)
+    engine.allgather(b"", "start").wait(PATIENCE)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLost) as caught:
-        engine.allgather(b"", "after").wait(TIMEOUT)
+        engine.allgather(b"", "after").wait(PATIENCE)
     return str(caught.value)
 
 
@@ -132,7 +133,7 @@ def be_silent(engine: _core.Engine, rank: int, world_size: int) -> str:
         threading.Timer(1.0, late.set).start()
         late.wait()
     with pytest.raises(CommTimeout) as caught:
-        engine.allgather(b"", "start").wait(TIMEOUT)
+        engine.allgather(b"", "start").wait(PATIENCE)
     return str(caught.value)
 
 
@@ -150,7 +151,7 @@ def abort(engine: _core.Engine, rank: int, world_size: int) -> str:
         work = engine.allgather(b"", "never")
     assert work is not None
     with pytest.raises(Aborted) as caught:
-        work.wait(600)
+        work.wait(5 * PATIENCE)
     assert time.monotonic() - start < 300
     return str(caught.value)
 
@@ -159,12 +160,12 @@ def test_abort_reaches_everybody() -> None:
     assert spawn(2, abort, timeout=600.0) == ["rank 1 gave up: rank 1 had enough", "rank 1 had enough"]
 
 
-def lonely(timeout: float = TIMEOUT) -> _core.Engine:
+def lonely(timeout: float = PATIENCE) -> _core.Engine:
     return _core.Engine(_core.NullExecutor(0, 1), 0, 1, timeout)
 
 
 def test_pull_mode_runs_operations_in_a_python_thread() -> None:
-    engine = _core.Engine(None, 0, 2, TIMEOUT)
+    engine = _core.Engine(None, 0, 2, PATIENCE)
     assert engine.pull(0.01) is None
     kinds: list[str] = []
 
@@ -187,9 +188,9 @@ def test_pull_mode_runs_operations_in_a_python_thread() -> None:
     array, out = np.arange(6, dtype=np.float32), np.zeros(6, np.float32)
     reduced = engine.allreduce(layout([array]), addresses([array]), addresses([out]), "a", weight=3.0, lane=b"l")
     gathered = engine.allgather(b"mine", "b")
-    gathered.wait(TIMEOUT)
-    engine.close(TIMEOUT)
-    thread.join(TIMEOUT)
+    gathered.wait(PATIENCE)
+    engine.close(PATIENCE)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert kinds == ["allreduce", "allgather"]
     np.testing.assert_array_equal(out, array * 1.5)
@@ -198,15 +199,15 @@ def test_pull_mode_runs_operations_in_a_python_thread() -> None:
 
 
 def test_a_failed_job_is_the_engines_error() -> None:
-    engine = _core.Engine(None, 0, 2, TIMEOUT)
+    engine = _core.Engine(None, 0, 2, PATIENCE)
     work = engine.allgather(b"", "a")
-    job = engine.pull(TIMEOUT)
+    job = engine.pull(PATIENCE)
     assert job is not None
     job.fail("no route to host")
     with pytest.raises(CommError, match="no route to host"):
-        work.wait(TIMEOUT)
+        work.wait(PATIENCE)
     assert engine.error == "no route to host"
-    engine.close(TIMEOUT)
+    engine.close(PATIENCE)
 
 
 @pytest.fixture
@@ -219,35 +220,35 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_wait_has_a_deadline_and_sees_ctrl_c() -> None:
-    engine = _core.Engine(None, 0, 2, TIMEOUT)
+    engine = _core.Engine(None, 0, 2, PATIENCE)
     work = engine.allgather(b"", "slow")
     with pytest.raises(CommTimeout, match=r'allgather "slow" was not done within 0.05 s'):
         work.wait(0.05)
     assert not work.done
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        work.wait(TIMEOUT)
+        work.wait(PATIENCE)
 
 
 def test_wait_lets_other_threads_run() -> None:
-    engine = _core.Engine(None, 0, 2, TIMEOUT)
+    engine = _core.Engine(None, 0, 2, PATIENCE)
     work = engine.allgather(b"", "slow")
 
     def finish() -> None:
-        job = engine.pull(TIMEOUT)
+        job = engine.pull(PATIENCE)
         assert job is not None
         job.finish([b"", b""], 0, 0, 0)
 
     thread = threading.Thread(target=finish)
     thread.start()
-    work.wait(TIMEOUT)  # would never return with the GIL held
-    thread.join(TIMEOUT)
+    work.wait(PATIENCE)  # would never return with the GIL held
+    thread.join(PATIENCE)
 
 
 def test_a_fork_is_inert_and_leaves_the_parent_alone() -> None:
     engine = lonely()
     work = engine.allgather(b"mine", "before")
-    work.wait(TIMEOUT)
+    work.wait(PATIENCE)
     child = os.fork()
     if child == 0:
         status = 1
@@ -262,9 +263,9 @@ def test_a_fork_is_inert_and_leaves_the_parent_alone() -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    engine.allgather(b"", "after").wait(TIMEOUT)
+    engine.allgather(b"", "after").wait(PATIENCE)
     assert engine.error is None
-    engine.close(TIMEOUT)
+    engine.close(PATIENCE)
 
 
 def test_bad_arguments_are_value_errors() -> None:
@@ -280,7 +281,7 @@ def test_bad_arguments_are_value_errors() -> None:
         _core.ShmExecutor(2, 2)
     with pytest.raises(ValueError, match="no floating dtype"):
         _core.predict(_core.DType.int32, [3], addresses([array]), addresses([array]), 1.0)
-    engine.close(TIMEOUT)
+    engine.close(PATIENCE)
     with pytest.raises(RuntimeError, match="closed"):
         engine.allgather(b"", "late")
 
@@ -317,7 +318,7 @@ def test_a_process_that_ends_without_closing_ends() -> None:
         "p = _core.Engine(None, 0, 2, 5.0)\n"
         "w = p.allgather(b'', 'never')\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0
 
 
 def give_up(engine: _core.Engine, rank: int, world_size: int, reason: str) -> str:
@@ -327,7 +328,7 @@ def give_up(engine: _core.Engine, rank: int, world_size: int, reason: str) -> st
     work = engine.allreduce(layout([array]), addresses([array]), addresses([array]), "a") if rank else None
     with pytest.raises(Aborted) if work is not None else nullcontext():
         if work is not None:
-            work.wait(TIMEOUT)
+            work.wait(PATIENCE)
     assert engine.error is not None
     return engine.error
 
@@ -346,9 +347,9 @@ def add_between(engine: _core.Engine, rank: int, world_size: int, dtype: str, of
     array = memory[start : start + count * np.dtype(dtype).itemsize].view(dtype)
     array[:] = rank
     engine.allreduce(layout([array], getattr(_core.DType, dtype)), addresses([array]), addresses([array]), "a").wait(
-        TIMEOUT
+        PATIENCE
     )
-    engine.close(TIMEOUT)
+    engine.close(PATIENCE)
     return bool(np.all(array == (world_size - 1) / 2))
 
 

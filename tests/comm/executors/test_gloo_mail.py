@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE
 from torch.distributed import FileStore
 
 from dadt import _core
@@ -60,7 +61,7 @@ def test_a_message_arrives_though_nobody_keeps_its_handle(connected):
     mails[0].send(torch.full((100_000,), 7.0), 1, 5)
     gc.collect()
     got = torch.zeros(100_000)
-    mails[1].receive(got, 0, 5).wait(30)
+    mails[1].receive(got, 0, 5).wait(PATIENCE)
     assert bool((got == 7).all())
 
 
@@ -78,7 +79,7 @@ def test_a_message_that_is_looked_at_may_come_later_than_the_groups_timeout(conn
     both(lambda rank: mails[rank].allreduce(tensors[rank], "sum"))
     assert all(tensor.tolist() == [2.0] * 4 for tensor in tensors)
     mails[0].send(torch.ones(4), 1, 8)
-    receive.wait(30)
+    receive.wait(PATIENCE)
     assert receive.done
     assert got.tolist() == [1.0] * 4
 
@@ -91,10 +92,10 @@ def test_a_message_of_another_length_is_an_error_and_the_next_one_arrives(connec
     got = torch.zeros(5)
     right = mails[1].receive(got, None, 6)
     with pytest.raises(Mismatch, match=f"rank 0 sent a message of {4 * sent} bytes, and .* has {4 * expected}"):
-        wrong.wait(30)
-    right.wait(30)
+        wrong.wait(PATIENCE)
+    right.wait(PATIENCE)
     for send in sends:
-        send.wait(30)
+        send.wait(PATIENCE)
     assert got.tolist() == [2.0] * 5 and right.source == 0
 
 
@@ -108,7 +109,7 @@ def test_an_abort_ends_waits_for_others_than_the_rank_that_is_gone(connected):
         mails[0].broadcast(torch.zeros(4), 1)
     mails[0].abort()
     with pytest.raises((PeerLost, CommTimeout)):
-        receive.wait(30)
+        receive.wait(PATIENCE)
     assert time.monotonic() - begun < 20
 
 

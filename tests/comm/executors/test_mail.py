@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from harness.patience import PATIENCE
 
 from dadt import _core
 from dadt.comm.executors.point_to_point import NoPointToPoint, SharedMemoryMessages
@@ -38,8 +39,8 @@ def test_a_tensor_arrives(mails, count):
     sent = torch.arange(count, dtype=torch.float64)
     got = torch.zeros(count, dtype=torch.float64)
     receive = mails[1].receive(got, None, 3)
-    mails[0].send(sent, 1, 3).wait(30)
-    receive.wait(30)
+    mails[0].send(sent, 1, 3).wait(PATIENCE)
+    receive.wait(PATIENCE)
     assert receive.done and receive.source == 0
     assert torch.equal(got, sent)
 
@@ -49,7 +50,7 @@ def test_memory_lives_though_nobody_keeps_the_tensor(mails):
     gc.collect()
     torch.full((LONG,), 1.0)  # takes the place, if that is free
     got = torch.empty(LONG)
-    mails[1].receive(got, 0).wait(30)
+    mails[1].receive(got, 0).wait(PATIENCE)
     assert bool((got == 7).all())
 
 
@@ -61,7 +62,7 @@ def test_a_wait_that_is_too_long_names_the_rank_and_may_go_on(mails):
     with pytest.raises(CommTimeout, match=r"rank 0 did not send a message with tag 4 within 0\.05 s"):
         receive.wait(0.05)
     mails[0].send(torch.ones(3), 1, 4)
-    receive.wait(30)
+    receive.wait(PATIENCE)
     assert got.tolist() == [1, 1, 1]
 
 
@@ -70,16 +71,16 @@ def test_lengths_that_differ_are_an_error_on_both_sides(mails):
     receive = mails[1].receive(torch.zeros(LONG + 1), 0)
     for transit in (send, receive):
         with pytest.raises(Mismatch, match=rf"rank 0 sends .* {4 * LONG} bytes .* which expects {4 * LONG + 4}"):
-            transit.wait(30)
+            transit.wait(PATIENCE)
 
 
 def test_the_end_of_either_side_ends_the_wait(mails):
     mine, other = mails[0].receive(torch.zeros(1), 1), mails[1].receive(torch.zeros(1), 0)
     mails[1].close()
     with pytest.raises(Aborted, match="closed"):
-        other.wait(30)
+        other.wait(PATIENCE)
     with pytest.raises(PeerLost, match=r"rank 1 .* has ended"):
-        mine.wait(30)
+        mine.wait(PATIENCE)
     with pytest.raises(PeerLost, match="closed"):
         mails[1].send(torch.zeros(1), 0)
 

@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 import numpy as np
-from harness.ranks import TIMEOUT, spawn
+from harness.patience import PATIENCE
+from harness.ranks import spawn
 from numpy.typing import NDArray
 
 STEPS, RATE, ROWS, FEATURES = 200, 0.1, 64, 10
@@ -35,22 +36,22 @@ def train(engine: Any, rank: int, world_size: int) -> tuple[bytes, list[float]]:
     x, y = data(rank)
     weights, bias = np.random.default_rng(100 + rank).standard_normal(FEATURES), np.zeros(1)
     layout = _core.Layout(_core.DType.float64, [FEATURES, 1])
-    engine.broadcast(layout, [weights.ctypes.data, bias.ctypes.data], 0, "start").wait(TIMEOUT)
+    engine.broadcast(layout, [weights.ctypes.data, bias.ctypes.data], 0, "start").wait(PATIENCE)
     losses, pending = [], None
     for step in range(STEPS):
         mine = gradient(weights, bias, x, y)
         losses.append(float(np.mean((x @ weights + bias - y) ** 2)))
         if pending is not None:
             work, means, _ = pending
-            work.wait(TIMEOUT)
+            work.wait(PATIENCE)
             weights -= RATE * means[0]
             bias -= RATE * means[1]
         means = [np.empty_like(g) for g in mine]
         work = engine.allreduce(layout, [g.ctypes.data for g in mine], [m.ctypes.data for m in means], f"step {step}")
         pending = work, means, mine  # the inputs live until the work is done
     assert pending is not None
-    pending[0].wait(TIMEOUT)
-    engine.close(TIMEOUT)
+    pending[0].wait(PATIENCE)
+    engine.close(PATIENCE)
     return weights.tobytes() + bias.tobytes(), losses
 
 
@@ -78,6 +79,6 @@ def test_two_ranks_train_without_torch() -> None:
 
 def test_the_package_and_the_core_load_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import dadt, dadt._core; print(dadt._core.simd)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0
     code = "import sys, dadt, dadt._core; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0

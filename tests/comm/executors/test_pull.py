@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE
 
 from dadt import _core
 from dadt.comm.bucket import Bucket
@@ -43,7 +44,7 @@ def averaged(executor: Any, made: Bucket, inputs: list[torch.Tensor]) -> None:
     try:
         pointers = [t.data_ptr() for t in inputs]
         room = {"flat": made.flats[0].data_ptr(), "room": made.room(0)}
-        engine.allreduce(made.layout, pointers, made.pointers[0], "mean", 1.0, LANE, **room).wait(30.0)
+        engine.allreduce(made.layout, pointers, made.pointers[0], "mean", 1.0, LANE, **room).wait(PATIENCE)
     finally:
         engine.close(30.0)
         thread.join()

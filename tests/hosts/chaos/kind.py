@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness import cgroup
 from harness.disk import MOUNT, fill
+from harness.patience import await_that
 from hosts.chaos.struck import RANKS, SAVES, Struck
 
 BRIEF = 3.0
@@ -47,9 +47,12 @@ def kill_first(job: Struck) -> set[int]:
 
 def in_save(job: Struck, number: int) -> set[int]:
     """Rank 0 writes a file beside the one that is there, and renames it."""
-    pid, deadline = job.worker(0), time.monotonic() + 20.0
-    while not any(name.startswith(".dadt-") for name in os.listdir(job.folder / SAVES)):  # it is there for a moment
-        assert time.monotonic() < deadline, "no save began for 20 s"
+    pid, saves = job.worker(0), job.folder / SAVES
+
+    def begun() -> bool:
+        return any(name.startswith(".dadt-") for name in os.listdir(saves))
+
+    await_that(begun, "a save", meanwhile=lambda: None)  # it is there for a moment
     os.kill(pid, number)
     return {0}
 

@@ -17,11 +17,10 @@ from pathlib import Path
 import torch
 from harness.disk import small_disk
 from harness.host_run import HostRun
-from harness.machine import Network, await_that
+from harness.machine import Network
+from harness.patience import await_that
 from hosts.chaos.kind import KINDS, LOGS, Kind
 from hosts.chaos.struck import BATCH, OPTIONS, RANKS, SAVES, SCRIPT, STEPS, TRAININGS, WAITS, Struck, Training
-
-SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def _try_out(
     hosts = ["-np", "4", "-H", network.list(len(RANKS) // training.hosts)]
     run = HostRun(network, folder, SCRIPT, [*hosts, *options, "train.py", str(step)], {})
     try:
-        await_that(lambda: all((folder / f"here{rank}").exists() for rank in RANKS), f"step {step}", SECONDS)
+        await_that(lambda: all((folder / f"here{rank}").exists() for rank in RANKS), f"step {step}")
         job = Struck(network, folder, seed, chance, stack)
         job.pause(chance.uniform(0.0, 0.02))  # so that it strikes anywhere in a step
         at = time.time()

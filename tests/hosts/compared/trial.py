@@ -8,15 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.machine import Network, await_that
+from harness.machine import Network
+from harness.patience import PATIENCE, await_that
 from hosts.compared.fault import Fault, Victim
 from hosts.compared.system import Processes, System
 from hosts.compared.watch import Step, Watch
 
 STEPS = 600
 START_SECONDS = 240.0
-SECONDS = 120.0
-"""After which a training that takes no new step hangs."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def _await_end(processes: Processes, watch: Watch) -> bool:
         if watch.reached() > reached:
             reached, since = watch.reached(), time.monotonic()
         # One that is stopped or cut off does not end by itself, which concerns nobody once others are at the end.
-        if time.monotonic() > since + (15.0 if reached >= STEPS else SECONDS):
+        if time.monotonic() > since + (15.0 if reached >= STEPS else PATIENCE):
             return False
         time.sleep(0.05)
     return True

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import forkserver, lightened
+from harness.patience import PATIENCE
 
 DADT = Path(sys.executable).with_name("dadt")
 
@@ -52,7 +53,9 @@ def command(folder: Path, script: str, *arguments: str, plain: bool = False) -> 
     (folder / "train.py").write_text(lightened(text) if plain else text)
     line = [sys.executable] if plain else [str(DADT), "run", *arguments, *forkserver.command()]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DADT_")} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([*line, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [*line, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 def run(folder: Path, script: str, *arguments: str, size: int = 2, plain: bool = False):

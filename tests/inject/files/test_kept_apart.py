@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import forkserver
 from harness.job import LAUNCHERS
+from harness.patience import PATIENCE
 
 from dadt.inject.files.install import Scope
 from dadt.inject.files.saving import PATIENCE_SECONDS
@@ -44,7 +45,7 @@ def job(tmp_path: Path):
         an argument of the script."""
         (tmp_path / "train.py").write_text(first + HEAD + textwrap.dedent(script))
         command = [*LAUNCHERS["dadt run"](2), *flags, *(() if first else forkserver.command()), "train.py", last]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == code, done.stderr
         told = [json.loads(line[4:]) for line in sorted(done.stdout.splitlines()) if line[:4] in ("[0] ", "[1] ")]
         return told, done.stderr

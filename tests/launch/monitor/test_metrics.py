@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from harness import ROOT
-from harness.run import DADT, Run, await_that
+from harness.patience import PATIENCE, await_that
+from harness.run import DADT, Run
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -64,7 +65,7 @@ FAIL = WAIT + "\nif rank == 1: control.failed('ValueError', 'bad'); raise System
 
 def page(url: str) -> dict[str, list[Any]]:
     """Samples by name, as Prometheus's own reader takes them."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
         text = answer.read().decode()
     found: dict[str, list[Any]] = {}
     for family in text_string_to_metric_families(text):
@@ -137,7 +138,7 @@ def test_a_real_job_is_scraped_and_read_by_tensorboard_and_reported(start: Calla
     result = run.finish()
     assert result.code == 0, result.err
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(url, timeout=10)
+        urllib.request.urlopen(url, timeout=PATIENCE)
 
     for rank in (0, 1):
         reader = events_of(run.folder / "tb" / run.job / f"rank{rank}")
@@ -159,7 +160,7 @@ def test_a_real_job_is_scraped_and_read_by_tensorboard_and_reported(start: Calla
         least = sum(bound(int(size)) * count for size, count in times["counts"].items())
         assert least <= times["seconds"] <= least * bound(1) * 1.0001
         assert times["seconds"] >= (STEPS - 1) * 0.005
-    done = subprocess.run([*DADT, "report"], cwd=run.folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*DADT, "report"], cwd=run.folder, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
     words = Words((run.folder / done.stdout.strip()).read_text())
     for word in ("done", "algorithm", "rank: samples per second", "Waiting", "median", "exposed wait", "Hosts"):

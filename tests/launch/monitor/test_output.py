@@ -10,7 +10,8 @@ import textwrap
 import time
 
 import pytest
-from harness.run import DADT, SECONDS, await_that, left_of
+from harness.patience import PATIENCE, await_that
+from harness.run import DADT, left_of
 
 from dadt.config.config import Config
 from dadt.errors import ConfigError
@@ -151,7 +152,7 @@ def test_a_reader_that_leaves_ends_the_job(start):
     run.process.stdout.read(10_000)
     run.process.stdout.close()
     run.process.stdout = None
-    run.process.communicate(timeout=60)
+    run.process.communicate(timeout=PATIENCE)
     assert run.process.returncode == 141
 
 
@@ -167,7 +168,7 @@ def test_a_file_that_is_full_ends_no_training(tmp_path, stream):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with open("/dev/full", "wb") as full:
         command = [*DADT, "run", "-np", "2", "train.py"]
-        done = subprocess.run(command, cwd=tmp_path, timeout=SECONDS, text=True, **{**pipes, stream: full})
+        done = subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, text=True, **{**pipes, stream: full})
     assert done.returncode == 0
     other = done.stderr if stream == "stdout" else done.stdout
     assert f"dadt: warning: {stream} is incomplete: No space left on device\n" in other
@@ -180,7 +181,7 @@ def test_what_cannot_be_shown_is_told(tmp_path, arguments):
     (tmp_path / "train.py").write_text("")
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [*DADT, *arguments], cwd=tmp_path, timeout=SECONDS, text=True, stdout=full, stderr=subprocess.PIPE
+            [*DADT, *arguments], cwd=tmp_path, timeout=PATIENCE, text=True, stdout=full, stderr=subprocess.PIPE
         )
     assert (done.returncode, done.stderr) == (1, "dadt: stdout: No space left on device\n")
 
@@ -208,7 +209,7 @@ def slow_reader(start, lines: int, *arguments: str):
 def test_a_reader_that_comes_late_gets_everything_of_a_job_that_ended_well(start):
     run = slow_reader(start, 48000)
     time.sleep(6.0)  # longer than anybody waits for anything at a job's end: the pause itself is what is tested
-    out, err = run.process.communicate(timeout=60)
+    out, err = run.process.communicate(timeout=PATIENCE)
     assert run.process.returncode == 0, err
     assert out.count(b"\n") == 48000
 
@@ -220,7 +221,7 @@ def test_a_reader_that_is_slow_all_the_time_does_not_lose_the_job(start):
     while chunk := os.read(run.process.stdout.fileno(), 8192):
         read += chunk
         time.sleep(0.1)  # the pause itself is what is tested
-    _, err = run.process.communicate(timeout=60)
+    _, err = run.process.communicate(timeout=PATIENCE)
     assert run.process.returncode == 0, err
     assert read.count(b"\n") == 3000
 
@@ -229,9 +230,9 @@ def test_signals_count_while_nobody_reads(start):
     run = slow_reader(start, 400000)
     await_that(lambda: run.process.poll() is None and left_of(run.job), "the worker")
     run.process.send_signal(signal.SIGTERM)
-    await_that(lambda: not left_of(run.job), "the end of the worker", 20.0)
+    await_that(lambda: not left_of(run.job), "the end of the worker")
     run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(20.0) == 143
+    assert run.process.wait(PATIENCE) == 143
 
 
 def test_agents_are_not_overdue_while_nobody_reads_what_they_say() -> None:

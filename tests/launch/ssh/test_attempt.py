@@ -7,6 +7,7 @@ from concurrent.futures import wait
 from typing import Any
 
 import pytest
+from harness.patience import PATIENCE
 
 from dadt.errors import LaunchError
 from dadt.launch.hosts.host import Host
@@ -27,7 +28,7 @@ def test_so_many_at_once_and_no_more() -> None:
             most = max(most, running)
             if running == AT_ONCE:
                 full.set()
-        assert full.wait(10.0)
+        assert full.wait(PATIENCE)
         with lock:
             running -= 1
         return host.name
@@ -61,12 +62,12 @@ def test_none_begins_after_the_end() -> None:
 
     def attempt(host: Host, deadline: float) -> Any:
         begun.set()
-        assert go_on.wait(10.0)
+        assert go_on.wait(PATIENCE)
         raise Transient("not now")
 
     attempts = Attempts(attempt)
     futures = attempts.begin(HOSTS, 20.0)
-    assert begun.wait(10.0)
+    assert begun.wait(PATIENCE)
     attempts.close()
     waiting = [future for future in futures if future.cancel()]
     go_on.set()
