@@ -27,7 +27,7 @@ from dadt.control import job_folder
 from dadt.errors import CommTimeout
 from dadt.inject.after_import import after_import
 from dadt.inject.files.overlay import Overlay
-from dadt.inject.rank import Rank
+from dadt.train.runtime import Runtime
 from dadt.world import World
 
 POLL_SECONDS = 0.05
@@ -136,7 +136,7 @@ def in_turn(turn: Turn, original: Callable[..., Any], folder: str, made: str = "
     return call
 
 
-def install(runtime: Rank, overlay: Overlay | None = None) -> None:
+def install(runtime: Runtime, overlay: Overlay | None = None) -> None:
     config = runtime.config
     if not config.lock_downloads or runtime.world.world_size == 1:
         return

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dadt.inject.failure import is_users
+from dadt.train.runtime import Runtime
 
 VARIABLES = frozenset(
     {"RANK", "LOCAL_RANK", "DADT_RANK", "DADT_LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"}
@@ -34,13 +35,7 @@ ENVIRONMENT = ("os", "collections.abc")
 OURS = ("torch", "dadt")
 
 
-class Learner(Protocol):
-    """The object whose `knows_rank` is set once the script knows its rank."""
-
-    knows_rank: bool
-
-
-def install(runtime: Learner) -> None:
+def install(runtime: Runtime) -> None:
     """The script's own code reads its rank from the environment, or any code but torch's asks a process group for it.
 
     A library that reads the environment may only look for a launcher. HIDDEN_FROM find none on machines without GPUs,
@@ -69,7 +64,7 @@ def _names_a_variable(module: Any) -> bool:
         return False
 
 
-def _watch_environment(runtime: Learner) -> None:
+def _watch_environment(runtime: Runtime) -> None:
     kind = type(os.environ)
     original, walk = kind.__getitem__, kind.__iter__
     hidden_from = frozenset() if torch.cuda.is_available() else HIDDEN_FROM
@@ -106,7 +101,7 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def _asked(original: Callable[..., int], runtime: Learner) -> Callable[..., int]:
+def _asked(original: Callable[..., int], runtime: Runtime) -> Callable[..., int]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> int:
         if not runtime.knows_rank:
@@ -116,7 +111,7 @@ def _asked(original: Callable[..., int], runtime: Learner) -> Callable[..., int]
     return call
 
 
-def _made(original: Callable[..., None], runtime: Learner) -> Callable[..., None]:
+def _made(original: Callable[..., None], runtime: Runtime) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)

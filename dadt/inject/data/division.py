@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from dadt.inject.data.feed import LoadingRank
+    from dadt.train.runtime import Runtime
 
 
 class Division(NamedTuple):
@@ -24,17 +24,17 @@ class Division(NamedTuple):
         return self.readers < self.shares
 
 
-def begun(rank: LoadingRank) -> Division:
+def begun(rank: Runtime) -> Division:
     """The division with which the job began: each rank reads its share, and those of lost ranks are left out."""
     return Division(rank.world.rank, rank.world.world_size, rank.shares)
 
 
-def left_out(rank: LoadingRank) -> Division:
+def left_out(rank: Runtime) -> Division:
     """A division in which each rank reads its share, and shares without a rank are left out."""
     return Division(rank.world.rank, rank.shares, rank.shares)
 
 
-def agree(rank: LoadingRank, name: str) -> Division:
+def agree(rank: Runtime, name: str) -> Division:
     """A pass over `name` begins, on all ranks between the same steps. One may know of a loss by then that another has
     not heard of, so all gather who is there: what is gathered is the same on all, whatever happens meanwhile. Waits
     for all ranks."""
@@ -46,7 +46,7 @@ def agree(rank: LoadingRank, name: str) -> Division:
     return Division(readers.index(rank.world.rank), len(readers), rank.shares)
 
 
-def missing(rank: LoadingRank, lost: int, loaders: Sequence[tuple[str, int | None]]) -> str:
+def missing(rank: Runtime, lost: int, loaders: Sequence[tuple[str, int | None]]) -> str:
     """Says what becomes of the shares of `lost` lost ranks. loaders: names of the loaders that train, each with its
     samples in a pass, or None if they are not known."""
     if rank.config.redistribute:

@@ -20,7 +20,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable
 from types import FrameType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -32,7 +32,7 @@ from dadt.inject.after_import import after_import
 from dadt.inject.data.reachable import reachable
 from dadt.inject.data.seed import Streams, python_generator
 from dadt.inject.failure import is_users
-from dadt.inject.rank import Rank
+from dadt.train.runtime import Runtime
 
 GENERATORS = ("numpy", "random", "scipy", "sklearn", "torch", "uuid", "dadt")
 """Who asks them asks for a generator; in a module of another name they are the library that has it made."""
@@ -47,19 +47,10 @@ KEPT_GENERATORS = 64
 """Generators of torch that are remembered, as nothing else finds them."""
 
 
-class EntropyRank(Rank, Protocol):
-    """A rank, as what asks for entropy needs it."""
-
-    @property
-    def script_is_distributed(self) -> bool: ...
-    @property
-    def on_training_thread(self) -> bool: ...
-
-
 class Entropy:
     """The seeds that this process has given in place of the system's."""
 
-    def __init__(self, rank: EntropyRank, streams: Streams) -> None:
+    def __init__(self, rank: Runtime, streams: Streams) -> None:
         self._rank, self._streams = rank, streams
         self._pid = os.getpid()
         self._asked: Counter[str] = Counter()
@@ -287,7 +278,7 @@ def _set_method(kind: type, name: str, method: Callable[..., Any]) -> None:
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
 
 
-def install(rank: EntropyRank, streams: Streams) -> Entropy:
+def install(rank: Runtime, streams: Streams) -> Entropy:
     """Install the seeds in the places of the system's entropy. Nothing is changed unless `streams` is enabled."""
     entropy = Entropy(rank, streams)
     if streams.enabled:

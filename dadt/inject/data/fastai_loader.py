@@ -10,17 +10,17 @@ from typing import Any, Protocol
 import torch
 
 from dadt.errors import ConfigError
-from dadt.inject.data.feed import LoadingRank
 from dadt.inject.data.role import EVALUATES, TRAINS, Role
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import PerRank, Piece
 from dadt.train.batch_weight import Pass
+from dadt.train.runtime import Runtime
 
 
 class Loaders(Protocol):
     """The loaders of the script, as those of fastai need them."""
 
-    runtime: LoadingRank
+    runtime: Runtime
     streams: Streams
     pid: int
     gives_shares: bool

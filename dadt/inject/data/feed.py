@@ -6,60 +6,19 @@ import functools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Piece, Share
-from dadt.inject.rank import Rank
 from dadt.train.batch_weight import Pass
+from dadt.train.runtime import Runtime
 
 if TYPE_CHECKING:
-    from dadt.train.gathering import Gathering
+    pass
 
 
 FEW_BATCHES = 3
 """A script may fetch fewer ahead of the first backward."""
-
-
-class LoadingRank(Rank, Protocol):
-    """A rank as its DataLoaders need it."""
-
-    missing: Callable[[int], str]
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def shares(self) -> int: ...
-    @property
-    def backwards(self) -> int: ...
-    @property
-    def began(self) -> bool: ...
-    @property
-    def registered(self) -> bool: ...
-    @property
-    def script_is_distributed(self) -> bool: ...
-    @property
-    def explicit(self) -> bool: ...
-    @property
-    def fitting(self) -> bool: ...
-    @property
-    def replaying(self) -> bool: ...
-    @property
-    def replays_to(self) -> int: ...
-    @property
-    def aside(self) -> Callable[[], AbstractContextManager[None]]: ...
-    @property
-    def together(self) -> bool: ...
-    @property
-    def on_training_thread(self) -> bool: ...
-    def say(self, text: str, level: str = "info") -> None: ...
-    def trains(self) -> bool: ...
-    def claim(self) -> None: ...
-    def allgather(self, name: str, data: bytes) -> Gathering: ...
-    def wait(self, work: Gathering) -> None: ...
-    def drew(self, source: Pass, samples: int, nominal: int) -> None: ...
-    def pass_over(self, source: Pass) -> None: ...
 
 
 class Order:
@@ -116,7 +75,7 @@ class Feed:
     def __init__(
         self,
         share: Share,
-        runtime: LoadingRank,
+        runtime: Runtime,
         streams: Streams,
         name: str,
         draws_on: bool,
@@ -204,7 +163,7 @@ class Undecided:
 
     def __init__(
         self,
-        runtime: LoadingRank,
+        runtime: Runtime,
         begin: Callable[[], Iterator[Any]],
         length: Callable[[], int],
         over: Callable[[bool], None],

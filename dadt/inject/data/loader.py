@@ -16,14 +16,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    IterDataPipe,
-    MapDataPipe,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe, SequentialSampler
 
 from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
@@ -33,7 +26,7 @@ from dadt.inject.data.division import Division, agree, begun, left_out, missing
 from dadt.inject.data.drawn import Drawn
 from dadt.inject.data.entropy import Entropy
 from dadt.inject.data.fastai_loader import FastaiLoaders
-from dadt.inject.data.feed import Feed, LoadingRank, Order, Undecided
+from dadt.inject.data.feed import Feed, Order, Undecided
 from dadt.inject.data.replayed import Aside, ReplayedPass
 from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, Role, sentence
 from dadt.inject.data.samplers import (
@@ -50,6 +43,7 @@ from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Items, Share, Skipped, portion, stream_steps, unskipped
 from dadt.inject.data.stream import Counted, Here, Split, StreamFeed, lives_on, nth_of
 from dadt.inject.data.view import without_end
+from dadt.train.runtime import Runtime
 
 LISTED = 3
 """Most loaders named to the user: of those with one sentence, and of those that train when ranks were lost."""
@@ -58,7 +52,7 @@ LISTED = 3
 class Loaders:
     """All DataLoaders of this process, numbered by order of creation."""
 
-    def __init__(self, runtime: LoadingRank, streams: Streams, entropy: Entropy) -> None:
+    def __init__(self, runtime: Runtime, streams: Streams, entropy: Entropy) -> None:
         self.runtime = runtime
         self.streams = streams
         self.entropy = entropy
@@ -368,7 +362,7 @@ class Loaders:
         return 1 if self.runtime.config.batch == "global" else self.runtime.shares
 
 
-def install(runtime: LoadingRank, streams: Streams, entropy: Entropy) -> Loaders:
+def install(runtime: Runtime, streams: Streams, entropy: Entropy) -> Loaders:
     """Patch DataLoader. In a world of one, nothing is changed at all."""
     loaders = Loaders(runtime, streams, entropy)
     if not runtime.hooked:

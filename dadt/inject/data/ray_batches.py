@@ -8,12 +8,12 @@ from typing import Any
 
 from dadt.errors import ConfigError
 from dadt.inject.after_import import after_import
-from dadt.inject.data.feed import LoadingRank
+from dadt.train.runtime import Runtime
 
 TOLD = "ray.data (streaming_split): shares out its data itself, left as it is."
 
 
-def install(runtime: LoadingRank, min_np: int) -> None:
+def install(runtime: Runtime, min_np: int) -> None:
     """Report the first split of ray.data that is read. Under --min-np reading one raises ConfigError."""
 
     def tell(module: Any) -> None:

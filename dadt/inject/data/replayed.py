@@ -13,7 +13,7 @@ from dadt.inject.data.samplers import Loader, sampler_slot
 from dadt.inject.data.view import like
 
 if TYPE_CHECKING:
-    from dadt.inject.data.feed import LoadingRank
+    from dadt.train.runtime import Runtime
 
 AHEAD = 2
 """Steps by which a loop may fetch its batches before it trains on them."""
@@ -23,7 +23,7 @@ class ReplayedPass:
     """Reads again where the replay ends in it, or is about to end."""
 
     def __init__(
-        self, rank: LoadingRank, iterate: Callable[[Loader], Iterator[Any]], view: Loader, read: dict[int, Any]
+        self, rank: Runtime, iterate: Callable[[Loader], Iterator[Any]], view: Loader, read: dict[int, Any]
     ) -> None:
         """iterate: gives torch's own iterator. read: the batches, by the number of their indices."""
         self._rank, self._iterate, self._view, self._read = rank, iterate, view, read
@@ -82,7 +82,7 @@ class Rest:
 class Aside:
     """What happens while a batch is made is not the script's own reading of tensors."""
 
-    def __init__(self, rank: LoadingRank, batches: Iterator[Any]) -> None:
+    def __init__(self, rank: Runtime, batches: Iterator[Any]) -> None:
         self._rank, self._batches = rank, batches
 
     def __iter__(self) -> Aside:

@@ -6,7 +6,7 @@ from torch.utils.data import IterableDataset
 
 from dadt.inject.data.division import begun
 from dadt.inject.data.drawn import Drawn
-from dadt.inject.data.feed import Feed, LoadingRank
+from dadt.inject.data.feed import Feed
 from dadt.inject.data.samplers import (
     DRAW_ONCE,
     Loader,
@@ -15,6 +15,7 @@ from dadt.inject.data.samplers import (
     left_out_of,
     samples_of,
 )
+from dadt.train.runtime import Runtime
 
 TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
 
@@ -22,7 +23,7 @@ TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
 class Role:
     """What is known of one DataLoader: what it is for, and how its passes are read."""
 
-    def __init__(self, number: int, runtime: LoadingRank) -> None:
+    def __init__(self, number: int, runtime: Runtime) -> None:
         self.number = number
         self.name = f"DataLoader #{number}"
         self.kind = ""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from dadt.inject.rank import Rank
+from dadt.train.runtime import Runtime
 
 _seed_numpy, _set_numpy, _set_random = np.random.seed, np.random.set_state, random.setstate
 """NumPy's and Python's own functions, kept before they are replaced by ones that note the script's calls."""
@@ -387,7 +387,7 @@ class Streams:
         return set_rng_state
 
 
-def install(runtime: Rank) -> Streams:
+def install(runtime: Runtime) -> Streams:
     """Seed this process before the script runs, and give the streams that `split` divides later.
 
     A world of one is left exactly as plain python leaves it.

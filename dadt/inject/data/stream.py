@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from dadt.errors import DadtError
-from dadt.inject.data.feed import LoadingRank
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Spare, every_nth
 from dadt.train.batch_weight import Pass
+from dadt.train.runtime import Runtime
 
 if TYPE_CHECKING:
     from dadt.train.gathering import Gathering
@@ -134,7 +134,7 @@ class StreamFeed:
     def __init__(
         self,
         batches: Iterator[tuple[int, Any]],
-        runtime: LoadingRank,
+        runtime: Runtime,
         streams: Streams,
         name: str,
         nominal: int,

@@ -13,15 +13,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from dadt.inject.data.feed import LoadingRank
 from dadt.inject.data.role import TRAINS, Role
 from dadt.inject.data.samplers import Loader
 from dadt.inject.failure import is_users
+from dadt.train.runtime import Runtime
 
 _READS = re.compile(r"\blen\(\s*[\w.\[\]'\"]+\.(dataset|sampler)\s*\)")
 
 
-def install(runtime: LoadingRank, role_of: Callable[[Loader], Role | None]) -> None:
+def install(runtime: Runtime, role_of: Callable[[Loader], Role | None]) -> None:
     """Say once, with the place, that the script's own code reads `len(loader.dataset)`, or its sampler's, of a loader
     that trains, after a pass in which each rank had its share. What it does with the number is not known."""
     pid, told = os.getpid(), False

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -25,7 +25,8 @@ from dadt.inject.files.journal import Journal
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.files.until_closed import is_held, wrapped
 from dadt.inject.files.whole import mark_of
-from dadt.inject.files.writers import ScriptRank, Writers
+from dadt.inject.files.writers import Writers
+from dadt.train.runtime import Runtime
 
 CACHES = re.compile(r"_HOME|_CACHE|CACHE_?DIR|CONFIG_?DIR|_TMPDIR")
 """The ends of names of variables that hold folders which libraries share among processes, and lock."""
@@ -35,25 +36,6 @@ READERS = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxa
 CHANGERS = ("chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
 OPEN = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"), ("tokenize", "_builtin_open"))
 """Modules that keep a reference to `open`."""
-
-
-class Control(Protocol):
-    """The control channel, as this needs it."""
-
-    def wrote(self, path: str, **facts: Any) -> bool: ...
-    def heard(self) -> Sequence[bytes]: ...
-
-
-class WritingRank(ScriptRank, Protocol):
-    """A rank as the overlay needs it."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def control(self) -> Control | None: ...
-    @property
-    def on_stepped(self) -> list[Callable[[], None]]: ...
-    def tell_waiting(self, what: str, waited: float) -> None: ...
 
 
 class Scope:
@@ -79,7 +61,7 @@ class Scope:
         return SHARED.search(path, max(len(inside) - 1, 0)) is None
 
 
-def install(runtime: WritingRank) -> Overlay | None:
+def install(runtime: Runtime) -> Overlay | None:
     """Install the overlay of this rank's files. Returns None if this rank is the only one that writes."""
     world, config = runtime.world, runtime.config
     joined_by_others = config.min_np > 0  # by a host that may share the folder

@@ -13,53 +13,31 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from dadt.comm.rendezvous.store_client import StoreClient
+from dadt.control.agent_client import Control
 from dadt.inject import full_disk
 from dadt.inject.after_import import after_import
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.files.whole import Write, mark_of, marks, write_whole
-from dadt.inject.files.writers import Role, ScriptRank, Writers
+from dadt.inject.files.writers import Role, Writers
+from dadt.train.runtime import Runtime
 
 PATIENCE_SECONDS = 2.0
 """How long a rank waits for the first local rank to come to the same `torch.save`."""
 
 
-class Control(Protocol):
-    """The control channel, as saving needs it."""
-
-    def writes(self, path: str, mark: str) -> None: ...
-    def saved(self, path: str, count: int, number: int) -> None: ...
-    def wrote(self, path: str, **facts: Any) -> bool: ...
-    def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str: ...
-    def peers(self) -> list[dict[str, Any]]: ...
-
-
-class SavingRank(ScriptRank, Protocol):
-    """A rank as saving needs it."""
-
-    @property
-    def control(self) -> Control | None: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def together(self) -> bool: ...
-    @property
-    def members(self) -> Sequence[int]: ...
-    def show_true_weights(self) -> None: ...
-    def tell_waiting(self, what: str, waited: float) -> None: ...
-
-
 class Saver:
     """Stands in for `torch.save` and its like in a worker."""
 
-    def __init__(self, runtime: SavingRank, overlay: Overlay | None = None) -> None:
+    def __init__(self, runtime: Runtime, overlay: Overlay | None = None) -> None:
         """overlay: None if no other rank of this host writes files."""
         self.runtime = runtime
         self.overlay = overlay
@@ -189,7 +167,7 @@ class Saver:
             self._missed.add(str(target))
         return saved
 
-    def _appears(self, control: Control, target: Path, count: int) -> bool:
+    def _appears(self, control: Control | StoreClient, target: Path, count: int) -> bool:
         """Wait for the first local rank to write the file; False where this rank had better write it itself.
 
         The first local rank may never save here, and may wait for this rank in an exchange meanwhile: unless it
@@ -245,7 +223,7 @@ def _in_one_file(
     return save
 
 
-def install(runtime: SavingRank, overlay: Overlay | None = None) -> Saver:
+def install(runtime: Runtime, overlay: Overlay | None = None) -> Saver:
     saver = Saver(runtime, overlay)
     saving = saver.saving
     torch.save = torch.serialization.save = saving(torch.save)

@@ -10,24 +10,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 from pathlib import Path
-from typing import Protocol
 
-from dadt.inject.rank import Rank
-
-
-class ScriptRank(Rank, Protocol):
-    """A rank with what is known of its script."""
-
-    @property
-    def script_is_distributed(self) -> bool: ...
-    @property
-    def knows_rank(self) -> bool: ...
-    @property
-    def first(self) -> bool: ...
-    @property
-    def replaying(self) -> bool: ...
-    @property
-    def folder_writer(self) -> int: ...
+from dadt.train.runtime import Runtime
 
 
 class Mode(Enum):
@@ -72,7 +56,7 @@ def decide(mode: Mode, *, first: bool, copy: bool, begins: bool = False) -> Role
 class Writers:
     """The decision for this rank."""
 
-    def __init__(self, runtime: ScriptRank) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._first = runtime.first
         """This rank is the first of its host. A forked child keeps it."""
