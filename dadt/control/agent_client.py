@@ -17,6 +17,7 @@ from dadt.control import schema
 from dadt.control.frame import CHUNK, Frame, Parser
 from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import line_of
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import DadtError
 from dadt.world import World
 
@@ -34,23 +35,18 @@ AGAIN_SECONDS = 5.0
 LOOK_SECONDS = 0.1
 
 
-class Control:
-    """Thread-safe. Reports share one connection and never wait; each question has a connection of its own.
-
-    Belongs to the process that connected: in a forked child every method raises DadtError.
-    """
+class Control(WorkerLine):
+    """Leads to an agent. Reports share one connection and never wait; each question has a connection of its own. The
+    secret is known once the rank is claimed."""
 
     def __init__(self, world: World, reports: socket.socket, pulse: Heartbeat) -> None:
-        self.world = world
+        self.world, self.secret, self._pid = world, b"", os.getpid()
         self._reports = reports
         self._pulse = pulse
         self._lock = threading.RLock()
         self._unsent: deque[bytes] = deque()
         self._sending = False
-        self._pid = os.getpid()
         self._reported = 0.0
-        self.secret = b""
-        """The job's secret, known once the rank is claimed."""
         self._listener: threading.Thread | None = None
 
     @classmethod
@@ -67,54 +63,33 @@ class Control:
             raise _gone(world.agent, error) from error
 
     def hello(self, torch: str) -> None:
-        """Report that this process has imported torch (its version) and DADT is hooked in."""
         self._report("hello", torch=torch)
 
     def stacks(self, path: Path, signal: int) -> None:
-        """Report that this process writes the stacks of its threads to the file on this signal."""
         self._report("stacks", path=str(path), signal=int(signal))
 
     def claim(self) -> tuple[int, int]:
-        """Claim the rank for this process, which trains as it. Calling it again changes nothing. Returns the number of
-        the signal by which the script is told to save, 0 if there is none, and how often that has been done.
-
-        Raises DadtError if another living process has claimed the rank.
-        """
         answer = self._ask("claim", 0.0)
         self.secret = answer.body
         return answer["signal"], answer["saves"]
 
-    # Of `exchange`, `put`, `get` and `reconnect` the launcher answers none that an older generation of ranks asks.
-
     def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
-        """All-gather: every rank's blob for the key, by rank. Each key may be used once per job.
-
-        Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has exited; the message names the
-        missing ranks and how far they came.
-        """
         return _parts(self._ask("exchange", timeout, blob, key=key, generation=generation))
 
     def put(self, key: str, blob: bytes, generation: int = 0) -> None:
-        """Store a blob for any rank that asks for the key. Raises DadtError if the key was put before, or if this rank
-        has put too many bytes."""
         self._ask("put", 0.0, blob, key=key, generation=generation)
 
     def get(self, keys: Sequence[str], timeout: float, generation: int = 0) -> list[bytes]:
-        """The blobs under the keys; waits for those not put yet. Raises StartTimeout as `exchange` does."""
         return _parts(self._ask("get", timeout, keys=list(keys), generation=generation))
 
     def say(self, text: str, level: str = "info") -> None:
-        """Have the launcher print `dadt: text`, once however many ranks say it. level: info or warning."""
         self._report("say", text=text[: schema.TEXT], level=level)
 
     @property
     def due(self) -> bool:
-        """Whether `progress` would send numbers now, which it does five times a second."""
         return time.monotonic() - self._reported >= REPORT_SECONDS
 
     def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
-        """Record the optimizer steps done so far, which costs a write to memory. Numbers are sent when `due`, the
-        last ones always."""
         self._check_process()
         self._pulse.write(self.world.local_rank, step)
         if numbers and (last or self.due):
@@ -127,20 +102,12 @@ class Control:
         message: str,
         frames: Sequence[Mapping[str, Any]] = (),
         step: int | None = None,
+        *,
         secondary: bool = False,
         thread: str = "",
         around: Sequence[str] = (),
-        context: str = "",
-        disk: str = "",
-        unseen: str = "",
+        **details: str,
     ) -> None:
-        """Report an uncaught exception: its type and text, and frames {file, line, function, text}, innermost last.
-
-        secondary: whether another rank's failure caused it. thread: name of the thread, empty for the main one.
-        around: texts of exceptions that were raised from it, the outermost first. context: text of another exception,
-        which was being handled. disk: that a disk is full, which one, and what is free; empty if none is known to be.
-        unseen: a path that was not found, where this rank has written a file that was kept apart; or empty.
-        """
         self._report(
             "failed",
             type=type,
@@ -151,23 +118,17 @@ class Control:
             thread=thread[:SHOWN],
             time=time.time(),
             around=[text[:SHOWN] for text in around[: schema.MOST_AROUND]],
-            context=context[:SHOWN],
-            disk=disk[:SHOWN],
-            unseen=unseen[:SHOWN],
+            **{name: _shortened(text) for name, text in details.items()},
         )
 
     def exits(self, text: str, frame: Mapping[str, Any] | None, step: int) -> None:
-        """Report the text with which the script has called `sys.exit`, and where: {file, line, function, text}. Its
-        process may end by that."""
         frames = [{name: _shortened(value) for name, value in frame.items()}] if frame is not None else []
         self._report("exits", text=text[: schema.TEXT], frames=frames, step=step)
 
     def ending(self, steps: int) -> None:
-        """Report that the script ended after this many steps and this rank now waits for the others."""
         self._report("ending", steps=steps)
 
     def done(self, summary: Mapping[str, Any]) -> None:
-        """Report that training succeeded. summary: {steps, delayed, wait_fraction} and further numbers."""
         self._report("done", summary=dict(summary))
 
     def result(self, blob: bytes) -> None:
@@ -175,71 +136,44 @@ class Control:
         self._ask("result", 0.0, blob)
 
     def peers(self, starts: bool = False) -> list[dict[str, Any]]:
-        """All ranks in order: {rank, pid, state, step (-1: none), seconds (since the last sign of life)}. Tells the
-        launcher that this one waits for them; starts: for its first connection with them."""
         ranks: list[dict[str, Any]] = self._ask("peers", 0.0, starts=starts)["peers"]
         return ranks
 
     def reconnect(self, text: str, timeout: float, generation: int) -> tuple[bool, str]:
-        """Ask that all ranks connect again, as this one's connection has failed with the error in the text. Waits until
-        the launcher has decided. Returns whether they do, and why not: empty if the error says all."""
         answer = self._ask("reconnect", timeout, text=text[: schema.TEXT], generation=generation)
         return answer["anew"], answer["text"]
 
     def approach(self, known: int, last: bool, timeout: float) -> bytes:
-        """Ask how far the others are, as a new worker. known, last: as of Approach. Waits until they have taken a step;
-        raises StartTimeout, or NotResumed where this one cannot join them."""
         return _parts(self._ask("approach", timeout, known=known, last=last))[0]
 
     def give(self, number: int, blob: bytes, generation: int, *, last: bool, text: str = "") -> None:
-        """Answer the approach of this number. Where it is the last one, all ranks do, and one of them gives the blob.
-        text: why the new worker cannot join; empty if it can."""
         self._ask("give", 0.0, blob, number=number, generation=generation, last=last, text=text[: schema.TEXT])
 
     def dump(self) -> None:
-        """Ask for every rank's Python stacks to be written beside its log."""
         self._report("dump")
 
     def writes(self, path: str, mark: str) -> None:
-        """Report that this process writes in that folder, below names that begin with the mark, files that are not
-        whole yet. What is left there of one that is killed, the agent removes."""
         self._report("writes", path=path, mark=mark)
 
     def saved(self, path: str, count: int, number: int) -> None:
-        """Report that local rank 0 has written the file for the count-th time, which was its number-th save."""
         self._report("saved", path=path, count=count, number=number)
 
     def wrote(self, path: str, **facts: Any) -> bool:
-        """Report to the hosts that see the same folder what this process writes there. facts: size, as for
-        `written_files.line`, or count and number, as for `saved`. Returns True: the report was sent."""
         self._report("wrote", path=path, **facts)
         return True
 
-    def heard(self) -> Sequence[bytes]:
-        """Always empty: the agent adds what other hosts write to its own file."""
-        return ()
-
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
-        """Wait until local rank 0, or the first rank of another host (far), has written the file `count` times.
-
-        Returns "there" if it has. Returns "write" if local rank 0 has written another file in its number-th save, went
-        past `step`, ended, or took longer than `timeout` seconds: the caller then writes the file itself. Returns
-        "yours" if the caller has taken the place of local rank 0, which was lost.
-        """
         more: dict[str, Any] = {"far": True} if far else {}
         answer = self._ask("await_save", timeout, path=path, count=count, number=number, step=step, **more)
         return str(answer["verdict"])
 
     def listen(self, hear: Callable[[Frame], None]) -> bool:
-        """Call `hear` in a thread of its own when another rank ends: with the frame `death`, or `regroup` where ranks
-        train on. Call this once. Returns whether there is an agent to tell."""
         self._report("listen")
         self._listener = threading.Thread(target=self._listen, args=(hear,), name="dadt-control", daemon=True)
         self._listener.start()
         return True
 
     def stop_listening(self) -> None:
-        """End the listening thread. Idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None and os.getpid() == self._pid:
             self._reports.shutdown(socket.SHUT_RD)
@@ -253,7 +187,6 @@ class Control:
                 hear(frame)
 
     def close(self) -> None:
-        """Close the connection for reports to the agent. May be called again."""
         self._reports.close()
 
     def _report(self, kind: str, droppable: bool = False, **header: Any) -> None:
@@ -291,10 +224,6 @@ class Control:
         if answer.kind == "error":
             raise getattr(errors, answer["type"])(answer["message"])
         return answer
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise DadtError(f"process {os.getpid()} is a fork of worker {self.world.rank} and cannot speak for it")
 
 
 def _dial(world: World) -> socket.socket:

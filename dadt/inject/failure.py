@@ -15,9 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from dadt.comm.rendezvous.store_client import StoreClient
-from dadt.control.agent_client import Control
 from dadt.control.job_folder import ASK
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import Aborted, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
 from dadt.inject import full_disk
 from dadt.inject.exception_chain import chain_of, remote_frames
@@ -29,7 +28,7 @@ FRAMES = 5
 
 
 def install(
-    control: Control | StoreClient,
+    control: WorkerLine,
     step: Callable[[], int],
     interrupted: Callable[[], bool],
     unseen: Callable[[BaseException], str],
@@ -89,7 +88,7 @@ def install(
     threading.excepthook = on_thread
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # crashes leave their stack there
-    if isinstance(control, Control):
+    if control.world.agent:
         _offer_stacks(control)
 
 
@@ -126,7 +125,7 @@ def is_users(file: str) -> bool:
     return not path.startswith(libraries) and "site-packages" not in path and not file.startswith("<")
 
 
-def _offer_stacks(control: Control) -> None:
+def _offer_stacks(control: WorkerLine) -> None:
     """Write stacks to a file that the agent reads: when it asks through a pipe, or else at the signal.
 
     A handler of signals walks through frames of threads that run meanwhile, which has crashed healthy processes. So it

@@ -16,6 +16,7 @@ from dadt.comm.rendezvous.store_client import StoreClient
 from dadt.config import Config
 from dadt.control import machine
 from dadt.control.agent_client import Control
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import CommError, WeightsDiffer
 from dadt.inject import (
     compiler,
@@ -55,7 +56,7 @@ def start(world: World, *, explicit: bool = False) -> None:
     if runtime is not None:
         return
     config = Config.from_env()
-    control: Control | StoreClient | None = Control.connect(world)
+    control: WorkerLine | None = Control.connect(world)
     if control is None and world.launcher:
         control, config = _join(world, config)
         world = control.world
@@ -66,7 +67,7 @@ def start(world: World, *, explicit: bool = False) -> None:
     if control is not None:
         heard, unseen = lambda: runtime.interruption.heard > 0, lambda error: runtime.progress.unseen(error)
         failure.install(control, lambda: runtime.step, heard, unseen)
-    if isinstance(control, Control):
+    if world.agent:
         exit_text.install()
     modules = module.Modules(runtime)
     if not (explicit and runtime.alone):
@@ -172,7 +173,7 @@ def _end(runtime: Runtime, exit_text: ExitText) -> None:
     together = isinstance(error, KeyboardInterrupt) and runtime.interruption.heard and not runtime.interruption.apart
     failed = isinstance(error, BaseException) and not together
     try:
-        if exit_text.text and isinstance(runtime.control, Control) and not failed:
+        if exit_text.text and runtime.control is not None and not failed:
             runtime.control.exits(exit_text.text, exit_text.frame, runtime.step)
         runtime.close(failed=failed)
     except WeightsDiffer as error:

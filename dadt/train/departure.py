@@ -15,8 +15,7 @@ from dadt.train.registry import Registry
 from dadt.world import World
 
 if TYPE_CHECKING:
-    from dadt.comm.rendezvous.store_client import StoreClient
-    from dadt.control.agent_client import Control
+    from dadt.control.worker_line import WorkerLine
 
 
 class Departure(Registry):
@@ -26,7 +25,7 @@ class Departure(Registry):
         self,
         world: World,
         config: Config,
-        control: Control | StoreClient | None,
+        control: WorkerLine | None,
         find: Callable[[str], type[Algorithm]],
     ) -> None:
         """find: returns the class of the algorithm with a name."""

@@ -25,7 +25,7 @@ from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.config.executor import executors_of
 from dadt.control import snapshots
-from dadt.control.agent_client import Control
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout, Unproved
 from dadt.train.approaches import Approaches
 from dadt.train.checkpoint_signal import CheckpointSignal
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from dadt._core import Engine, Layout, Work
     from dadt.comm.executors.base import Connection, P2PWork, PointToPoint
     from dadt.comm.executors.device import Averaging, Device
-    from dadt.comm.rendezvous.store_client import StoreClient
 
 REGROUP_SECONDS = 10.0
 """Seconds that the launcher may take to say who trains on, once a library has noticed the end of a host."""
@@ -57,7 +56,7 @@ KEPT = 16
 class Peers:
     """Every rank calls the methods that exchange in the same order, on the script's training thread."""
 
-    def __init__(self, world: World, config: Config, control: Control | StoreClient | None) -> None:
+    def __init__(self, world: World, config: Config, control: WorkerLine | None) -> None:
         self.world = world
         """This rank among those that the job began with."""
         self.group = world
@@ -199,7 +198,7 @@ class Peers:
 
     def _ask_to_reconnect(self, error: Exception) -> None:
         """Wait until all ranks are to connect again. Raises the error where they are not."""
-        assert isinstance(self.control, Control)  # there is an agent that reports losses
+        assert self.control is not None  # there is an agent that reports losses
         anew, text = self.control.reconnect(str(error), self.config.timeout + REGROUP_SECONDS, self.generation)
         if text:
             raise PeerLost(text) from error

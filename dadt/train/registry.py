@@ -20,14 +20,13 @@ from dadt.train.peers import Peers
 from dadt.world import World
 
 if TYPE_CHECKING:
-    from dadt.comm.rendezvous.store_client import StoreClient
-    from dadt.control.agent_client import Control
+    from dadt.control.worker_line import WorkerLine
 
 
 class Registry(Peers):
     """The optimizers that a rank trains. They come in the same order on all ranks."""
 
-    def __init__(self, world: World, config: Config, control: Control | StoreClient | None) -> None:
+    def __init__(self, world: World, config: Config, control: WorkerLine | None) -> None:
         super().__init__(world, config, control)
         self.shares = world.world_size
         """Parts of the data, one for each rank that the job began with; of a resumed job, as many as it had before."""

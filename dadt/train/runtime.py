@@ -34,9 +34,8 @@ from dadt.world import World
 if TYPE_CHECKING:
     from dadt._core import Work
     from dadt.comm.executors.device import Averaging
-    from dadt.comm.rendezvous.store_client import StoreClient
-    from dadt.control.agent_client import Control
     from dadt.control.frame import Frame
+    from dadt.control.worker_line import WorkerLine
 
 
 class Runtime(Departure):
@@ -49,7 +48,7 @@ class Runtime(Departure):
         self,
         world: World,
         config: Config,
-        control: Control | StoreClient | None,
+        control: WorkerLine | None,
         find: Callable[[str], type[Algorithm]],
     ) -> None:
         """find: returns the class of the algorithm with a name."""

@@ -9,9 +9,8 @@ from dadt.comm.executors.meet import PATIENCE
 from dadt.errors import CommError, CommTimeout, Mismatch
 
 if TYPE_CHECKING:
-    from dadt.comm.rendezvous.store_client import StoreClient
     from dadt.config import Config
-    from dadt.control.agent_client import Control
+    from dadt.control.worker_line import WorkerLine
 
 __all__ = ["PATIENCE", "Stall"]
 
@@ -26,9 +25,7 @@ class Awaited(Protocol):
 class Stall:
     """One rank's waiting, and what the user has been warned of."""
 
-    def __init__(
-        self, config: Config, rank: int, control: Control | StoreClient | None, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: Config, rank: int, control: WorkerLine | None, warn: Callable[[str], None]) -> None:
         self._config = config
         self._rank = rank
         self._control = control

@@ -184,7 +184,7 @@ def test_a_fork_cannot_speak_for_its_parent(launch):
     )
     result = launch(script, "-np", "1", "train.py")
     assert result.code == 0
-    assert b"is a fork of worker 0 and cannot speak for it" in result.out
+    assert b"is a fork of rank 0 and cannot speak for it" in result.out
 
 
 def test_the_summary_makes_the_last_line(launch):

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from dadt.errors import DadtError, PeerLost
 
 if TYPE_CHECKING:
-    from dadt.comm.rendezvous.store_client import StoreClient
-    from dadt.control.agent_client import Control
+    from dadt.control.worker_line import WorkerLine
     from dadt.world import World
 
 
@@ -82,7 +81,7 @@ class AllRanks:
     """The Meet of all ranks of a world, over this one's line to its agent."""
 
     world: World
-    control: Control | StoreClient | None
+    control: WorkerLine | None
     timeout: float
     """Seconds within which the peers must come."""
     has_lost: Callable[[], bool] | None = None
@@ -102,22 +101,17 @@ class AllRanks:
         return b"" if self.control is None else self.control.secret
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
-        return [blob] if self.world.world_size == 1 else self._line.exchange(key, blob, self.timeout, **self._of)
+        alone = self.world.world_size == 1
+        return [blob] if alone else self._line.exchange(key, blob, self.timeout, self.world.generation)
 
     def put(self, key: str, blob: bytes) -> None:
-        self._line.put(key, blob, **self._of)
+        self._line.put(key, blob, self.world.generation)
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._line.get(keys, self.timeout, **self._of)
+        return self._line.get(keys, self.timeout, self.world.generation)
 
     @property
-    def _of(self) -> dict[str, int]:
-        """The number of the ranks' generation, as an argument for an agent; empty if no rank was lost, or there are no
-        agents."""
-        return {"generation": self.world.generation} if self.world.generation else {}
-
-    @property
-    def _line(self) -> Control | StoreClient:
+    def _line(self) -> WorkerLine:
         if self.control is None:
             raise DadtError(f"rank {self.world.rank} has no agent to meet its peers: start it with `dadt run`")
         return self.control

@@ -1,4 +1,4 @@
-"""Stands in for Control among ranks that mpirun, srun or torchrun started: there is no agent to ask."""
+"""A worker's line among ranks that mpirun, srun or torchrun started: there is no agent to ask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dadt.config import Config
 from dadt.config.check import flag
 from dadt.config.executor import Place, choose, shown
 from dadt.control import machine, network, shared_folder, written_files
-from dadt.control.frame import Frame
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import ConfigError, DadtError, StartTimeout
 from dadt.world import World
 
@@ -39,19 +39,15 @@ BEGUN = "has imported torch, not begun to train"
 T = TypeVar("T")
 
 
-class StoreClient:
-    """Has Control's methods. Rank 0 prints what is to be said, once. Belongs to the process that connected: in a
-    forked child every method raises DadtError."""
+class StoreClient(WorkerLine):
+    """Leads to rank 0, which keeps what the ranks tell each other, and prints what is to be said, once."""
 
     def __init__(self, world: World, found: stores.Found) -> None:
-        self.world = world
-        self.secret = found.secret
-        """A secret that only ranks of this job know; empty if strangers may have learnt it."""
+        self.world, self.secret, self._pid = world, found.secret, os.getpid()
         self._found = found
         self._values = found.values
         self._step = -1
         self._state = BEGUN
-        self._pid = os.getpid()
         self._heard = 0
         """Number of lines that this rank has read of what the ranks that share its folder report of files."""
 
@@ -104,12 +100,9 @@ class StoreClient:
         return shared_folder.writers(places).get(self.world.rank, -1)
 
     def hello(self, torch: str) -> None:
-        """This process has imported torch."""
         self._publish(BEGUN)
 
     def claim(self) -> tuple[int, int]:
-        """This process trains as this rank; another process that does raises DadtError. Returns two zeros: nobody tells
-        the script to save."""
         first = self._use(lambda values: values.compare_set(f"claim/{self.world.rank}", "", str(self._pid)))
         if first != str(self._pid):
             raise DadtError(
@@ -117,13 +110,9 @@ class StoreClient:
                 "train"
             )
         self._publish("has begun to train")
-        return 0, 0
+        return 0, 0  # nobody tells the script to save
 
-    def exchange(self, key: str, blob: bytes, timeout: float) -> list[bytes]:
-        """Every rank's blob for the key, by rank; each key once per job.
-
-        Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has ended, naming the missing ranks.
-        """
+    def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
         deadline = time.monotonic() + timeout
         keys = [f"exchange/{key}/{rank}" for rank in range(self.world.world_size)]
         self._use(lambda values: values.set(keys[self.world.rank], blob))
@@ -137,48 +126,29 @@ class StoreClient:
                 raise StartTimeout(f"{who} {what} for {key!r}")
         return [self._get(each) for each in keys]
 
-    def put(self, key: str, blob: bytes) -> None:
-        """Give a value to whichever rank asks for the key."""
+    def put(self, key: str, blob: bytes, generation: int = 0) -> None:
         self._use(lambda values: values.set(f"put/{key}", blob))
 
-    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """Return the values that some ranks have put, or will put. Raises StartTimeout after `timeout` seconds."""
+    def get(self, keys: Sequence[str], timeout: float, generation: int = 0) -> list[bytes]:
         if not self._arrive([f"put/{key}" for key in keys], time.monotonic() + timeout, timeout):
             missing = next(key for key in keys if not self._has(f"put/{key}"))
             raise StartTimeout(f"no rank did its part within {timeout:g} s for {missing!r}")
         return [self._get(f"put/{key}") for key in keys]
 
     def say(self, text: str, level: str = "info") -> None:
-        """Print `dadt: text`: once if it is a warning, whichever rank says it; else if this is rank 0."""
         if level == "info":
             if self.world.rank == 0:
                 _print(text)
         elif self._use(lambda values: values.add(f"said/{zlib.crc32(text.encode())}", 1)) == 1:
             _print(f"{level}: {text}")
 
-    @property
-    def due(self) -> bool:
-        """Numbers that go with a step are for a launcher, and here is none."""
-        return False
-
     def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
-        """Optimizer steps done so far. Costs nothing: the others are told when this rank waits."""
-        self._step = step
+        self._step = step  # the others are told when this rank waits
 
     def failed(
-        self,
-        type: str,
-        message: str,
-        frames: Sequence[Mapping[str, Any]] = (),
-        step: int | None = None,
-        secondary: bool = False,
-        thread: str = "",
-        around: Sequence[str] = (),
-        context: str = "",
-        disk: str = "",
-        unseen: str = "",
+        self, type: str, message: str, *where: Any, secondary: bool = False, thread: str = "", **details: Any
     ) -> None:
-        """An uncaught exception, of which Python itself prints the traceback."""
+        """Report it to the other ranks alone: Python itself prints the traceback."""
         if type == "ConfigError":
             _print(message)
         if not thread:
@@ -187,11 +157,10 @@ class StoreClient:
             time.sleep(CAUSE_SECONDS)  # the launcher kills this process as soon as the other one has exited
 
     def ending(self, steps: int) -> None:
-        """The script is over after so many steps; this rank waits for the others to end, too."""
         self._publish(f"has ended after {steps} steps")
 
     def done(self, summary: Mapping[str, Any]) -> None:
-        """Training has ended well. Rank 0 may be gone by now."""
+        """Print the summary in rank 0. Other ranks may find it gone by now."""
         if self.world.rank or self._state.startswith("has failed"):
             return
         # A rank that is only now through with its start asks this one, which holds the values.
@@ -208,7 +177,6 @@ class StoreClient:
         )
 
     def peers(self, starts: bool = False) -> list[dict[str, Any]]:
-        """All ranks, by rank: {rank, pid, state, step (-1: none), seconds (since it said so)}."""
         self._publish(
             f"at step {self._step}" if self._step >= 0 and not self._state.startswith("has e") else self._state
         )
@@ -218,11 +186,7 @@ class StoreClient:
         """This rank's stacks, on stderr: nobody can ask the others for theirs, but those that wait do the same."""
         faulthandler.dump_traceback(all_threads=True)
 
-    def writes(self, path: str, mark: str) -> None:
-        """Does nothing, as there is no agent to clear away after this rank."""
-
     def saved(self, path: str, count: int, number: int) -> None:
-        """Local rank 0 has written the file for the count-th time, which was its number-th save."""
         self._tell_saved(path, count, number)
 
     def _tell_saved(self, path: str, count: int, number: int, far: bool = False) -> None:
@@ -230,8 +194,6 @@ class StoreClient:
         self._use(lambda values: values.set(self._save_key("", number, far), b"1"))
 
     def wrote(self, path: str, **facts: Any) -> bool:
-        """Report to all ranks that see the same folder what this process writes there. facts: as for Control. Returns
-        whether the report reached the store."""
         with suppress(DadtError):
             if "count" in facts:
                 self._tell_saved(path, facts["count"], facts["number"], far=True)
@@ -243,7 +205,6 @@ class StoreClient:
         return False
 
     def heard(self) -> list[bytes]:
-        """The lines reported by `wrote` since the last call, in one order for all ranks."""
         lines: list[bytes] = []
         with suppress(DadtError):  # rank 0 may be gone by now
             while self.world.folder_writer >= 0 and self._has(f"{self._log}/{self._heard + 1}"):
@@ -252,23 +213,10 @@ class StoreClient:
         return lines
 
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
-        """ "there" if local rank 0, or the one that writes for several hosts (far), has written the file `count` times;
-        "write" if not within `timeout` seconds, or not by its number-th save."""
         key = self._save_key(path, count, far)
         if not self._has(key):
             self._arrive([self._save_key("", number, far)], time.monotonic() + timeout, timeout)
         return "there" if self._has(key) else "write"
-
-    def listen(self, hear: Callable[[Frame], None]) -> bool:
-        """Listens to nothing and returns False: no agent reports dead ranks here, as mpirun, srun and torchrun end all
-        ranks when one of them dies."""
-        return False
-
-    def stop_listening(self) -> None:
-        """Does nothing, as `listen` has started nothing."""
-
-    def close(self) -> None:
-        """Close the line to rank 0, whose values end with its process."""
 
     def _save_key(self, path: str, count: int, far: bool = False) -> str:
         return f"saved/{f'by {self.world.folder_writer}' if far else self.world.cross_rank}/{path}/{count}"
@@ -310,10 +258,6 @@ class StoreClient:
     def _use(self, action: Callable[[Values], T]) -> T:
         self._check_process()
         return action(self._values)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise DadtError(f"process {os.getpid()} is a fork of rank {self.world.rank} and cannot speak for it")
 
 
 def placed(world: World, everyone: Sequence[Mapping[str, Any]], address: str) -> World:

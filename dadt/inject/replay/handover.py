@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dadt.comm import plain
-from dadt.control.agent_client import Control
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import CommError, DadtError, PeerLost
 from dadt.inject.replay.recorder import Recorder, goes_on
 from dadt.inject.replay.taken import Taken
@@ -117,9 +117,9 @@ class Handover:
         return self._runtime.backwards, self._runtime.gathered
 
     @property
-    def _control(self) -> Control:
+    def _control(self) -> WorkerLine:
         control = self._runtime.control
-        assert isinstance(control, Control)  # there is an agent, which has told of the approach
+        assert control is not None  # there is an agent, which has told of the approach
         return control
 
     def _refuse(self, approach: Approach, why: str) -> None:

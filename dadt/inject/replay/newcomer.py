@@ -10,7 +10,6 @@ import torch
 
 from dadt.comm import plain
 from dadt.control import job_folder
-from dadt.control.agent_client import Control
 from dadt.errors import PeerLost
 from dadt.inject.replay.handover import TAG
 from dadt.inject.replay.values import Values
@@ -61,7 +60,7 @@ class Newcomer:
     def _ask(self) -> bool:
         """Ask how far the others are. Returns whether there is more to ask for."""
         r = self._runtime
-        assert isinstance(r.control, Control)  # there is an agent, which has started this worker
+        assert r.control is not None  # there is an agent, which has started this worker
         seconds = max(r.config.timeout, r.config.start_timeout)
         told = plain.decode(r.control.approach(len(self._values.recorded), self._last, seconds))
         self.step, self.plan, self._giver, self._size = told["step"], told["plan"], told["giver"], told["size"]
