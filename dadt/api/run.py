@@ -23,7 +23,7 @@ from dadt.control.schema import RESULT
 from dadt.errors import ConfigError, DadtError
 from dadt.launch.failure import size
 from dadt.launch.outcome import Ended, Outcome
-from dadt.launch.placed import Placed
+from dadt.launch.placement import Placed
 from dadt.launch.preemption import Preempted
 from dadt.world import World
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from dadt.errors import LaunchError
 from dadt.launch.failure import Blame, Ending, Failure, find_cause, last_line
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.monitor.members import Member
-from dadt.launch.monitor.output import Output
+from dadt.launch.monitor.log_files import log_path, stacks_path
+from dadt.launch.monitor.member import Member
+from dadt.launch.outbox import Event
 from dadt.launch.record import Record
 
+TAIL_BYTES = 1 << 14
 UNCAUGHT = 1
 """Python's exit code after an uncaught exception."""
 
@@ -20,12 +22,15 @@ class Cause:
     """Collects the facts about each rank's end, and judges once all have ended."""
 
     def __init__(
-        self, slots: Sequence[Slot], members: Sequence[Member], output: Output, silence: Callable[[], Blame | None]
+        self, slots: Sequence[Slot], members: Sequence[Member], logs: Path, silence: Callable[[float], Blame | None]
     ) -> None:
-        """silence: returns the blame for hosts that do not hear each other now, if there are any."""
+        """logs: the folder of the ranks' logs. silence: returns the blame for hosts that do not hear each other at this
+        time, if there are any."""
         self._slots = slots
         self._members = members
-        self._output = output
+        self._logs = logs
+        self._tails = [b"" for _ in slots]
+        """The last bytes that each rank wrote to stderr."""
         self._silence = silence
         self.endings: dict[int, Ending] = {}
         """How each rank has ended, by rank; those that run are missing."""
@@ -44,6 +49,11 @@ class Cause:
         self._lost_at = float("inf")
         """Time at which the first agent was lost."""
 
+    def complained(self, event: Event) -> None:
+        """A rank has written to stderr."""
+        rank = event.frame["rank"]
+        self._tails[rank] = (self._tails[rank] + event.frame.body)[-TAIL_BYTES:]
+
     def lose(self, text: str, at: float = float("inf")) -> None:
         """Record that an agent was lost, or did not start its workers."""
         self._error = self._error or text
@@ -58,10 +68,13 @@ class Cause:
         if rank not in self._left:
             self._left.append(rank)
 
-    def say(self, rank: int, record: Record) -> None:
-        """Record the text by which a rank's script has called `sys.exit`. Whether its process ends by that comes
-        later."""
-        self._said[rank] = record
+    def exits(self, event: Event) -> None:
+        """A rank's script has called `sys.exit` with a text. Whether its process ends by that comes later."""
+        self._said[event.frame["rank"]] = Record.of_exit(event.frame.header)
+
+    def ending(self, event: Event) -> None:
+        """A rank's script is over."""
+        self.leave(event.frame["rank"])
 
     def hold(self, member: Member) -> None:
         """Record that other ranks gave up waiting for this one, which cannot go on."""
@@ -69,7 +82,7 @@ class Cause:
             self._held = member
             self._blame = Blame.of_held(member.condition)
 
-    def give_up(self, rank: int, record: Record) -> None:
+    def give_up(self, rank: int, record: Record, now: float) -> None:
         """Record an exception of this rank. It ends the process unless it is another thread's."""
         known = self._records.get(rank)
         # The main thread's exception ends the process. Among those of other threads the first counts.
@@ -80,7 +93,7 @@ class Cause:
             if held is not None:
                 self.hold(held)
             else:
-                self._blame = self._blame or self._silence()
+                self._blame = self._blame or self._silence(now)
 
     def end(self, ending: Ending) -> Record | None:
         """Record a worker's exit. Returns the exception that ended it, from its report or its traceback."""
@@ -88,7 +101,7 @@ class Cause:
         if ending.code == 0:
             self._records.pop(ending.rank, None)  # the exception did not end the process
         elif ending.rank not in self._records and ending.code == UNCAUGHT and not ending.stopped:
-            tail = self._output.tails[ending.rank].data
+            tail = self._tails[ending.rank]
             said = self._said.get(ending.rank)
             # Python prints the text if the process ends by it.
             if said is not None and _last_part(said.message) in tail.decode(errors="replace"):
@@ -125,21 +138,21 @@ class Cause:
         return cause
 
     def _failure(self, ending: Ending, record: Record | None, begun: float, stacks: Sequence[Path]) -> Failure:
-        own = self._output.stacks(ending.rank)
+        own = stacks_path(self._logs, ending.rank)
         return Failure(
             ending=ending,
             record=record,
             seconds=max(0.0, _time(ending, record) - begun),
             pid=self._members[ending.rank].pid,
             host=self._slots[ending.rank].host,
-            log=self._output.path(ending.rank),
+            log=log_path(self._logs, ending.rank),
             stopped=sorted(
                 each.rank
                 for each in self.endings.values()
                 if each.code and each is not ending and each.rank not in self._excused
             ),
             stacks=[path for path in stacks if path != own],
-            last_words=last_line(self._output.tails[ending.rank].data),
+            last_words=last_line(self._tails[ending.rank]),
             blame=self._blame_of(ending, record),
             alike=self._alike(ending),
         )

@@ -23,9 +23,8 @@ class Idle:
         self.begin = time.time()
         self.state = "waiting for hosts"
         self.is_killed = False
-        self._refused = refused
         self._selector = selectors.DefaultSelector()
-        self._query = Query(folder, self, self, facts, self._end)
+        self._query = Query(folder, self, self, facts, self._end, refused)
 
     def __enter__(self) -> Idle:
         return self
@@ -42,9 +41,6 @@ class Idle:
 
     def send_all(self, frame: Frame) -> None:
         """Does nothing, as there is no agent to send to."""
-
-    def refused(self, why: str) -> None:
-        self._refused(why)
 
     def wait(self, seconds: float) -> None:
         """Answer queries for this many seconds, or until the job is killed."""

@@ -1,47 +1,38 @@
-"""From a plan to a running job and its outcome, for both the command line and `dadt.run`."""
+"""From a plan to the outcome of its job, for both the command line and `dadt.run`."""
 
 from __future__ import annotations
 
-import secrets
-from collections import Counter
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dadt.config import Config
-from dadt.config.executor import Place, choose, executors_of
+from dadt.config.executor import executors_of
 from dadt.control import private_files, timeline_file
 from dadt.control.job_folder import Folder
 from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
 from dadt.launch import again, plan, resume
-from dadt.launch.agents import Agents, Node
+from dadt.launch.attempt import Attempt
 from dadt.launch.channel import Herald, Launcher, Request
 from dadt.launch.failure import signal_name
 from dadt.launch.hosts.discovery import Discovery
 from dadt.launch.hosts.host import Host
-from dadt.launch.hosts.slot import Slot, place, share_out
 from dadt.launch.idle import Idle
-from dadt.launch.job import HANG_UP_SECONDS, Job
-from dadt.launch.joining import Joining
 from dadt.launch.launchers import launcher_of
 from dadt.launch.monitor import metrics
 from dadt.launch.monitor.metrics import Export
-from dadt.launch.monitor.output import Output
 from dadt.launch.monitor.series import Series
 from dadt.launch.monitor.watch import View, Watch
-from dadt.launch.order import look, orders
-from dadt.launch.outcome import Outcome, end_early
-from dadt.launch.placed import Placed, room
+from dadt.launch.outcome import Outcome
+from dadt.launch.placement import Placed
 from dadt.launch.plan import Plan
-from dadt.launch.processes import sweep
-from dadt.launch.replacement import replaces
 from dadt.launch.report import Report
 from dadt.launch.restart import Restarts
 from dadt.launch.signals import ENDING_SIGNALS, Interrupts, forwarded, of_checkpoint
-from dadt.launch.startup import Voice, agree, differences, find_shared_folders, gather
+from dadt.launch.startup import Voice
 
 Told = Callable[[Placed, Watch], View | None]
 """Called once every worker has its place. Returns the view that shows the job, or None."""
@@ -52,204 +43,122 @@ def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Out
 
     signals: whether this thread may take over the process's signals. Raises DadtError if nothing could be started.
     """
-    config = the_plan.config
     exports: Sequence[Export] = ()
     try:
         if the_plan.timeline:
             timeline_file.prepare(the_plan.timeline)
-        exports = metrics.prepare(config.metrics)
-        return _record(the_plan, voice, placed, signals, exports)
+        exports = metrics.prepare(the_plan.config.metrics)
+        return Launch(the_plan, voice, placed, signals, exports).run()
     finally:
         for export in exports:
             export.close()
         plan.release(the_plan)
 
 
-def _record(the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: Sequence[Export]) -> Outcome:
-    """Run the job, and write its report into its folder."""
-    config = the_plan.config
-    folder = reserve(Path(config.log_dir))
-    taken = {*ENDING_SIGNALS, *forwarded(config), of_checkpoint(config)} - {0}
-    interrupts = Interrupts(sorted(taken)) if signals else None
-    report = Report(the_plan, Path(config.log_dir) / folder.job, lambda text: voice.say(text, "warning"))
-    if the_plan.start is not None:
+class Launch:
+    """All attempts of one job, and the report about them in its folder."""
+
+    def __init__(self, the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: Sequence[Export]) -> None:
+        """Reserves the job's id and folder. exports: of the first attempt."""
+        self._plan = the_plan
+        self._voice = voice
+        self._placed = placed
+        self._exports = exports
+        config = the_plan.config
+        self._folder = reserve(Path(config.log_dir))
+        self._logs = Path(config.log_dir) / self._folder.job
+        taken = {*ENDING_SIGNALS, *forwarded(config), of_checkpoint(config)} - {0}
+        self._interrupts = Interrupts(sorted(taken)) if signals else None
+        self._report = Report(the_plan, self._logs, self._warn)
+        self._launcher: Launcher | None = None
+        self._reached: Config | None = None
+        """The settings of the newest attempt."""
+
+    def run(self) -> Outcome:
+        """Raises DadtError as `launch.run` does."""
+        if self._plan.start is not None:
+            try:
+                again.write(self._logs, self._plan.start)
+            except OSError as error:
+                self._warn(f"--resume will need the script once more: {again.FILE} ({error.strerror})")
         try:
-            again.write(Path(config.log_dir) / folder.job, the_plan.start)
-        except OSError as error:
-            voice.say(f"--resume will need the script once more: {again.FILE} ({error.strerror})", "warning")
-    try:
-        request = Request(config, the_plan.hosts, the_plan.command, folder.job, report.journal.refused, voice.say)
-        launchers: list[Launcher] = []
-        reached: list[Config] = []
-        """The settings of each attempt so far."""
-        discovery = Discovery(
-            the_plan.hosts, plan.who_names_hosts(config, the_plan.hosts), lambda text: voice.say(text, "warning")
-        )
-
-        def attempt(number: int, hosts: Sequence[Host]) -> Outcome:
-            those = metrics.prepare(config.metrics) if number else exports
-            try:
-                views = _views(placed, those, voice)
-                launchers.append(launcher_of(replace(request, hosts=hosts)))
-                logs = Path(config.log_dir) / folder.job
-                told = resume.configured(config, logs, len(hosts), number, restarts.refused)
-                reached.append(told)
-                now = replace(the_plan, hosts=hosts, config=told)
-                return _run(now, launchers[-1], folder, voice, views, report, interrupts, number, discovery)
-            except (LaunchError, StartTimeout):
-                discovery.blame(hosts)
-                raise
-            finally:
-                for export in those:
-                    export.close()
-
-        with interrupts or nullcontext():
-            logs = Path(config.log_dir) / folder.job
-            facts = {"job": folder.job, "command": list(the_plan.command), "logs": str(logs.resolve()), "hosts": 0}
-            idle = partial(Idle, folder, facts, report.journal.refused)
-            restarts = Restarts(config, discovery, voice, report, logs, interrupts, idle)
-
-            def goes_on() -> str:
-                """The command that goes on with the job."""
-                return again.command(logs, reached[-1].snapshot_dir, reached[-1].resume) if reached else ""
-
-            try:
-                outcome = restarts.run(attempt)
-                outcome.remember(goes_on())
-            except DadtError as error:
-                if report.began and not isinstance(error, ConfigError) and (command := goes_on()):
-                    error.args = (f"{error}; go on with: {command}",)
-                _conclude(launchers, error.exit_code, [str(error)])
-                raise
-            report.ended(outcome)
-            _conclude(launchers, outcome.exit_code, _verdict(outcome))
+            outcome = self._attempts()
+            self._report.ended(outcome)
+            self._conclude(outcome.exit_code, _verdict(outcome))
             return outcome
-    except DadtError as error:
-        report.failed(error)
-        raise
-    finally:
-        folder.remove()
-        report.close()
-
-
-def _run(
-    the_plan: Plan,
-    launcher: Launcher,
-    folder: Folder,
-    voice: Voice,
-    views: Callable[[Placed, Watch], Sequence[View]],
-    report: Report,
-    interrupts: Interrupts | None,
-    restarts: int,
-    discovery: Discovery,
-) -> Outcome:
-    config = the_plan.config
-    agents = Agents(launcher, the_plan.hosts, config.orphan_timeout, report.journal.see)
-    voice.meanwhile(agents.beat)
-    try:
-        if interrupts is not None:
-            agents.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(config)))
-        ask = partial(look, the_plan, folder.job)
-        all_needed = not config.min_np
-        gather(agents, ask, config.start_timeout, folder.job, voice, discovery.failed, all_needed=all_needed)
-        where = replace(settle(the_plan, agents, folder.job, voice), restarts=restarts)
-        where = replace(where, config=resume.settled(where.config, len(where.slots), restarts))
-        if interrupts is not None:
-            agents.forget(interrupts)
-        output = Output(
-            where.logs,
-            [slot.host for slot in where.slots],
-            config.output,
-            voice.lines,
-            lambda text: voice.say(text, "warning"),
-            voice.bars_move,
-        )
-        if restarts:
-            output.note(f"dadt: restart {restarts}")
-        job = Job(
-            folder.job,
-            agents,
-            where.slots,
-            output,
-            report.journal,
-            voice.say,
-            config,
-        )
-        if replaces(config) and launcher.extends:
-            members = [gauge.member for gauge in job.watch.gauges]
-            job.let_join(Joining(where, agents, members, output, discovery, ask, job.order, voice.say))
-        voice.meanwhile(lambda: job.attend(interrupts))
-        report.placed(where.config, where.nodes, where.slots, job.watch)
-        job.serve(folder, _facts(where))
-        for view in (*views(where, job.watch), report.interim()):
-            job.show(view)
-        discovery.served(node.host for node in agents.nodes)
-        job.start(orders(where))
-        try:
-            outcome = job.wait(interrupts)
+        except DadtError as error:
+            self._report.failed(error)
+            raise
         finally:
-            for node in [node for node in agents.nodes if node.failed]:
-                discovery.failed(node.host)
-        if (failure := outcome.failure) is not None:
-            outcome.failure = replace(failure, torch_env=config.torch_env)
-        return outcome
-    finally:
-        voice.meanwhile(lambda: None)
-        agents.close(HANG_UP_SECONDS)
-        sweep(f"DADT_JOB={folder.job}")
+            self._folder.remove()
+            self._report.close()
 
+    def _attempts(self) -> Outcome:
+        """Make attempts until one succeeds, or no other may follow."""
+        config, hosts = self._plan.config, self._plan.hosts
+        with self._interrupts or nullcontext():
+            facts = {"job": self._folder.job, "command": list(self._plan.command), "logs": str(self._logs.resolve())}
+            idle = partial(Idle, self._folder, {**facts, "hosts": 0}, self._report.journal.refused)
+            self._discovery = Discovery(hosts, plan.who_names_hosts(config, hosts), self._warn)
+            parts = (self._discovery, self._voice, self._report, self._logs, self._interrupts, idle)
+            self._restarts = Restarts(config, *parts)
+            try:
+                outcome = self._restarts.run(self._attempt)
+                outcome.remember(self._resuming())
+                return outcome
+            except DadtError as error:
+                if self._report.began and not isinstance(error, ConfigError) and (command := self._resuming()):
+                    error.args = (f"{error}; go on with: {command}",)
+                self._conclude(error.exit_code, [str(error)])
+                raise
 
-def _views(placed: Told, exports: Sequence[Export], voice: Voice) -> Callable[[Placed, Watch], Sequence[View]]:
-    """A function that makes all views of the job: the display, the exported metrics and the recorded series."""
+    def _attempt(self, number: int, hosts: Sequence[Host]) -> Outcome:
+        """number: of restarts before. Raises DadtError."""
+        config, journal = self._plan.config, self._report.journal
+        exports = metrics.prepare(config.metrics) if number else self._exports
+        try:
+            request = Request(config, hosts, self._plan.command, self._folder.job, journal.refused, self._voice.say)
+            self._launcher = launcher_of(request)
+            self._reached = resume.configured(config, self._logs, len(hosts), number, self._restarts.refused)
+            return Attempt(
+                replace(self._plan, hosts=hosts, config=self._reached),
+                self._launcher,
+                self._folder,
+                self._voice,
+                partial(self._views, exports),
+                self._report,
+                self._interrupts,
+                number,
+                self._discovery,
+            ).run()
+        except (LaunchError, StartTimeout):
+            self._discovery.candidates.blame(hosts, time.monotonic())
+            raise
+        finally:
+            for export in exports:
+                export.close()
 
-    def views(where: Placed, watch: Watch) -> Sequence[View]:
-        view = placed(where, watch)
+    def _views(self, exports: Sequence[Export], where: Placed, watch: Watch) -> list[View]:
+        """All views of the job: the display, the exported metrics and the recorded series."""
+        view = self._placed(where, watch)
         for export in exports:
-            voice.say(export.begin(watch, _labels(where), warn))
-        series = Series(where.logs / "progress.jsonl", watch, warn)
+            self._voice.say(export.begin(watch, _labels(where), self._warn))
+        series = Series(where.logs / "progress.jsonl", watch, self._warn)
         return [series, *exports, *([view] if view is not None else [])]
 
-    def warn(text: str) -> None:
-        voice.say(text, "warning")
+    def _resuming(self) -> str:
+        """The command that goes on with the job; empty where nothing does."""
+        reached = self._reached
+        return again.command(self._logs, reached.snapshot_dir, reached.resume) if reached is not None else ""
 
-    return views
+    def _conclude(self, code: int, lines: Sequence[str]) -> None:
+        """Report the end to the hosts, where somebody waits for it there."""
+        launcher: object = self._launcher
+        if isinstance(launcher, Herald):
+            launcher.conclude(code, lines)
 
-
-def settle(the_plan: Plan, agents: Agents, job: str, voice: Voice) -> Placed:
-    """Place the workers, once all hosts have reported. Agents that get no workers are ended."""
-    config = the_plan.config
-    rooms = [room(node, config) for node in agents.nodes]
-    missing = len(the_plan.hosts) - len(agents.nodes)
-    fit = sum(each.places for each in rooms)
-    if fit < config.min_np:
-        absent = f", without the {missing} that cannot be reached" if missing else ""
-        raise LaunchError(f"--min-np {config.min_np}: the hosts have room for {fit} workers{absent}")
-    if fit < config.np and config.min_np and not missing:
-        voice.say(f"the hosts have room for {fit} of {config.np} workers: training begins with these", "warning")
-    shares = share_out(min(config.np, fit) if config.min_np else config.np, rooms)
-    idle = [node for node, share in zip(list(agents.nodes), shares, strict=True) if not share]
-    if idle:
-        voice.say(f"{', '.join(node.name for node in idle)} not used: {sum(shares)} workers fit on the other hosts")
-        agents.dismiss(idle)
-    for text in differences(agents.nodes):
-        voice.say(text, "warning")
-    agree(agents, config.network_interface)
-    find_shared_folders(agents)
-    rooms = [room for room, share in zip(rooms, shares, strict=True) if share]
-    shares = [share for share in shares if share]
-    slots = place(shares, rooms, [node.address for node in agents.nodes])
-    config, why = _resolved(config, slots, agents.nodes)
-    return Placed(
-        plan=the_plan,
-        config=config,
-        why=why,
-        job=job,
-        logs=Path(config.log_dir) / job,
-        nodes=agents.nodes,
-        slots=slots,
-        master=_master(config, agents.nodes[0]),
-        secret=secrets.token_hex(32),
-    )
+    def _warn(self, text: str) -> None:
+        self._voice.say(text, "warning")
 
 
 def reserve(log_dir: Path) -> Folder:
@@ -293,41 +202,12 @@ def not_distributed(outcome: Outcome, where: Placed) -> str | None:
     return None
 
 
-def _facts(where: Placed) -> dict[str, Any]:
-    """Constant facts about the job for other commands."""
-    logs = str(where.logs.resolve())
-    return {"job": where.job, "command": list(where.plan.command), "logs": logs, "hosts": len(where.nodes)}
-
-
 def _labels(where: Placed) -> dict[str, str]:
     """The job's labels for metrics."""
     config = where.config
     executor = executors_of(config)[1]
     chosen = {"algorithm": config.algorithm, "executor": executor, "compression": config.compression}
     return {"job": where.job, **chosen, "workers": str(len(where.slots))}
-
-
-def _master(config: Config, first: Node) -> tuple[str, int]:
-    return first.address or "127.0.0.1", int(first.report["port"])
-
-
-def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> tuple[Config, str]:
-    """Make the choices that must be the same on all ranks: the executors, with the reason, and the seed if unset."""
-    if config.seed < 0:
-        config = replace(config, seed=secrets.randbelow(2**31))
-    workers = Counter(slot.cross_rank for slot in slots)
-    return choose(config, [_place(workers[index], node) for index, node in enumerate(nodes)])
-
-
-def _place(workers: int, node: Node) -> Place:
-    usable = not str(node.report.get("torch", "")).endswith("+cpu")
-    return Place(node.name, workers, len({*node.report["gpus"]}) if usable else 0)  # Ray lets workers share one
-
-
-def _conclude(launchers: Sequence[Launcher], code: int, lines: Sequence[str]) -> None:
-    for launcher in launchers[-1:]:
-        if isinstance(launcher, Herald):
-            launcher.conclude(code, lines)
 
 
 def _verdict(outcome: Outcome) -> list[str]:

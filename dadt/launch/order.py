@@ -10,10 +10,9 @@ from dadt.control import shared_folder
 from dadt.control.frame import Frame
 from dadt.control.network import SAME_MACHINE
 from dadt.launch import environment, plan, standard_input
-from dadt.launch.agents import Node
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.launchers.local import LocalChannel
-from dadt.launch.placed import Placed
+from dadt.launch.node import Node
+from dadt.launch.placement import Placed
 from dadt.launch.plan import Plan
 from dadt.launch.replacement import replaces
 from dadt.launch.signals import of_checkpoint
@@ -22,17 +21,15 @@ from dadt.launch.signals import of_checkpoint
 def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
     """The fields of the `look` frame, which asks an agent to report about its host."""
     config = the_plan.config
-    # A child has our environment, and needs no timeout: it sees the end of its pipe.
-    is_child = isinstance(node.channel, LocalChannel)
     # In a job started by hand, the user has set up each host's environment.
-    has_own = is_child or config.nnodes
+    has_own = node.is_child or config.nnodes
     return {
         "job": job,
         "cwd": the_plan.cwd,
         "files": list(the_plan.files),
         "prologue": config.prologue,
         "mpi": mpi_executor(config),
-        "orphan_timeout": None if is_child else config.orphan_timeout,
+        "orphan_timeout": None if node.is_child else config.orphan_timeout,  # a child sees the end of its pipe
         "env": dict(the_plan.named if has_own else the_plan.elsewhere),
     }
 

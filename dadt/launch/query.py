@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from dadt.launch.monitor.watch import Gauge
 
 WRITE_SECONDS = 0.05
-OWN_INQUIRY = 0
-"""The number of the job's own inquiries; those of callers count from 1."""
 STACKS_SECONDS = 4.0
 """How long agents may take to answer; longer than they wait for their workers."""
 ANSWER_SECONDS = 3.0
@@ -72,22 +70,29 @@ class Watched(Protocol):
 
     @property
     def gauges(self) -> Sequence[Gauge]: ...
-    def refused(self, why: str) -> None: ...
 
 
 class Query:
     """The launcher's end. Single-threaded: it runs in the job's selector and never waits for a caller."""
 
     def __init__(
-        self, folder: Folder, agents: Channels, watch: Watched, facts: Mapping[str, Any], end: Callable[[], float]
+        self,
+        folder: Folder,
+        agents: Channels,
+        watch: Watched,
+        facts: Mapping[str, Any],
+        end: Callable[[], float],
+        refused: Callable[[str], None],
     ) -> None:
-        """facts: constants such as the job's id and command. end: ends the job and returns its grace in seconds."""
+        """facts: constants such as the job's id and command. end: ends the job and returns its grace in seconds.
+        refused: called with the reason why a caller was turned away."""
         self._folder = folder
         self._looked = 0.0
         self._agents = agents
         self._watch = watch
         self._facts = facts
         self._end = end
+        self._refused = refused
         self._callers: list[Caller] = []
         self._inquiries: dict[int, Inquiry] = {}
         self._numbered = 0
@@ -135,7 +140,7 @@ class Query:
         if inquiry is None or frame["rank"] not in inquiry.ranks:
             return  # too late
         inquiry.ranks.discard(frame["rank"])
-        about = {**frame.header, **self._watch.gauges[frame["rank"]].describe()}
+        about = {**frame.header, **self._watch.gauges[frame["rank"]].describe(time.monotonic())}
         inquiry.caller.answer(Frame("stack", about, frame.body))
         if not inquiry.ranks:
             del self._inquiries[frame["number"]]
@@ -155,7 +160,7 @@ class Query:
         self._folder.query.unlink(missing_ok=True)  # the next attempt makes its own
 
     def _describe(self, caller: Caller, question: Frame) -> None:
-        ranks = [gauge.describe() for gauge in self._watch.gauges]
+        ranks = [gauge.describe(time.monotonic()) for gauge in self._watch.gauges]
         about = {"begin": self._watch.begin, "state": self._watch.state, "ranks": ranks}
         caller.answer(Frame("description", {**self._facts, **about}))
 
@@ -197,13 +202,13 @@ class Query:
             self._hang_up(caller)
             return
         except DadtError as error:
-            self._watch.refused(str(error))
+            self._refused(str(error))
             self._hang_up(caller)
             return
         for frame in frames:
             waits = any(inquiry.caller is caller for inquiry in self._inquiries.values())
             if waits or len(caller.link.unsent) > UNSENT_LIMIT:
-                self._watch.refused("a caller asked on without waiting for the answers")
+                self._refused("a caller asked on without waiting for the answers")
                 self._hang_up(caller)
                 return
             self._entrance.settle(caller.socket)

@@ -3,14 +3,14 @@ up to where the others are."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 
 from dadt.config import Config
 from dadt.config.check import NEVER
 from dadt.control.frame import Frame
-from dadt.launch.monitor.members import Member
+from dadt.launch.monitor.member import Member
+from dadt.launch.outbox import Outbox
 
 LONGEST_SECONDS = 30.0
 """The longest pause before a worker is started again; the first is 1 s, and each is twice the one before."""
@@ -30,13 +30,9 @@ def replays(config: Config) -> bool:
 class Replacements:
     """A worker is started again where its process has ended and its host is there, and not cut off from the others."""
 
-    def __init__(
-        self, order: Callable[[Frame], None], say: Callable[[str, str], None], hears: Callable[[int], bool]
-    ) -> None:
-        """order: sends a frame to all agents. hears: whether the host of a rank and those of the others hear each
-        other."""
-        self._order = order
-        self._say = say
+    def __init__(self, outbox: Outbox, hears: Callable[[int, float], bool]) -> None:
+        """hears: whether the host of a rank and those of the others hear each other."""
+        self._outbox = outbox
         self._hears = hears
         self._due: dict[int, float] = {}
         self._tries: Counter[int] = Counter()
@@ -47,23 +43,22 @@ class Replacements:
         """Start no other worker in the place of this one."""
         self._away.add(rank)
 
-    def exited(self, member: Member) -> None:
+    def exited(self, member: Member, now: float) -> None:
         """Note that a lost rank's process has ended: another worker is due after a pause."""
         if member.rank in self._away:
             return
         pause = min(2.0 ** min(self._tries[member.rank], 10), LONGEST_SECONDS)
         self._tries[member.rank] += 1
         self._members[member.rank] = member
-        self._due[member.rank] = time.monotonic() + pause
+        self._due[member.rank] = now + pause
 
-    def turn(self) -> None:
+    def turn(self, now: float) -> None:
         """Start the workers that are due."""
-        now = time.monotonic()
-        for rank in [rank for rank, at in self._due.items() if now >= at and self._hears(rank)]:
+        for rank in [rank for rank, at in self._due.items() if now >= at and self._hears(rank, now)]:
             del self._due[rank]
             member = self._members[rank]
             if not member.ended:  # another host has taken its place
                 continue
-            member.start_anew()
-            self._order(Frame("worker", {"rank": rank}))
-            self._say(f"a new worker starts in place of rank {rank}", "info")
+            member.start_anew(now)
+            self._outbox.send_all(Frame("worker", {"rank": rank}))
+            self._outbox.say(f"a new worker starts in place of rank {rank}")

@@ -12,11 +12,11 @@ from typing import Any
 from dadt.config import Config, version
 from dadt.control import private_files
 from dadt.errors import DadtError
-from dadt.launch.agents import Node
 from dadt.launch.failure import Failure
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.watch import Gauge, Watch
+from dadt.launch.node import Node
 from dadt.launch.outcome import Outcome
 from dadt.launch.plan import Plan
 

@@ -13,7 +13,8 @@ from dadt.config import Config
 from dadt.errors import ConfigError, DadtError, LaunchError, NotResumed, StartTimeout
 from dadt.launch.failure import Failure
 from dadt.launch.hosts import script
-from dadt.launch.hosts.discovery import ASK_SECONDS, LONGEST_PAUSE_SECONDS, Discovery
+from dadt.launch.hosts.candidates import LONGEST_PAUSE_SECONDS
+from dadt.launch.hosts.discovery import ASK_SECONDS, Discovery
 from dadt.launch.hosts.host import Host
 from dadt.launch.idle import Idle
 from dadt.launch.outcome import Outcome, end_early
@@ -47,7 +48,7 @@ class Restarts:
     ) -> None:
         """idle: answers other commands while hosts are waited for."""
         self._config = config
-        self._discovery = discovery
+        self._discovery, self._candidates = discovery, discovery.candidates
         self._voice = voice
         self._report = report
         self._logs = logs
@@ -118,11 +119,11 @@ class Restarts:
             self._discovery.poll(every)
             waited = time.monotonic() - begin
             asked = not self._count or self._discovery.answered >= begin or waited > script.SECONDS
-            hosts = self._discovery.usable
+            hosts = self._candidates.usable(time.monotonic())
             if asked and self._suffice(hosts):
                 return hosts
             what = self._lack(hosts)
-            if waited > self._config.start_timeout and self._discovery.due == float("inf"):
+            if waited > self._config.start_timeout and self._candidates.due(begin + waited) == float("inf"):
                 raise StartTimeout(f"{what} after --start-timeout {self._config.start_timeout:g} s")
             if waited > SILENT_SECONDS and what != told:
                 told = what
@@ -137,13 +138,13 @@ class Restarts:
     def _suffice(self, hosts: Sequence[Host]) -> bool:
         """Whether enough workers fit on these hosts, as far as that is known before they are asked."""
         if not (self._config.min_np or self._config.np):
-            return bool(hosts) and len(hosts) == len(self._discovery.hosts)
+            return bool(hosts) and len(hosts) == len(self._candidates.hosts)
         return self._room(hosts) >= (self._config.min_np or self._config.np)
 
     def _lack(self, hosts: Sequence[Host]) -> str:
         """A text that says what is missing for the next attempt."""
         named = ", ".join(map(str, hosts)) or "no host"
-        away = [host.name or "this host" for host in self._discovery.hosts if host not in hosts]
+        away = [host.name or "this host" for host in self._candidates.hosts if host not in hosts]
         failed = f"; {', '.join(away)} failed, to be tried again" if away else ""
         if not (least := self._config.min_np or self._config.np):
             return f"{named}{failed}"
@@ -154,7 +155,7 @@ class Restarts:
     def _room(self, hosts: Sequence[Host]) -> float:
         """How many workers fit. Where only a host itself knows, enough do, but while others may yet come it counts for
         one."""
-        unknown = float("inf") if len(hosts) == len(self._discovery.hosts) else 1
+        unknown = float("inf") if len(hosts) == len(self._candidates.hosts) else 1
         return sum(host.slots or unknown for host in hosts)
 
     def _begin_to_wait(self, stack: ExitStack) -> Idle:

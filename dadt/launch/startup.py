@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from dadt.config.version import VERSION
 from dadt.control import network
 from dadt.control.frame import Frame
 from dadt.errors import LaunchError, StartTimeout
-from dadt.launch.agents import Agents, Node
-from dadt.launch.channel import Noted
+from dadt.launch.agents import Agents
+from dadt.launch.host_report import problem_of, target_of
 from dadt.launch.hosts.host import Host
+from dadt.launch.node import Node
 
 STRAGGLER_SECONDS = 15.0
 """How long the other hosts may still take once one has failed, so that all failures are reported together."""
@@ -103,9 +103,8 @@ def await_agents(
         )
         voice.part(count, last=True)
     for node in agents.nodes:
-        if node.channel is not None and isinstance(node.channel, Noted):
-            for text in node.channel.notes:
-                voice.say(f"{node.name}: {text}")
+        for text in node.notes:
+            voice.say(f"{node.name}: {text}")
     late = time.monotonic() >= begin + timeout
     for node in agents.nodes:
         if node in waiting:
@@ -150,25 +149,6 @@ def find_shared_folders(agents: Agents) -> None:
         node.folder = min(frame.get("seen", ()), default=None)
 
 
-def share_folder(nodes: Sequence[Node], node: Node, seen: Sequence[Node]) -> None:
-    """The folder of a host that has come is the one of these hosts, which see the file that it has made there."""
-    known = [other.folder for other in seen if other.folder is not None]
-    unused = 1 + max((other.folder for other in nodes if other.folder is not None), default=0)
-    for each in (node, *seen):
-        each.folder = min(known, default=unused)
-
-
-def differences(nodes: Sequence[Node]) -> list[str]:
-    """Warnings about versions that differ between the hosts but may work together."""
-    texts = []
-    for what, name in (("torch", "torch"), ("Python", "python")):
-        found = {node.name: ".".join(str(node.report[name]).split(".")[:2]) for node in nodes}
-        if len(set(found.values())) > 1:
-            listed = ", ".join(f"{host} {version or 'none'}" for host, version in found.items())
-            texts.append(f"hosts differ in {what}: {listed}")
-    return texts
-
-
 def _await_probes(agents: Agents) -> dict[Node, Frame]:
     deadline = time.monotonic() + PROBE_SECONDS
     reached: dict[Node, Frame] = {}
@@ -187,24 +167,6 @@ def _await_probes(agents: Agents) -> dict[Node, Frame]:
 def _offer(node: Node) -> str:
     found = ", ".join(f"{entry['interface']} {entry['address']}" for entry in node.report["addresses"])
     return f"{node.name}, which has {found or 'no address for other hosts'}"
-
-
-def target_of(index: int, report: Mapping[str, Any]) -> dict[str, Any]:
-    addresses = [entry["address"] for entry in report["addresses"]]
-    return {"index": index, "port": report["probe_port"], "token": report["token"], "addresses": addresses}
-
-
-def problem_of(ready: Frame, host: str = "") -> str:
-    """Why this host cannot take part; empty if it can. host: its name, if it has one."""
-    python = ready["executable"]
-    if ready["version"] != VERSION:
-        found = f"dadt {ready['version']} is installed {'there' if host else f'for {python}'}"
-        return f"{found}, {VERSION} here -> install the same version, or --python PATH"
-    if not ready["torch"]:
-        place = "there" if host else "here"
-        return f"torch is not installed for {python} {place} -> pip install torch, or --python PATH"
-    problems: list[str] = ready["problems"]
-    return "; ".join(problems)
 
 
 def _refuse(failures: Mapping[Node, str], late: bool, timeout: float, voice: Voice) -> None:

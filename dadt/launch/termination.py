@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from signal import SIGINT
 
 from dadt.control.frame import Frame
-from dadt.launch.agents import Agents
 from dadt.launch.monitor.watch import Watch
+from dadt.launch.outbox import Outbox
 from dadt.launch.outcome import Outcome
 from dadt.launch.preemption import Preemption
 
@@ -25,9 +24,9 @@ AGAIN_SECONDS = 2.0
 class Termination:
     """Tells the agents to stop their workers. A later reason can only hasten it."""
 
-    def __init__(self, agents: Agents, watch: Watch, outcome: Outcome, grace: float) -> None:
+    def __init__(self, outbox: Outbox, watch: Watch, outcome: Outcome, grace: float, now: float) -> None:
         """grace: seconds from SIGTERM to SIGKILL when the user ends the job, and to SIGTERM after Ctrl-C."""
-        self._agents = agents
+        self._outbox = outbox
         self._watch = watch
         self._outcome = outcome
         self._user_grace = grace
@@ -37,15 +36,13 @@ class Termination:
         """Ranks whose script is over exit before that, as long as LEAVE_SECONDS allow."""
         self._end_by = float("inf")
         """Deadline (time.monotonic) of the agents that received the order to stop; infinite before."""
-        self._turned = time.monotonic()
+        self._turned = now
         self._told = 0.0
         """Time at which `dadt run` or a host was asked to end."""
         self.grace = float("inf")
         """Seconds until SIGKILL; infinite while no order to stop was sent."""
         self.at_once = False
         """The user has asked twice for the end."""
-        self.unsaid: list[str] = []
-        """Texts for the user, printed as soon as nothing else is being written."""
 
     @property
     def goes_on(self) -> bool:
@@ -57,74 +54,73 @@ class Termination:
         """When `turn` has to be called next."""
         return min(self._fail_at + (LEAVE_SECONDS if self._leaving else 0.0), self._end_by)
 
-    def end(self, number: int, who: str) -> float:
+    def end(self, number: int, who: str, now: float) -> float:
         """End the job for the user: gently, or at once if asked again. Scripts get Ctrl-C as SIGINT, and SIGTERM
         if that does not end them; else SIGTERM. Returns the seconds until SIGKILL."""
         if self._outcome.signal:
-            self._hurry(who)
+            self._hurry(who, now)
         else:
             self._outcome.signal = number
             if number == SIGINT:
-                self._stop(Frame("interrupt", {"grace": self._user_grace}), 2 * self._user_grace, who)
+                self._stop(Frame("interrupt", {"grace": self._user_grace}), 2 * self._user_grace, who, now)
             else:
-                self.terminate(self._user_grace, who)
-            self.unsaid.append(f"stopping the workers after {who} (once more: at once)")
+                self.terminate(self._user_grace, who, now)
+            self._outbox.say(f"stopping the workers after {who} (once more: at once)")
         return self.grace
 
-    def preempt(self, preemption: Preemption) -> None:
+    def preempt(self, preemption: Preemption, now: float) -> None:
         """Have all workers save, and stop them gently if they have not ended after --grace seconds. Once `dadt run`
         itself has been asked to end, to be asked again means: at once."""
         before = self._outcome.preemption
         if self.goes_on:
-            self._stop(Frame("preempt"), 2 * self._user_grace, preemption.who)
-            self.unsaid.append(f"{preemption.who}: workers have {self._user_grace:g} s to save (once more: at once)")
+            self._stop(Frame("preempt"), 2 * self._user_grace, preemption.who, now)
+            self._outbox.say(f"{preemption.who}: workers have {self._user_grace:g} s to save (once more: at once)")
         elif before is None:
             return  # it had failed before
-        elif not (before.host or preemption.host) and time.monotonic() > self._told + AGAIN_SECONDS:
-            self._hurry(preemption.who)
+        elif not (before.host or preemption.host) and now > self._told + AGAIN_SECONDS:
+            self._hurry(preemption.who, now)
         if before is None or before.host:
             self._outcome.preemption = preemption
-            self._told = time.monotonic()
+            self._told = now
 
-    def _hurry(self, who: str) -> None:
+    def _hurry(self, who: str, now: float) -> None:
         self.at_once = True
-        self.terminate(0.0, who)
+        self.terminate(0.0, who, now)
 
-    def terminate(self, grace: float, why: str, stacks: bool = False) -> None:
+    def terminate(self, grace: float, why: str, now: float, *, stacks: bool = False) -> None:
         """Send SIGTERM to all workers, and SIGKILL after `grace` seconds."""
         if grace < self.grace:
-            self._stop(Frame("stop", {"grace": grace, "stacks": stacks}), grace, why)
+            self._stop(Frame("stop", {"grace": grace, "stacks": stacks}), grace, why, now)
 
-    def fail_by(self, seconds: float, *, lets_leave: bool = False) -> None:
+    def fail_by(self, seconds: float, now: float, *, lets_leave: bool = False) -> None:
         """Stop everything after these seconds, as something has failed. Workers that save, or that the user has asked
         to end, keep their time. lets_leave: ranks whose script is over exit by themselves first, as one of them may be
         the cause."""
         if self._outcome.preemption is None and not self._outcome.signal:
             self._lets_leave = lets_leave and (self._lets_leave or self._fail_at == float("inf"))
-            self._fail_at = min(self._fail_at, time.monotonic() + seconds)
+            self._fail_at = min(self._fail_at, now + seconds)
 
     @property
     def _leaving(self) -> bool:
         members = [gauge.member for gauge in self._watch.gauges] if self._lets_leave else []
         return any(member.finished and not (member.ended or member.lost) for member in members)
 
-    def excuse(self) -> None:
+    def excuse(self, now: float) -> None:
         """Give the agents more time, as nothing that they report has been read since the last turn: nobody reads the
         output."""
-        now = time.monotonic()
         self._end_by += now - self._turned
         self._turned = now
 
-    def turn(self) -> bool:
+    def turn(self, now: float) -> bool:
         """Call it as time passes. Returns whether agents are overdue, so that they have to be killed."""
-        self._turned = time.monotonic()
+        self._turned = now
         if self._turned >= self._fail_at + (LEAVE_SECONDS if self._leaving else 0.0):
             self._fail_at = float("inf")
-            self.terminate(FAILURE_GRACE, "a worker failed", stacks=True)
+            self.terminate(FAILURE_GRACE, "a worker failed", now, stacks=True)
         return self._turned >= self._end_by
 
-    def _stop(self, order: Frame, seconds: float, why: str) -> None:
+    def _stop(self, order: Frame, seconds: float, why: str, now: float) -> None:
         self.grace = seconds
         self._watch.stops(why, seconds)
-        self._end_by = time.monotonic() + seconds + END_SECONDS
-        self._agents.send_all(order)
+        self._end_by = now + seconds + END_SECONDS
+        self._outbox.send_all(order)

@@ -20,13 +20,13 @@ from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
 from dadt.errors import LaunchError
 from dadt.launch import plan, startup
-from dadt.launch.agents import Agents, Node
+from dadt.launch.agents import Agents
+from dadt.launch.attempt import HANG_UP_SECONDS
 from dadt.launch.channel import Request
 from dadt.launch.failure import last_line
 from dadt.launch.hosts.host import Host
-from dadt.launch.job import HANG_UP_SECONDS
 from dadt.launch.launchers import launcher_of
-from dadt.launch.launchers.local import LocalChannel
+from dadt.launch.node import Node
 from dadt.launch.plan import Plan
 from dadt.launch.processes import sweep
 from dadt.launch.startup import Voice
@@ -115,7 +115,7 @@ def _look(the_plan: Plan, asked: Asked, agents: Agents, job: str, voice: Voice, 
         found.hosts[node.name] = [refused("agent", reason, hint).of(subject)]
     agents.dismiss(list(failures))
     for node in agents.nodes:
-        found.hosts[node.name] = [_agent(node, ready[node.name]), *_shell(node), _clock(node)]
+        found.hosts[node.name] = [_agent(node, ready[node.name]), *_shell(agents.preface(node)), _clock(node)]
     found.between += [*_names(agents.nodes), *_addresses(agents, config.network_interface)]
     if agents.nodes:
         how_long = "some minutes" if asked.full else "up to a minute"
@@ -137,14 +137,13 @@ def _look(the_plan: Plan, asked: Asked, agents: Agents, job: str, voice: Voice, 
 
 def _order(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
     """The checks that an agent makes before it is ready. Workers' folder and files are checked with all else."""
-    is_child = isinstance(node.channel, LocalChannel)
     return {
         "job": job,
         "cwd": "/",
         "files": [],
         "prologue": the_plan.config.prologue,
-        "orphan_timeout": None if is_child else the_plan.config.orphan_timeout,
-        "env": dict(the_plan.named if is_child else the_plan.elsewhere),
+        "orphan_timeout": None if node.is_child else the_plan.config.orphan_timeout,
+        "env": dict(the_plan.named if node.is_child else the_plan.elsewhere),
     }
 
 
@@ -152,9 +151,9 @@ def _agent(node: Node, seconds: float) -> Check:
     return good("agent", f"ready after {seconds:.1f} s, {node.report['executable']}").of("ssh")
 
 
-def _shell(node: Node) -> Iterator[Check]:
+def _shell(printed: bytes) -> Iterator[Check]:
     """A login shell that prints is in the way of scp, rsync and MPI's own start, though not in that of dadt."""
-    if node.channel is not None and (words := last_line(node.channel.link.preface)):
+    if words := last_line(printed):
         hint = "let its .bashrc print only where a person reads it: [[ $- == *i* ]] || return"
         yield warn("shell", f"prints before it runs a command: {words[:80]!r}", hint).of("ssh")
 

@@ -26,7 +26,7 @@ from dadt.launch.failure import signal_name
 from dadt.launch.monitor.output import ranks_shown
 from dadt.launch.monitor.watch import Watch
 from dadt.launch.outcome import Outcome
-from dadt.launch.placed import Placed
+from dadt.launch.placement import Placed
 from dadt.launch.preemption import ranks
 from dadt_cli.run import live
 from dadt_cli.run.dry import describe, placement

@@ -135,7 +135,7 @@ class Live:
 
         watch = self._watch
         room = max(1, height - PRINTED_ROWS)
-        gauges = watch.gauges if len(watch.gauges) <= room else watch.by_pace()[: room - 1]
+        gauges = watch.gauges if len(watch.gauges) <= room else watch.by_pace(time.monotonic())[: room - 1]
         shown = sorted(gauges, key=lambda gauge: gauge.rank) if len(gauges) == len(watch.gauges) else gauges
         missing = sum(loss.replaced is None for loss in watch.losses)
         lost = f", {missing} lost" if missing else ""
@@ -152,7 +152,7 @@ def _table(gauges: list[Gauge], watch: Watch, width: int) -> list[Text]:
     """A header and a row for each gauge; columns for which there is no room are left out."""
     from rich.text import Text
 
-    slowest = watch.slowest()
+    slowest = watch.slowest(time.monotonic())
     columns = _columns(gauges, slowest, len({gauge.host for gauge in watch.gauges}) > 1)
     widths = [max(map(len, column)) for column in columns]
     # By what one can do without, first.
@@ -184,7 +184,8 @@ def _aligned(column: list[str], index: int, width: int) -> str:
 
 
 def _columns(gauges: list[Gauge], slowest: Gauge | None, hosts: bool) -> list[list[str]]:
-    speeds = [gauge.speed() for gauge in gauges]
+    now = time.monotonic()
+    speeds = [gauge.speed(now) for gauge in gauges]
     columns = [["rank", *(f"{'>' if gauge is slowest else ''}{gauge.rank}" for gauge in gauges)]]
     if hosts:
         columns.append(["host", *(gauge.host for gauge in gauges)])
@@ -200,13 +201,14 @@ def _columns(gauges: list[Gauge], slowest: Gauge | None, hosts: bool) -> list[li
 def _note(gauge: Gauge, slowest: bool) -> str:
     """The news of a rank, else its last line."""
     member = gauge.member
-    silence = time.monotonic() - member.seen
+    now = time.monotonic()
+    silence = now - member.seen
     if member.ended or member.finished:
         return member.standing
     if slowest:
         mark = f"slowest, silent for {silence:.0f} s" if silence > SILENT_SECONDS else "slowest"
         return f"{mark}  {gauge.line}"
-    if gauge.waits:
+    if member.waits(now):
         return f"waits for others, for {silence:.0f} s"
     return gauge.line or ("" if member.state.startswith("at step") else member.state)
 

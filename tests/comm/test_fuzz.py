@@ -8,8 +8,8 @@ import resource
 import signal
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -29,15 +29,14 @@ from dadt.control.frame import LENGTHS, Frame, Parser
 from dadt.control.schema import AGENT
 from dadt.control.seal import Seal
 from dadt.errors import DadtError, LaunchError
-from dadt.launch.agents import Agents, Node
-from dadt.launch.agents import _named as named
-from dadt.launch.channel import Channel
+from dadt.launch.contact import Contact
 from dadt.launch.hosts import host
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
 from dadt.launch.monitor.journal import Journal
-from dadt.launch.monitor.output import Output
+from dadt.launch.node import Node
+from dadt.launch.outbox import Event, WriteJournal
 from dadt_cli.compare import stored
 from dadt_cli.report.timeline import Summary
 from dadt_cli.report.timeline import read as read_timeline
@@ -137,29 +136,12 @@ def bounded() -> Iterator[None]:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < GROWTH
 
 
-class Idle:
-    """Starts an agent that says nothing."""
-
-    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        return [Future() for _ in hosts]
-
-    def command(self, host: Host) -> str:
-        return ""
-
-    def close(self) -> None: ...
-
-
 def a_job(folder: Path) -> tuple[Job, Node]:
     """Of two ranks on one host."""
     slots = [Slot(rank=rank, local_rank=rank, world_size=2, local_size=2, host="h0") for rank in range(2)]
-    journal = Journal(folder / "events.jsonl", lambda text: None)
-    agents = Agents(Idle(), [Host(name="h0")], 30.0, journal.see)
-    output = Output(folder, ["h0", "h0"], "all", lambda stream, data: None, lambda text: None, lambda: False)
-    job = Job("fuzz", agents, slots, output, journal, lambda text, level: None, Config(grace=1.0))
-    (node,) = agents.nodes
-    node.ranks = frozenset({0, 1})
-    node.report = {"pid": 9}
-    job.start([Frame("job")])
+    node = Node(0, Host(name="h0"), report={"pid": 9})
+    job = Job(Config(grace=1.0), [node], slots, folder, now=0.0, begin=0.0)
+    job.start([Frame("job")], now=0.0, begin=0.0)
     return job, node
 
 
@@ -205,6 +187,7 @@ def test_frames(inputs: int) -> None:
 def test_what_agents_say_to_the_launcher(inputs: int, tmp_path: Path) -> None:
     """A frame that the schema lets through does no harm either: a job, its watch and its journal take it."""
     job, node = a_job(tmp_path)
+    contact, journal = Contact([node], 30.0, 0.0), Journal(tmp_path / "events.jsonl", lambda text: None)
     tokens = [
         b'"rank": 1',
         b'"rank": 0',
@@ -219,12 +202,15 @@ def test_what_agents_say_to_the_launcher(inputs: int, tmp_path: Path) -> None:
 
     def take(data: bytes) -> None:
         for frame in Parser(AGENT).feed(LENGTHS.pack(len(data), 0) + data):
-            if set(named(frame)) <= node.ranks and frame.get("peer", 0) < 1:
-                job._agents._see(node.name, frame)
-                job.watch.see(frame)
-                getattr(job, f"_on_{frame.kind}", lambda *_: None)(node, frame)
-                job._turn()
-                json.dumps([gauge.describe() for gauge in job.watch.gauges])
+            if not contact.hear(node, frame, time.time()):
+                now = time.monotonic()
+                journal.see(node.name, frame)
+                job.take(Event(node, frame, now))
+                job.turn(now)
+                while (action := job.outbox.take()) is not None:
+                    if isinstance(action, WriteJournal):
+                        journal.write(action.kind, **action.facts)
+                json.dumps([gauge.describe(now) for gauge in job.watch.gauges])
 
     headers = [json.dumps({"kind": frame.kind, **frame.header}).encode() for frame in FROM_AGENTS]
     go("what agents say", inputs, Mutator(SEED, headers, tokens), take)
@@ -232,9 +218,10 @@ def test_what_agents_say_to_the_launcher(inputs: int, tmp_path: Path) -> None:
 
 def test_an_agent_that_ends_and_has_not_told_how_its_workers_have_is_no_success(tmp_path: Path) -> None:
     job, node = a_job(tmp_path)
-    job._on_end(node, Frame("end", {"stuck": [], "signal": 0}))
+    job.take(Event(node, Frame("end", {"stuck": [], "signal": 0}), 1.0))
+    assert job.over
     with pytest.raises(LaunchError, match="it is not known how rank 0 has ended: its agent has not told"):
-        job.wait(None)
+        job.judge(1.0, [], [])
 
 
 @amounts(10_000, 100_000)

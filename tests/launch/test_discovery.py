@@ -17,7 +17,8 @@ from harness.run import DADT, Run
 from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.launch import plan
-from dadt.launch.hosts import discovery, script
+from dadt.launch.hosts import script
+from dadt.launch.hosts.candidates import SERVED_SECONDS, Candidates
 from dadt.launch.hosts.discovery import Discovery
 from dadt.launch.hosts.host import Host
 
@@ -140,15 +141,15 @@ def test_hosts_that_change(tmp_path: Path) -> None:
     said: list[str] = []
     known = Discovery(plan.hosts_of(config, {}), plan.who_names_hosts(config), said.append)
     path.write_text("h0\nh2\n")
-    assert names(known.usable) == ["h0", "h1"]
+    assert names(known.candidates.usable(time.monotonic())) == ["h0", "h1"]
     settle(known)
-    assert names(known.usable) == ["h0", "h2"]
+    assert names(known.candidates.usable(time.monotonic())) == ["h0", "h2"]
     bad = tmp_path / "bad"
     bad.write_text("h0 h1\n")
     bad.rename(path)
     for _ in range(2):
         settle(known)
-        assert names(known.hosts) == ["h0", "h2"]
+        assert names(known.candidates.hosts) == ["h0", "h2"]
     assert len(said) == 1
     assert said[0].endswith("line 1: 'h1' is not understood; a line is `host slots=N`: the hosts stay as they were")
 
@@ -157,53 +158,52 @@ def test_asking_blocks_nobody(tmp_path: Path) -> None:
     path = write_script(tmp_path / "hosts", f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; echo h1")
     known = Discovery([Host(name="h0")], lambda: script.hosts(path))
     known.poll(0.0)
-    assert names(known.hosts) == ["h0"]
+    assert names(known.candidates.hosts) == ["h0"]
     (tmp_path / "go").touch()
     settle(known)
-    assert names(known.hosts) == ["h1"]
+    assert names(known.candidates.hosts) == ["h1"]
 
 
 def test_hosts_of_the_command_line_do_not_change() -> None:
     config = Config(np=2, hosts="h0,h1")
     known = Discovery(plan.hosts_of(config, {}), plan.who_names_hosts(config))
     known.poll(0.0)
-    assert names(known.hosts) == ["h0", "h1"]
+    assert names(known.candidates.hosts) == ["h0", "h1"]
     assert known.answered == float("inf")
 
 
-def test_each_host_that_fails_is_left_alone_for_longer(monkeypatch) -> None:
+def test_each_host_that_fails_is_left_alone_for_longer() -> None:
     now = 1000.0
-    monkeypatch.setattr(discovery.time, "monotonic", lambda: now)
     one, other = Host(name="h0"), Host(name="h1")
-    known = Discovery([one, other])
-    assert known.due == float("inf")
+    known = Candidates([one, other])
+    assert known.due(now) == float("inf")
     for pause in (1, 2, 4, 8, 16, 30, 30):
-        known.failed(one)
-        known.failed(one)  # it is known
-        assert known.usable == [other]
-        assert known.due == pause
+        known.failed(one, now)
+        known.failed(one, now)  # it is known
+        assert known.usable(now) == [other]
+        assert known.due(now) == pause
         now += pause
-        assert known.usable == [one, other]
-    known.served([one])
-    now += discovery.SERVED_SECONDS + 1
-    known.failed(one)
-    assert known.due == 1
+        assert known.usable(now) == [one, other]
+    known.served([one], now)
+    now += SERVED_SECONDS + 1
+    known.failed(one, now)
+    assert known.due(now) == 1
     now += 1
-    known.served([one])
-    now += discovery.SERVED_SECONDS - 1
-    known.failed(one)
-    assert known.due == 2
+    known.served([one], now)
+    now += SERVED_SECONDS - 1
+    known.failed(one, now)
+    assert known.due(now) == 2
 
 
 def test_nobody_knows_which_host_failed() -> None:
     one, other = Host(name="h0"), Host(name="h1")
-    known = Discovery([one, other])
-    known.failed(one)
-    known.blame([one, other])
-    assert known.usable == [other]
-    known = Discovery([one, other])
-    known.blame([one, other])
-    assert known.usable == []
+    known = Candidates([one, other])
+    known.failed(one, 5.0)
+    known.blame([one, other], 5.0)
+    assert known.usable(5.0) == [other]
+    known = Candidates([one, other])
+    known.blame([one, other], 5.0)
+    assert known.usable(5.0) == []
 
 
 # Jobs -----------------------------------------------------------------------------------------------------------------

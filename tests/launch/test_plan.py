@@ -15,7 +15,8 @@ from harness.run import DADT
 from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.launch import environment
-from dadt.launch.monitor.members import Member
+from dadt.launch.monitor.member import Member
+from dadt.launch.outbox import Outbox
 from dadt.launch.plan import fill, hosts_of, make
 from dadt.launch.replacement import Replacements
 
@@ -386,9 +387,9 @@ def test_a_wrong_signal_is_noticed_before_anything_is_made() -> None:
 
 
 def test_new_workers_that_fail_again_and_again_do_not_end_the_job() -> None:
-    replacements = Replacements(lambda order: None, lambda text, level: None, lambda rank: True)
+    replacements = Replacements(Outbox(), lambda rank, now: True)
     for _ in range(2000):
-        replacements.exited(Member(rank=0))
+        replacements.exited(Member(rank=0), 0.0)
 
 
 @pytest.mark.parametrize(

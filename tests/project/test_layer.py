@@ -144,6 +144,45 @@ def test_a_file_can_be_read_at_once(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MOST_LINES
 
 
+DECISIONS = (
+    "launch.cause",
+    "launch.contact",
+    "launch.endings",
+    "launch.generation",
+    "launch.handovers",
+    "launch.hosts.candidates",
+    "launch.job",
+    "launch.joining",
+    "launch.membership",
+    "launch.monitor.board",
+    "launch.monitor.member",
+    "launch.monitor.notices",
+    "launch.monitor.rendezvous",
+    "launch.monitor.silence",
+    "launch.monitor.stalls",
+    "launch.monitor.waits",
+    "launch.monitor.watch",
+    "launch.node",
+    "launch.outbox",
+    "launch.replacement",
+    "launch.results",
+    "launch.termination",
+)
+"""What the launcher decides, apart from all I/O: these modules take events and the time, and give actions."""
+IO = {"os", "select", "selectors", "shutil", "socket", "subprocess", "tempfile", "threading", "time"}
+HARMLESS = {"SIGINT", "SIGKILL", "SIGTERM"}
+"""What of the module `signal` is a number, and delivers nothing."""
+
+
+@pytest.mark.parametrize("module", DECISIONS)
+def test_what_decides_does_no_io(module: str) -> None:
+    found = imports(MODULES[f"dadt.{module}"])
+    assert not {name.partition(".")[0] for name in found} & IO
+    signals = under(found, "signal")
+    assert signals != {"signal"}, "import the numbers by name"
+    assert signals <= {"signal", *(f"signal.{name}" for name in HARMLESS)}
+
+
 def test_the_launcher_and_what_is_below_it_need_no_torch() -> None:
     for module, path in MODULES.items():
         if layer_of(module) in ("errors", "world", "config", "control", "launch"):

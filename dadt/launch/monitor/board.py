@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
+from dadt.launch.outbox import Reply
 
 MOST_KEYS = 4096
 MOST_TOGETHER = 1 << 30
@@ -23,7 +23,7 @@ class Want:
     keys: Sequence[str]
     deadline: float
     timeout: float
-    reply: Callable[[Frame], None]
+    reply: Reply
 
     @property
     def begun(self) -> float:
@@ -51,7 +51,7 @@ class Board:
     _stalled: set[str] = field(default_factory=set)
     """Groups that take long, as the user knows."""
 
-    def put(self, key: str, rank: int, blob: bytes) -> str:
+    def put(self, key: str, rank: int, blob: bytes, now: float) -> str:
         """Store a value. Returns the reason if that is not allowed, else an empty text."""
         share = self._shares.setdefault(rank, Share())
         if key in self._blobs:
@@ -66,59 +66,59 @@ class Board:
         self._blobs[key] = blob
         self._present.setdefault(_group(key), set()).add(rank)
         for want in self._wants.pop(key, ()):
-            self.want(want)
+            self.want(want, now)
         return ""
 
-    def want(self, want: Want) -> None:
+    def want(self, want: Want, now: float) -> None:
         """Answer a want as soon as all its keys are there."""
         absent = next((key for key in want.keys if key not in self._blobs), None)
         if absent is None:
             blobs = [self._blobs[key] for key in dict.fromkeys(want.keys)]
             if len(blobs) < len(want.keys) or sum(map(len, blobs)) > MOST_TOGETHER:
                 text = f"rank {want.rank} asks for more at once than {MOST_TOGETHER:,} bytes, or for a key twice"
-                want.reply(Frame("error", {"type": "DadtError", "message": text}))
+                want.reply(Frame("error", {"type": "DadtError", "message": text}), now)
             else:
-                want.reply(together(blobs))
+                want.reply(together(blobs), now)
         else:
             self._wants.setdefault(absent, []).append(want)
 
-    def clear(self, refusal: Frame) -> None:
+    def clear(self, refusal: Frame, now: float) -> None:
         """Refuse all wants, and forget all values."""
         wants = [want for each in self._wants.values() for want in each]
         for table in (self._blobs, self._shares, self._present, self._wants, self._stalled):
             table.clear()
         for want in wants:
-            want.reply(refusal)
+            want.reply(refusal, now)
 
     @property
     def waiting(self) -> bool:
         return bool(self._wants)
 
-    def stalled(self, seconds: float) -> list[tuple[str, set[int]]]:
+    def stalled(self, seconds: float, now: float) -> list[tuple[str, set[int]]]:
         """The groups in which a rank has waited for more than `seconds`, each once, with all ranks that have done their
         part."""
-        now, found = time.monotonic(), list[tuple[str, set[int]]]()
+        found = list[tuple[str, set[int]]]()
         for key, wants in self._wants.items():
             if (group := _group(key)) not in self._stalled and any(now - want.begun > seconds for want in wants):
                 self._stalled.add(group)
                 found.append((group, self._present.get(group, set()) | {want.rank for want in wants}))
         return found
 
-    def settle(self, ended: Iterable[int], refuse: Callable[[str, set[int], str], Frame]) -> None:
+    def settle(self, ended: Iterable[int], refuse: Callable[[str, set[int], str], Frame], now: float) -> None:
         """Refuse the wants whose keys cannot come any more, as these ranks have ended, or did not come in time.
 
         refuse: makes the answer from the key, the ranks that have done their part, and the problem.
         """
-        now, gone = time.monotonic(), set(ended)
+        gone = set(ended)
         for key, wants in list(self._wants.items()):
             present = self._present.get(_group(key), set()) | {want.rank for want in wants}
             lost = gone - present
             left = []
             for want in wants:
                 if lost:
-                    want.reply(refuse(key, present, "cannot arrive any more"))
+                    want.reply(refuse(key, present, "cannot arrive any more"), now)
                 elif now >= want.deadline:
-                    want.reply(refuse(key, present, f"did not arrive within {want.timeout:g} s"))
+                    want.reply(refuse(key, present, f"did not arrive within {want.timeout:g} s"), now)
                 else:
                     left.append(want)
             if left:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dadt.launch.outbox import Event, Outbox
 
 MOST = 10_000
 """Most different texts that are printed."""
 
 
 class Notices:
-    def __init__(self, say: Callable[[str, str], None]) -> None:
-        """say: takes a text and its level, info or warning."""
-        self._say = say
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
         self._said: set[str] = set()
 
-    def say(self, text: str, level: str) -> None:
+    def say(self, event: Event) -> None:
+        text = event.frame["text"]
         if text not in self._said and len(self._said) < MOST:
             self._said.add(text)
-            self._say(text, level)
+            self._outbox.say(text, event.frame["level"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -12,9 +11,9 @@ from dadt.config import numbers as lists
 from dadt.control import private_files
 from dadt.errors import ConfigError
 from dadt.launch.monitor.alike import Alike
+from dadt.launch.monitor.log_files import log_path
 from dadt.launch.monitor.printed import BAR_SECONDS, NEVER, Printed
 
-TAIL_BYTES = 1 << 14
 ONCE = "once"
 """The value of `--output` with which a line that all ranks print alike is shown once."""
 
@@ -34,16 +33,6 @@ def ranks_shown(text: str, world_size: int) -> tuple[set[int], set[str]]:
     if not ranks & everyone:
         raise ConfigError(f"--output {text}: there is no such rank among {world_size}, they count from 0")
     return ranks, {"out", "err"}
-
-
-@dataclass(slots=True)
-class Tail:
-    """The last bytes that a rank wrote to stderr."""
-
-    data: bytes = b""
-
-    def feed(self, data: bytes) -> None:
-        self.data = (self.data + data)[-TAIL_BYTES:]
 
 
 class Output:
@@ -73,7 +62,6 @@ class Output:
         self._alike = {stream: Alike(range(len(hosts))) for stream in self._streams if wish == ONCE and hosts[1:]}
         self._many = len(set(hosts)) > 1
         self._prefixes = [f"[{rank} {host}] " if self._many else f"[{rank}] " for rank, host in enumerate(hosts)]
-        self.tails = {rank: Tail() for rank in range(len(hosts))}
         for rank in range(len(hosts)):
             self._open(rank).close()
 
@@ -87,20 +75,11 @@ class Output:
         for alike in self._alike.values():
             alike.end(rank)
 
-    def path(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.log"
-
-    def stacks(self, rank: int) -> Path:
-        """The file for the rank's stacks, if they are written."""
-        return self.folder / f"rank{rank}.stacks"
-
     def _open(self, rank: int) -> IO[bytes]:
-        return private_files.open_file(self.path(rank), "ab", inner=True, buffering=0)
+        return private_files.open_file(log_path(self.folder, rank), "ab", inner=True, buffering=0)
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
         self._log(rank, data)
-        if stream == "err":
-            self.tails[rank].feed(data)
         if rank in self._ranks and stream in self._streams:
             printed = self._printed.setdefault((rank, stream), Printed())
             now = time.monotonic()
@@ -112,7 +91,7 @@ class Output:
 
     def note(self, text: str) -> None:
         """Write a line into all files."""
-        for rank in self.tails:
+        for rank in range(len(self._prefixes)):
             self._log(rank, text.encode() + b"\n")
 
     def tick(self) -> float:
@@ -170,4 +149,4 @@ class Output:
                 file.write(data)
         except OSError as error:
             self._files[rank] = None
-            self._warn(f"{self.path(rank)} is incomplete: {error.strerror}")
+            self._warn(f"{log_path(self.folder, rank)} is incomplete: {error.strerror}")

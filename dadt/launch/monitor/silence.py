@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dadt.control.frame import Frame
-from dadt.launch.agents import Node
 from dadt.launch.failure import Blame
-from dadt.launch.monitor.journal import Journal
+from dadt.launch.hosts.slot import Slot
+from dadt.launch.monitor.member import Member
+from dadt.launch.monitor.rendezvous import Rendezvous
+from dadt.launch.node import Node
+from dadt.launch.outbox import Event, Outbox
 
 JOIN_SECONDS = 2.0
 """How long the other side may take to report the same, so that one line covers both."""
@@ -34,97 +37,103 @@ class Silences:
     """The outages between all pairs of hosts."""
 
     def __init__(
-        self, nodes: Sequence[Node], say: Callable[[str, str], None], journal: Journal, *, verbose: bool = False
+        self,
+        nodes: Sequence[Node],
+        slots: Sequence[Slot],
+        rendezvous: Rendezvous,
+        outbox: Outbox,
+        *,
+        verbose: bool = False,
     ) -> None:
         """verbose: also report pairs between which no heartbeat ever came through."""
         self._nodes = nodes
+        self._slots = slots
+        self._rendezvous = rendezvous
+        self._outbox = outbox
         self._verbose = verbose
         self._ports: dict[int, int] = {}
         """Host to the port at which it listens for heartbeats; 0: none."""
-        self._say = say
-        self._journal = journal
         self._outages: dict[tuple[int, int], Outage] = {}
 
-    def hear(self, host: int, frame: Frame) -> Frame | None:
-        """Record what an agent reports of heartbeats. Returns a frame for all agents; None where there is nothing to
-        send."""
-        if frame.kind == "heartbeat":
-            return self.listens(host, frame["port"])
-        if frame.kind == "silent":
-            self.silent(host, frame["peer"], frame["seconds"])
-        elif frame.kind == "heard":
-            self.heard(host, frame["peer"])
-        else:
-            self.unheard(host, frame["peer"])
-        return None
-
-    def listens(self, host: int, port: int) -> Frame | None:
-        """Record the port at which a host listens; 0: none. Once all are known, returns the frame for all agents, and
+    def heartbeat(self, event: Event) -> None:
+        """An agent tells the port at which its host listens; 0: none. Once all are known, all agents hear of them, and
         again when another host has come in the place of one."""
-        self._ports[host] = port
+        host = self._nodes.index(event.node)
+        self._ports[host] = event.frame["port"]
         self._outages = {pair: outage for pair, outage in self._outages.items() if host not in pair}
-        if len(self._ports) < len(self._nodes):
-            return None
-        hosts = [
-            {"index": index, "address": self._nodes[index].address, "port": port}
-            for index, port in self._ports.items()
-            if port
-        ]
-        return Frame("heartbeat", {"hosts": hosts})
+        if len(self._ports) == len(self._nodes):
+            hosts = [
+                {"index": index, "address": self._nodes[index].address, "port": port}
+                for index, port in self._ports.items()
+                if port
+            ]
+            self._outbox.send_all(Frame("heartbeat", {"hosts": hosts}))
 
-    def unheard(self, listener: int, other: int) -> None:
-        """Record that no heartbeat has ever come from the other host."""
+    def unheard(self, event: Event) -> None:
+        """A host has never heard a heartbeat of another one."""
         if self._verbose:
-            there = self._nodes[other]
-            self._say(
-                f"{self._nodes[listener].name} hears no UDP from {there.name} at {there.address}, as where a firewall "
-                "lets none through: silence between them will not be noticed",
-                "info",
+            there = self._nodes[event.frame["peer"]]
+            self._outbox.say(
+                f"{event.node.name} hears no UDP from {there.name} at {there.address}, as where a firewall "
+                "lets none through: silence between them will not be noticed"
             )
 
-    def silent(self, listener: int, other: int, seconds: float) -> None:
-        """Record that a host has heard nothing from the other for this many seconds."""
-        now = time.monotonic()
-        outage = self._outages.setdefault(_pair(listener, other), Outage(now - seconds, now))
-        outage.deaf.add(listener)
+    def silent(self, event: Event) -> None:
+        """A host has heard nothing from another one for some seconds."""
+        listener = self._nodes.index(event.node)
+        pair = _pair(listener, event.frame["peer"])
+        self._outages.setdefault(pair, Outage(event.now - event.frame["seconds"], event.now)).deaf.add(listener)
 
-    def heard(self, listener: int, other: int) -> None:
-        """Record that a host hears the other one again."""
-        outage = self._outages.get(_pair(listener, other))
+    def heard(self, event: Event) -> None:
+        """A host hears another one again."""
+        listener = self._nodes.index(event.node)
+        pair = _pair(listener, event.frame["peer"])
+        outage = self._outages.get(pair)
         if outage is None:
             return
         outage.deaf.discard(listener)
         if not outage.deaf:
-            del self._outages[_pair(listener, other)]
+            del self._outages[pair]
             if outage.told:
-                first, second = (self._nodes[index].name for index in _pair(listener, other))
-                seconds = time.monotonic() - outage.since
+                first, second = (self._nodes[index].name for index in pair)
+                seconds = event.now - outage.since
                 self._tell(f"{first} and {second} hear each other again, after {seconds:.0f} s", "info")
 
-    def turn(self) -> None:
+    def peers(self, question: Event) -> None:
+        """A rank that waits asks where the others are."""
+        rank, now = question.frame["rank"], question.now
+        self._rendezvous.members[rank].waiting.ask(question.frame.get("starts", False), now)
+        peers = [self._seen_from(rank, member, now) for member in self._rendezvous.present]
+        self._outbox.reply(question)(Frame("peers", {"peers": peers}), now)
+
+    def _seen_from(self, rank: int, member: Member, now: float) -> dict[str, Any]:
+        told = {**member.describe(now), "said": member.state}
+        text = self.between(self._slots[rank].cross_rank, self._slots[member.rank].cross_rank, now)
+        return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
+
+    def turn(self, now: float) -> None:
         """Report new outages, once both sides have had the time to notice them."""
-        now = time.monotonic()
         for pair, outage in self._outages.items():
             joined = len(outage.deaf) == 2 or now - outage.noticed >= JOIN_SECONDS
-            if joined and not outage.told and all(self._answers(index) for index in pair):
+            if joined and not outage.told and all(self._answers(index, now) for index in pair):
                 outage.told = True
-                self._tell(f"{self._text(pair, outage)}; {_BOTH}", "warning")
+                self._tell(f"{self._text(pair, outage, now)}; {_BOTH}", "warning")
 
-    def between(self, one: int, other: int) -> str:
+    def between(self, one: int, other: int, now: float) -> str:
         """A text about the outage between these hosts; empty if there is none."""
         outage = self._outages.get(_pair(one, other))
-        return self._text(_pair(one, other), outage) if outage is not None else ""
+        return self._text(_pair(one, other), outage, now) if outage is not None else ""
 
-    def blame(self) -> Blame | None:
+    def blame(self, now: float) -> Blame | None:
         """The blame for the longest outage between hosts that answer the launcher; None if there is none."""
-        found = {p: o for p, o in self._outages.items() if all(map(self._answers, p))}
+        found = {p: o for p, o in self._outages.items() if all(self._answers(index, now) for index in p)}
         pair = min(found, key=lambda pair: found[pair].since, default=None)
         if pair is None:
             return None
         first, second = (self._nodes[index].name for index in pair)
-        return Blame(f"the way between {first} and {second} failed", f"{self._text(pair, found[pair])}; {_BOTH}")
+        return Blame(f"the way between {first} and {second} failed", f"{self._text(pair, found[pair], now)}; {_BOTH}")
 
-    def cut_off(self, places: Collection[int], since: float) -> tuple[int, str] | None:
+    def cut_off(self, places: Collection[int], since: float, now: float) -> tuple[int, str] | None:
         """The place, of these, of the host with the most outages that began before `since` (time.monotonic), the
         highest of equal ones; and a text that says why. None where there are none."""
         found = {p: o for p, o in self._outages.items() if o.since < since and set(p) <= set(places)}
@@ -133,24 +142,24 @@ class Silences:
             return None
         place = max(counts, key=lambda place: (counts[place], place))
         pair = next(pair for pair in found if place in pair)
-        return place, f"{self._nodes[place].name}: {self._text(pair, found[pair])}"
+        return place, f"{self._nodes[place].name}: {self._text(pair, found[pair], now)}"
 
-    def _text(self, pair: tuple[int, int], outage: Outage) -> str:
+    def _text(self, pair: tuple[int, int], outage: Outage, now: float) -> str:
         first, second = (self._nodes[index] for index in pair)
-        seconds = time.monotonic() - outage.since
+        seconds = now - outage.since
         if len(outage.deaf) == 2:
             ways = f"{_way(first)} and {_way(second)}"
             return f"{first.name} and {second.name} have heard nothing from each other over {ways} for {seconds:.0f} s"
         listener, other = (first, second) if pair[0] in outage.deaf else (second, first)
         return f"{listener.name} has heard nothing from {other.name} over {_way(other)} for {seconds:.0f} s"
 
-    def _answers(self, index: int) -> bool:
+    def _answers(self, index: int, now: float) -> bool:
         node = self._nodes[index]
-        return not node.ended and time.monotonic() - node.heard < ANSWER_SECONDS
+        return not node.ended and now - node.heard < ANSWER_SECONDS
 
     def _tell(self, text: str, level: str) -> None:
-        self._say(text, level)
-        self._journal.write("link", text=text)
+        self._outbox.say(text, level)
+        self._outbox.note("link", text=text)
 
 
 _BOTH = "both still answer the launcher, but no heartbeat comes through between them"

@@ -1,44 +1,62 @@
-"""The report to the user of ranks that have waited for others for long, and the stacks of those others."""
+"""Ranks that have waited for others for long: what the user reads of them, and the stacks of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 
 from dadt.config import Config
 from dadt.control.frame import Frame
-from dadt.launch.monitor.members import Rendezvous
-from dadt.launch.monitor.output import Output
-from dadt.launch.monitor.stacks import Stacks
+from dadt.launch.monitor.rendezvous import Rendezvous
+from dadt.launch.outbox import AnswerCaller, Event, Outbox, WriteStacks
+
+DUMP_SECONDS = 30.0
+"""Least time between two dumps of all stacks because of a stall."""
+OWN_INQUIRY = 0
+"""The number of the job's own inquiries for stacks; those of callers count from 1."""
 
 
 class Stalls:
     """One per attempt. Ranks that wait in an exchange say so themselves, and those that wait at the launcher do not."""
 
-    def __init__(
-        self,
-        config: Config,
-        rendezvous: Rendezvous,
-        output: Output,
-        order: Callable[[Frame], None],
-        say: Callable[[str, str], None],
-    ) -> None:
-        """order: sends a frame to all agents."""
+    def __init__(self, config: Config, rendezvous: Rendezvous, logs: Path, outbox: Outbox) -> None:
         self._config = config
         self._rendezvous = rendezvous
-        self.stacks = Stacks(output, say)
-        self._order = order
-        self._say = say
+        self._logs = logs
+        self._outbox = outbox
+        self._dumped = float("-inf")
+        """Time at which a worker last asked for the stacks."""
 
-    def turn(self) -> None:
+    def turn(self, now: float) -> None:
         """Call it as time passes."""
-        for stall in self._rendezvous.stalled(self._config.stall_warning):
+        for stall in self._rendezvous.stalled(self._config.stall_warning, now):
             *most, last = map(str, sorted(stall.ranks))
             who = f"ranks {', '.join(most)} and {last} wait" if most else f"rank {last} waits"
-            self._say(f"{who} for {stall.key!r}: {', '.join(member.named for member in stall.missing)}", "warning")
+            awaited = ", ".join(member.named for member in stall.missing)
+            self._outbox.say(f"{who} for {stall.key!r}: {awaited}", "warning")
             if self._config.on_stall == "dump" and any(member.step > 0 for member in self._rendezvous.members):
-                self.dump()
+                self._dump(now)
 
-    def dump(self) -> None:
-        """Have all ranks write their stacks, unless that was done just before."""
-        if (order := self.stacks.wanted(self._rendezvous.members)) is not None:
-            self._order(order)
+    def dump(self, event: Event) -> None:
+        """A stalled rank asks for the stacks of all."""
+        self._dump(event.now)
+
+    def _dump(self, now: float) -> None:
+        """Have all ranks write their stacks, unless another rank, stalled by the same cause, has asked just before."""
+        if now - self._dumped < DUMP_SECONDS:
+            return
+        self._dumped = now
+        self._outbox.say(f"the stacks of all ranks go to {self._logs / 'rank*.stacks'}", "warning")
+        ranks = [member.rank for member in self._rendezvous.members if not member.ended]
+        self._outbox.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": ranks}))
+
+    def stacks(self, event: Event) -> None:
+        """A rank has written its stacks as it was stopped."""
+        self._outbox.put(WriteStacks(event.frame["rank"], event.frame.body))
+
+    def stack(self, event: Event) -> None:
+        """An agent answers for a rank that was asked for its stacks."""
+        frame = event.frame
+        if frame["number"] == OWN_INQUIRY:
+            self._outbox.put(WriteStacks(frame["rank"], frame.body or frame["problem"].encode()))
+        else:
+            self._outbox.put(AnswerCaller(frame))

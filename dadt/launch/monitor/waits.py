@@ -6,13 +6,11 @@ where the others are. One that waits at the launcher has asked a question which 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dadt.control.frame import Frame
+from dadt.launch.outbox import Reply
 
-Reply = Callable[[Frame], None]
 ASKED_SECONDS = 8.0
 """A rank counts as waiting for this long after it asked for the others, which it does every few seconds."""
 
@@ -30,24 +28,24 @@ class Waiting:
     _open: int = 0
     """The number of its questions that wait for others."""
 
-    def ask(self, starts: bool) -> None:
+    def ask(self, starts: bool, now: float) -> None:
         """Note that the rank asks where the others are."""
-        self.asked = self.acted = time.monotonic()
+        self.asked = self.acted = now
         self.starts = starts
 
-    def begin(self, reply: Reply, starts: bool = False) -> Reply:
+    def begin(self, reply: Reply, starts: bool, now: float) -> Reply:
         """Note that the rank asks what is answered once others have done their part. Returns what answers it."""
         self._open += 1
-        self.acted, self.starts = time.monotonic(), starts
+        self.acted, self.starts = now, starts
 
-        def answer(frame: Frame) -> None:
+        def answer(frame: Frame, now: float) -> None:
             self._open -= 1
-            self.acted = time.monotonic()
-            reply(frame)
+            self.acted = now
+            reply(frame, now)
 
         return answer
 
-    def lasts(self, seen: float) -> bool:
-        """Whether it waits now. seen: when it made its last step."""
-        recent = time.monotonic() - self.asked < ASKED_SECONDS
+    def lasts(self, seen: float, now: float) -> bool:
+        """Whether it waits. seen: when it made its last step."""
+        recent = now - self.asked < ASKED_SECONDS
         return self._open > 0 or (recent and self.asked > seen and self.asked >= self.acted)

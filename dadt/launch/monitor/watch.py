@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import statistics
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from dadt.control.frame import Frame
-from dadt.launch.monitor.journal import Journal
-from dadt.launch.monitor.members import Member
+from dadt.launch.monitor.member import Member
 from dadt.launch.monitor.printed import BAR
-from dadt.launch.monitor.waits import Reply, Waiting
+from dadt.launch.outbox import Event, Outbox
 
 WINDOW_SECONDS = 5.0
 """Length of the window over which speeds are averaged."""
@@ -83,7 +80,8 @@ class Gauge:
     """Whether it reported that another rank's failure ended it."""
     summary: Mapping[str, Any] = field(default_factory=dict)
     """What it reported at the end of training; empty before."""
-    waiting: Waiting = field(default_factory=Waiting)
+    lost_at: float | None = None
+    """When the others began to train on without it, in seconds since the epoch."""
     _printed: bytes = b""
     _marks: deque[Mark] = field(default_factory=deque)
     _first: Mark | None = None
@@ -108,16 +106,6 @@ class Gauge:
     def trains(self) -> bool:
         return self.member.step >= 0 and not self.member.ended and not self.member.finished
 
-    @property
-    def waits(self) -> bool:
-        """Whether it has been waiting for other ranks for some time."""
-        return self.waiting.lasts(self.member.seen)
-
-    @property
-    def acted(self) -> float:
-        """Time of its last sign of life (time.monotonic): a step, or that it began or ended to wait."""
-        return max(self.member.seen, self.waiting.acted)
-
     def printed(self, data: bytes) -> None:
         """Record output. This is called for all output, so it takes only a slice and looks at no lines."""
         if data.strip():
@@ -129,8 +117,7 @@ class Gauge:
         """The newest mark of this rank; None if there is none."""
         return self._marks[-1] if self._marks else None
 
-    def mark(self, step: int, numbers: Mapping[str, Any]) -> None:
-        now = time.monotonic()
+    def mark(self, step: int, numbers: Mapping[str, Any], now: float) -> None:
         self.numbers = numbers
         self.samples = numbers.get("samples", 0.0)
         self._marks.append(Mark(now, step, self.samples, numbers.get("waited", 0.0), numbers.get("clock", now)))
@@ -139,13 +126,13 @@ class Gauge:
         while len(self._marks) > 2 and self._marks[1].seen < now - WINDOW_SECONDS:
             self._marks.popleft()
 
-    def speed(self) -> Speed | None:
+    def speed(self, now: float) -> Speed | None:
         """The speed over the last seconds; None as long as it is unknown, and once training is over."""
         if len(self._marks) < 2 or self.member.ended or self.member.finished:
             return None
         first, last = self._marks[0], self._marks[-1]
         usual = (last.seen - first.seen) / max(1, len(self._marks) - 1)
-        if time.monotonic() - last.seen > max(WINDOW_SECONDS, 3 * usual):
+        if now - last.seen > max(WINDOW_SECONDS, 3 * usual):
             return Speed(0.0, 0.0, 0.0)
         return Speed.between(first, last)
 
@@ -155,16 +142,16 @@ class Gauge:
             return None
         return Speed.between(self._first, self._marks[-1])
 
-    def own_seconds(self) -> float:
+    def own_seconds(self, now: float) -> float:
         """Seconds of a step without waiting for others; 0 if unknown."""
-        speed = self.speed()
+        speed = self.speed(now)
         return (1.0 - speed.wait) / speed.steps if speed and speed.steps > 0 else 0.0
 
-    def describe(self) -> dict[str, Any]:
-        speed = self.speed()
+    def describe(self, now: float) -> dict[str, Any]:
+        speed = self.speed(now)
         return {
-            **self.member.describe(),
-            "lost": self.member.lost or None,
+            **self.member.describe(now),
+            "lost": self.lost_at,
             "memory": self.memory,
             "line": self.line,
             "code": self.code,
@@ -189,121 +176,108 @@ class Loss:
 
 
 class Watch:
-    """The figures of all ranks. `see` takes every frame of every agent, in order of arrival."""
+    """The figures of all ranks, and what has become of the job."""
 
-    def __init__(self, members: Sequence[Member], journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, members: Sequence[Member], outbox: Outbox, now: float, begin: float) -> None:
+        """now, begin: the same time, as time.monotonic and in seconds since the epoch."""
+        self._outbox = outbox
         self.gauges = [Gauge(member) for member in members]
         self.state = "starting"
-        self.begin = time.time()
+        self.begin = begin
+        self._since_epoch = begin - now
         self.losses: list[Loss] = []
         """Ranks without which the others train on, in order of time."""
         self.generations: list[Mapping[str, Any]] = []
         """An entry for each time that ranks connected again: when, which were lost and left then, and why."""
 
-    def see(self, frame: Frame) -> None:
-        look = getattr(self, f"_see_{frame.kind}", None)
-        if look is not None:
-            look(frame)
-
-    def waits(self, question: Frame, reply: Reply) -> Reply:
-        """A rank waits until others have done their part. Returns what answers it."""
-        gauge: Gauge = self.gauges[question["rank"]]
-        starts = gauge.member.step <= 0 and question.get("generation", 0) == 0
-        return gauge.waiting.begin(reply, starts)
-
     def stops(self, why: str, grace: float) -> None:
         """Record that all workers receive the order to end."""
         self.state = "stopping"
-        self._journal.write("stop", why=why, grace=grace)
+        self._outbox.note("stop", why=why, grace=grace)
 
-    def regroups(self, losses: Sequence[Loss], why: str) -> None:
+    def regroups(self, lost: Sequence[Member], why: str, now: float) -> None:
         """Record that the others connect again and train on without these ranks, if any."""
+        at = self._since_epoch + now
+        losses = [Loss(rank=m.rank, host=m.host, step=m.step, time=at, why=why) for m in lost]
         self.losses += losses
+        for loss in losses:
+            self.gauges[loss.rank].lost_at = at
         left = [gauge.member for gauge in self.gauges if not gauge.member.lost]
         ranks = {"lost": [loss.rank for loss in losses], "left": [member.rank for member in left]}
         facts = {"generation": left[0].generation, **ranks, "why": why}
-        self.generations.append({"time": time.time(), **facts})
-        self._journal.write("regroup", **facts)
+        self.generations.append({"time": at, **facts})
+        self._outbox.note("regroup", **facts)
 
-    def joins(self, member: Member) -> None:
+    def joins(self, member: Member, now: float) -> None:
         """Record that the rank's worker has joined the running job."""
-        now = time.time()
+        at, self.gauges[member.rank].lost_at = self._since_epoch + now, None
         self.losses = [
-            replace(loss, replaced=now) if (loss.rank, loss.replaced) == (member.rank, None) else loss
+            replace(loss, replaced=at) if (loss.rank, loss.replaced) == (member.rank, None) else loss
             for loss in self.losses
         ]
-        self._journal.write("join", generation=member.generation, rank=member.rank, pid=member.pid, host=member.host)
-
-    def refused(self, why: str) -> None:
-        """Record that a connection was closed because of the bytes that came over it."""
-        self._journal.refused(why)
+        self._outbox.note("join", generation=member.generation, rank=member.rank, pid=member.pid, host=member.host)
 
     def steps(self) -> tuple[int, int]:
         """The least and the most steps that a rank has done."""
         steps = [max(0, gauge.member.step) for gauge in self.gauges if not gauge.member.lost]
         return min(steps), max(steps)
 
-    def slowest(self) -> Gauge | None:
+    def slowest(self, now: float) -> Gauge | None:
         """The rank for which the others wait; None if no rank stands out."""
         training = [gauge for gauge in self.gauges if gauge.trains]
         if len(training) < 2:
             return None
-        awaited = [gauge for gauge in training if not gauge.waits]
+        awaited = [gauge for gauge in training if not gauge.member.waits(now)]
         if len(awaited) == 1:
             return awaited[0]
         step = statistics.median(gauge.member.step for gauge in training)
-        rate = statistics.median(speed.steps if (speed := gauge.speed()) else 0.0 for gauge in training)
+        rate = statistics.median(speed.steps if (speed := gauge.speed(now)) else 0.0 for gauge in training)
         behind = min(training, key=lambda gauge: gauge.member.step)
         if behind.member.step < step - LAG_STEPS - rate * LAG_SECONDS:
             return behind
-        own = {gauge.rank: seconds for gauge in training if (seconds := gauge.own_seconds()) > 0}
+        own = {gauge.rank: seconds for gauge in training if (seconds := gauge.own_seconds(now)) > 0}
         if len(own) < 2:
             return None
         rank = max(own, key=own.__getitem__)
         others = [seconds for other, seconds in own.items() if other != rank]
         return self.gauges[rank] if own[rank] > SLOW * statistics.median(others) else None
 
-    def by_pace(self) -> list[Gauge]:
+    def by_pace(self, now: float) -> list[Gauge]:
         """All gauges: first those that failed, then by pace with the slowest first, and last those that succeeded."""
-        slowest = self.slowest()
+        slowest = self.slowest(now)
 
         def order(gauge: Gauge) -> tuple[bool, bool, bool, bool, float, int]:
             ended = gauge.code == 0 or gauge.member.finished
-            return not gauge.code, ended, gauge is not slowest, gauge.waits, -gauge.own_seconds(), gauge.rank
+            waits, own = gauge.member.waits(now), gauge.own_seconds(now)
+            return not gauge.code, ended, gauge is not slowest, waits, -own, gauge.rank
 
         return sorted(self.gauges, key=order)
 
-    def _see_out(self, frame: Frame) -> None:
-        self.gauges[frame["rank"]].printed(frame.body)
+    def printed(self, event: Event) -> None:
+        self.gauges[event.frame["rank"]].printed(event.frame.body)
 
-    _see_err = _see_out
-
-    def _see_started(self, frame: Frame) -> None:
+    def started(self, event: Event) -> None:
         self.state = "running"
 
-    def _see_beat(self, frame: Frame) -> None:
-        for rank, memory in frame.get("memory", {}).items():
+    def beat(self, event: Event) -> None:
+        for rank, memory in event.frame.get("memory", {}).items():
             gauge = self.gauges[int(rank)]
             gauge.memory = memory
             gauge.peak_memory = max(gauge.peak_memory, memory)
 
-    def _see_peers(self, frame: Frame) -> None:
-        self.gauges[frame["rank"]].waiting.ask(frame.get("starts", False))
+    def numbers(self, event: Event) -> None:
+        self.gauges[event.frame["rank"]].mark(event.frame["step"], event.frame["numbers"], event.now)
 
-    def _see_numbers(self, frame: Frame) -> None:
-        self.gauges[frame["rank"]].mark(frame["step"], frame["numbers"])
+    def done(self, event: Event) -> None:
+        self.gauges[event.frame["rank"]].summary = event.frame["summary"]
 
-    def _see_done(self, frame: Frame) -> None:
-        self.gauges[frame["rank"]].summary = frame["summary"]
-
-    def _see_failed(self, frame: Frame) -> None:
-        gauge = self.gauges[frame["rank"]]
+    def failed(self, event: Event) -> None:
+        gauge, frame = self.gauges[event.frame["rank"]], event.frame
         gauge.secondary = gauge.secondary or frame.get("secondary", False)
         gauge.failed = gauge.failed or not (frame.get("secondary") or frame.get("thread"))
 
-    def _see_exit(self, frame: Frame) -> None:
-        gauge = self.gauges[frame["rank"]]
+    def exit(self, event: Event) -> None:
+        gauge, frame = self.gauges[event.frame["rank"]], event.frame
         gauge.code = frame["code"]
         others = frame["stopped"] or gauge.secondary
         gauge.failed = gauge.code != 0 and (gauge.failed or not others)

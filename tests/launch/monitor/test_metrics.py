@@ -24,10 +24,10 @@ import dadt_cli
 import dadt_cli.report.page
 from dadt.control.step_times import StepTimes, bound
 from dadt.launch.monitor import series
-from dadt.launch.monitor.journal import Journal
-from dadt.launch.monitor.members import Rendezvous
 from dadt.launch.monitor.metrics.metric import METRICS
+from dadt.launch.monitor.rendezvous import Rendezvous
 from dadt.launch.monitor.watch import Watch
+from dadt.launch.outbox import Outbox
 from dadt_cli.report.record import Record
 
 STEPS = 60
@@ -279,14 +279,14 @@ def test_progress_is_thinned_and_stays_true(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(series, "LEAST", 8)
     monkeypatch.setattr(series, "MOMENTS", 8)
     warned: list[str] = []
-    journal = Journal(tmp_path / "events.jsonl", warned.append)
-    watch = Watch(Rendezvous(["", "", "", ""]).members, journal)
+    outbox = Outbox()
+    watch = Watch(Rendezvous(["", "", "", ""], outbox, 0.0).members, outbox, 0.0, 0.0)
     recorded = series.Series(tmp_path / "progress.jsonl", watch, warned.append)
     recorded.tick()
     assert not (tmp_path / "progress.jsonl").exists()
     for step in range(1, 101):
         for gauge in watch.gauges[:3]:
-            gauge.mark(step, {"samples": 10 * step, "waited": 0.0, "clock": float(step), "sent": step})
+            gauge.mark(step, {"samples": 10 * step, "waited": 0.0, "clock": float(step), "sent": step}, float(step))
         recorded._due = 0.0
         recorded.tick()
     recorded.close()
@@ -301,8 +301,9 @@ def test_progress_is_thinned_and_stays_true(tmp_path: Path, monkeypatch: pytest.
 
 def test_progress_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     warned: list[str] = []
-    watch = Watch(Rendezvous([""]).members, Journal(tmp_path / "events.jsonl", warned.append))
-    watch.gauges[0].mark(1, {"clock": 1.0})
+    outbox = Outbox()
+    watch = Watch(Rendezvous([""], outbox, 0.0).members, outbox, 0.0, 0.0)
+    watch.gauges[0].mark(1, {"clock": 1.0}, 1.0)
     recorded = series.Series(tmp_path / "none" / "progress.jsonl", watch, warned.append)
     for _ in range(3):
         recorded._due = 0.0

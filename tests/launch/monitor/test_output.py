@@ -16,6 +16,8 @@ from harness.run import DADT, left_of
 from dadt.config.config import Config
 from dadt.errors import ConfigError
 from dadt.launch.monitor.output import Output, ranks_shown
+from dadt.launch.monitor.watch import Watch
+from dadt.launch.outbox import Outbox
 from dadt.launch.outcome import Outcome
 from dadt.launch.termination import Termination
 
@@ -236,16 +238,11 @@ def test_signals_count_while_nobody_reads(start):
 
 
 def test_agents_are_not_overdue_while_nobody_reads_what_they_say() -> None:
-    class Agents:
-        def send_all(self, order): ...
-        def stops(self, why, seconds): ...
-
-    termination = Termination(Agents(), Agents(), Outcome(seconds=0.0), grace=5.0)
-    termination.terminate(0.0, "a worker failed")
-    begun = time.monotonic()
-    termination.turn()
-    before, blocked = termination.deadline, time.monotonic()
-    while time.monotonic() < blocked + 0.1:
-        termination.excuse()
-    termination.excuse()
-    assert 0.099 < termination.deadline - before < time.monotonic() - begun + 0.001
+    outbox = Outbox()
+    termination = Termination(outbox, Watch([], outbox, 0.0, 0.0), Outcome(seconds=0.0), grace=5.0, now=0.0)
+    termination.terminate(0.0, "a worker failed", 100.0)
+    termination.turn(101.0)
+    before = termination.deadline
+    for now in (110.0, 160.0):
+        termination.excuse(now)
+    assert termination.deadline - before == 59.0

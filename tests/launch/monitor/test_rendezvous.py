@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dadt.control.frame import Frame
-from dadt.launch.monitor import board, members
+from dadt.launch.monitor import board, rendezvous
 from dadt.launch.monitor.board import Board, Want
-from dadt.launch.monitor.members import Rendezvous
+from dadt.launch.monitor.rendezvous import Rendezvous
+from dadt.launch.outbox import Outbox, Reply
 
 
 @pytest.fixture
@@ -15,46 +16,51 @@ def answers() -> list[Frame]:
     return []
 
 
-def test_all_ranks_get_what_all_have_given_and_nothing_of_it_stays(answers: list[Frame]) -> None:
-    meeting = Rendezvous(["", ""])
+@pytest.fixture
+def reply(answers: list[Frame]) -> Reply:
+    return lambda frame, now: answers.append(frame)
+
+
+def test_all_ranks_get_what_all_have_given_and_nothing_of_it_stays(answers: list[Frame], reply: Reply) -> None:
+    meeting = Rendezvous(["", ""], Outbox(), 0.0)
     for rank, blob in enumerate((b"a", b"bc")):
-        meeting.give("key", rank, blob, 10.0, answers.append)
+        meeting.give("key", rank, blob, 10.0, reply, 0.0)
     assert [(answer["sizes"], answer.body) for answer in answers] == [([1, 2], b"abc")] * 2
-    meeting.give("key", 0, b"again", 10.0, answers.append)
+    meeting.give("key", 0, b"again", 10.0, reply, 0.0)
     assert "rank 0 gives 5 bytes for 'key', which all have given already" in answers[-1]["message"]
 
 
 def test_a_rank_gives_no_more_than_the_bound_while_others_are_awaited(
-    answers: list[Frame], monkeypatch: pytest.MonkeyPatch
+    answers: list[Frame], reply: Reply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "MOST_GIVEN", 100)
-    meeting = Rendezvous(["", ""])
-    meeting.give("one", 0, bytes(60), 10.0, answers.append)
-    meeting.give("two", 0, bytes(41), 10.0, answers.append)
+    monkeypatch.setattr(rendezvous, "MOST_GIVEN", 100)
+    meeting = Rendezvous(["", ""], Outbox(), 0.0)
+    meeting.give("one", 0, bytes(60), 10.0, reply, 0.0)
+    meeting.give("two", 0, bytes(41), 10.0, reply, 0.0)
     [refusal] = answers
     assert "rank 0 gives 41 bytes for 'two', beside 60 that others have not met" in refusal["message"]
-    meeting.give("one", 1, bytes(60), 10.0, answers.append)  # each rank has a bound of its own
-    meeting.give("three", 0, bytes(41), 10.0, answers.append)
+    meeting.give("one", 1, bytes(60), 10.0, reply, 0.0)  # each rank has a bound of its own
+    meeting.give("three", 0, bytes(41), 10.0, reply, 0.0)
     assert [answer.kind for answer in answers] == ["error", "exchanged", "exchanged"]
 
 
 def test_a_rank_puts_no_more_than_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "MOST_BYTES", 100)
     held = Board()
-    assert held.put("group/1", 0, bytes(60)) == ""
-    assert "which is there already" in held.put("group/1", 1, b"")
-    assert "rank 0 puts 2 keys of 134 bytes for other ranks" in held.put("group/2", 0, bytes(60))
-    assert held.put("group/2", 1, bytes(60)) == ""
+    assert held.put("group/1", 0, bytes(60), 0.0) == ""
+    assert "which is there already" in held.put("group/1", 1, b"", 0.0)
+    assert "rank 0 puts 2 keys of 134 bytes for other ranks" in held.put("group/2", 0, bytes(60), 0.0)
+    assert held.put("group/2", 1, bytes(60), 0.0) == ""
     monkeypatch.setattr(board, "MOST_KEYS", 1)
-    assert "rank 1 puts 2 keys of " in held.put("group/3", 1, b"")
+    assert "rank 1 puts 2 keys of " in held.put("group/3", 1, b"", 0.0)
 
 
-def test_one_answer_is_bounded_too(answers: list[Frame], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_answer_is_bounded_too(answers: list[Frame], reply: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "MOST_TOGETHER", 100)
     held = Board()
     for rank in range(2):
-        held.put(f"group/{rank}", rank, bytes(60))
+        held.put(f"group/{rank}", rank, bytes(60), 0.0)
     for keys in (["group/0"], ["group/0", "group/1"], ["group/0", "group/0"]):
-        held.want(Want(0, keys, 10.0, 10.0, answers.append))
+        held.want(Want(0, keys, 10.0, 10.0, reply), 0.0)
     assert [answer.kind for answer in answers] == ["exchanged", "error", "error"]
     assert "rank 0 asks for more at once than 100 bytes, or for a key twice" in answers[-1]["message"]

@@ -3,104 +3,96 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dadt.control.frame import Frame
-from dadt.launch.monitor import watch as module
+from dadt.launch.hosts.host import Host
 from dadt.launch.monitor.journal import Journal
-from dadt.launch.monitor.members import Member
+from dadt.launch.monitor.member import Member
 from dadt.launch.monitor.watch import LINE_BYTES, Watch
+from dadt.launch.node import Node
+from dadt.launch.outbox import Event, Outbox
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+NODE = Node(0, Host(name=""))
 
 
 def watch_of(size: int) -> Watch:
-    return Watch([Member(rank, seen=1000.0) for rank in range(size)], Journal(Path("/dev/null"), pytest.fail))
+    return Watch([Member(rank, seen=1000.0) for rank in range(size)], Outbox(), 1000.0, 1000.0)
 
 
-def train(watch: Watch, clock: Clock, seconds: float, rate: float, waits: list[float]) -> None:
-    """All ranks step together, `rate` times a second, and wait for these shares of the time."""
+def event(kind: str, facts: Mapping[str, Any], now: float = 1000.0, body: bytes = b"") -> Event:
+    return Event(NODE, Frame(kind, dict(facts), body), now)
+
+
+def train(watch: Watch, seconds: float, rate: float, waits: list[float]) -> float:
+    """All ranks step together, `rate` times a second, and wait for these shares of the time. Returns the time."""
+    now = 1000.0
     for tick in range(int(seconds * 5) + 1):
-        at = tick / 5
-        clock.now = 1000.0 + at
+        now = 1000.0 + tick / 5
         for rank, wait in enumerate(waits):
-            step = int(at * rate)
-            numbers = {"samples": 64.0 * step, "waited": wait * at, "clock": clock.now + 50 * rank}
-            watch.see(Frame("numbers", {"rank": rank, "step": step, "numbers": numbers}))
+            step = int(tick / 5 * rate)
+            numbers = {"samples": 64.0 * step, "waited": wait * tick / 5, "clock": now + 50 * rank}
+            watch.numbers(event("numbers", {"rank": rank, "step": step, "numbers": numbers}, now))
             watch.gauges[rank].member.step = step
-            watch.gauges[rank].member.seen = clock.now
+            watch.gauges[rank].member.seen = now
+    return now
 
 
-def test_speeds_are_those_of_the_last_seconds(clock):
+def test_speeds_are_those_of_the_last_seconds() -> None:
     watch = watch_of(1)
-    train(watch, clock, 20.0, 10.0, [0.25])
-    speed = watch.gauges[0].speed()
+    now = train(watch, 20.0, 10.0, [0.25])
+    speed = watch.gauges[0].speed(now)
     assert speed is not None
     assert speed == pytest.approx((10.0, 640.0, 0.25), rel=0.05)
     assert watch.gauges[0].mean_speed() == pytest.approx((10.0, 640.0, 0.25), rel=0.05)
-    clock.now += 60.0
-    assert watch.gauges[0].speed() == (0.0, 0.0, 0.0)
+    assert watch.gauges[0].speed(now + 60.0) == (0.0, 0.0, 0.0)
 
 
-def test_a_rank_slower_than_the_window_has_a_speed(clock):
+def test_a_rank_slower_than_the_window_has_a_speed() -> None:
     watch = watch_of(1)
     for step in range(4):
-        clock.now = 1000.0 + 20.0 * step
-        numbers = {"samples": 8.0 * step, "waited": 0.0, "clock": clock.now}
-        watch.see(Frame("numbers", {"rank": 0, "step": step, "numbers": numbers}))
-    speed = watch.gauges[0].speed()
+        now = 1000.0 + 20.0 * step
+        numbers = {"samples": 8.0 * step, "waited": 0.0, "clock": now}
+        watch.numbers(event("numbers", {"rank": 0, "step": step, "numbers": numbers}, now))
+    speed = watch.gauges[0].speed(now)
     assert speed is not None and speed.steps == pytest.approx(0.05)
 
 
-def test_the_slowest_is_the_one_that_waits_least(clock):
+def test_the_slowest_is_the_one_that_waits_least() -> None:
     watch = watch_of(4)
-    train(watch, clock, 6.0, 10.0, [0.3, 0.3, 0.05, 0.3])
-    slowest = watch.slowest()
+    now = train(watch, 6.0, 10.0, [0.3, 0.3, 0.05, 0.3])
+    slowest = watch.slowest(now)
     assert slowest is not None and slowest.rank == 2
-    assert [gauge.rank for gauge in watch.by_pace()] == [2, 0, 1, 3]
+    assert [gauge.rank for gauge in watch.by_pace(now)] == [2, 0, 1, 3]
 
 
-def test_nobody_is_slowest_among_equals(clock):
+def test_nobody_is_slowest_among_equals() -> None:
     watch = watch_of(4)
-    train(watch, clock, 6.0, 10.0, [0.3, 0.28, 0.31, 0.3])
-    assert watch.slowest() is None
+    now = train(watch, 6.0, 10.0, [0.3, 0.28, 0.31, 0.3])
+    assert watch.slowest(now) is None
 
 
-def test_steps_that_were_not_read_at_once_make_nobody_slowest(clock):
+def test_steps_that_were_not_read_at_once_make_nobody_slowest() -> None:
     watch = watch_of(4)
-    train(watch, clock, 6.0, 100.0, [0.3] * 4)
+    now = train(watch, 6.0, 100.0, [0.3] * 4)
     watch.gauges[1].member.step -= 80
-    assert watch.slowest() is None
+    assert watch.slowest(now) is None
     watch.gauges[1].member.step -= 100
-    assert watch.slowest() is watch.gauges[1]
+    assert watch.slowest(now) is watch.gauges[1]
 
 
-def test_the_slowest_is_the_one_that_does_not_ask_for_the_others(clock):
+def test_the_slowest_is_the_one_that_does_not_ask_for_the_others() -> None:
     watch = watch_of(3)
-    train(watch, clock, 6.0, 10.0, [0.3] * 3)
-    clock.now += 4.0
+    now = train(watch, 6.0, 10.0, [0.3] * 3)
+    now += 4.0
     for rank in (0, 2):
-        watch.see(Frame("peers", {"rank": rank}))
-    assert watch.gauges[0].waits and not watch.gauges[1].waits
-    assert watch.slowest() is watch.gauges[1]
+        watch.gauges[rank].member.waiting.ask(starts=False, now=now)
+    assert watch.gauges[0].member.waits(now) and not watch.gauges[1].member.waits(now)
+    assert watch.slowest(now) is watch.gauges[1]
 
 
 @pytest.mark.parametrize(
@@ -119,18 +111,18 @@ def test_the_slowest_is_the_one_that_does_not_ask_for_the_others(clock):
 def test_the_last_line_is_readable(printed, line):
     watch = watch_of(1)
     for data in printed:
-        watch.see(Frame("out", {"rank": 0}, data))
+        watch.printed(event("out", {"rank": 0}, body=data))
     assert watch.gauges[0].line == line
 
 
 def test_memory_and_exit_are_kept():
     watch = watch_of(2)
-    watch.see(Frame("beat", {"steps": {}, "memory": {"0": 300, "1": 200}}))
-    watch.see(Frame("beat", {"steps": {}, "memory": {"0": 100, "1": 250}}))
-    watch.see(Frame("exit", {"rank": 1, "code": -9, "step": 3, "peak_memory": 400, "stopped": False}))
+    watch.beat(event("beat", {"steps": {}, "memory": {"0": 300, "1": 200}}))
+    watch.beat(event("beat", {"steps": {}, "memory": {"0": 100, "1": 250}}))
+    watch.exit(event("exit", {"rank": 1, "code": -9, "step": 3, "peak_memory": 400, "stopped": False}))
     assert [gauge.peak_memory for gauge in watch.gauges] == [300, 400]
     assert [gauge.memory for gauge in watch.gauges] == [100, 0]
-    assert watch.by_pace()[0].code == -9
+    assert watch.by_pace(1000.0)[0].code == -9
 
 
 def test_a_journal_that_cannot_be_written_is_told_once_and_stops_nothing(tmp_path):

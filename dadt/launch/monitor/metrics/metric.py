@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ def _told(name: str) -> Callable[[Gauge], float | None]:
 
 
 def _speed(of: str) -> Callable[[Gauge], float | None]:
-    return lambda gauge: getattr(speed, of) if (speed := gauge.speed()) is not None else None
+    return lambda gauge: getattr(speed, of) if (speed := gauge.speed(time.monotonic())) is not None else None
 
 
 def _samples_per_second(gauge: Gauge) -> float | None:
@@ -61,5 +62,5 @@ METRICS = (
         lambda gauge: float(gauge.failed),
     ),
     Metric("generation", "Times that it trained on without lost ranks.", lambda g: g.member.generation),
-    Metric("lost_timestamp_seconds", "When it was lost, since the epoch.", lambda gauge: gauge.member.lost or None),
+    Metric("lost_timestamp_seconds", "When it was lost, since the epoch.", lambda gauge: gauge.lost_at),
 )

@@ -1,0 +1,268 @@
+"""One start of all workers of a job, until nothing is left of them: the I/O around what `Job` decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from dadt.control.frame import Frame
+from dadt.control.job_folder import Folder
+from dadt.launch import resume
+from dadt.launch.agents import Agents
+from dadt.launch.channel import Launcher
+from dadt.launch.hosts.discovery import Discovery
+from dadt.launch.hosts.host import Host
+from dadt.launch.job import Job
+from dadt.launch.monitor.output import Output
+from dadt.launch.monitor.stacks import Stacks
+from dadt.launch.monitor.watch import View, Watch
+from dadt.launch.order import look, order_to_join, orders
+from dadt.launch.outbox import (
+    AnswerCaller,
+    AskHost,
+    EndOutput,
+    Event,
+    GiveUpHost,
+    MoveOutput,
+    PrintOutput,
+    ReachHost,
+    SayText,
+    SendFrame,
+    StartWorkers,
+    WriteJournal,
+    WriteStacks,
+)
+from dadt.launch.outcome import Outcome, end_early
+from dadt.launch.placement import Placed, place_workers
+from dadt.launch.plan import Plan
+from dadt.launch.processes import sweep
+from dadt.launch.query import Query
+from dadt.launch.replacement import replaces
+from dadt.launch.report import Report
+from dadt.launch.signals import Interrupts, of_checkpoint
+from dadt.launch.startup import Voice, gather
+
+HANG_UP_SECONDS = 4.0
+"""How long an agent may take to end its workers after the launcher hangs up."""
+
+Views = Callable[[Placed, Watch], Sequence[View]]
+"""Makes what shows and records a job while it runs, once every worker has its place."""
+
+
+class Attempt:
+    """Reaches the agents, places the workers, and carries out the job's actions. `run` does all of it, once, in the
+    thread that calls it."""
+
+    def __init__(
+        self,
+        the_plan: Plan,
+        launcher: Launcher,
+        folder: Folder,
+        voice: Voice,
+        views: Views,
+        report: Report,
+        interrupts: Interrupts | None,
+        number: int,
+        discovery: Discovery,
+    ) -> None:
+        """number: of restarts before. interrupts: the signals of this process, if it may handle them."""
+        self._plan = the_plan
+        self._launcher = launcher
+        self._folder = folder
+        self._voice = voice
+        self._make_views = views
+        self._report = report
+        self._interrupts = interrupts
+        self._number = number
+        self._discovery = discovery
+        self._agents = Agents(launcher, the_plan.hosts, the_plan.config.orphan_timeout, report.journal.see)
+        self._look = partial(look, the_plan, folder.job)
+
+    def run(self) -> Outcome:
+        """Raises DadtError if the workers could not be started, or an agent was lost."""
+        self._voice.meanwhile(self._agents.beat)
+        try:
+            self._where = where = self._place()
+            self._prepare(where)
+            self._discovery.candidates.served((node.host for node in self._agents.nodes), time.monotonic())
+            self._job.start(orders(where), time.monotonic(), time.time())
+            try:
+                outcome = self._wait()
+            finally:
+                for node in [node for node in self._agents.nodes if node.failed]:
+                    self._blame(node.host)
+            if (failure := outcome.failure) is not None:
+                outcome.failure = replace(failure, torch_env=self._plan.config.torch_env)
+            return outcome
+        finally:
+            self._voice.meanwhile(lambda: None)
+            self._agents.close(HANG_UP_SECONDS)
+            sweep(self._mark)
+
+    def _place(self) -> Placed:
+        """Wait for all agents, and give every worker its place."""
+        config, interrupts = self._plan.config, self._interrupts
+        if interrupts is not None:
+            self._agents.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(config)))
+        gather(
+            self._agents,
+            self._look,
+            config.start_timeout,
+            self._folder.job,
+            self._voice,
+            self._blame,
+            all_needed=not config.min_np,
+        )
+        where = replace(place_workers(self._plan, self._agents, self._folder.job, self._voice), restarts=self._number)
+        if interrupts is not None:
+            self._agents.forget(interrupts)
+        return replace(where, config=resume.settled(where.config, len(where.slots), self._number))
+
+    def _prepare(self, where: Placed) -> None:
+        """Make the job, and all that shows, records and asks what becomes of it."""
+        config, report = self._plan.config, self._report
+        hosts = [slot.host for slot in where.slots]
+        self._stacks = Stacks(where.logs, self._warn)
+        self._output = Output(where.logs, hosts, config.output, self._voice.lines, self._warn, self._voice.bars_move)
+        if self._number:
+            self._output.note(f"dadt: restart {self._number}")
+        self._may_grow = replaces(config) and self._launcher.extends
+        candidates = self._discovery.candidates if self._may_grow else None
+        facts = (self._agents.nodes, where.slots, where.logs, time.monotonic(), time.time(), candidates)
+        self._job = job = Job(config, *facts)
+        self._voice.meanwhile(self._attend)
+        report.placed(where.config, where.nodes, where.slots, job.watch)
+        about = facts_of(where)
+        self._query = Query(self._folder, self._agents, job.watch, about, self._kill, report.journal.refused)
+        self._views = [*self._make_views(where, job.watch), report.interim()]
+
+    def _wait(self) -> Outcome:
+        """Wait until nothing of the job is left."""
+        job, agents, interrupts = self._job, self._agents, self._interrupts
+        if interrupts is not None:
+            agents.watch(interrupts, lambda: job.signal(interrupts.take(), time.monotonic()))
+        self._carry_out()
+        try:
+            while not job.over:
+                if self._may_grow:
+                    self._discovery.poll()
+                for node, frame in agents.turn(self._patience()):
+                    job.take(Event(node, frame, time.monotonic()))
+                    self._carry_out()
+                job.turn(time.monotonic())
+                self._carry_out()
+        finally:
+            if interrupts is not None:
+                agents.forget(interrupts)
+            stuck = self._close()
+        return job.judge(time.monotonic(), stuck, self._stacks.paths)
+
+    def _patience(self) -> float:
+        seconds = min(self._job.patience(time.monotonic()), self._output.tick(), self._query.turn())
+        return max(0.0, min(seconds, *(view.tick() for view in self._views)))
+
+    def _carry_out(self) -> None:
+        while (action := self._job.outbox.take()) is not None:
+            ACTIONS[type(action)](self, action)
+
+    def _attend(self) -> None:
+        """Handle heartbeats and signals while the output is blocked. Raises Preempted or Unread if the user has asked
+        twice for the end."""
+        self._agents.beat()
+        caught = self._interrupts.take() if self._interrupts is not None else set()
+        self._job.stand_still(caught, time.monotonic())
+        for action in self._job.outbox.take_quiet():
+            ACTIONS[type(action)](self, action)
+        if (error := self._job.unread) is not None:
+            raise error
+
+    def _close(self) -> list[int]:
+        """Close everything. No process of the job outlives this, even if its agents were killed. Returns those that
+        could not be ended."""
+        self._agents.close(0.0 if self._job.overdue else HANG_UP_SECONDS)
+        stuck = sweep(self._mark)
+        self._query.close()
+        self._output.close()
+        for view in self._views:
+            view.close()
+        return stuck
+
+    @property
+    def _mark(self) -> str:
+        """The variable by which all processes of the job are known."""
+        return f"DADT_JOB={self._folder.job}"
+
+    def _kill(self) -> float:
+        return self._job.kill(time.monotonic())
+
+    def _blame(self, host: Host) -> None:
+        self._discovery.candidates.failed(host, time.monotonic())
+
+    def _warn(self, text: str) -> None:
+        self._voice.say(text, "warning")
+
+    def _send(self, action: SendFrame) -> None:
+        if action.node is None:
+            self._agents.send_all(action.frame)
+        else:
+            self._agents.send(action.node, action.frame)
+
+    def _say(self, action: SayText) -> None:
+        self._voice.say(action.text, action.level)
+
+    def _write(self, action: WriteJournal) -> None:
+        self._report.journal.write(action.kind, **action.facts)
+
+    def _print(self, action: PrintOutput) -> None:
+        self._output.write(action.rank, action.stream, action.data)
+
+    def _end_output(self, action: EndOutput) -> None:
+        self._output.end(action.rank)
+
+    def _move_output(self, action: MoveOutput) -> None:
+        self._output.move(action.rank, action.host)
+
+    def _write_stacks(self, action: WriteStacks) -> None:
+        self._stacks.write(action.rank, action.text)
+
+    def _answer_caller(self, action: AnswerCaller) -> None:
+        self._query.told(action.frame)
+
+    def _reach(self, action: ReachHost) -> None:
+        self._agents.reach(action.node)
+
+    def _ask(self, action: AskHost) -> None:
+        about = {**self._look(action.node), "index": action.place, "hosts": len(self._agents.nodes)}
+        self._agents.send(action.node, Frame("look", about))
+
+    def _give_up(self, action: GiveUpHost) -> None:
+        self._agents.give_up(action.node)
+
+    def _start(self, action: StartWorkers) -> None:
+        self._agents.send(action.node, order_to_join(self._where, action.place))
+
+
+ACTIONS: Mapping[type, Callable[[Attempt, Any], None]] = {
+    SendFrame: Attempt._send,
+    SayText: Attempt._say,
+    WriteJournal: Attempt._write,
+    PrintOutput: Attempt._print,
+    EndOutput: Attempt._end_output,
+    MoveOutput: Attempt._move_output,
+    WriteStacks: Attempt._write_stacks,
+    AnswerCaller: Attempt._answer_caller,
+    ReachHost: Attempt._reach,
+    AskHost: Attempt._ask,
+    GiveUpHost: Attempt._give_up,
+    StartWorkers: Attempt._start,
+}
+"""Each kind of action, with what carries it out."""
+
+
+def facts_of(where: Placed) -> dict[str, Any]:
+    """Constant facts about a job for other commands."""
+    logs = str(where.logs.resolve())
+    return {"job": where.job, "command": list(where.plan.command), "logs": logs, "hosts": len(where.nodes)}

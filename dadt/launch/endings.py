@@ -1,0 +1,203 @@
+"""What follows when a rank fails or ends, when a host is lost or taken away, and when the user ends the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from signal import SIGTERM
+
+from dadt.config import Config
+from dadt.control.frame import Frame
+from dadt.launch.cause import Cause
+from dadt.launch.failure import Ending, signal_name, steps_text
+from dadt.launch.hosts.slot import Slot
+from dadt.launch.joining import Joining
+from dadt.launch.membership import EXIT_SECONDS, Membership
+from dadt.launch.monitor.member import Member
+from dadt.launch.monitor.rendezvous import Rendezvous
+from dadt.launch.node import Node
+from dadt.launch.outbox import EndOutput, Event, Outbox
+from dadt.launch.outcome import Outcome
+from dadt.launch.preemption import Preemption, ranks
+from dadt.launch.record import Record
+from dadt.launch.signals import ENDING_SIGNALS, of_checkpoint
+from dadt.launch.termination import Termination
+
+PRIMARY_SECONDS = 1.0
+"""How long to wait, after a failure that another one caused, for that other one to show."""
+
+
+class Endings:
+    """The others train on, where enough are left, or the job ends."""
+
+    def __init__(
+        self,
+        config: Config,
+        nodes: Sequence[Node],
+        slots: Sequence[Slot],
+        rendezvous: Rendezvous,
+        cause: Cause,
+        termination: Termination,
+        membership: Membership,
+        joining: Joining | None,
+        outcome: Outcome,
+        patience: float,
+        outbox: Outbox,
+    ) -> None:
+        """patience: seconds for which ranks wait for one that cannot go on."""
+        self._nodes = nodes
+        self._slots = slots
+        self._rendezvous = rendezvous
+        self._cause = cause
+        self._termination = termination
+        self._membership = membership
+        self._joining = joining
+        self._outcome = outcome
+        self._patience = patience
+        self._outbox = outbox
+        self._checkpoint_signal = of_checkpoint(config)
+        self._leaving: set[Node] = set()
+        """Nodes that were asked to end from outside (SIGTERM): their workers save and end."""
+        self._held_since = float("-inf")
+        """When some rank could still go on, while others had ended."""
+
+    def signal(self, caught: set[int], now: float) -> None:
+        """`dadt run` got these signals. SIGINT, SIGTERM and SIGHUP end the job gently, a second one at once; others go
+        to all workers."""
+        for number in caught - ENDING_SIGNALS:
+            self._outbox.send_all(Frame("signal", {"number": number}))
+        if number := min(caught & ENDING_SIGNALS, default=0):
+            if number == SIGTERM and self._checkpoint_signal and not self._outcome.signal:
+                preemption = Preemption(f"dadt run was told to end ({signal_name(number)})")
+                self._termination.preempt(preemption, now)
+            else:
+                self._termination.end(number, signal_name(number), now)
+
+    def preempted(self, event: Event) -> None:
+        """A host was asked to end."""
+        node, now = event.node, event.now
+        self._leaving.add(node)
+        who = f"{node.name or 'this host'} was told to end (SIGTERM)"
+        here = [slot.rank for slot in self._slots if self._nodes[slot.cross_rank] in self._leaving]
+        if self._termination.goes_on and self._membership.can_lose(here):
+            self._outbox.say(f"{who}: its workers save and end", "warning")
+        else:
+            self._termination.preempt(Preemption(who, host=True), now)
+
+    def unheeded(self, event: Event) -> None:
+        """Workers have no handler for the signal by which they are asked to save."""
+        where = f" on {event.node.name}" if event.node.name else ""
+        name, deaf = signal_name(event.frame["number"]), ranks(event.frame["ranks"])
+        self._outbox.say(f"{deaf}{where}: no handler of {name}, so it was not sent; nothing saved", "warning")
+
+    def lost(self, event: Event) -> None:
+        """The agent of a host is gone."""
+        node, frame, now = event.node, event.frame, event.now
+        here = [slot.rank for slot in self._slots if slot.cross_rank == self._nodes.index(node)]
+        why = f"{node.name or 'this host'}: {frame['message']}"
+        if self._termination.goes_on and self._membership.lose(here, why, now):
+            node.works = False
+        else:
+            text = f"{frame['message']}; all its workers were stopped"
+            self.lose(node, text, now, frame.get("time", float("inf")))
+        for rank in here:
+            member = self._rendezvous.members[rank]
+            member.ended = True
+            member.sign("is on a host whose agent is gone", now)
+
+    def lose(self, node: Node, text: str, now: float, at: float = float("inf")) -> None:
+        """End the job, as it cannot go on without this host. at: since when it is gone, in seconds since the epoch."""
+        self._cause.lose(f"{node.name}: {text}" if node.name else text, at)
+        node.works = False
+        if any(other.works for other in self._nodes):
+            self._termination.fail_by(0.0, now)
+
+    def unstarted(self, event: Event) -> None:
+        """An agent could not start its workers."""
+        if self._joining is None or not self._joining.unstarted(event):
+            name, message = event.node.name, event.frame["message"]
+            self._cause.lose(f"{name}: {message}" if name else message)
+            self._termination.fail_by(0.0, event.now)
+
+    def failed(self, event: Event) -> None:
+        """A rank reports an uncaught exception."""
+        frame, now = event.frame, event.now
+        record = Record.from_header({**frame.header, "time": frame["time"] - event.node.clock})
+        self._cause.give_up(frame["rank"], record, now)
+        if record.thread:
+            return
+        member = self._rendezvous.members[frame["rank"]]
+        self._membership.failed(member, record.type)
+        why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
+        # At first all ranks are about to have the same error, and all receive what they do differently.
+        alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
+        if not alike and self._termination.goes_on and self._membership.lose([member.rank], why, now):
+            self._membership.expect_end(member.rank, now)
+        elif not member.lost:
+            self._termination.fail_by(EXIT_SECONDS, now, lets_leave=record.secondary)
+
+    def done(self, event: Event) -> None:
+        """A rank has come to the end of its training."""
+        self._leaves(event.node, event.frame["rank"], event.now)
+
+    def exit(self, event: Event) -> None:
+        """The process of a rank has ended."""
+        node, frame, now = event.node, event.frame, event.now
+        ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})
+        record = self._cause.end(ending)
+        member, present = self._rendezvous.members[ending.rank], self._rendezvous.present
+        trains = member.claimed and not member.finished
+        what = f"rank {member.rank} ({member.place}) {ending.text} after {steps_text(ending.step)}"
+        member.ended = True
+        self._outbox.put(EndOutput(member.rank))
+        member.sign(ending.text, now)
+        self._leaves(node, ending.rank, now)
+        over = ending.code > 0 and all(each.finished for each in present)  # the script says how training has ended
+        if not (ending.stopped or member.lost):
+            if ending.code:
+                self._ended_badly(member, what, record, now, over=over)
+            elif trains:
+                self._ended_early(member, f"{what}, while others went on", max(0, ending.step))
+        self._membership.exited(member, self._termination.goes_on and node not in self._leaving, now)
+        self._rendezvous.settle(now)
+
+    def _ended_badly(self, member: Member, what: str, record: Record | None, now: float, *, over: bool) -> None:
+        """over: training was over before."""
+        if self._termination.goes_on and not over and self._membership.lose([member.rank], what, now):
+            return
+        secondary = record is not None and record.secondary
+        if not secondary:
+            self._membership.tell_of_death(what)
+        leaves = secondary or member.finished
+        self._termination.fail_by(PRIMARY_SECONDS if secondary else 0.0, now, lets_leave=leaves)
+
+    def _ended_early(self, member: Member, why: str, steps: int) -> None:
+        self._cause.leave(member.rank)
+        if not self._membership.leaves(member.rank, why):
+            self._membership.tell_of_death(why, steps)
+
+    def _leaves(self, node: Node, rank: int, now: float) -> None:
+        """A rank ends. Where its host was asked to end, the others train on."""
+        member = self._rendezvous.members[rank]
+        if node not in self._leaving or not self._termination.goes_on or member.lost:
+            return
+        why = f"rank {rank} ({member.place}) has left, as its host was told to end"
+        if not self._membership.lose([rank], why, now):
+            preemption = Preemption(f"{node.name or 'this host'} was told to end (SIGTERM)", host=True)
+            self._termination.preempt(preemption, now)
+
+    def end(self, event: Event) -> None:
+        """All workers of a host have ended, or were given up."""
+        node = event.node
+        if number := event.frame["signal"]:
+            text = f"the agent of this host (pid {node.report['pid']}) was told to end by signal {number}"
+            self.lose(node, f"{text} ({signal_name(number)}); all its workers were stopped", event.now)
+        node.works = False
+
+    def turn(self, now: float) -> None:
+        """Give up on ranks that cannot go on when all others have ended: no rank waits for them then."""
+        living = [member for member in self._rendezvous.members if not member.ended]
+        if not living or len(living) == len(self._rendezvous.members) or not all(member.held for member in living):
+            self._held_since = now
+        elif now - self._held_since > self._patience and self._termination.grace == float("inf"):
+            self._cause.hold(living[0])
+            self._termination.fail_by(0.0, now)

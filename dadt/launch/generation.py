@@ -1,0 +1,35 @@
+"""What all ranks hear as a new generation of them begins: who is in the job now, and who writes files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dadt.control import schema, shared_folder
+from dadt.control.frame import Frame
+from dadt.launch.hosts.slot import Slot
+from dadt.launch.monitor.rendezvous import Rendezvous
+from dadt.launch.node import Node
+
+
+def regroup(rendezvous: Rendezvous, slots: Sequence[Slot], nodes: Sequence[Node], handed: int, why: str) -> Frame:
+    """The frame for all agents. New workers write no files where others do, on any host.
+
+    handed: the newest generation that began with a new worker for which the others had waited.
+    """
+    present = rendezvous.present
+    places = {member.rank: slots[member.rank].cross_rank for member in present}
+    firsts: dict[int, int] = {}
+    for member in present:
+        if not member.joined or all(each.joined for each in present):
+            firsts.setdefault(places[member.rank], member.rank)
+    facts: dict[str, object] = {
+        "generation": rendezvous.generation,
+        "members": list(places),
+        "firsts": list(firsts.values()),
+        "text": why[: schema.TEXT],
+        "handed": handed,
+    }
+    seen = {rank: (place, nodes[place].folder) for rank, place in places.items()}
+    if writers := shared_folder.writers(seen, firsts.values()):
+        facts["writers"] = [writers.get(rank, -1) for rank in places]
+    return Frame("regroup", facts)

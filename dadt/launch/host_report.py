@@ -1,0 +1,60 @@
+"""What the launcher reads from the report of a host's agent: its room, its problems, and how others reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dadt.config import Config
+from dadt.config.version import VERSION
+from dadt.control.frame import Frame
+from dadt.launch.hosts.slot import Room
+from dadt.launch.node import Node
+
+
+def room(node: Node, config: Config) -> Room:
+    """The room that a host offers."""
+    return Room(
+        host=node.name,
+        slots=node.host.slots,
+        gpus=node.report["gpus"] if config.gpu_visibility == "one" else (),
+        cores=node.report["cores"],
+        machine=node.report["machine"],
+    )
+
+
+def target_of(index: int, report: Mapping[str, Any]) -> dict[str, Any]:
+    addresses = [entry["address"] for entry in report["addresses"]]
+    return {"index": index, "port": report["probe_port"], "token": report["token"], "addresses": addresses}
+
+
+def problem_of(ready: Frame, host: str = "") -> str:
+    """Why this host cannot take part; empty if it can. host: its name, if it has one."""
+    python = ready["executable"]
+    if ready["version"] != VERSION:
+        found = f"dadt {ready['version']} is installed {'there' if host else f'for {python}'}"
+        return f"{found}, {VERSION} here -> install the same version, or --python PATH"
+    if not ready["torch"]:
+        place = "there" if host else "here"
+        return f"torch is not installed for {python} {place} -> pip install torch, or --python PATH"
+    problems: list[str] = ready["problems"]
+    return "; ".join(problems)
+
+
+def share_folder(nodes: Sequence[Node], node: Node, seen: Sequence[Node]) -> None:
+    """The folder of a host that has come is the one of these hosts, which see the file that it has made there."""
+    known = [other.folder for other in seen if other.folder is not None]
+    unused = 1 + max((other.folder for other in nodes if other.folder is not None), default=0)
+    for each in (node, *seen):
+        each.folder = min(known, default=unused)
+
+
+def differences(nodes: Sequence[Node]) -> list[str]:
+    """Warnings about versions that differ between the hosts but may work together."""
+    texts = []
+    for what, name in (("torch", "torch"), ("Python", "python")):
+        found = {node.name: ".".join(str(node.report[name]).split(".")[:2]) for node in nodes}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{host} {version or 'none'}" for host, version in found.items())
+            texts.append(f"hosts differ in {what}: {listed}")
+    return texts

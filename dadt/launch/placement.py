@@ -1,0 +1,94 @@
+"""Where every worker of a job runs, once all hosts have reported."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dadt.config import Config
+from dadt.config.executor import Place, choose
+from dadt.errors import LaunchError
+from dadt.launch.agents import Agents
+from dadt.launch.host_report import differences, room
+from dadt.launch.hosts.slot import Slot, place, share_out
+from dadt.launch.node import Node
+from dadt.launch.plan import Plan
+from dadt.launch.startup import Voice, agree, find_shared_folders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A plan with a place for every worker."""
+
+    plan: Plan
+    config: Config
+    """The configuration with all choices made that must be the same on all ranks."""
+    job: str
+    logs: Path
+    nodes: list[Node]
+    slots: list[Slot]
+    """The place of each worker, by rank. A host that comes into the running job changes those that it takes over."""
+    master: tuple[str, int] | None
+    secret: str
+    """A random secret in hex, known to the launcher, the agents and the workers."""
+    why: str = ""
+    """The chosen executor, and the reason."""
+    restarts: int = 0
+    """How often the job has been started again."""
+
+
+def place_workers(the_plan: Plan, agents: Agents, job: str, voice: Voice) -> Placed:
+    """Place the workers, once all hosts have reported. Agents that get no workers are ended."""
+    config = the_plan.config
+    rooms = [room(node, config) for node in agents.nodes]
+    missing = len(the_plan.hosts) - len(agents.nodes)
+    fit = sum(each.places for each in rooms)
+    if fit < config.min_np:
+        absent = f", without the {missing} that cannot be reached" if missing else ""
+        raise LaunchError(f"--min-np {config.min_np}: the hosts have room for {fit} workers{absent}")
+    if fit < config.np and config.min_np and not missing:
+        voice.say(f"the hosts have room for {fit} of {config.np} workers: training begins with these", "warning")
+    shares = share_out(min(config.np, fit) if config.min_np else config.np, rooms)
+    idle = [node for node, share in zip(list(agents.nodes), shares, strict=True) if not share]
+    if idle:
+        voice.say(f"{', '.join(node.name for node in idle)} not used: {sum(shares)} workers fit on the other hosts")
+        agents.dismiss(idle)
+    for text in differences(agents.nodes):
+        voice.say(text, "warning")
+    agree(agents, config.network_interface)
+    find_shared_folders(agents)
+    rooms = [room for room, share in zip(rooms, shares, strict=True) if share]
+    shares = [share for share in shares if share]
+    slots = place(shares, rooms, [node.address for node in agents.nodes])
+    config, why = _resolved(config, slots, agents.nodes)
+    return Placed(
+        plan=the_plan,
+        config=config,
+        why=why,
+        job=job,
+        logs=Path(config.log_dir) / job,
+        nodes=agents.nodes,
+        slots=slots,
+        master=_master(config, agents.nodes[0]),
+        secret=secrets.token_hex(32),
+    )
+
+
+def _master(config: Config, first: Node) -> tuple[str, int]:
+    return first.address or "127.0.0.1", int(first.report["port"])
+
+
+def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> tuple[Config, str]:
+    """Make the choices that must be the same on all ranks: the executors, with the reason, and the seed if unset."""
+    if config.seed < 0:
+        config = replace(config, seed=secrets.randbelow(2**31))
+    workers = Counter(slot.cross_rank for slot in slots)
+    return choose(config, [_place(workers[index], node) for index, node in enumerate(nodes)])
+
+
+def _place(workers: int, node: Node) -> Place:
+    usable = not str(node.report.get("torch", "")).endswith("+cpu")
+    return Place(node.name, workers, len({*node.report["gpus"]}) if usable else 0)  # Ray lets workers share one

@@ -1,0 +1,126 @@
+"""What the launcher decides, without any process: events and times go in, actions come out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from dadt.config import Config
+from dadt.control.frame import Frame
+from dadt.control.schema import AGENT
+from dadt.launch import attempt
+from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.slot import Slot
+from dadt.launch.job import Job
+from dadt.launch.node import Node
+from dadt.launch.outbox import Action, Event, SayText, SendFrame
+
+ENDED = {"time": 1.0, "step": 5, "peak_memory": 0, "memory_limit": 0, "memory_kills": 0, "stopped": False}
+
+
+class World:
+    """A job of one worker on each of these hosts, and all actions so far."""
+
+    def __init__(self, hosts: int, **knobs: Any) -> None:
+        self.now = 100.0
+        self.nodes = [Node(n, Host(name=f"host{n}"), report={"pid": 1, "version": "1"}) for n in range(hosts)]
+        shape = {"world_size": hosts, "local_rank": 0, "local_size": 1}
+        slots = [Slot(rank=n, cross_rank=n, host=f"host{n}", **shape) for n in range(hosts)]
+        self.job = Job(Config(**knobs), self.nodes, slots, Path("logs"), self.now, 0.0)
+        self.job.start([Frame("job") for _ in range(hosts)], self.now, 0.0)
+        self.actions: list[Action] = []
+
+    def say(self, host: int, kind: str, **facts: Any) -> None:
+        self.job.take(Event(self.nodes[host], Frame(kind, facts), self.now))
+
+    def train(self, step: int) -> None:
+        for rank in range(len(self.nodes)):
+            if step == 1:
+                self.say(rank, "started", rank=rank, pid=10 + rank)
+                self.say(rank, "claim", rank=rank, pid=10 + rank, line=1)
+            self.say(rank, "beat", steps={str(rank): [step, 0.0]}, memory={}, conditions={}, clock=0.0)
+
+    def wait(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.job.turn(self.now)
+        while (action := self.job.outbox.take()) is not None:
+            self.actions.append(action)
+
+    def sent(self, kind: str) -> list[Frame]:
+        return [each.frame for each in self.actions if isinstance(each, SendFrame) and each.frame.kind == kind]
+
+    def said(self) -> list[str]:
+        return [each.text for each in self.actions if isinstance(each, SayText)]
+
+
+def test_each_kind_that_an_agent_may_send_has_its_row() -> None:
+    made_here = {"connected", "lost"}
+    assert World(1).job.routes.keys() == AGENT.kinds.keys() | made_here
+
+
+def test_each_action_is_carried_out() -> None:
+    assert attempt.ACTIONS.keys() == set(get_args(Action))
+
+
+def test_a_failure_ends_the_others_and_names_its_rank() -> None:
+    world = World(3)
+    world.train(1)
+    world.say(1, "exit", rank=1, code=-9, **ENDED)
+    world.wait()
+    (stop,) = world.sent("stop")
+    assert (stop["grace"], stop["stacks"]) == (1.0, True)
+    assert world.sent("death")[0]["text"] == ("rank 1 (pid 11 on host1) was killed by signal 9 (SIGKILL) after 5 steps")
+    for rank in (0, 2):
+        world.say(rank, "exit", rank=rank, code=-15, **{**ENDED, "time": 2.0, "stopped": True})
+    for rank in range(3):
+        world.say(rank, "end", stuck=[], signal=0)
+    assert world.job.over
+    failure = world.job.judge(world.now, [], []).failure
+    assert failure is not None and failure.ending.rank == 1 and failure.stopped == [0, 2]
+
+
+def test_the_others_train_on_where_enough_are_left() -> None:
+    world = World(3, min_np=2)
+    world.train(1)
+    world.say(1, "exit", rank=1, code=-9, **ENDED)
+    world.wait()
+    (regroup,) = world.sent("regroup")
+    assert (regroup["generation"], regroup["members"]) == (1, [0, 2])
+    assert world.said()[-1].endswith("after 5 steps: training goes on without it")
+    assert not world.sent("stop") and not world.job.over
+
+
+def test_a_rank_for_which_all_others_wait_is_lost_and_killed() -> None:
+    world = World(3, min_np=2, timeout=60.0)
+    world.train(1)
+    for rank in (0, 2):
+        world.say(rank, "exchange", rank=rank, line=1, key="key", timeout=300.0)
+    world.wait(59.0)
+    assert not world.sent("regroup")
+    world.wait(2.0)
+    assert world.sent("regroup")[0]["members"] == [0, 2]
+    assert [(frame["rank"], frame["number"]) for frame in world.sent("signal")] == [(1, 9)]
+    assert world.said()[-1] == "rank 1 (pid 11 on host1) was silent for 60 s: training goes on without it"
+
+
+def test_a_host_that_is_gone_ends_the_job() -> None:
+    world = World(2)
+    world.train(1)
+    world.say(0, "lost", message="the connection was closed", time=1.0)
+    world.wait()
+    assert len(world.sent("stop")) == 1
+    world.wait(7.0)
+    assert world.job.overdue, "the other agent says nothing more"
+    assert world.job.over
+
+
+def test_ctrl_c_is_gentle_and_the_second_time_it_is_not() -> None:
+    world = World(1, grace=5.0)
+    world.train(1)
+    world.job.signal({2}, world.now)
+    world.wait(1.0)
+    assert [frame["grace"] for frame in world.sent("interrupt")] == [5.0]
+    world.job.signal({2}, world.now)
+    world.wait()
+    assert [frame["grace"] for frame in world.sent("stop")] == [0.0]
+    assert world.said() == ["stopping the workers after SIGINT (once more: at once)"]
