@@ -40,7 +40,7 @@ class World:
                 self.say(rank, "claim", rank=rank, pid=10 + rank, line=1)
             self.say(rank, "beat", steps={str(rank): [step, 0.0]}, memory={}, conditions={}, clock=0.0)
 
-    def wait(self, seconds: float = 0.0) -> None:
+    def later(self, seconds: float = 0.0) -> None:
         self.now += seconds
         self.job.turn(self.now)
         while (action := self.job.outbox.take()) is not None:
@@ -66,7 +66,7 @@ def test_a_failure_ends_the_others_and_names_its_rank() -> None:
     world = World(3)
     world.train(1)
     world.say(1, "exit", rank=1, code=-9, **ENDED)
-    world.wait()
+    world.later()
     (stop,) = world.sent("stop")
     assert (stop["grace"], stop["stacks"]) == (1.0, True)
     assert world.sent("death")[0]["text"] == ("rank 1 (pid 11 on host1) was killed by signal 9 (SIGKILL) after 5 steps")
@@ -83,7 +83,7 @@ def test_the_others_train_on_where_enough_are_left() -> None:
     world = World(3, min_np=2)
     world.train(1)
     world.say(1, "exit", rank=1, code=-9, **ENDED)
-    world.wait()
+    world.later()
     (regroup,) = world.sent("regroup")
     assert (regroup["generation"], regroup["members"]) == (1, [0, 2])
     assert world.said()[-1].endswith("after 5 steps: training goes on without it")
@@ -95,9 +95,9 @@ def test_a_rank_for_which_all_others_wait_is_lost_and_killed() -> None:
     world.train(1)
     for rank in (0, 2):
         world.say(rank, "exchange", rank=rank, line=1, key="key", timeout=300.0)
-    world.wait(59.0)
+    world.later(59.0)
     assert not world.sent("regroup")
-    world.wait(2.0)
+    world.later(2.0)
     assert world.sent("regroup")[0]["members"] == [0, 2]
     assert [(frame["rank"], frame["number"]) for frame in world.sent("signal")] == [(1, 9)]
     assert world.said()[-1] == "rank 1 (pid 11 on host1) was silent for 60 s: training goes on without it"
@@ -107,9 +107,9 @@ def test_a_host_that_is_gone_ends_the_job() -> None:
     world = World(2)
     world.train(1)
     world.say(0, "lost", message="the connection was closed", time=1.0)
-    world.wait()
+    world.later()
     assert len(world.sent("stop")) == 1
-    world.wait(7.0)
+    world.later(7.0)
     assert world.job.overdue, "the other agent says nothing more"
     assert world.job.over
 
@@ -118,9 +118,9 @@ def test_ctrl_c_is_gentle_and_the_second_time_it_is_not() -> None:
     world = World(1, grace=5.0)
     world.train(1)
     world.job.signal({2}, world.now)
-    world.wait(1.0)
+    world.later(1.0)
     assert [frame["grace"] for frame in world.sent("interrupt")] == [5.0]
     world.job.signal({2}, world.now)
-    world.wait()
+    world.later()
     assert [frame["grace"] for frame in world.sent("stop")] == [0.0]
     assert world.said() == ["stopping the workers after SIGINT (once more: at once)"]

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from dadt.comm.rendezvous.store_client import StoreClient
-from dadt.control.agent_client import Control
+from dadt.control.worker_line import WorkerLine
 from dadt.inject import full_disk
 from dadt.inject.after_import import after_import
 from dadt.inject.files.overlay import Overlay
@@ -167,7 +166,7 @@ class Saver:
             self._missed.add(str(target))
         return saved
 
-    def _appears(self, control: Control | StoreClient, target: Path, count: int) -> bool:
+    def _appears(self, control: WorkerLine, target: Path, count: int) -> bool:
         """Wait for the first local rank to write the file; False where this rank had better write it itself.
 
         The first local rank may never save here, and may wait for this rank in an exchange meanwhile: unless it
