@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +72,29 @@ def kill(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
         except (ProcessLookupError, PermissionError):
             pass  # already gone, or another user's
+
+
+def terminate(pids: Iterable[int], groups: Collection[int]) -> None:
+    """Send SIGTERM to those that are in none of these process groups, which have it already."""
+    kill((pid for pid in pids if _group(pid) not in {*groups, 0}), signal.SIGTERM)
+
+
+def _group(pid: int) -> int:
+    """The process group of a process; 0 once it has ended."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for this signal, so that it does not die of it; also once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return True
+    caught = next(line for line in lines if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def without_trackers(pids: Iterable[int]) -> list[int]:

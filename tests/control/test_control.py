@@ -260,11 +260,13 @@ def test_a_rank_that_has_ended_puts_nothing_more(launch):
 def test_what_a_rank_may_put_is_bounded():
     board = Board()
     for number in range(MOST_KEYS):
-        assert board.put(f"group/{number}", 1, b"") == ""
-    assert board.put("group/one more", 1, b"").startswith("rank 1 puts 4,097 keys of ")
-    assert board.put("group/0 of rank 2", 2, b"") == ""
-    assert "are the most: its script makes too many groups of ranks" in board.put("group/large", 2, bytes(MOST_BYTES))
-    assert board.put("group/half", 2, bytes(MOST_BYTES // 2)) == ""
+        assert board.put(f"group/{number}", 1, b"", 0.0) == ""
+    assert board.put("group/one more", 1, b"", 0.0).startswith("rank 1 puts 4,097 keys of ")
+    assert board.put("group/0 of rank 2", 2, b"", 0.0) == ""
+    assert "are the most: its script makes too many groups of ranks" in board.put(
+        "group/large", 2, bytes(MOST_BYTES), 0.0
+    )
+    assert board.put("group/half", 2, bytes(MOST_BYTES // 2), 0.0) == ""
 
 
 def test_the_secret_is_the_jobs_own_and_stands_in_no_environment(launch):

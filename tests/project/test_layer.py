@@ -145,6 +145,11 @@ def test_a_file_can_be_read_at_once(path: Path) -> None:
 
 
 DECISIONS = (
+    "launch.agent.actions",
+    "launch.agent.host_job",
+    "launch.agent.registry",
+    "launch.agent.shims",
+    "launch.agent.stop",
     "launch.cause",
     "launch.contact",
     "launch.endings",
@@ -168,7 +173,7 @@ DECISIONS = (
     "launch.results",
     "launch.termination",
 )
-"""What the launcher decides, apart from all I/O: these modules take events and the time, and give actions."""
+"""What launcher and agents decide, apart from all I/O: these modules take events and the time, and give actions."""
 IO = {"os", "select", "selectors", "shutil", "socket", "subprocess", "tempfile", "threading", "time"}
 HARMLESS = {"SIGINT", "SIGKILL", "SIGTERM"}
 """What of the module `signal` is a number, and delivers nothing."""

@@ -1,38 +1,24 @@
-"""The agent's end of the control connections: which process trains as which rank, and who waits for which file."""
+"""The processes of a host's workers, as they speak of themselves: which trains as which rank, and who waits for which
+file."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import socket
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from dadt.control import written_files
-from dadt.control.accept import Entrance, peer_of
-from dadt.control.frame import Frame, Link
-from dadt.control.heartbeat import Heartbeat
-from dadt.control.schema import Speaker
+from dadt.control.frame import Frame
 from dadt.errors import DadtError
-from dadt.launch.agent.dump import Inquiry
-from dadt.launch.agent.worker import Worker
+from dadt.launch.agent.actions import AgentOutbox, NoteWritten, RemoveHalves, ResetStep, TellLauncher
 from dadt.launch.processes import Process
 
-LOCAL = ("stacks", "writes", "saved", "await_save", "listen")
-"""Kinds that concern this host only; all others are forwarded to the launcher."""
-SHIMS = ("shim", "spawned", "unspawned", "ended")
-"""Kinds that shims send, which speak of another process than their own."""
 STACKS_FILE = re.compile(r"stacks-[0-9]+")
 MOST_APPROACHES = 1024
 """Most questions of new workers that are kept for processes that do not listen yet."""
 KEPT = 64
 """Folders of each rank in which files may be left that are not whole."""
-UNSENT_LIMIT = 64 << 20
-"""Most bytes of answers that a process may leave unread."""
 
 
 @dataclass(slots=True)
@@ -42,13 +28,23 @@ class Line:
     number: int
     rank: int
     """The rank it speaks for, known by the socket at which it connected."""
-    pid: int
-    """The process that connected; 0 if the kernel does not know."""
-    link: Link
-    socket: socket.socket
-    entrance: Entrance
+    process: Process
+    """The process that connected; its pid is 0 if the kernel does not know it."""
     listens: bool = False
     """Whether its process wants to hear of other ranks' ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saying:
+    """A frame that a process has sent on its line."""
+
+    line: Line
+    frame: Frame
+    process: Process
+    """The one that the frame is about, which is that of the line, if the kernel knows it."""
+    now: float
+    owner_lives: bool = False
+    """Whether the process that trains as this rank still runs."""
 
 
 @dataclass(slots=True)
@@ -65,238 +61,202 @@ class SaveWait:
     """Whether it waits for a rank of another host, which writes for this one, too, instead of local rank 0."""
 
 
-@dataclass(slots=True)
 class WorkerRegistry:
     """Answers the questions that one host can answer, and forwards the rest with the number of their line."""
 
-    path: Path
-    ranks: Mapping[int, int]
-    """Rank to local rank of this host's workers."""
-    pulse: Heartbeat
-    forward: Callable[[Frame], None]
-    speaker: Speaker
-    """The frames that workers may send."""
-    secret: bytes
-    """The job's secret, by which its workers prove to each other that they belong to it."""
-    checkpoint_signal: int
-    """The number of the signal by which scripts are asked to save; 0: there is none."""
-    told_to_save: int = 0
-    """How often all ranks of the job were asked to save."""
-    lines: dict[int, Line] = field(default_factory=dict)
-    claims: dict[int, Process] = field(default_factory=dict)
-    """Rank to the process that trains as it."""
-    dumps: dict[Process, tuple[int, int, Path]] = field(default_factory=dict)
-    """Process to its rank, its signal, and the file to which it then writes its stacks."""
-    written: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-    """Rank to the newest folders in which it writes files, and how their names begin before they are whole."""
-    saves: dict[str, int] = field(default_factory=dict)
-    """Path to how many times local rank 0 has written it."""
-    numbered: set[int] = field(default_factory=set)
-    """The numbers of local rank 0's saves that are done."""
-    far: set[int] = field(default_factory=set)
-    """The numbers of the saves of the rank of another host that writes for this one, too."""
-    waits: list[SaveWait] = field(default_factory=list)
-    first: int = 0
-    """Local rank of the first one, which writes files for good."""
-    first_ended: bool = False
-    """Whether it has ended well, so that nobody writes files any more. After another end the job ends, or the next one
-    takes its place."""
-    inquiries: list[Inquiry] = field(default_factory=list)
-    """Stacks for which the launcher waits."""
-    regrouped: Frame | None = None
-    """The newest frame that says which ranks train now; None before the first."""
-    approaches: deque[Frame] = field(default_factory=lambda: deque(maxlen=MOST_APPROACHES))
-    """Questions of new workers since that frame, for processes that begin to listen later."""
-    failed: set[int] = field(default_factory=set)
-    """Ranks that have reported an exception."""
-    _numbered: int = 0
+    def __init__(
+        self, folder: Path, ranks: Mapping[int, int], secret: bytes, checkpoint_signal: int, outbox: AgentOutbox
+    ) -> None:
+        """folder: of the job on this host. ranks: rank to local rank of this host's workers. secret: by which the
+        workers of the job prove to each other that they belong to it. checkpoint_signal: the number of the signal by
+        which scripts are asked to save; 0: there is none."""
+        self._folder = folder
+        self._ranks = ranks
+        self._secret = secret
+        self._checkpoint_signal = checkpoint_signal
+        self._outbox = outbox
+        self._told_to_save = 0
+        """How often all ranks of the job were asked to save."""
+        self.lines: dict[int, Line] = {}
+        self.claims: dict[int, Process] = {}
+        """Rank to the process that trains as it."""
+        self.dumps: dict[Process, tuple[int, int, Path]] = {}
+        """Process to its rank, its signal, and the file to which it then writes its stacks."""
+        self._written: dict[int, list[tuple[str, str]]] = {}
+        """Rank to the newest folders in which it writes files, and how their names begin before they are whole."""
+        self._saves: dict[str, int] = {}
+        """Path to how many times local rank 0 has written it."""
+        self._numbered: set[int] = set()
+        """The numbers of local rank 0's saves that are done."""
+        self._far: set[int] = set()
+        """The numbers of the saves of the rank of another host that writes for this one, too."""
+        self._waits: list[SaveWait] = []
+        self.first = 0
+        """Local rank of the first one, which writes files for good."""
+        self._first_step = -1
+        self._first_ended = False
+        """Whether it has ended well, so that nobody writes files any more. After another end the job ends, or the next
+        one takes its place."""
+        self._regrouped: Frame | None = None
+        """The newest frame that says which ranks train now; None before the first."""
+        self._approaches: deque[Frame] = deque(maxlen=MOST_APPROACHES)
+        """Questions of new workers since that frame, for processes that begin to listen later."""
+        self.failed: set[int] = set()
+        """Ranks that have reported an exception."""
+        self.routes: Mapping[str, Callable[[Saying], None]] = {
+            "hello": self._hello,
+            "claim": self._claim,
+            "failed": self._failed,
+            "stacks": self._stacks,
+            "listen": self._listen,
+            "writes": self._writes,
+            "saved": self._saved,
+            "await_save": self._await_save,
+        }
+        """The kinds of frames that concern this host; all others of workers are only forwarded."""
 
-    def accept(self, rank: int, entrance: Entrance) -> Line | None:
-        connection = entrance.accept()
-        if connection is None:
-            return None
-        self._numbered += 1
-        link = Link(connection.fileno(), connection.fileno(), self.speaker)
-        line = Line(self._numbered, rank, peer_of(connection).pid, link, connection, entrance)
+    def connected(self, line: Line) -> None:
         self.lines[line.number] = line
-        return line
 
-    def receive(self, line: Line) -> None:
-        """Handle the frames that have come, and send what did not fit before. Raises EOFError when the worker has hung
-        up, and DadtError for a frame that it may not send."""
-        try:
-            line.link.flush()
-        except BrokenPipeError:
-            raise EOFError from None
-        for frame in line.link.receive():
-            if frame["rank"] != line.rank:
-                raise DadtError(f"{frame.kind!r} for rank {frame['rank']} came from a process of rank {line.rank}")
-            line.entrance.settle(line.socket)
-            if frame.kind == "failed":
-                self.failed.add(line.rank)
-            if "pid" in frame.header and frame.kind not in SHIMS and line.pid > 1:
-                frame.header["pid"] = line.pid  # the kernel's word counts, as the pid may be signalled
-            if frame.kind == "hello":
-                self._greet(line)
-            if frame.kind == "claim":
-                self._claim(line, frame)
-            elif frame.kind in LOCAL:
-                getattr(self, f"_{frame.kind}")(line, frame)
-            else:
-                self.forward(Frame(frame.kind, {**frame.header, "line": line.number}, frame.body))
-
-    def answer(self, number: int, frame: Frame) -> None:
-        """Send a frame on the line with that number, if it is still open."""
-        line = self.lines.get(number)
-        if line is None:
-            return
-        try:
-            line.link.send(frame)
-        except BrokenPipeError:
-            # It died while it waited, or stopped listening. What it has sent before is still read.
-            line.link.unsent.clear()
-            line.listens = False
-        if len(line.link.unsent) > UNSENT_LIMIT + len(frame.body):
-            line.link.unsent.clear()
-            line.socket.shutdown(socket.SHUT_RDWR)  # it keeps asking without reading
+    def hear(self, saying: Saying) -> None:
+        """A worker's process has sent a frame. Raises DadtError for one that it may not send."""
+        self.routes.get(saying.frame.kind, self._forward)(saying)
 
     def tell(self, frame: Frame) -> None:
-        """Send a frame to every process that listens; which ranks train now also to those that will. What a rank of
-        another host has written is noted for all that ask."""
-        if frame.kind == "wrote":
-            self._note(frame)
-            return
+        """Send a frame to every process that listens; which ranks train now also to those that will."""
         if frame.kind == "approach":
-            self.approaches.append(frame)
+            self._approaches.append(frame)
         if frame.kind == "regroup":
-            self.regrouped = frame
-            self.approaches.clear()  # those that are still open follow
-            for rank in self.ranks.keys() & set(frame["firsts"]):
-                self.first, self.first_ended = self.ranks[rank], False
+            self._regrouped = frame
+            self._approaches.clear()  # those that are still open follow
+            for rank in self._ranks.keys() & set(frame["firsts"]):
+                self.first, self._first_ended = self._ranks[rank], False
         for line in [line for line in self.lines.values() if line.listens]:
-            self.answer(line.number, frame)
+            self._outbox.answer(line.number, frame)
 
-    def _note(self, frame: Frame) -> None:
+    def wrote(self, frame: Frame, now: float) -> None:
+        """A rank of another host has written a file, of which all that ask here are to know."""
         if "number" in frame.header:
-            self.far.add(frame["number"])
-            self.saves[frame["path"]] = max(frame["count"], self.saves.get(frame["path"], 0))
-            self.settle_saves()
+            self._far.add(frame["number"])
+            self._saves[frame["path"]] = max(frame["count"], self._saves.get(frame["path"], 0))
+            self._settle(now)
         else:
-            written_files.add(self.path.parent, frame["rank"], frame["size"], frame["path"])
+            self._outbox.put(NoteWritten(frame["rank"], frame["size"], frame["path"]))
 
     def tell_to_save(self, ranks: Collection[int], patience: float) -> set[int]:
         """Ask the processes that train as these ranks to save. Returns the ranks that were asked: the others do not
         listen."""
-        self.told_to_save += patience > 0
+        self._told_to_save += patience > 0
         return self.tell_training(ranks, Frame("save", {"patience": patience}))
 
     def tell_training(self, ranks: Collection[int], frame: Frame) -> set[int]:
         """Send a frame to the processes that train as these ranks. Returns the ranks to which it was sent."""
         lines = [line for line in self.lines.values() if line.listens and line.rank in ranks]
-        told = [line for line in lines if line.rank in self.claims and self.claims[line.rank].pid == line.pid]
+        told = [line for line in lines if line.rank in self.claims and self.claims[line.rank].pid == line.process.pid]
         for line in told:
-            self.answer(line.number, frame)
-        return {line.rank for line in told if line.listens}
+            self._outbox.answer(line.number, frame)
+        return {line.rank for line in told}
 
-    def hang_up(self, line: Line) -> None:
-        self.lines.pop(line.number, None)
-        self.waits = [wait for wait in self.waits if wait.line is not line]
-        line.entrance.settle(line.socket)
-        line.socket.close()
+    def hung_up(self, number: int) -> None:
+        """A line was closed by either side."""
+        self.lines.pop(number, None)
+        self._waits = [wait for wait in self._waits if wait.line.number != number]
 
     def ended(self, rank: int, code: int) -> None:
         """A worker has exited, and writes no file to its end any more."""
-        if self.ranks[rank] == self.first:
-            self.first_ended = code == 0
-        for folder, mark in self.written.pop(rank, []):
-            with suppress(OSError):  # the file system may be what has failed
-                for half in Path(folder).glob(f"{mark}*"):
-                    shutil.rmtree(half, ignore_errors=True)
+        if self._ranks[rank] == self.first:
+            self._first_ended = code == 0
+        for folder, mark in self._written.pop(rank, []):
+            self._outbox.put(RemoveHalves(folder, mark))
 
     @property
     def is_waited_for(self) -> bool:
-        return bool(self.waits or self.inquiries)
+        return bool(self._waits)
 
-    def pid_of(self, worker: Worker) -> int:
-        """The process that trains as the worker's rank; the worker itself before one does."""
-        return self.claims[worker.rank].pid if worker.rank in self.claims else worker.pid
+    def settle(self, first_step: int, now: float) -> None:
+        """Answer the waits that are over. first_step: the step of the rank that writes files for good."""
+        self._first_step = first_step
+        self._settle(now)
 
-    def inquire(self, number: int, ranks: list[int]) -> None:
-        """Begin to collect the stacks of these ranks of this host for the launcher."""
-        self.inquiries.append(Inquiry(number, ranks, self.dumps))
-
-    def settle(self) -> None:
-        """Answer the waits and inquiries that are complete."""
-        self.settle_saves()
-        for inquiry in list(self.inquiries):
-            if answers := inquiry.advance():
-                self.inquiries.remove(inquiry)
-                for answer in answers:
-                    self.forward(answer)
-
-    def settle_saves(self) -> None:
-        now = time.monotonic()
-        step, _ = self.pulse.read(self.first)
-        waits, self.waits = self.waits, []
+    def _settle(self, now: float) -> None:
+        waits, self._waits = self._waits, []
         for wait in waits:
-            if self.saves.get(wait.path, 0) >= wait.count:
-                self.answer(wait.line.number, Frame("saved", {"verdict": "there"}))
-            elif wait.far and wait.number not in self.far and now < wait.deadline:
-                self.waits.append(wait)
-            elif wait.far:
-                self.answer(wait.line.number, Frame("saved", {"verdict": "write"}))
-            elif self.ranks[wait.line.rank] == self.first:
-                self.answer(wait.line.number, Frame("saved", {"verdict": "yours"}))
-            elif wait.number in self.numbered or self.first_ended or step > wait.step or now >= wait.deadline:
-                self.answer(wait.line.number, Frame("saved", {"verdict": "write"}))
+            if (verdict := self._verdict(wait, now)) is None:
+                self._waits.append(wait)
             else:
-                self.waits.append(wait)
+                self._outbox.answer(wait.line.number, Frame("saved", {"verdict": verdict}))
 
-    def _greet(self, line: Line) -> None:
+    def _verdict(self, wait: SaveWait, now: float) -> str | None:
+        """The answer to a rank that waits for a file; None as long as it has to wait."""
+        late = now >= wait.deadline
+        if self._saves.get(wait.path, 0) >= wait.count:
+            return "there"
+        if wait.far:
+            return "write" if late or wait.number in self._far else None
+        if self._ranks[wait.line.rank] == self.first:
+            return "yours"
+        gone = wait.number in self._numbered or self._first_ended or self._first_step > wait.step
+        return "write" if late or gone else None
+
+    def _forward(self, saying: Saying) -> None:
+        frame = saying.frame
+        header = {**frame.header, "line": saying.line.number}
+        if "pid" in header:
+            header["pid"] = saying.process.pid  # the kernel's word counts, as the pid may be signalled
+        self._outbox.put(TellLauncher(Frame(frame.kind, header, frame.body)))
+
+    def _failed(self, saying: Saying) -> None:
+        self.failed.add(saying.line.rank)
+        self._forward(saying)
+
+    def _hello(self, saying: Saying) -> None:
         """A process has imported torch: once more, where it had begun to train, and has replaced itself since."""
-        if self.claims.get(line.rank) == Process.of(line.pid):
-            self.pulse.write(self.ranks[line.rank], -1)
-            if self.ranks[line.rank] == self.first:
-                self.saves.clear()
-                self.numbered.clear()
+        rank = saying.line.rank
+        if self.claims.get(rank) == saying.line.process:
+            self._outbox.put(ResetStep(rank))
+            if self._ranks[rank] == self.first:
+                self._saves.clear()
+                self._numbered.clear()
+        self._forward(saying)
 
-    def _claim(self, line: Line, frame: Frame) -> None:
-        rank, process = frame["rank"], Process.of(frame["pid"])
+    def _claim(self, saying: Saying) -> None:
+        rank, process = saying.line.rank, saying.process
         owner = self.claims.get(rank, process)
-        if owner != process and owner.is_alive:
+        if owner != process and saying.owner_lives:
             text = (
                 f"rank {rank} is already claimed by pid {owner.pid}: of the processes of one worker only one may train"
             )
-            self.answer(line.number, Frame("error", {"type": "DadtError", "message": text}))
+            self._outbox.answer(saying.line.number, Frame("error", {"type": "DadtError", "message": text}))
             return
         self.claims[rank] = process
-        told = {"signal": self.checkpoint_signal, "saves": self.told_to_save}
-        self.forward(Frame(frame.kind, {**frame.header, "line": line.number}))
-        self.answer(line.number, Frame("claimed", told, self.secret))
+        self._forward(saying)
+        told = {"signal": self._checkpoint_signal, "saves": self._told_to_save}
+        self._outbox.answer(saying.line.number, Frame("claimed", told, self._secret))
 
-    def _stacks(self, line: Line, frame: Frame) -> None:
-        path = Path(frame["path"])
-        if path.parent != self.path.parent or not STACKS_FILE.fullmatch(path.name):
+    def _stacks(self, saying: Saying) -> None:
+        path = Path(saying.frame["path"])
+        if path.parent != self._folder or not STACKS_FILE.fullmatch(path.name):
             raise DadtError(f"{path} is no file for stacks in the folder of the job")
-        self.dumps[Process.of(frame["pid"])] = (line.rank, frame["signal"], path)
+        self.dumps[saying.process] = (saying.line.rank, saying.frame["signal"], path)
 
-    def _listen(self, line: Line, frame: Frame) -> None:
-        line.listens = True
-        for frame in [*filter(None, [self.regrouped]), *self.approaches]:
-            self.answer(line.number, frame)
+    def _listen(self, saying: Saying) -> None:
+        saying.line.listens = True
+        for frame in [*filter(None, [self._regrouped]), *self._approaches]:
+            self._outbox.answer(saying.line.number, frame)
 
-    def _writes(self, line: Line, frame: Frame) -> None:
-        where = frame["path"], frame["mark"]
-        others = [each for each in self.written.get(line.rank, []) if each != where]
-        self.written[line.rank] = [*others[1 - KEPT :], where]
+    def _writes(self, saying: Saying) -> None:
+        where = saying.frame["path"], saying.frame["mark"]
+        others = [each for each in self._written.get(saying.line.rank, []) if each != where]
+        self._written[saying.line.rank] = [*others[1 - KEPT :], where]
 
-    def _saved(self, line: Line, frame: Frame) -> None:
-        self.numbered.add(frame["number"])
-        self.saves[frame["path"]] = max(frame["count"], self.saves.get(frame["path"], 0))
-        self.settle_saves()
+    def _saved(self, saying: Saying) -> None:
+        frame = saying.frame
+        self._numbered.add(frame["number"])
+        self._saves[frame["path"]] = max(frame["count"], self._saves.get(frame["path"], 0))
+        self._settle(saying.now)
 
-    def _await_save(self, line: Line, frame: Frame) -> None:
-        deadline = time.monotonic() + frame["timeout"]
+    def _await_save(self, saying: Saying) -> None:
+        frame = saying.frame
         asked = frame["path"], frame["count"], frame["number"], frame["step"]
-        self.waits.append(SaveWait(line, *asked, deadline, frame.get("far", False)))
-        self.settle_saves()
+        self._waits.append(SaveWait(saying.line, *asked, saying.now + frame["timeout"], frame.get("far", False)))
+        self._settle(saying.now)

@@ -25,8 +25,9 @@ class Start:
         self._nothing = NoInput(job["terminal"])
         self._error_files = {slot["rank"]: ErrorFile(socket, slot["rank"]) for slot in job["workers"]}
 
-    def order(self, slot: Mapping[str, Any]) -> dict[str, Any]:
-        """The order for a process that starts the worker in the agent's place."""
+    def order(self, rank: int) -> dict[str, Any]:
+        """The order for a process that starts a worker in the agent's place."""
+        slot = self._slot(rank)
         told = {name: self.job[name] for name in ("cwd", "terminal")}
         return {"command": slot["command"], "env": self._env_of(slot), **told}
 
@@ -37,9 +38,12 @@ class Start:
 
     def anew(self, rank: int) -> Worker:
         """A worker that joins in place of a lost one, whose input it does not read. Raises as `worker`."""
-        slot = next(slot for slot in self.job["workers"] if slot["rank"] == rank)
+        slot = self._slot(rank)
         env = self._env_of(slot) | {"DADT_JOINS": "1"}
         return Worker.start(rank, slot["command"], env, self.job["cwd"], self._nothing.fileno())
+
+    def _slot(self, rank: int) -> Mapping[str, Any]:
+        return next(slot for slot in self.job["workers"] if slot["rank"] == rank)
 
     def _env_of(self, slot: Mapping[str, Any]) -> dict[str, str]:
         own = self._error_files[slot["rank"]].prepare() if "RANK" in slot["env"] else {}

@@ -1,0 +1,268 @@
+"""The part of a job that runs on one host: what its agent decides, until all workers there have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM
+from typing import Any
+
+from dadt.control import schema
+from dadt.control.frame import Frame
+from dadt.launch.agent.actions import (
+    AgentOutbox,
+    DumpStacks,
+    FindHandlers,
+    GatherStacks,
+    HearHosts,
+    ProbeHosts,
+    SignalGroup,
+    SignalProcess,
+    StartAnew,
+)
+from dadt.launch.agent.registry import Saying, WorkerRegistry
+from dadt.launch.agent.shims import Shims
+from dadt.launch.agent.stop import Stop
+from dadt.launch.processes import Process
+
+NATURAL_SECONDS = 0.5
+"""How long processes left by successful workers may take to end by themselves."""
+FAILURE_GRACE = 1.5
+"""Seconds from SIGTERM to SIGKILL, where the launcher does not say."""
+MOST_PATIENCE = 5.0
+"""The longest time in seconds that ranks may take to agree on a step."""
+
+
+@dataclass(slots=True)
+class Running:
+    """The process of a worker that was started."""
+
+    process: Process
+    ended: bool = False
+
+
+class HostJob:
+    """Passes each event to what it concerns. What is decided is in the outbox, as actions."""
+
+    def __init__(self, job: Frame, folder: Path, now: float) -> None:
+        """job: the launcher's order. folder: of the job on this host."""
+        self.outbox = AgentOutbox()
+        self.ranks: Mapping[int, int] = {worker["rank"]: worker["local_rank"] for worker in job["workers"]}
+        self._stays = job.get("stays", False)
+        self._checkpoint: Mapping[str, Any] | None = job.get("checkpoint")
+        """The signal by which scripts are asked to save, and the seconds that they have, so that this host can be
+        preempted. alone: the workers of the other hosts train on then, and do not save."""
+        self._preempted = False
+        secret, number = bytes.fromhex(job["secret"]), self._checkpoint["number"] if self._checkpoint else 0
+        self.registry = WorkerRegistry(folder, self.ranks, secret, number, self.outbox)
+        self._shims = Shims(self.ranks if job["adopt"] else (), job["adopt"], self.outbox, now)
+        self.workers: dict[int, Running] = {}
+        self.stop: Stop | None = None
+        self.signal = 0
+        """The number of the signal by which this agent was asked to end; 0: none."""
+        self.orders: Mapping[str, Callable[[Frame, float], None]] = {
+            "stop": self._begin_stop,
+            "interrupt": self._interrupt,
+            "preempt": self._preempt,
+            "signal": self._signal,
+            "worker": self._start_anew,
+            "answer": self._answer,
+            "death": self._tell,
+            "regroup": self._tell,
+            "approach": self._tell,
+            "wrote": self.registry.wrote,
+            "stacks": self._gather_stacks,
+            "heartbeat": self._hear_hosts,
+            "probe": self._probe,
+            "beat": self._note,
+        }
+        """Each kind of order that the launcher may send while workers run."""
+        self._shim_routes: Mapping[str, Callable[[Saying], None]] = {
+            "shim": self._admit,
+            "spawned": self._spawned,
+            "unspawned": self._unspawned,
+            "ended": self._shim_ended,
+        }
+
+    def order(self, frame: Frame, now: float) -> None:
+        """The launcher has sent a frame."""
+        self.orders[frame.kind](frame, now)
+
+    def hear(self, saying: Saying) -> None:
+        """A process of a worker has sent a frame. Raises DadtError for one that it may not send."""
+        self._shim_routes.get(saying.frame.kind, self.registry.hear)(saying)
+
+    def hung_up(self, line: int) -> None:
+        """A line was closed by either side."""
+        self.registry.hung_up(line)
+        self._shims.ended(line, SIGKILL, 0)  # with a shim that is killed, its worker dies
+
+    def started(self, rank: int, process: Process) -> None:
+        """A worker's process runs now."""
+        self.workers[rank] = Running(process)
+        self.outbox.tell("started", rank=rank, pid=process.pid)
+
+    def unstarted(self, why: str, now: float) -> None:
+        """A worker could not be started: there is no job then."""
+        self.outbox.tell("unstarted", message=why[: schema.TEXT])
+        self._begin_stop(Frame("stop"), now)
+
+    def ended(self, rank: int, code: int, facts: Mapping[str, Any]) -> None:
+        """A worker has ended. facts: how far it was, when that was, and what it had of memory."""
+        if rank in self.workers:
+            self.workers[rank].ended = True
+        stopped = self.stop is not None and self.stop.signalled
+        self.outbox.tell("exit", rank=rank, code=code, stopped=stopped, **facts)
+        self.registry.ended(rank, code)
+
+    def told_to_end(self, caught: Collection[int], now: float) -> None:
+        """This agent got signals by which it is to end: it saves, where scripts can, and only SIGTERM has come."""
+        if caught == {SIGTERM} and self._checkpoint is not None and (self.stop is None or self._preempted):
+            self.outbox.tell("preempted")
+            self._save_and_stop(now, together=not self._checkpoint["alone"])
+        elif caught:
+            self.signal = min(caught)
+            self._begin_stop(Frame("stop"), now)
+
+    def turn(self, now: float, first_step: int, *, launcher_gone: bool) -> None:
+        """Look what is due, as time has passed. first_step: of the rank that writes files for good."""
+        self.registry.settle(first_step, now)
+        if launcher_gone and (self.stop is None or self.stop.natural):
+            self._begin_stop(Frame("stop"), now)
+        elif self.stop is None and (missing := self._shims.missing(now)):
+            self.unstarted(missing, now)
+        elif self.stop is None and self._all_ended and not self._stays:
+            self._begin_stop(Frame("stop", {"natural": NATURAL_SECONDS}), now)
+
+    @property
+    def stopping(self) -> Stop | None:
+        """The stop that is under way; None if there is none, or no more."""
+        return self.stop if self.stop is not None and not self.stop.finished else None
+
+    def advance_stop(self, left: Sequence[int], now: float) -> None:
+        """Go on with the stop that is under way. left: the processes of the job that still run here."""
+        if (stop := self.stopping) is not None:
+            if self._all_ended:
+                stop.end_naturally_in(NATURAL_SECONDS, now)
+            stop.advance(left, now)
+
+    @property
+    def over(self) -> bool:
+        """Whether all workers have ended and were reported, or cannot be killed."""
+        stop = self.stop
+        return stop is not None and stop.finished and (bool(stop.stuck) or self._all_ended)
+
+    def training(self, rank: int) -> Process:
+        """The process that trains as this rank; that of the worker before one does."""
+        return self.registry.claims.get(rank, self.workers[rank].process)
+
+    @property
+    def living(self) -> dict[int, Running]:
+        """The workers that have not ended, by rank."""
+        return {rank: worker for rank, worker in self.workers.items() if not worker.ended}
+
+    def save(self, action: FindHandlers, living: Collection[int], heedless: Collection[int]) -> None:
+        """Have these ranks, whose processes live, save a checkpoint. heedless: those of them that have no handler for
+        the signal, which get none, as it would kill them."""
+        assert self._checkpoint is not None
+        able = set(living) - set(heedless)
+        patience = min(self._checkpoint["grace"] / 4, MOST_PATIENCE) if action.together else 0.0
+        asked = self.registry.tell_to_save(able, patience)  # those raise it themselves, after the same step
+        for rank in able - asked:
+            self.outbox.put(SignalProcess(action.processes[rank], action.number))
+        if heedless:
+            self.outbox.tell("unheeded", number=action.number, ranks=sorted(heedless))
+
+    @property
+    def _all_ended(self) -> bool:
+        return not self._shims.pending and all(worker.ended for worker in self.workers.values())
+
+    def _begin_stop(self, order: Frame, now: float) -> None:
+        """Begin to stop the workers. A later order may only hasten the end."""
+        self._shims.dismiss()
+        grace = order.get("grace", FAILURE_GRACE)
+        if self.stop is None or self.stop.natural:
+            self.stop = Stop(order.get("natural", 0.0), grace, self.outbox, now)
+            if order.get("stacks"):
+                self.outbox.put(DumpStacks())
+        else:
+            self.stop.hasten(grace, now)
+
+    def _interrupt(self, order: Frame, now: float) -> None:
+        """Ctrl-C, as a terminal gives it to a script that it runs: by SIGINT. Processes that train raise it themselves,
+        all after the same step, if they come to one soon (dadt/train/interruption.py)."""
+        if self.stop is not None:
+            return
+        grace, living = order["grace"], self.living
+        patience = min(grace / 4, MOST_PATIENCE)
+        asked = self.registry.tell_training(living, Frame("interrupt", {"patience": patience}))
+        for rank, worker in living.items():
+            if rank not in asked:
+                self.outbox.put(SignalGroup(rank, SIGINT))
+            elif self.training(rank).pid != worker.process.pid:
+                self.outbox.put(SignalProcess(worker.process, SIGINT))  # a shell, which would go on to its next command
+        self._begin_stop(Frame("stop", {"natural": grace, "grace": grace}), now)
+
+    def _preempt(self, order: Frame, now: float) -> None:
+        self._save_and_stop(now, together=True)
+
+    def _save_and_stop(self, now: float, *, together: bool) -> None:
+        """Have the workers save, and stop those that have not ended by themselves in time. Idempotent."""
+        if self._checkpoint is None or self._preempted or self.stop is not None:
+            return
+        self._preempted = True
+        self.registry.tell(Frame("preempted"))
+        self._save(together=together)
+        grace = self._checkpoint["grace"]
+        self._begin_stop(Frame("stop", {"natural": grace, "grace": grace}), now)
+
+    def _save(self, *, together: bool) -> None:
+        assert self._checkpoint is not None
+        processes = {rank: self.training(rank) for rank in self.workers}
+        self.outbox.put(FindHandlers(processes, self._checkpoint["number"], together))
+
+    def _signal(self, order: Frame, now: float) -> None:
+        number = order["number"]
+        if "rank" not in order.header and self._checkpoint is not None and self._checkpoint["number"] == number:
+            self._save(together=True)
+            return
+        for rank in self.workers:
+            if order.get("rank", rank) == rank:
+                self.outbox.put(SignalGroup(rank, number))
+
+    def _start_anew(self, order: Frame, now: float) -> None:
+        if order["rank"] in self.ranks and self.stop is None:
+            self.outbox.put(StartAnew(order["rank"]))
+
+    def _answer(self, order: Frame, now: float) -> None:
+        answer = dict(order["answer"])
+        self.outbox.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
+
+    def _tell(self, order: Frame, now: float) -> None:
+        self.registry.tell(order)
+
+    def _gather_stacks(self, order: Frame, now: float) -> None:
+        self.outbox.put(GatherStacks(order["number"], [rank for rank in order["ranks"] if rank in self.ranks]))
+
+    def _hear_hosts(self, order: Frame, now: float) -> None:
+        self.outbox.put(HearHosts(order["hosts"]))
+
+    def _probe(self, order: Frame, now: float) -> None:
+        self.outbox.put(ProbeHosts(order))
+
+    def _note(self, order: Frame, now: float) -> None:
+        """Nothing follows from a sign of life of the launcher's."""
+
+    def _admit(self, saying: Saying) -> None:
+        self._shims.shim(saying.line.number, saying.frame)
+
+    def _spawned(self, saying: Saying) -> None:
+        self._shims.spawned(saying.line.number, saying.frame)
+
+    def _unspawned(self, saying: Saying) -> None:
+        if self._shims.admitted(saying.line.number):
+            self.unstarted(saying.frame["message"], saying.now)
+
+    def _shim_ended(self, saying: Saying) -> None:
+        self._shims.ended(saying.line.number, saying.frame["status"], saying.frame["peak_memory"])

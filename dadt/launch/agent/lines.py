@@ -1,0 +1,126 @@
+"""The connections over which the processes of a host's workers speak to their agent."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from dadt.control import schema
+from dadt.control.accept import MOST_AT_ONCE, Entrance, peer_of
+from dadt.control.frame import Frame, Link
+from dadt.control.schema import Speaker
+from dadt.errors import DadtError
+from dadt.launch.agent.launcher_line import LauncherLine
+from dadt.launch.agent.registry import Line
+from dadt.launch.processes import Process
+
+UNSENT_LIMIT = 64 << 20
+"""Most bytes of answers that a process may leave unread."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLine:
+    """What belongs to a line while it is open."""
+
+    line: Line
+    link: Link
+    socket: socket.socket
+    entrance: Entrance
+
+
+class Lines:
+    """Accepts, reads and answers. Never blocks."""
+
+    def __init__(
+        self,
+        speaker: Speaker,
+        launcher: LauncherLine,
+        connected: Callable[[Line], None],
+        hear: Callable[[Line, Frame], None],
+        hung_up: Callable[[int], None],
+    ) -> None:
+        """speaker: the frames that workers may send. connected, hear, hung_up: called as it happens; `hear` raises
+        DadtError for a frame that may not be sent."""
+        self._speaker = speaker
+        self._launcher = launcher
+        self._connected = connected
+        self._hear = hear
+        self._hung_up = hung_up
+        self._open: dict[int, OpenLine] = {}
+        self._count = 0
+
+    def accept(self, rank: int, entrance: Entrance) -> None:
+        """Accept the connections that wait at the socket of this rank."""
+        for _ in range(MOST_AT_ONCE):
+            if (connection := entrance.accept()) is None:
+                return
+            self._count += 1
+            link = Link(connection.fileno(), connection.fileno(), self._speaker)
+            line = Line(self._count, rank, Process.of(peer_of(connection).pid))
+            self._open[line.number] = OpenLine(line, link, connection, entrance)
+            self._connected(line)
+            self._launcher.watch(link.reader, partial(self.read, line.number))
+
+    def read(self, number: int) -> None:
+        """Handle the frames that have come, and send what did not fit before."""
+        if (opened := self._open.get(number)) is None:
+            return  # closed since the selector reported it
+        try:
+            opened.link.flush()
+            for frame in opened.link.receive():
+                self._take(opened, frame)
+        except (EOFError, BrokenPipeError):
+            self._close(opened)
+        except DadtError as error:
+            self._launcher.send(Frame("refused", {"rank": opened.line.rank, "why": str(error)[: schema.TEXT]}))
+            self._close(opened)
+
+    def read_all(self) -> None:
+        for number in list(self._open):
+            self.read(number)
+
+    def answer(self, number: int, frame: Frame) -> None:
+        """Send a frame on the line with that number, if it is still open."""
+        if (opened := self._open.get(number)) is None:
+            return
+        try:
+            opened.link.send(frame)
+        except BrokenPipeError:
+            # It died while it waited, or stopped listening. What it has sent before is still read.
+            opened.link.unsent.clear()
+            opened.line.listens = False
+        if len(opened.link.unsent) > UNSENT_LIMIT + len(frame.body):
+            opened.link.unsent.clear()
+            opened.socket.shutdown(socket.SHUT_RDWR)  # it keeps asking without reading
+
+    def drop(self, connection: socket.socket) -> None:
+        """Close an unproved connection to make room for others."""
+        for opened in [each for each in self._open.values() if each.socket is connection]:
+            self._close(opened)
+
+    def watch_writes(self) -> None:
+        """Wake up when the bytes that did not fit can be written."""
+        selector = self._launcher.selector
+        for opened in self._open.values():
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if opened.link.unsent else 0)
+            key = selector.get_key(opened.link.reader)
+            if key.events != events:
+                selector.modify(opened.link.reader, events, key.data)
+
+    def _take(self, opened: OpenLine, frame: Frame) -> None:
+        rank = opened.line.rank
+        if frame["rank"] != rank:
+            raise DadtError(f"{frame.kind!r} for rank {frame['rank']} came from a process of rank {rank}")
+        opened.entrance.settle(opened.socket)
+        self._hear(opened.line, frame)
+
+    def _close(self, opened: OpenLine) -> None:
+        if self._open.pop(opened.line.number, None) is None:
+            return
+        self._launcher.selector.unregister(opened.link.reader)
+        opened.entrance.settle(opened.socket)
+        opened.socket.close()
+        self._hung_up(opened.line.number)

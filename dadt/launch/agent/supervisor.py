@@ -1,0 +1,340 @@
+"""The workers of one host, from their start until nothing is left of them: the I/O around what `HostJob` decides."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dadt.control import machine, schema, written_files
+from dadt.control.condition import STILL_SECONDS, Conditions
+from dadt.control.frame import Frame
+from dadt.control.heartbeat import Heartbeat
+from dadt.control.job_folder import Folder
+from dadt.errors import LaunchError
+from dadt.launch.agent import host_heartbeat
+from dadt.launch.agent.actions import (
+    AdmitShim,
+    AnswerLine,
+    DumpStacks,
+    EndWorker,
+    FindHandlers,
+    GatherStacks,
+    HearHosts,
+    KillAll,
+    NoteWritten,
+    OwnWorker,
+    ProbeHosts,
+    RemoveHalves,
+    ResetStep,
+    SignalGroup,
+    SignalProcess,
+    StartAnew,
+    TellLauncher,
+    TerminateAll,
+)
+from dadt.launch.agent.dump import Dump, Inquiry
+from dadt.launch.agent.entrances import Entrances
+from dadt.launch.agent.host_job import HostJob
+from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
+from dadt.launch.agent.lines import Lines
+from dadt.launch.agent.probing import Probing
+from dadt.launch.agent.registry import Line, Saying
+from dadt.launch.agent.start import Start
+from dadt.launch.agent.worker import STREAMS, Worker
+from dadt.launch.agent.worker_output import WorkerOutput
+from dadt.launch.processes import Process, handles, kill, members, terminate, without_trackers
+from dadt.launch.signals import ENDING_SIGNALS, Interrupts
+
+TICK_SECONDS = 0.05
+PROBE_TICK_SECONDS = 0.01
+STACK_SECONDS = 0.5
+"""How long workers may take to write their stacks before they are stopped."""
+ADDRESS_SECONDS = 3.0
+"""How long a host without an address may take to get one."""
+COMMAND_NOT_RUN = 127  # as shells say for a command that cannot be run
+SHIM_KINDS = ("shim", "spawned", "unspawned", "ended")
+"""Kinds that shims send, which speak of another process than their own."""
+
+
+class Supervisor:
+    """Single-threaded, with one selector for the launcher, signals, and the workers' pipes and control lines."""
+
+    def __init__(
+        self,
+        job: Frame,
+        launcher: LauncherLine,
+        interrupts: Interrupts,
+        folder: Folder,
+        env: Mapping[str, str],
+        stdin: int | None,
+        probing: Probing,
+    ) -> None:
+        """job: the launcher's order. env: of this host. stdin: what rank 0 reads. Raises OSError where the folder
+        cannot be written."""
+        if job.body:
+            folder.function.write_bytes(job.body)
+        self._pulse = Heartbeat.create(folder.pulse, len(job["workers"]))
+        self._job = job
+        self._launcher = launcher
+        self._interrupts = interrupts
+        self._folder = folder
+        self._probing = probing
+        self._host = host = HostJob(job, folder.path, time.monotonic())
+        self._starts = Start(job, env, folder.socket, stdin)
+        speaker = schema.WORKER.without(*(() if job.body else ("result",)), *(() if job["adopt"] else SHIM_KINDS))
+        self._lines = Lines(speaker, launcher, host.registry.connected, self._hear, self._hung_up)
+        self._entrances = Entrances(folder, host.ranks, launcher, self._lines.accept, self._lines.drop)
+        self._heart = host_heartbeat.listen(job, launcher)
+        """Checks that data from the other hosts come through."""
+        self._workers: dict[int, Worker] = {}
+        """The newest worker of each rank, with its pipes."""
+        self._shims: dict[int, Worker] = {}
+        """Line to the worker that the shim at its other end starts, or is to start."""
+        self._inquiries: list[Inquiry] = []
+        """Stacks for which the launcher waits."""
+        self._dump: Dump | None = None
+        """The stacks that workers write before they are stopped."""
+        self._output = WorkerOutput(launcher)
+        self._conditions = Conditions()
+        self._memory_kills = machine.memory_kills()
+        self._beat_at = 0.0
+
+    def run(self) -> None:
+        host, job = self._host, self._job
+        self._launcher.watch(self._interrupts.fileno(), self._read_signals)
+        try:
+            for slot in () if job["adopt"] else job["workers"]:
+                self._own(self._starts.worker(slot))
+        except LaunchError as error:
+            host.unstarted(str(error), time.monotonic())
+        while not host.over:
+            self._turn()
+        self._entrances.close()
+        if self._heart is not None:
+            self._launcher.forget(self._heart.fileno())
+            self._heart.close()
+        stuck = list(host.stop.stuck) if host.stop is not None else []
+        self._launcher.send(Frame("end", {"stuck": stuck, "signal": host.signal}))
+        self._launcher.take_leave()
+
+    def _turn(self) -> None:
+        host = self._host
+        self._carry_out()
+        self._lines.watch_writes()
+        waited_for = host.stop or host.registry.is_waited_for or self._inquiries or self._probing.active
+        self._launcher.select(TICK_SECONDS if waited_for else TURN_SECONDS)
+        orders, self._launcher.orders = self._launcher.orders, []
+        for order in orders:
+            host.order(order, time.monotonic())
+            self._carry_out()
+        self._answer_inquiries()
+        self._probing.advance()
+        for told in self._heart.turn() if self._heart is not None else []:
+            self._launcher.send(told)
+        self._beat()
+        self._entrances.tend()
+        self._output.balance(self._workers.values())
+        step, _ = self._pulse.read(host.registry.first)
+        host.turn(time.monotonic(), step, launcher_gone=self._launcher.gone)
+        self._carry_out()
+        if host.stopping is not None and self._dumped():
+            host.advance_stop(members(self._folder.mark, descendants=True), time.monotonic())
+            self._carry_out()
+
+    def _carry_out(self) -> None:
+        while (action := self._host.outbox.take()) is not None:
+            ACTIONS[type(action)](self, action)
+
+    def _own(self, worker: Worker) -> None:
+        """Begin to read, report and later stop this worker."""
+        self._workers[worker.rank] = worker
+        self._host.started(worker.rank, Process.of(worker.pid))
+        self._carry_out()
+        self._output.watch(worker)
+
+    def _hear(self, line: Line, frame: Frame) -> None:
+        """A process of this host has sent a frame. Raises DadtError for one that it may not send."""
+        known = line.process.pid > 1 and frame.kind not in SHIM_KINDS
+        process = line.process if known or "pid" not in frame.header else Process.of(frame["pid"])
+        owner = self._host.registry.claims.get(line.rank)
+        lives = frame.kind == "claim" and owner is not None and owner.is_alive
+        self._host.hear(Saying(line, frame, process, time.monotonic(), lives))
+        self._carry_out()
+
+    def _hung_up(self, number: int) -> None:
+        self._host.hung_up(number)
+        self._carry_out()
+
+    def _read_signals(self) -> None:
+        caught = self._interrupts.take()
+        if signal.SIGCHLD in caught:
+            self._reap()
+        if ending := caught & ENDING_SIGNALS:
+            self._host.told_to_end(ending, time.monotonic())
+            self._carry_out()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for worker in [each for each in self._workers.values() if each.pid == pid]:
+                worker.end(status)
+                self._report_end(worker, usage.ru_maxrss * 1024)
+
+    def _report_end(self, worker: Worker, peak_memory: int) -> None:
+        """Report a worker's end, after everything that it said and printed."""
+        self._lines.read_all()
+        self._output.drain(worker)
+        for failure in self._starts.failures(worker, self._host.registry.failed):
+            self._launcher.send(failure)
+        self._tell_end(worker.rank, worker.returncode, peak_memory)
+
+    def _tell_end(self, rank: int, code: int, peak_memory: int) -> None:
+        step, _ = self._pulse.read(self._host.ranks[rank])
+        memory = machine.memory_facts(peak_memory, self._memory_kills)
+        self._host.ended(rank, code, {"step": step, "time": time.time(), **memory})
+        self._carry_out()
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now < self._beat_at:
+            return
+        self._beat_at = now + TURN_SECONDS
+        steps = {str(rank): self._pulse.read(local) for rank, local in self._host.ranks.items()}
+        pids = {rank: self._host.training(rank).pid for rank in self._host.living}
+        memory = {str(rank): machine.resident(pid) for rank, pid in pids.items()}
+        still = {rank: pid for rank, pid in pids.items() if steps[str(rank)][1] > STILL_SECONDS}
+        told = {"steps": steps, "memory": memory, "conditions": self._conditions.look(still), "clock": time.time()}
+        self._launcher.send(Frame("beat", told))
+
+    def _dumped(self) -> bool:
+        """Whether all stacks are written that are awaited before workers are stopped. Sends them, once they are."""
+        if self._dump is not None:
+            self._dump.advance()
+            if not self._dump.complete:
+                return False
+            for rank, pid, text in self._dump.stacks:
+                if text:
+                    self._launcher.send(Frame("stacks", {"rank": rank, "pid": pid}, text))
+            self._dump = None
+        return True
+
+    def _answer_inquiries(self) -> None:
+        for inquiry in list(self._inquiries):
+            if answers := inquiry.advance():
+                self._inquiries.remove(inquiry)
+                for answer in answers:
+                    self._launcher.send(answer)
+
+    def _tell(self, action: TellLauncher) -> None:
+        self._launcher.send(action.frame)
+
+    def _answer(self, action: AnswerLine) -> None:
+        self._lines.answer(action.number, action.frame)
+
+    def _start_anew(self, action: StartAnew) -> None:
+        self._pulse.write(self._host.ranks[action.rank], -1)
+        try:
+            self._own(self._starts.anew(action.rank))
+        except LaunchError:
+            self._tell_end(action.rank, COMMAND_NOT_RUN, 0)
+
+    def _admit(self, action: AdmitShim) -> None:
+        """A worker's output comes through named pipes, whose other ends its shim opens."""
+        paths = {stream: self._folder.path / f"{action.rank}.{stream}" for stream in STREAMS}
+        descriptors = []
+        for path in paths.values():
+            os.mkfifo(path, 0o600)
+            # A pipe without a writer reads as ended, so it is not read before the shim has opened it.
+            descriptors.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        self._shims[action.line] = Worker(action.rank, 0, *descriptors)
+        order = self._starts.order(action.rank) | {stream: str(path) for stream, path in paths.items()}
+        self._lines.answer(action.line, Frame("order", order))
+
+    def _adopt(self, action: OwnWorker) -> None:
+        worker = self._shims[action.line]
+        worker.pid = action.pid
+        self._own(worker)
+
+    def _end_worker(self, action: EndWorker) -> None:
+        worker = self._shims.pop(action.line)
+        worker.end(action.status)
+        self._report_end(worker, action.peak_memory)
+
+    def _signal_group(self, action: SignalGroup) -> None:
+        self._workers[action.rank].signal(action.number)
+
+    def _signal_process(self, action: SignalProcess) -> None:
+        action.process.signal(action.number)
+
+    def _find_handlers(self, action: FindHandlers) -> None:
+        living = {rank: process for rank, process in action.processes.items() if process.is_alive}
+        heedless = [rank for rank, process in living.items() if not handles(process.pid, action.number)]
+        self._host.save(action, living, heedless)
+
+    def _gather(self, action: GatherStacks) -> None:
+        self._inquiries.append(Inquiry(action.number, action.ranks, self._host.registry.dumps))
+
+    def _begin_dump(self, action: DumpStacks) -> None:
+        self._dump = Dump(self._host.registry.dumps, STACK_SECONDS)
+
+    def _terminate(self, action: TerminateAll) -> None:
+        for worker in self._workers.values():
+            worker.signal(signal.SIGTERM)
+        groups = {worker.pid for worker in self._workers.values() if not worker.ended}
+        terminate(members(self._folder.mark, descendants=True), groups)
+
+    def _kill(self, action: KillAll) -> None:
+        left = members(self._folder.mark, descendants=True)
+        kill(without_trackers(left) if action.spares_trackers else left, signal.SIGKILL)
+
+    def _reset_step(self, action: ResetStep) -> None:
+        self._pulse.write(self._host.ranks[action.rank], -1)
+
+    def _remove_halves(self, action: RemoveHalves) -> None:
+        with suppress(OSError):  # the file system may be what has failed
+            for half in Path(action.folder).glob(f"{action.mark}*"):
+                shutil.rmtree(half, ignore_errors=True)
+
+    def _note_written(self, action: NoteWritten) -> None:
+        written_files.add(self._folder.path, action.rank, action.size, action.path)
+
+    def _hear_hosts(self, action: HearHosts) -> None:
+        if self._heart is not None:
+            self._heart.begin(action.hosts)
+
+    def _probe(self, action: ProbeHosts) -> None:
+        self._probing.begin(action.order)
+
+
+ACTIONS: Mapping[type, Callable[[Supervisor, Any], None]] = {
+    TellLauncher: Supervisor._tell,
+    AnswerLine: Supervisor._answer,
+    StartAnew: Supervisor._start_anew,
+    AdmitShim: Supervisor._admit,
+    OwnWorker: Supervisor._adopt,
+    EndWorker: Supervisor._end_worker,
+    SignalGroup: Supervisor._signal_group,
+    SignalProcess: Supervisor._signal_process,
+    FindHandlers: Supervisor._find_handlers,
+    GatherStacks: Supervisor._gather,
+    DumpStacks: Supervisor._begin_dump,
+    TerminateAll: Supervisor._terminate,
+    KillAll: Supervisor._kill,
+    ResetStep: Supervisor._reset_step,
+    RemoveHalves: Supervisor._remove_halves,
+    NoteWritten: Supervisor._note_written,
+    HearHosts: Supervisor._hear_hosts,
+    ProbeHosts: Supervisor._probe,
+}
+"""Each kind of action, with what carries it out."""

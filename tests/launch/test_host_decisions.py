@@ -1,0 +1,165 @@
+"""What an agent decides, without any process: orders, frames of workers and times go in, actions come out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from dadt.control.frame import Frame
+from dadt.control.schema import LAUNCHER
+from dadt.errors import DadtError
+from dadt.launch.agent import supervisor
+from dadt.launch.agent.actions import (
+    AgentAction,
+    AnswerLine,
+    DumpStacks,
+    FindHandlers,
+    KillAll,
+    SignalGroup,
+    SignalProcess,
+    TellLauncher,
+    TerminateAll,
+)
+from dadt.launch.agent.host_job import HostJob
+from dadt.launch.agent.registry import Line, Saying
+from dadt.launch.processes import Process
+
+FOLDER = Path("/tmp/dadt-0/job")
+FACTS = {"step": 5, "time": 1.0, "peak_memory": 0, "memory_limit": 0, "memory_kills": 0}
+
+
+class OneHost:
+    """Two workers on one host, each with a line on which it listens, and all actions so far."""
+
+    def __init__(self, **order: Any) -> None:
+        workers = [{"rank": rank, "local_rank": rank - 4} for rank in (4, 5)]
+        job = Frame("job", {"workers": workers, "adopt": 0.0, "secret": "00", **order})
+        self.now = 100.0
+        self.host = HostJob(job, FOLDER, self.now)
+        self.lines = {rank: Line(rank, rank, Process(10 * rank, 1)) for rank in (4, 5)}
+        self.actions: list[AgentAction] = []
+        for rank, line in self.lines.items():
+            self.host.started(rank, line.process)
+            self.host.registry.connected(line)
+            self.hear(rank, "listen")
+
+    def hear(
+        self, rank: int, kind: str, owner_lives: bool = False, process: Process | None = None, **facts: Any
+    ) -> None:
+        line = self.lines[rank]
+        frame = Frame(kind, {"rank": rank, "pid": 1, **facts})
+        self.host.hear(Saying(line, frame, process or line.process, self.now, owner_lives))
+        self.take()
+
+    def order(self, kind: str, **facts: Any) -> None:
+        self.host.order(Frame(kind, facts), self.now)
+        self.take()
+
+    def wait(
+        self, seconds: float, step: int = -1, left: tuple[int, ...] = (1,), *, launcher_gone: bool = False
+    ) -> None:
+        self.now += seconds
+        self.host.turn(self.now, step, launcher_gone=launcher_gone)
+        self.host.advance_stop(left, self.now)
+        self.take()
+
+    def take(self) -> None:
+        while (action := self.host.outbox.take()) is not None:
+            self.actions.append(action)
+
+    def told(self, kind: str) -> list[Frame]:
+        return [each.frame for each in self.actions if isinstance(each, TellLauncher) and each.frame.kind == kind]
+
+    def answers(self, rank: int) -> list[Frame]:
+        return [each.frame for each in self.actions if isinstance(each, AnswerLine) and each.number == rank]
+
+
+@pytest.fixture
+def world() -> OneHost:
+    return OneHost()
+
+
+def test_each_kind_that_the_launcher_may_send_has_its_row(world: OneHost) -> None:
+    before_the_job_runs = {"look", "job"}
+    assert world.host.orders.keys() == LAUNCHER.kinds.keys() - before_the_job_runs
+
+
+def test_each_action_is_carried_out() -> None:
+    assert supervisor.ACTIONS.keys() == set(get_args(AgentAction))
+
+
+def test_workers_are_stopped_gently_and_then_killed(world: OneHost) -> None:
+    world.order("stop", grace=2.0, stacks=True)
+    assert isinstance(world.actions[-1], DumpStacks)
+    world.wait(0.0)
+    world.wait(1.9)
+    assert isinstance(world.actions[-1], TerminateAll)
+    world.wait(0.2)
+    assert world.actions[-1] == KillAll(spares_trackers=True)
+    world.wait(3.0, left=(7,))
+    assert world.host.over and world.host.stop is not None and world.host.stop.stuck == (7,)
+
+
+def test_a_host_whose_workers_have_ended_is_over(world: OneHost) -> None:
+    for rank in (4, 5):
+        world.host.ended(rank, 0, FACTS)
+    world.wait(0.0, left=())
+    assert [frame["rank"] for frame in world.told("exit")] == [4, 5]
+    assert world.host.over and world.host.stop is not None and not world.host.stop.signalled
+
+
+def test_workers_end_with_a_launcher_that_is_gone(world: OneHost) -> None:
+    world.wait(0.0, launcher_gone=True)
+    assert isinstance(world.actions[-1], TerminateAll)
+
+
+def test_ctrl_c_reaches_those_that_train_at_a_step_and_the_others_at_once(world: OneHost) -> None:
+    world.hear(4, "claim")
+    world.order("interrupt", grace=8.0)
+    assert world.answers(4)[-1] == Frame("interrupt", {"patience": 2.0})
+    assert [each for each in world.actions if isinstance(each, SignalGroup)] == [SignalGroup(5, 2)]
+
+
+def test_only_one_process_trains_as_a_rank(world: OneHost) -> None:
+    world.hear(4, "claim")
+    assert world.answers(4)[-1].kind == "claimed"
+    world.hear(4, "claim", owner_lives=True, process=Process(41, 2))
+    assert "rank 4 is already claimed by pid 40" in world.answers(4)[-1]["message"]
+    world.hear(4, "claim", process=Process(42, 3))
+    assert world.answers(4)[-1].kind == "claimed", "the first has ended"
+
+
+def test_a_preempted_host_saves_and_names_who_cannot() -> None:
+    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": True})
+    world.hear(4, "claim")
+    world.host.told_to_end({15}, world.now)
+    world.take()
+    assert len(world.told("preempted")) == 1
+    (find,) = (each for each in world.actions if isinstance(each, FindHandlers))
+    world.host.save(find, living=[4, 5], heedless=[5])
+    world.take()
+    assert world.answers(4)[-1] == Frame("save", {"patience": 0.0})
+    assert world.told("unheeded") == [Frame("unheeded", {"number": 10, "ranks": [5]})]
+    assert not any(isinstance(each, SignalProcess) for each in world.actions)
+    world.wait(39.0)
+    assert not any(isinstance(each, TerminateAll) for each in world.actions)
+    world.wait(2.0)
+    assert isinstance(world.actions[-1], TerminateAll)
+
+
+def test_a_rank_waits_for_the_file_that_the_first_one_writes(world: OneHost) -> None:
+    asks = {"path": "/x", "count": 1, "number": 1, "step": 3, "timeout": 60.0}
+    world.hear(5, "await_save", **asks)
+    assert not world.answers(5)
+    world.hear(4, "saved", path="/x", count=1, number=1)
+    assert world.answers(5) == [Frame("saved", {"verdict": "there"})]
+    world.hear(5, "await_save", **{**asks, "path": "/y", "number": 2})
+    world.wait(0.0, step=4)
+    assert world.answers(5)[-1] == Frame("saved", {"verdict": "write"}), "the first one is past that step"
+
+
+def test_stacks_go_to_no_other_file(world: OneHost) -> None:
+    with pytest.raises(DadtError, match="is no file for stacks"):
+        world.hear(4, "stacks", path="/etc/stacks-1", signal=10)
