@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
-from dadt.launch import resume
+from dadt.launch import actions, resume
+from dadt.launch.actions import Action, Event, unknown
 from dadt.launch.agents import Agents
 from dadt.launch.channel import Launcher
 from dadt.launch.hosts.discovery import Discovery
@@ -20,21 +21,6 @@ from dadt.launch.monitor.output import Output
 from dadt.launch.monitor.stacks import Stacks
 from dadt.launch.monitor.watch import View, Watch
 from dadt.launch.order import look, order_to_join, orders
-from dadt.launch.outbox import (
-    AnswerCaller,
-    AskHost,
-    EndOutput,
-    Event,
-    GiveUpHost,
-    MoveOutput,
-    PrintOutput,
-    ReachHost,
-    SayText,
-    SendFrame,
-    StartWorkers,
-    WriteJournal,
-    WriteStacks,
-)
 from dadt.launch.outcome import Outcome, end_early
 from dadt.launch.placement import Placed, place_workers
 from dadt.launch.plan import Plan
@@ -166,7 +152,7 @@ class Attempt:
 
     def _carry_out(self) -> None:
         while (action := self._job.outbox.take()) is not None:
-            ACTIONS[type(action)](self, action)
+            self._perform(action)
 
     def _attend(self) -> None:
         """Handle heartbeats and signals while the output is blocked. Raises Preempted or Unread if the user has asked
@@ -175,7 +161,7 @@ class Attempt:
         caught = self._interrupts.take() if self._interrupts is not None else set()
         self._job.stand_still(caught, time.monotonic())
         for action in self._job.outbox.take_quiet():
-            ACTIONS[type(action)](self, action)
+            self._perform(action)
         if (error := self._job.unread) is not None:
             raise error
 
@@ -204,62 +190,38 @@ class Attempt:
     def _warn(self, text: str) -> None:
         self._voice.say(text, "warning")
 
-    def _send(self, action: SendFrame) -> None:
-        if action.node is None:
-            self._agents.send_all(action.frame)
-        else:
-            self._agents.send(action.node, action.frame)
-
-    def _say(self, action: SayText) -> None:
-        self._voice.say(action.text, action.level)
-
-    def _write(self, action: WriteJournal) -> None:
-        self._report.journal.write(action.kind, **action.facts)
-
-    def _print(self, action: PrintOutput) -> None:
-        self._output.write(action.rank, action.stream, action.data)
-
-    def _end_output(self, action: EndOutput) -> None:
-        self._output.end(action.rank)
-
-    def _move_output(self, action: MoveOutput) -> None:
-        self._output.move(action.rank, action.host)
-
-    def _write_stacks(self, action: WriteStacks) -> None:
-        self._stacks.write(action.rank, action.text)
-
-    def _answer_caller(self, action: AnswerCaller) -> None:
-        self._query.told(action.frame)
-
-    def _reach(self, action: ReachHost) -> None:
-        self._agents.reach(action.node)
-
-    def _ask(self, action: AskHost) -> None:
-        about = {**self._look(action.node), "index": action.place, "hosts": len(self._agents.nodes)}
-        self._agents.send(action.node, Frame("look", about))
-
-    def _give_up(self, action: GiveUpHost) -> None:
-        self._agents.give_up(action.node)
-
-    def _start(self, action: StartWorkers) -> None:
-        self._agents.send(action.node, order_to_join(self._where, action.place))
-
-
-ACTIONS: Mapping[type, Callable[[Attempt, Any], None]] = {
-    SendFrame: Attempt._send,
-    SayText: Attempt._say,
-    WriteJournal: Attempt._write,
-    PrintOutput: Attempt._print,
-    EndOutput: Attempt._end_output,
-    MoveOutput: Attempt._move_output,
-    WriteStacks: Attempt._write_stacks,
-    AnswerCaller: Attempt._answer_caller,
-    ReachHost: Attempt._reach,
-    AskHost: Attempt._ask,
-    GiveUpHost: Attempt._give_up,
-    StartWorkers: Attempt._start,
-}
-"""Each kind of action, with what carries it out."""
+    def _perform(self, action: Action) -> None:
+        match action:
+            case actions.SendFrame(frame, node):
+                if node is None:
+                    self._agents.send_all(frame)
+                else:
+                    self._agents.send(node, frame)
+            case actions.SayText(text, level):
+                self._voice.say(text, level)
+            case actions.WriteJournal(kind, facts):
+                self._report.journal.write(kind, **facts)
+            case actions.PrintOutput(rank, stream, data):
+                self._output.write(rank, stream, data)
+            case actions.EndOutput(rank):
+                self._output.end(rank)
+            case actions.MoveOutput(rank, host):
+                self._output.move(rank, host)
+            case actions.WriteStacks(rank, text):
+                self._stacks.write(rank, text)
+            case actions.AnswerCaller(frame):
+                self._query.told(frame)
+            case actions.ReachHost(node):
+                self._agents.reach(node)
+            case actions.AskHost(node, place):
+                about = {**self._look(node), "index": place, "hosts": len(self._agents.nodes)}
+                self._agents.send(node, Frame("look", about))
+            case actions.GiveUpHost(node):
+                self._agents.give_up(node)
+            case actions.StartWorkers(node, place):
+                self._agents.send(node, order_to_join(self._where, place))
+            case _:
+                unknown(action)
 
 
 def facts_of(where: Placed) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from signal import SIGTERM
 
 from dadt.config import Config
 from dadt.control.frame import Frame
+from dadt.launch.actions import EndOutput, Event, Outbox
 from dadt.launch.cause import Cause
 from dadt.launch.failure import Ending, signal_name, steps_text
 from dadt.launch.hosts.slot import Slot
@@ -15,7 +16,6 @@ from dadt.launch.membership import EXIT_SECONDS, Membership
 from dadt.launch.monitor.member import Member
 from dadt.launch.monitor.rendezvous import Rendezvous
 from dadt.launch.node import Node
-from dadt.launch.outbox import EndOutput, Event, Outbox
 from dadt.launch.outcome import Outcome
 from dadt.launch.preemption import Preemption, ranks
 from dadt.launch.record import Record

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
+from dadt.launch.actions import Event, Outbox, Reply
 from dadt.launch.monitor.board import together
-from dadt.launch.outbox import Event, Outbox, Reply
 
 LONGEST_SECONDS = 3600.0
 """Most seconds that a new worker waits for an answer."""

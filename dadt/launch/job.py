@@ -11,6 +11,7 @@ from signal import SIGTERM
 from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.errors import DadtError
+from dadt.launch.actions import Event, Outbox, PrintOutput
 from dadt.launch.cause import Cause
 from dadt.launch.endings import Endings
 from dadt.launch.hosts.candidates import Candidates
@@ -23,7 +24,6 @@ from dadt.launch.monitor.silence import Silences
 from dadt.launch.monitor.stalls import Stalls
 from dadt.launch.monitor.watch import Watch
 from dadt.launch.node import Node
-from dadt.launch.outbox import Event, Outbox, PrintOutput
 from dadt.launch.outcome import Outcome, Unread
 from dadt.launch.preemption import Preempted
 from dadt.launch.results import Results

@@ -14,12 +14,12 @@ from dadt.config import Config
 from dadt.control import network
 from dadt.control.frame import Frame
 from dadt.errors import LaunchError
+from dadt.launch.actions import AskHost, Event, GiveUpHost, MoveOutput, Outbox, ReachHost, StartWorkers
 from dadt.launch.host_report import problem_of, room, share_folder, target_of
 from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.hosts.slot import Slot, move
 from dadt.launch.monitor.member import Member
 from dadt.launch.node import Node
-from dadt.launch.outbox import AskHost, Event, GiveUpHost, MoveOutput, Outbox, ReachHost, StartWorkers
 from dadt.launch.preemption import ranks as ranks_text
 
 PROBE_SECONDS = 10.0

@@ -11,6 +11,7 @@ from dadt.control import schema
 from dadt.control.condition import HELD
 from dadt.control.frame import Frame
 from dadt.errors import NotResumed, Unproved
+from dadt.launch.actions import Event, Outbox, Reply
 from dadt.launch.cause import Cause
 from dadt.launch.generation import regroup
 from dadt.launch.handovers import Handovers
@@ -21,7 +22,6 @@ from dadt.launch.monitor.rendezvous import Rendezvous
 from dadt.launch.monitor.silence import Silences
 from dadt.launch.monitor.watch import Watch
 from dadt.launch.node import Node
-from dadt.launch.outbox import Event, Outbox, Reply
 from dadt.launch.preemption import ranks
 from dadt.launch.replacement import Replacements, replaces
 

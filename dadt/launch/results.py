@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dadt.control.frame import Frame
+from dadt.launch.actions import Event, Outbox
 from dadt.launch.monitor.member import Member
-from dadt.launch.outbox import Event, Outbox
 from dadt.launch.outcome import Outcome
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from signal import SIGINT
 
 from dadt.control.frame import Frame
+from dadt.launch.actions import Outbox
 from dadt.launch.monitor.watch import Watch
-from dadt.launch.outbox import Outbox
 from dadt.launch.outcome import Outcome
 from dadt.launch.preemption import Preemption
 

@@ -29,6 +29,7 @@ from dadt.control.frame import LENGTHS, Frame, Parser
 from dadt.control.schema import AGENT
 from dadt.control.seal import Seal
 from dadt.errors import DadtError, LaunchError
+from dadt.launch.actions import Event, WriteJournal
 from dadt.launch.contact import Contact
 from dadt.launch.hosts import host
 from dadt.launch.hosts.host import Host
@@ -36,7 +37,6 @@ from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.node import Node
-from dadt.launch.outbox import Event, WriteJournal
 from dadt_cli.compare import stored
 from dadt_cli.report.timeline import Summary
 from dadt_cli.report.timeline import read as read_timeline

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from dadt.control.frame import Frame
 from dadt.control.schema import LAUNCHER
 from dadt.errors import DadtError
-from dadt.launch.agent import supervisor
 from dadt.launch.agent.actions import (
     AgentAction,
     AnswerLine,
@@ -84,10 +83,6 @@ def world() -> OneHost:
 def test_each_kind_that_the_launcher_may_send_has_its_row(world: OneHost) -> None:
     before_the_job_runs = {"look", "job"}
     assert world.host.orders.keys() == LAUNCHER.kinds.keys() - before_the_job_runs
-
-
-def test_each_action_is_carried_out() -> None:
-    assert supervisor.ACTIONS.keys() == set(get_args(AgentAction))
 
 
 def test_workers_are_stopped_gently_and_then_killed(world: OneHost) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.control.schema import AGENT
-from dadt.launch import attempt
+from dadt.launch.actions import Action, Event, SayText, SendFrame
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
 from dadt.launch.node import Node
-from dadt.launch.outbox import Action, Event, SayText, SendFrame
 
 ENDED = {"time": 1.0, "step": 5, "peak_memory": 0, "memory_limit": 0, "memory_kills": 0, "stopped": False}
 
@@ -56,10 +55,6 @@ class World:
 def test_each_kind_that_an_agent_may_send_has_its_row() -> None:
     made_here = {"connected", "lost"}
     assert World(1).job.routes.keys() == AGENT.kinds.keys() | made_here
-
-
-def test_each_action_is_carried_out() -> None:
-    assert attempt.ACTIONS.keys() == set(get_args(Action))
 
 
 def test_a_failure_ends_the_others_and_names_its_rank() -> None:

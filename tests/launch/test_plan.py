@@ -15,8 +15,8 @@ from harness.run import DADT
 from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.launch import environment
+from dadt.launch.actions import Outbox
 from dadt.launch.monitor.member import Member
-from dadt.launch.outbox import Outbox
 from dadt.launch.plan import fill, hosts_of, make
 from dadt.launch.replacement import Replacements
 

@@ -168,7 +168,7 @@ DECISIONS = (
     "launch.monitor.waits",
     "launch.monitor.watch",
     "launch.node",
-    "launch.outbox",
+    "launch.actions",
     "launch.replacement",
     "launch.results",
     "launch.termination",

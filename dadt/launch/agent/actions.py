@@ -4,53 +4,46 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dadt.control.frame import Frame
 from dadt.launch.processes import Process
 
 
-@dataclass(frozen=True, slots=True)
-class TellLauncher:
+class TellLauncher(NamedTuple):
     """Send a frame to the launcher."""
 
     frame: Frame
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerLine:
+class AnswerLine(NamedTuple):
     """Send a frame to the process at the other end of a line, if it is still open."""
 
     number: int
     frame: Frame
 
 
-@dataclass(frozen=True, slots=True)
-class StartAnew:
+class StartAnew(NamedTuple):
     """Start a worker that joins in place of a lost one."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class AdmitShim:
+class AdmitShim(NamedTuple):
     """Tell the shim at the other end of a line which worker to start."""
 
     line: int
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class OwnWorker:
+class OwnWorker(NamedTuple):
     """Read, report and later stop the worker that the shim of a line has started."""
 
     line: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndWorker:
+class EndWorker(NamedTuple):
     """Report that the worker which the shim of a line has started, or was to start, has ended."""
 
     line: int
@@ -60,24 +53,21 @@ class EndWorker:
     """The most bytes that it had."""
 
 
-@dataclass(frozen=True, slots=True)
-class SignalGroup:
+class SignalGroup(NamedTuple):
     """Send a signal to the process group of a worker."""
 
     rank: int
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class SignalProcess:
+class SignalProcess(NamedTuple):
     """Send a signal to one process alone, as its children have its handlers, too."""
 
     process: Process
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class FindHandlers:
+class FindHandlers(NamedTuple):
     """Find out which processes of these ranks live, and which would be killed by the signal to save, for `save`."""
 
     processes: Mapping[int, Process]
@@ -86,41 +76,35 @@ class FindHandlers:
     """Whether the ranks of all hosts save."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatherStacks:
+class GatherStacks(NamedTuple):
     """Collect the stacks of these ranks for the launcher."""
 
     number: int
     ranks: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class DumpStacks:
+class DumpStacks(NamedTuple):
     """Have all workers write their stacks, for the launcher, before they are stopped."""
 
 
-@dataclass(frozen=True, slots=True)
-class TerminateAll:
+class TerminateAll(NamedTuple):
     """Send SIGTERM to all processes of the job on this host."""
 
 
-@dataclass(frozen=True, slots=True)
-class KillAll:
+class KillAll(NamedTuple):
     """Kill all processes of the job on this host."""
 
     spares_trackers: bool
     """Leaves resource trackers to end by themselves."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResetStep:
+class ResetStep(NamedTuple):
     """Forget how far this rank was: another process begins to train as it."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveHalves:
+class RemoveHalves(NamedTuple):
     """Remove what a worker that has ended had not written to the end."""
 
     folder: str
@@ -128,8 +112,7 @@ class RemoveHalves:
     """How the names of such files begin."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoteWritten:
+class NoteWritten(NamedTuple):
     """Note for the workers of this host what a rank of another one has written in a folder that both see."""
 
     rank: int
@@ -137,15 +120,13 @@ class NoteWritten:
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class HearHosts:
+class HearHosts(NamedTuple):
     """Exchange heartbeats with these hosts from now on."""
 
     hosts: Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeHosts:
+class ProbeHosts(NamedTuple):
     """Try the addresses of other hosts, as this order says."""
 
     order: Frame

@@ -6,10 +6,9 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from dadt.control import machine, schema, written_files
 from dadt.control.condition import STILL_SECONDS, Conditions
@@ -17,27 +16,9 @@ from dadt.control.frame import Frame
 from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import Folder
 from dadt.errors import LaunchError
-from dadt.launch.agent import host_heartbeat
-from dadt.launch.agent.actions import (
-    AdmitShim,
-    AnswerLine,
-    DumpStacks,
-    EndWorker,
-    FindHandlers,
-    GatherStacks,
-    HearHosts,
-    KillAll,
-    NoteWritten,
-    OwnWorker,
-    ProbeHosts,
-    RemoveHalves,
-    ResetStep,
-    SignalGroup,
-    SignalProcess,
-    StartAnew,
-    TellLauncher,
-    TerminateAll,
-)
+from dadt.launch.actions import unknown
+from dadt.launch.agent import actions, host_heartbeat
+from dadt.launch.agent.actions import AgentAction, FindHandlers
 from dadt.launch.agent.dump import Dump, Inquiry
 from dadt.launch.agent.entrances import Entrances
 from dadt.launch.agent.host_job import HostJob
@@ -149,7 +130,7 @@ class Supervisor:
 
     def _carry_out(self) -> None:
         while (action := self._host.outbox.take()) is not None:
-            ACTIONS[type(action)](self, action)
+            self._perform(action)
 
     def _own(self, worker: Worker) -> None:
         """Begin to read, report and later stop this worker."""
@@ -236,105 +217,80 @@ class Supervisor:
                 for answer in answers:
                     self._launcher.send(answer)
 
-    def _tell(self, action: TellLauncher) -> None:
-        self._launcher.send(action.frame)
+    def _perform(self, action: AgentAction) -> None:
+        match action:
+            case actions.TellLauncher(frame):
+                self._launcher.send(frame)
+            case actions.AnswerLine(line, frame):
+                self._lines.answer(line, frame)
+            case actions.StartAnew(rank):
+                self._start_anew(rank)
+            case actions.AdmitShim(line, rank):
+                self._admit(line, rank)
+            case actions.OwnWorker(line, pid):
+                self._shims[line].pid = pid
+                self._own(self._shims[line])
+            case actions.EndWorker(line, status, peak_memory):
+                worker = self._shims.pop(line)
+                worker.end(status)
+                self._report_end(worker, peak_memory)
+            case actions.SignalGroup(rank, number):
+                self._workers[rank].signal(number)
+            case actions.SignalProcess(process, number):
+                process.signal(number)
+            case actions.FindHandlers():
+                self._find_handlers(action)
+            case actions.GatherStacks(number, ranks):
+                self._inquiries.append(Inquiry(number, ranks, self._host.registry.dumps))
+            case actions.DumpStacks():
+                self._dump = Dump(self._host.registry.dumps, STACK_SECONDS)
+            case actions.TerminateAll():
+                self._terminate()
+            case actions.KillAll(spares_trackers):
+                left = members(self._folder.mark, descendants=True)
+                kill(without_trackers(left) if spares_trackers else left, signal.SIGKILL)
+            case actions.ResetStep(rank):
+                self._pulse.write(self._host.ranks[rank], -1)
+            case actions.RemoveHalves(folder, mark):
+                with suppress(OSError):  # the file system may be what has failed
+                    for half in Path(folder).glob(f"{mark}*"):
+                        shutil.rmtree(half, ignore_errors=True)
+            case actions.NoteWritten(rank, size, path):
+                written_files.add(self._folder.path, rank, size, path)
+            case actions.HearHosts(hosts):
+                if self._heart is not None:
+                    self._heart.begin(hosts)
+            case actions.ProbeHosts(order):
+                self._probing.begin(order)
+            case _:
+                unknown(action)
 
-    def _answer(self, action: AnswerLine) -> None:
-        self._lines.answer(action.number, action.frame)
-
-    def _start_anew(self, action: StartAnew) -> None:
-        self._pulse.write(self._host.ranks[action.rank], -1)
+    def _start_anew(self, rank: int) -> None:
+        self._pulse.write(self._host.ranks[rank], -1)
         try:
-            self._own(self._starts.anew(action.rank))
+            self._own(self._starts.anew(rank))
         except LaunchError:
-            self._tell_end(action.rank, COMMAND_NOT_RUN, 0)
+            self._tell_end(rank, COMMAND_NOT_RUN, 0)
 
-    def _admit(self, action: AdmitShim) -> None:
+    def _admit(self, line: int, rank: int) -> None:
         """A worker's output comes through named pipes, whose other ends its shim opens."""
-        paths = {stream: self._folder.path / f"{action.rank}.{stream}" for stream in STREAMS}
+        paths = {stream: self._folder.path / f"{rank}.{stream}" for stream in STREAMS}
         descriptors = []
         for path in paths.values():
             os.mkfifo(path, 0o600)
             # A pipe without a writer reads as ended, so it is not read before the shim has opened it.
             descriptors.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-        self._shims[action.line] = Worker(action.rank, 0, *descriptors)
-        order = self._starts.order(action.rank) | {stream: str(path) for stream, path in paths.items()}
-        self._lines.answer(action.line, Frame("order", order))
-
-    def _adopt(self, action: OwnWorker) -> None:
-        worker = self._shims[action.line]
-        worker.pid = action.pid
-        self._own(worker)
-
-    def _end_worker(self, action: EndWorker) -> None:
-        worker = self._shims.pop(action.line)
-        worker.end(action.status)
-        self._report_end(worker, action.peak_memory)
-
-    def _signal_group(self, action: SignalGroup) -> None:
-        self._workers[action.rank].signal(action.number)
-
-    def _signal_process(self, action: SignalProcess) -> None:
-        action.process.signal(action.number)
+        self._shims[line] = Worker(rank, 0, *descriptors)
+        order = self._starts.order(rank) | {stream: str(path) for stream, path in paths.items()}
+        self._lines.answer(line, Frame("order", order))
 
     def _find_handlers(self, action: FindHandlers) -> None:
         living = {rank: process for rank, process in action.processes.items() if process.is_alive}
         heedless = [rank for rank, process in living.items() if not handles(process.pid, action.number)]
         self._host.save(action, living, heedless)
 
-    def _gather(self, action: GatherStacks) -> None:
-        self._inquiries.append(Inquiry(action.number, action.ranks, self._host.registry.dumps))
-
-    def _begin_dump(self, action: DumpStacks) -> None:
-        self._dump = Dump(self._host.registry.dumps, STACK_SECONDS)
-
-    def _terminate(self, action: TerminateAll) -> None:
+    def _terminate(self) -> None:
         for worker in self._workers.values():
             worker.signal(signal.SIGTERM)
         groups = {worker.pid for worker in self._workers.values() if not worker.ended}
         terminate(members(self._folder.mark, descendants=True), groups)
-
-    def _kill(self, action: KillAll) -> None:
-        left = members(self._folder.mark, descendants=True)
-        kill(without_trackers(left) if action.spares_trackers else left, signal.SIGKILL)
-
-    def _reset_step(self, action: ResetStep) -> None:
-        self._pulse.write(self._host.ranks[action.rank], -1)
-
-    def _remove_halves(self, action: RemoveHalves) -> None:
-        with suppress(OSError):  # the file system may be what has failed
-            for half in Path(action.folder).glob(f"{action.mark}*"):
-                shutil.rmtree(half, ignore_errors=True)
-
-    def _note_written(self, action: NoteWritten) -> None:
-        written_files.add(self._folder.path, action.rank, action.size, action.path)
-
-    def _hear_hosts(self, action: HearHosts) -> None:
-        if self._heart is not None:
-            self._heart.begin(action.hosts)
-
-    def _probe(self, action: ProbeHosts) -> None:
-        self._probing.begin(action.order)
-
-
-ACTIONS: Mapping[type, Callable[[Supervisor, Any], None]] = {
-    TellLauncher: Supervisor._tell,
-    AnswerLine: Supervisor._answer,
-    StartAnew: Supervisor._start_anew,
-    AdmitShim: Supervisor._admit,
-    OwnWorker: Supervisor._adopt,
-    EndWorker: Supervisor._end_worker,
-    SignalGroup: Supervisor._signal_group,
-    SignalProcess: Supervisor._signal_process,
-    FindHandlers: Supervisor._find_handlers,
-    GatherStacks: Supervisor._gather,
-    DumpStacks: Supervisor._begin_dump,
-    TerminateAll: Supervisor._terminate,
-    KillAll: Supervisor._kill,
-    ResetStep: Supervisor._reset_step,
-    RemoveHalves: Supervisor._remove_halves,
-    NoteWritten: Supervisor._note_written,
-    HearHosts: Supervisor._hear_hosts,
-    ProbeHosts: Supervisor._probe,
-}
-"""Each kind of action, with what carries it out."""

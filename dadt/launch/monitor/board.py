@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
-from dadt.launch.outbox import Reply
+from dadt.launch.actions import Reply
 
 MOST_KEYS = 4096
 MOST_TOGETHER = 1 << 30

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dadt.launch.outbox import Event, Outbox
+from dadt.launch.actions import Event, Outbox
 
 MOST = 10_000
 """Most different texts that are printed."""

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
+from dadt.launch.actions import Event, Outbox, Reply
 from dadt.launch.monitor.board import Board, Want, together
 from dadt.launch.monitor.member import Member
-from dadt.launch.outbox import Event, Outbox, Reply
 
 MOST_EXCHANGES = 1 << 16
 MOST_GIVEN = 256 << 20

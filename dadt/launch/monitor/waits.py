@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dadt.control.frame import Frame
-from dadt.launch.outbox import Reply
+from dadt.launch.actions import Reply
 
 ASKED_SECONDS = 8.0
 """A rank counts as waiting for this long after it asked for the others, which it does every few seconds."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from dadt.launch.actions import Event, Outbox
 from dadt.launch.monitor.member import Member
 from dadt.launch.monitor.printed import BAR
-from dadt.launch.outbox import Event, Outbox
 
 WINDOW_SECONDS = 5.0
 """Length of the window over which speeds are averaged."""

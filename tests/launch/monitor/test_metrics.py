@@ -23,11 +23,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import dadt_cli
 import dadt_cli.report.page
 from dadt.control.step_times import StepTimes, bound
+from dadt.launch.actions import Outbox
 from dadt.launch.monitor import series
 from dadt.launch.monitor.metrics.metric import METRICS
 from dadt.launch.monitor.rendezvous import Rendezvous
 from dadt.launch.monitor.watch import Watch
-from dadt.launch.outbox import Outbox
 from dadt_cli.report.record import Record
 
 STEPS = 60

@@ -15,9 +15,9 @@ from harness.run import DADT, left_of
 
 from dadt.config.config import Config
 from dadt.errors import ConfigError
+from dadt.launch.actions import Outbox
 from dadt.launch.monitor.output import Output, ranks_shown
 from dadt.launch.monitor.watch import Watch
-from dadt.launch.outbox import Outbox
 from dadt.launch.outcome import Outcome
 from dadt.launch.termination import Termination
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dadt.control.frame import Frame
+from dadt.launch.actions import Outbox, Reply
 from dadt.launch.monitor import board, rendezvous
 from dadt.launch.monitor.board import Board, Want
 from dadt.launch.monitor.rendezvous import Rendezvous
-from dadt.launch.outbox import Outbox, Reply
 
 
 @pytest.fixture

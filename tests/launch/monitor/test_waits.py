@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dadt.control.frame import Frame
+from dadt.launch.actions import Event, Outbox
 from dadt.launch.hosts.host import Host
 from dadt.launch.monitor.rendezvous import Rendezvous
 from dadt.launch.monitor.waits import ASKED_SECONDS, Waiting
 from dadt.launch.node import Node
-from dadt.launch.outbox import Event, Outbox
 
 NODE = Node(0, Host(name=""))
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from dadt.control.frame import Frame
+from dadt.launch.actions import Event, Outbox
 from dadt.launch.hosts.host import Host
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.member import Member
 from dadt.launch.monitor.watch import LINE_BYTES, Watch
 from dadt.launch.node import Node
-from dadt.launch.outbox import Event, Outbox
 
 NODE = Node(0, Host(name=""))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from dadt.control.frame import Frame
 from dadt.launch.node import Node
@@ -14,8 +13,7 @@ Reply = Callable[[Frame, float], None]
 """Takes the answer to a question of a worker, and the time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """A frame of an agent, or what has become of the connection to it (`connected`, `lost`)."""
 
     node: Node
@@ -24,16 +22,14 @@ class Event:
     """When it came (time.monotonic)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendFrame:
+class SendFrame(NamedTuple):
     """Send a frame to the agent of a node, or to all agents where none is named."""
 
     frame: Frame
     node: Node | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SayText:
+class SayText(NamedTuple):
     """Show a line to the user."""
 
     text: str
@@ -41,16 +37,14 @@ class SayText:
     """One of info and warning."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriteJournal:
+class WriteJournal(NamedTuple):
     """Write an event into the job's journal."""
 
     kind: str
     facts: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class PrintOutput:
+class PrintOutput(NamedTuple):
     """Log what a worker has printed, and show it where the user wants to see it."""
 
     rank: int
@@ -58,60 +52,52 @@ class PrintOutput:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EndOutput:
+class EndOutput(NamedTuple):
     """Expect no more output of this rank."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class MoveOutput:
+class MoveOutput(NamedTuple):
     """Show this rank's output with the name of another host from now on."""
 
     rank: int
     host: str
 
 
-@dataclass(frozen=True, slots=True)
-class WriteStacks:
+class WriteStacks(NamedTuple):
     """Append a rank's stacks to its file."""
 
     rank: int
     text: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerCaller:
+class AnswerCaller(NamedTuple):
     """Pass stacks on to the command of the user that has asked for them."""
 
     frame: Frame
 
 
-@dataclass(frozen=True, slots=True)
-class ReachHost:
+class ReachHost(NamedTuple):
     """Begin to start the agent of a host that comes into the running job."""
 
     node: Node
 
 
-@dataclass(frozen=True, slots=True)
-class AskHost:
+class AskHost(NamedTuple):
     """Ask the agent of a host that comes into the running job to report about the host."""
 
     node: Node
     place: int
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUpHost:
+class GiveUpHost(NamedTuple):
     """End the agent of a host that cannot come."""
 
     node: Node
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorkers:
+class StartWorkers(NamedTuple):
     """Order the agent of a host that has come to start the workers of its place."""
 
     node: Node
@@ -132,6 +118,11 @@ Action = (
     | GiveUpHost
     | StartWorkers
 )
+
+
+def unknown(action: NoReturn) -> NoReturn:
+    """Refuse an action that nothing carries out, which a check of types finds before."""
+    raise AssertionError(action)
 
 
 class Outbox:
