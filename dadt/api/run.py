@@ -21,10 +21,10 @@ from dadt.config.config import given_by_env, implied
 from dadt.control.agent_client import Control
 from dadt.control.schema import RESULT
 from dadt.errors import ConfigError, DadtError
-from dadt.launch.failure import size
-from dadt.launch.outcome import Ended, Outcome
-from dadt.launch.placement import Placed
-from dadt.launch.preemption import Preempted
+from dadt.launch.ending.failure import size
+from dadt.launch.ending.outcome import Ended, Outcome
+from dadt.launch.ending.preemption import Preempted
+from dadt.launch.start.placement import Placed
 from dadt.world import World
 
 FILE = "function"
@@ -76,7 +76,8 @@ def run(
 
 def _launch(told: by_ray.Stored | by_ray.Call, config: Config) -> tuple[list[Placed], Outcome]:
     """Run the job. Returns where its workers were, too. Raises DadtError, and KeyboardInterrupt after Ctrl-C."""
-    from dadt.launch import launch, plan
+    from dadt.launch import launch
+    from dadt.launch.start import plan
 
     blob = _pickled(told, "the function and its arguments")
     the_plan = plan.make(config, [config.python or sys.executable, "-m", "dadt.api.run"], blob=blob)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from dadt.control.frame import Frame
-from dadt.launch.node import Node
+from dadt.launch.members.node import Node
 
 Reply = Callable[[Frame, float], None]
 """Takes the answer to a question of a worker, and the time."""

@@ -15,7 +15,7 @@ from dadt.launch.channel import Channel, Launcher, Noted
 from dadt.launch.contact import Contact
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalChannel
-from dadt.launch.node import Node
+from dadt.launch.members.node import Node
 
 EXPLAIN_SECONDS = 2.0
 """How long to wait for the reason of an agent's end."""

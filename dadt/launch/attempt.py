@@ -10,26 +10,27 @@ from typing import Any
 
 from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
-from dadt.launch import actions, resume
+from dadt.launch import actions
 from dadt.launch.actions import Action, Event, unknown
 from dadt.launch.agents import Agents
 from dadt.launch.channel import Launcher
+from dadt.launch.ending.outcome import Outcome, end_early
+from dadt.launch.ending.processes import sweep
+from dadt.launch.ending.signals import Interrupts, of_checkpoint
 from dadt.launch.hosts.discovery import Discovery
 from dadt.launch.hosts.host import Host
 from dadt.launch.job import Job
+from dadt.launch.members.replacement import replaces
 from dadt.launch.monitor.output import Output
 from dadt.launch.monitor.stacks import Stacks
 from dadt.launch.monitor.watch import View, Watch
-from dadt.launch.order import look, order_to_join, orders
-from dadt.launch.outcome import Outcome, end_early
-from dadt.launch.placement import Placed, place_workers
-from dadt.launch.plan import Plan
-from dadt.launch.processes import sweep
 from dadt.launch.query import Query
-from dadt.launch.replacement import replaces
 from dadt.launch.report import Report
-from dadt.launch.signals import Interrupts, of_checkpoint
-from dadt.launch.startup import Voice, gather
+from dadt.launch.start import resume
+from dadt.launch.start.orders import look, order_to_join, orders
+from dadt.launch.start.placement import Placed, place_workers
+from dadt.launch.start.plan import Plan
+from dadt.launch.start.startup import Voice, gather
 
 HANG_UP_SECONDS = 4.0
 """How long an agent may take to end its workers after the launcher hangs up."""

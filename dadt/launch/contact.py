@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dadt.control.frame import Frame
-from dadt.launch.node import Node
+from dadt.launch.members.node import Node
 
 BEATS = 6
 """Heartbeats that each side sends within the timeout after which the other gives it up."""

@@ -12,22 +12,22 @@ from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.errors import DadtError
 from dadt.launch.actions import Event, Outbox, PrintOutput
-from dadt.launch.cause import Cause
-from dadt.launch.endings import Endings
+from dadt.launch.ending.cause import Cause
+from dadt.launch.ending.endings import Endings
+from dadt.launch.ending.outcome import Outcome, Unread
+from dadt.launch.ending.preemption import Preempted
+from dadt.launch.ending.results import Results
+from dadt.launch.ending.termination import Termination
 from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.joining import Joining
-from dadt.launch.membership import Membership
+from dadt.launch.members.joining import Joining
+from dadt.launch.members.membership import Membership
+from dadt.launch.members.node import Node
+from dadt.launch.members.rendezvous import Rendezvous
+from dadt.launch.members.silence import Silences
+from dadt.launch.members.stalls import Stalls
 from dadt.launch.monitor.notices import Notices
-from dadt.launch.monitor.rendezvous import Rendezvous
-from dadt.launch.monitor.silence import Silences
-from dadt.launch.monitor.stalls import Stalls
 from dadt.launch.monitor.watch import Watch
-from dadt.launch.node import Node
-from dadt.launch.outcome import Outcome, Unread
-from dadt.launch.preemption import Preempted
-from dadt.launch.results import Results
-from dadt.launch.termination import Termination
 
 TURN_SECONDS = 0.5
 WAITING_SECONDS = 0.05

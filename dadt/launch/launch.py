@@ -14,10 +14,12 @@ from dadt.config.executor import executors_of
 from dadt.control import private_files, timeline_file
 from dadt.control.job_folder import Folder
 from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
-from dadt.launch import again, plan, resume
 from dadt.launch.attempt import Attempt
 from dadt.launch.channel import Herald, Launcher, Request
-from dadt.launch.failure import signal_name
+from dadt.launch.ending.failure import signal_name
+from dadt.launch.ending.outcome import Outcome
+from dadt.launch.ending.restart import Restarts
+from dadt.launch.ending.signals import ENDING_SIGNALS, Interrupts, forwarded, of_checkpoint
 from dadt.launch.hosts.discovery import Discovery
 from dadt.launch.hosts.host import Host
 from dadt.launch.idle import Idle
@@ -26,13 +28,11 @@ from dadt.launch.monitor import metrics
 from dadt.launch.monitor.metrics import Export
 from dadt.launch.monitor.series import Series
 from dadt.launch.monitor.watch import View, Watch
-from dadt.launch.outcome import Outcome
-from dadt.launch.placement import Placed
-from dadt.launch.plan import Plan
 from dadt.launch.report import Report
-from dadt.launch.restart import Restarts
-from dadt.launch.signals import ENDING_SIGNALS, Interrupts, forwarded, of_checkpoint
-from dadt.launch.startup import Voice
+from dadt.launch.start import plan, resume, saved_start
+from dadt.launch.start.placement import Placed
+from dadt.launch.start.plan import Plan
+from dadt.launch.start.startup import Voice
 
 Told = Callable[[Placed, Watch], View | None]
 """Called once every worker has its place. Returns the view that shows the job, or None."""
@@ -78,9 +78,9 @@ class Launch:
         """Raises DadtError as `launch.run` does."""
         if self._plan.start is not None:
             try:
-                again.write(self._logs, self._plan.start)
+                saved_start.write(self._logs, self._plan.start)
             except OSError as error:
-                self._warn(f"--resume will need the script once more: {again.FILE} ({error.strerror})")
+                self._warn(f"--resume will need the script once more: {saved_start.FILE} ({error.strerror})")
         try:
             outcome = self._attempts()
             self._report.ended(outcome)
@@ -149,7 +149,7 @@ class Launch:
     def _resuming(self) -> str:
         """The command that goes on with the job; empty where nothing does."""
         reached = self._reached
-        return again.command(self._logs, reached.snapshot_dir, reached.resume) if reached is not None else ""
+        return saved_start.command(self._logs, reached.snapshot_dir, reached.resume) if reached is not None else ""
 
     def _conclude(self, code: int, lines: Sequence[str]) -> None:
         """Report the end to the hosts, where somebody waits for it there."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import SOCKET, line_of, remove_stale, root
-from dadt.launch.processes import Process, is_alive, members, sweep
+from dadt.launch.ending.processes import Process, is_alive, members, sweep
 from dadt.launch.query import Line
 
 NAME = re.compile(r"(?P<job>[a-z0-9]{4})(?:\.(?P<index>\d+))?")

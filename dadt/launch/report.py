@@ -12,13 +12,13 @@ from typing import Any
 from dadt.config import Config, version
 from dadt.control import private_files
 from dadt.errors import DadtError
-from dadt.launch.failure import Failure
+from dadt.launch.ending.failure import Failure
+from dadt.launch.ending.outcome import Outcome
 from dadt.launch.hosts.slot import Slot
+from dadt.launch.members.node import Node
 from dadt.launch.monitor.journal import Journal
 from dadt.launch.monitor.watch import Gauge, Watch
-from dadt.launch.node import Node
-from dadt.launch.outcome import Outcome
-from dadt.launch.plan import Plan
+from dadt.launch.start.plan import Plan
 
 VERSION = 1
 """Version of the format, raised when a name changes its meaning or is removed."""

@@ -37,7 +37,7 @@ def _flags(given: dict[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def place_of(config: Config, given: dict[str, Any]) -> Any:
-    from dadt.launch import plan
+    from dadt.launch.start import plan
     from dadt_cli.bench.party import Here
 
     if simulates(config):

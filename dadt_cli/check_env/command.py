@@ -13,7 +13,7 @@ import click
 
 import dadt
 from dadt.config.check import here
-from dadt.launch import plan
+from dadt.launch.start import plan
 from dadt_cli.check_env import SUBJECTS, probe
 from dadt_cli.check_env.check import FAIL, PASS, VERDICTS, WARN, Asked, Check, worst
 from dadt_cli.check_env.hosts import REACHED_BY, Found, is_checked, look

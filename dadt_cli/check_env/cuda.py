@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 
 from dadt.control import machine
-from dadt.launch.failure import last_line
+from dadt.launch.ending.failure import last_line
 from dadt_cli.check_env import gpu_links
 from dadt_cli.check_env.check import Asked, Check, fail, good, said, warn
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 from itertools import combinations
 
-from dadt.launch.failure import last_line
+from dadt.launch.ending.failure import last_line
 from dadt_cli.check_env.check import Check, fail, good, warn
 
 SECONDS = 20.0

@@ -19,17 +19,17 @@ from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
 from dadt.errors import LaunchError
-from dadt.launch import plan, startup
 from dadt.launch.agents import Agents
 from dadt.launch.attempt import HANG_UP_SECONDS
 from dadt.launch.channel import Request
-from dadt.launch.failure import last_line
+from dadt.launch.ending.failure import last_line
+from dadt.launch.ending.processes import sweep
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers import launcher_of
-from dadt.launch.node import Node
-from dadt.launch.plan import Plan
-from dadt.launch.processes import sweep
-from dadt.launch.startup import Voice
+from dadt.launch.members.node import Node
+from dadt.launch.start import plan, startup
+from dadt.launch.start.plan import Plan
+from dadt.launch.start.startup import Voice
 from dadt_cli.check_env import SUBJECTS, matrix, training
 from dadt_cli.check_env.check import WARN, Asked, Check, fail, good, refused, warn
 from dadt_cli.check_env.pairs import TOKEN_BYTES, Order, Way

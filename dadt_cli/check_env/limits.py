@@ -10,7 +10,7 @@ from pathlib import Path
 from dadt.control import machine
 from dadt.control.job_folder import root
 from dadt.errors import LaunchError
-from dadt.launch.failure import size
+from dadt.launch.ending.failure import size
 from dadt_cli.check_env import rdma
 from dadt_cli.check_env.check import Asked, Check, fail, good, refused, warn
 

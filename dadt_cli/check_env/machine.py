@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from dadt.control import machine
-from dadt.launch.failure import size
+from dadt.launch.ending.failure import size
 from dadt_cli.check_env.check import Asked, Check, good, warn
 
 LEAST_FREE = 1 << 30

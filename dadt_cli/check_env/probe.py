@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from dadt.launch.failure import last_line, signal_name
+from dadt.launch.ending.failure import last_line, signal_name
 from dadt_cli.check_env import SUBJECTS
 from dadt_cli.check_env.check import Asked, Check, fail
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from dadt.errors import DadtError
-from dadt.launch import environment
+from dadt.launch.start import environment
 from dadt_cli.check_env.check import Asked, Check, fail, good, refused, said, warn
 
 STEPS = 3

@@ -13,7 +13,7 @@ import click
 
 from dadt.control.job_folder import is_held
 from dadt.errors import DadtError
-from dadt.launch.failure import size
+from dadt.launch.ending.failure import size
 from dadt.launch.local_jobs import Trace, traces
 from dadt_cli.jobs import past
 from dadt_cli.jobs.find import describe, find, jobs, log_dir_option

@@ -17,9 +17,9 @@ from dadt.config import Config
 from dadt.config.check import flag
 from dadt.control import snapshots
 from dadt.errors import ConfigError
-from dadt.launch import again
-from dadt.launch.failure import signal_name, size
+from dadt.launch.ending.failure import signal_name, size
 from dadt.launch.monitor.watch import ESCAPES
+from dadt.launch.start import saved_start
 from dadt_cli.report import chart, progress
 from dadt_cli.report.record import Record, placed_in, verdict
 from dadt_cli.report.timeline import Summary, parts, read
@@ -166,7 +166,7 @@ def _snapshots(record: Record, running: bool) -> dict[str, Any] | None:
     root, came_from = (_path(config.get(name)) for name in ("snapshot_dir", "resume"))
     found = snapshots.whole(Path(root)) if root else []
     done = running or record.report.get("exit_code") == 0
-    command = "" if done else again.command(record.folder, root, came_from)
+    command = "" if done else saved_start.command(record.folder, root, came_from)
     if not (found or command):
         return None
     steps = [f"{int(folder.name):,}" for folder in found if folder.name.isdecimal()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dadt.launch.failure import signal_name
+from dadt.launch.ending.failure import signal_name
 
 NUMBER = (int, float)
 RANK = {

@@ -21,13 +21,14 @@ from dadt.config.check import here
 from dadt.config.executor import shown
 from dadt.config.spelling import misspelt
 from dadt.errors import ConfigError
-from dadt.launch import again, environment, launch, plan, user_class
-from dadt.launch.failure import signal_name
+from dadt.launch import launch
+from dadt.launch.ending.failure import signal_name
+from dadt.launch.ending.outcome import Outcome
+from dadt.launch.ending.preemption import ranks
 from dadt.launch.monitor.output import ranks_shown
 from dadt.launch.monitor.watch import Watch
-from dadt.launch.outcome import Outcome
-from dadt.launch.placement import Placed
-from dadt.launch.preemption import ranks
+from dadt.launch.start import environment, plan, saved_start, user_class
+from dadt.launch.start.placement import Placed
 from dadt_cli.run import live
 from dadt_cli.run.dry import describe, placement
 from dadt_cli.run.live import Live
@@ -89,7 +90,7 @@ def run(
     if ":" in config.algorithm and not no_python:
         user_class.check("--algorithm", config.algorithm, Path(config.workdir) if module else _folder(command, config))
     the_plan = plan.make(config, *_program(command, module, no_python, config), say=console.say)
-    start = again.of(command, config, module=module, no_python=no_python, cwd=here())
+    start = saved_start.of(command, config, module=module, no_python=no_python, cwd=here())
     the_plan = replace(the_plan, start=start)
     if dry_run:
         console.text("\n".join(describe(the_plan)), stdout=True)

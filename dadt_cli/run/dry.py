@@ -11,14 +11,14 @@ from typing import Any
 from dadt.control import machine
 from dadt.errors import ConfigError
 from dadt.launch.channel import Request
-from dadt.launch.host_report import room
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import place, share_out
 from dadt.launch.launchers import launcher_of
-from dadt.launch.node import Node
-from dadt.launch.order import orders
-from dadt.launch.placement import Placed
-from dadt.launch.plan import Plan
+from dadt.launch.members.node import Node
+from dadt.launch.start.host_report import room
+from dadt.launch.start.orders import orders
+from dadt.launch.start.placement import Placed
+from dadt.launch.start.plan import Plan
 from dadt_cli.terminal.table import table
 
 JOB = "JOB"

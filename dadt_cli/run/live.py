@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dadt.errors import ConfigError
-from dadt.launch.failure import size
+from dadt.launch.ending.failure import size
 from dadt_cli.terminal import console
 from dadt_cli.terminal.table import figure
 

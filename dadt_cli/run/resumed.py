@@ -10,7 +10,7 @@ from typing import Any
 from dadt.config import Config
 from dadt.config.check import enter, here
 from dadt.errors import ConfigError
-from dadt.launch import again, resume
+from dadt.launch.start import resume, saved_start
 from dadt_cli.terminal.file import DEFAULT
 from dadt_cli.terminal.options import settings_of
 
@@ -28,8 +28,8 @@ def as_started(
     if command:
         return tuple(command), config, module, no_python
     job, snapshot = resume.source(config)
-    start = again.read(job)
-    again.check_variables(start, given["forward"])
+    start = saved_start.read(job)
+    saved_start.check_variables(start, given["forward"])
     told = settings_of(given, variables=False)
     now = {name: getattr(config, name) for name, setting in told.items() if setting.source != DEFAULT}
     kept = {name: value for name, value in start.settings.items() if not _is_replaced(name, now)}
@@ -39,7 +39,7 @@ def as_started(
         now = {name: str(Path(here(), value)) if name in FILES else value for name, value in now.items()}
         _go_to(start.cwd)
         # The user, who is shown these paths, stands elsewhere.
-        kept["log_dir"] = str(Path(start.cwd, kept.get("log_dir", again.LOG_DIR)))
+        kept["log_dir"] = str(Path(start.cwd, kept.get("log_dir", saved_start.LOG_DIR)))
     return tuple(start.words), Config(**{**kept, **now, "resume": str(snapshot)}), start.module, start.no_python
 
 

@@ -15,7 +15,7 @@ from dadt.config.check import COMPRESSIONS, flag, variable
 from dadt.config.config import given_by_env
 from dadt.config.extensions import ALGORITHMS, EXECUTORS
 from dadt.config.spelling import HOROVOD_TIMELINE, HOROVODRUN, by_horovod
-from dadt.launch.resume import LAST
+from dadt.launch.start.resume import LAST
 from dadt_cli.terminal import file, suggestion
 from dadt_cli.terminal.file import DEFAULT, Setting
 

@@ -35,8 +35,8 @@ from dadt.launch.hosts import host
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
+from dadt.launch.members.node import Node
 from dadt.launch.monitor.journal import Journal
-from dadt.launch.node import Node
 from dadt_cli.compare import stored
 from dadt_cli.report.timeline import Summary
 from dadt_cli.report.timeline import read as read_timeline

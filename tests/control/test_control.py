@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dadt.launch.monitor.board import MOST_BYTES, MOST_KEYS, Board
+from dadt.launch.members.board import MOST_BYTES, MOST_KEYS, Board
 
 HEAD = """\
 import os, sys, time

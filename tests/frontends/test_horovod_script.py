@@ -188,8 +188,8 @@ before = os.environ.get("CUDA_VISIBLE_DEVICES")
 import horovod.torch
 print("saw", before, "sees", os.environ.get("CUDA_VISIBLE_DEVICES"))
 """
-    from dadt.launch import environment
     from dadt.launch.hosts.slot import Slot
+    from dadt.launch.start import environment
 
     slot = Slot(rank=1, world_size=2, local_rank=1, local_size=2, gpu="5")
     base = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}

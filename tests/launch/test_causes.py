@@ -15,8 +15,8 @@ from dadt.control.traceback_text import TRACEBACK
 from dadt.errors import CommError, PeerLost
 from dadt.inject.exception_chain import Chain, chain_of, remote_frames
 from dadt.inject.failure import frames_of
-from dadt.launch.failure import Ending, Failure
-from dadt.launch.record import Record, shortened
+from dadt.launch.ending.failure import Ending, Failure
+from dadt.launch.ending.record import Record, shortened
 
 
 def record_of(error: BaseException) -> Record:

@@ -16,11 +16,11 @@ from harness.run import DADT, Run
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.launch import plan
 from dadt.launch.hosts import script
 from dadt.launch.hosts.candidates import SERVED_SECONDS, Candidates
 from dadt.launch.hosts.discovery import Discovery
 from dadt.launch.hosts.host import Host
+from dadt.launch.start import plan
 
 TRAIN = """
 import hashlib, os, time, torch

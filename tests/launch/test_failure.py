@@ -12,8 +12,8 @@ import pytest
 from harness.patience import PATIENCE
 from harness.run import DADT
 
-from dadt.launch.failure import Ending, Failure, find_cause, last_line, size
-from dadt.launch.record import Record
+from dadt.launch.ending.failure import Ending, Failure, find_cause, last_line, size
+from dadt.launch.ending.record import Record
 
 FAIL = "import os, sys, time\nif os.environ['RANK'] == '1':\n    {}\ntime.sleep(600)\n"
 

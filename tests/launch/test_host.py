@@ -18,7 +18,7 @@ from dadt.errors import ConfigError
 from dadt.launch.agents import Agents
 from dadt.launch.hosts.host import Host, choose, parse, read
 from dadt.launch.hosts.slot import Room, place, share_out
-from dadt.launch.plan import make
+from dadt.launch.start.plan import make
 from dadt_cli.run.dry import describe
 
 

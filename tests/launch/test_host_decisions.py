@@ -23,7 +23,7 @@ from dadt.launch.agent.actions import (
 )
 from dadt.launch.agent.host_job import HostJob
 from dadt.launch.agent.registry import Line, Saying
-from dadt.launch.processes import Process
+from dadt.launch.ending.processes import Process
 
 FOLDER = Path("/tmp/dadt-0/job")
 FACTS = {"step": 5, "time": 1.0, "peak_memory": 0, "memory_limit": 0, "memory_kills": 0}

@@ -12,7 +12,7 @@ from dadt.launch.actions import Action, Event, SayText, SendFrame
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
-from dadt.launch.node import Node
+from dadt.launch.members.node import Node
 
 ENDED = {"time": 1.0, "step": 5, "peak_memory": 0, "memory_limit": 0, "memory_kills": 0, "stopped": False}
 

@@ -14,8 +14,8 @@ from harness.run import is_running, left_of
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.launch import plan
 from dadt.launch.hosts import simulated
+from dadt.launch.start import plan
 
 RATE = 40e6
 """Bits per second."""

@@ -29,7 +29,7 @@ from dadt.control.connection import (
     dial,
 )
 from dadt.control.frame import MAGIC, Frame, Link
-from dadt.launch.connect_back import SocketChannel
+from dadt.launch.launchers.connect_back import SocketChannel
 
 KEY = b"k" * 32
 

@@ -13,7 +13,7 @@ from harness import job
 from dadt.config import Config
 from dadt.control import pacing
 from dadt.errors import ConfigError
-from dadt.launch import plan
+from dadt.launch.start import plan
 
 RATE = 80e6 / 8
 """Bytes per second."""

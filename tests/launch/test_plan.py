@@ -14,11 +14,11 @@ from harness.run import DADT
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.launch import environment
 from dadt.launch.actions import Outbox
-from dadt.launch.monitor.member import Member
-from dadt.launch.plan import fill, hosts_of, make
-from dadt.launch.replacement import Replacements
+from dadt.launch.members.member import Member
+from dadt.launch.members.replacement import Replacements
+from dadt.launch.start import environment
+from dadt.launch.start.plan import fill, hosts_of, make
 
 VALUES = {"rank": 3, "local_rank": 1, "world_size": 4, "master_addr": "10.0.0.1", "master_port": 29401}
 

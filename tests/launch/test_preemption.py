@@ -15,10 +15,10 @@ from harness.run import Result, Run
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.launch.outcome import Ended, end_early
-from dadt.launch.preemption import EXIT_CODE, Preempted
-from dadt.launch.signals import of_checkpoint
-from dadt.launch.termination import AGAIN_SECONDS
+from dadt.launch.ending.outcome import Ended, end_early
+from dadt.launch.ending.preemption import EXIT_CODE, Preempted
+from dadt.launch.ending.signals import of_checkpoint
+from dadt.launch.ending.termination import AGAIN_SECONDS
 from dadt.train.checkpoint_signal import CheckpointSignal
 
 TRAIN = """

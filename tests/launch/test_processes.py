@@ -9,7 +9,7 @@ import sys
 
 from harness.patience import PATIENCE, await_that
 
-from dadt.launch.processes import Process
+from dadt.launch.ending.processes import Process
 
 SLEEP = "import os, sys, time; os.write(1, b'.'); sys.stdin.read(1); {}"
 AGAIN = "os.execv(sys.executable, [sys.executable, '-c', \"import os, time; os.write(1, b'.'); time.sleep(600)\"])"

@@ -8,9 +8,9 @@ import pytest
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.launch import plan
 from dadt.launch.hosts.ray import RayHost, bundle_of
 from dadt.launch.launchers.ray import reason
+from dadt.launch.start import plan
 
 GONE = """The actor died unexpectedly before finishing this task.
 \tclass_name: RayActor

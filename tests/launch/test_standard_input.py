@@ -56,7 +56,7 @@ def test_rank_0_reads_a_pipe_to_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_job_in_the_background_leaves_the_terminal_to_the_shell(in_background: bool) -> None:
-    code = "from dadt.launch.standard_input import of_launcher\nwith of_launcher() as given: print(len(given))"
+    code = "from dadt.launch.start.standard_input import of_launcher\nwith of_launcher() as given: print(len(given))"
     master, terminal = pty.openpty()
 
     def begin() -> None:
@@ -76,7 +76,7 @@ def test_a_job_in_the_background_leaves_the_terminal_to_the_shell(in_background:
 
 
 def test_without_a_pseudo_terminal_the_others_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dadt.launch.standard_input import NoInput
+    from dadt.launch.start.standard_input import NoInput
 
     assert struct.unpack("HHHH", fcntl.ioctl(NoInput([5, 6]), termios.TIOCGWINSZ, bytes(8)))[:2] == (5, 6)
     monkeypatch.setattr(os, "openpty", lambda: (_ for _ in ()).throw(OSError()))

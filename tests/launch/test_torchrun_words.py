@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dadt.config import Config
-from dadt.launch import environment
 from dadt.launch.agent.error_file import LIMIT, ErrorFile
 from dadt.launch.hosts.slot import Room, place
+from dadt.launch.start import environment
 
 TELL = """
 import json, os, sys

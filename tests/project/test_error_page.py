@@ -19,7 +19,7 @@ CALLS = {"ValueError", "TypeError"}
 """Of Python's own: what a verb says of its arguments."""
 INSIDE = ("dadt/launch/", "dadt/control/", "dadt_cli/bench/ratio.py")
 """Where these are caught, and told in another sentence."""
-VERDICTS = "dadt/launch/ssh/verdict.py"
+VERDICTS = "dadt/launch/ssh/refusals.py"
 THROWN = re.compile(r'Error\(Code::k(?!Internal)\w+,\s*(?:[\w.()]+ \+ )?"(?P<text>[^"]+)"')
 REMEDY = re.compile(r"; | -> |: (?=give|use|choose|run|start|send)|\? | \((?=is|see)|, and ")
 """Where a sentence goes on with what to do, or with more than it takes to know it again."""

@@ -150,28 +150,28 @@ DECISIONS = (
     "launch.agent.registry",
     "launch.agent.shims",
     "launch.agent.stop",
-    "launch.cause",
+    "launch.ending.cause",
     "launch.contact",
-    "launch.endings",
-    "launch.generation",
-    "launch.handovers",
+    "launch.ending.endings",
+    "launch.members.generation",
+    "launch.members.handovers",
     "launch.hosts.candidates",
     "launch.job",
-    "launch.joining",
-    "launch.membership",
-    "launch.monitor.board",
-    "launch.monitor.member",
+    "launch.members.joining",
+    "launch.members.membership",
+    "launch.members.board",
+    "launch.members.member",
     "launch.monitor.notices",
-    "launch.monitor.rendezvous",
-    "launch.monitor.silence",
-    "launch.monitor.stalls",
-    "launch.monitor.waits",
+    "launch.members.rendezvous",
+    "launch.members.silence",
+    "launch.members.stalls",
+    "launch.members.waits",
     "launch.monitor.watch",
-    "launch.node",
+    "launch.members.node",
     "launch.actions",
-    "launch.replacement",
-    "launch.results",
-    "launch.termination",
+    "launch.members.replacement",
+    "launch.ending.results",
+    "launch.ending.termination",
 )
 """What launcher and agents decide, apart from all I/O: these modules take events and the time, and give actions."""
 IO = {"os", "select", "selectors", "shutil", "socket", "subprocess", "tempfile", "threading", "time"}
@@ -186,6 +186,12 @@ def test_what_decides_does_no_io(module: str) -> None:
     signals = under(found, "signal")
     assert signals != {"signal"}, "import the numbers by name"
     assert signals <= {"signal", *(f"signal.{name}" for name in HARMLESS)}
+
+
+@pytest.mark.parametrize(("folder", "other"), [("hosts", "agent"), ("monitor", "query")])
+def test_the_launcher_has_no_tie_in_both_directions(folder: str, other: str) -> None:
+    for path in (ROOT / "dadt" / "launch" / folder).rglob("*.py"):
+        assert not under(imports(path), f"dadt.launch.{other}"), relative(path)
 
 
 def test_the_launcher_and_what_is_below_it_need_no_torch() -> None:

@@ -21,7 +21,7 @@ from harness.run import DADT
 from dadt.config import Config
 from dadt.control import job_folder, snapshots
 from dadt.errors import ConfigError
-from dadt.launch import again, resume
+from dadt.launch.start import resume, saved_start
 
 TOLD = {
     "step": 12,
@@ -47,8 +47,8 @@ def job(folder: Path, name: str = "abcd", root: Path | None = None, /, **setting
     for each in (logs, snapshot):
         each.mkdir(parents=True, exist_ok=True)
     words = ["train.py", "--lr", "0.1"]
-    start = again.of(words, config, module=False, no_python=False, cwd=str(folder), env={**os.environ, **ENV})
-    again.write(logs, start)
+    start = saved_start.of(words, config, module=False, no_python=False, cwd=str(folder), env={**os.environ, **ENV})
+    saved_start.write(logs, start)
     (snapshot / "half").write_bytes(b"content")
     snapshots.complete(snapshot, 0, snapshot / "half", snapshots.digest(snapshot / "half"), dict(TOLD))
     return logs
@@ -176,10 +176,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_start_is_one_sentence(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     damage, sentence = DAMAGED[case]
     folder = job(tmp_path)
-    damage(folder / again.FILE)
+    damage(folder / saved_start.FILE)
     tracemalloc.start()
     try:
-        again.read(folder)
+        saved_start.read(folder)
     except ConfigError as error:
         assert sentence in str(error) and "\n" not in str(error)
     else:
@@ -194,14 +194,14 @@ def test_a_damaged_start_is_one_sentence(tmp_path: Path, case: str, monkeypatch:
 @pytest.mark.parametrize("case", ["1 GB", "a pipe", "a million deep"])
 def test_a_hostile_start_is_told_by_the_command(tmp_path: Path, case: str) -> None:
     damage, sentence = DAMAGED[case]
-    damage(job(tmp_path) / again.FILE)
+    damage(job(tmp_path) / saved_start.FILE)
     code, text = plan(tmp_path, "--resume", "abcd")
     assert code == 2 and sentence in text and text.count("\n") == 1
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_another_users_start_is_not_run(tmp_path: Path) -> None:
-    os.chown(job(tmp_path) / again.FILE, 1234, 1234)
+    os.chown(job(tmp_path) / saved_start.FILE, 1234, 1234)
     code, text = plan(tmp_path, "--resume", "abcd")
     assert code == 2 and "can be changed by others than you" in text
 
@@ -302,10 +302,10 @@ def test_the_command_that_each_end_names_goes_on(tmp_path: Path) -> None:
     assert code == 2 and not nothing and "train.py has changed since the snapshot" in other.told, other.told
     (project / "train.py").write_text(script)
     (project / "other.py").write_text("import torch\ntorch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])")
-    kept = (folder / again.FILE).read_text()
-    changed(words=["other.py"])(folder / again.FILE)
+    kept = (folder / saved_start.FILE).read_text()
+    changed(words=["other.py"])(folder / saved_start.FILE)
     other = Going(elsewhere, project, *named[0])
     code, nothing = other.end()
     assert code == 2 and not nothing and "the script other.py has changed" in other.told, other.told
-    (folder / again.FILE).write_text(kept)
+    (folder / saved_start.FILE).write_text(kept)
     assert weights(Going(elsewhere, project, "--resume", "--log-dir", str(folder.parent), "-x", "PACE=0")) == expected

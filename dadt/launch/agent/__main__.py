@@ -13,7 +13,7 @@ from dadt.control.connection import handed_over
 from dadt.control.frame import MAGIC, Link
 from dadt.errors import LaunchError
 from dadt.launch.agent.agent import Agent
-from dadt.launch.signals import ENDING_SIGNALS, Interrupts
+from dadt.launch.ending.signals import ENDING_SIGNALS, Interrupts
 
 PR_SET_CHILD_SUBREAPER = 36
 STDIN, FOLDER = "--stdin=", "--folder="

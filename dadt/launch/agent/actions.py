@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dadt.control.frame import Frame
-from dadt.launch.processes import Process
+from dadt.launch.ending.processes import Process
 
 
 class TellLauncher(NamedTuple):

@@ -14,12 +14,12 @@ from typing import Any
 from dadt.control import machine, mpi_library, network, schema
 from dadt.control.frame import Frame, Link
 from dadt.control.job_folder import Folder
-from dadt.launch import environment
 from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
 from dadt.launch.agent.probing import Probing
 from dadt.launch.agent.supervisor import Supervisor
-from dadt.launch.processes import sweep
-from dadt.launch.signals import ENDING_SIGNALS, Interrupts
+from dadt.launch.ending.processes import sweep
+from dadt.launch.ending.signals import ENDING_SIGNALS, Interrupts
+from dadt.launch.start import environment
 
 PROBE_TICK_SECONDS = 0.01
 ADDRESS_SECONDS = 3.0

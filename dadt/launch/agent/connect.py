@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from dadt.control.connection import Connection, Reach, become_standard, dial
 from dadt.errors import LaunchError
-from dadt.launch.agent.worker import PR_SET_PDEATHSIG
+from dadt.launch.child import PR_SET_PDEATHSIG
 from dadt.launch.hosts.slurm import forget_step
 
 REACH = "DADT_REACH"

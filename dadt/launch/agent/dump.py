@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dadt.control.frame import Frame
 from dadt.control.job_folder import ASK
 from dadt.control.schema import OUTPUT
-from dadt.launch.processes import Process, is_alive, state
+from dadt.launch.ending.processes import Process, is_alive, state
 
 ANSWER_SECONDS = 2.0
 """How long a worker may take to answer while the job goes on."""

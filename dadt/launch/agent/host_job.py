@@ -24,7 +24,7 @@ from dadt.launch.agent.actions import (
 from dadt.launch.agent.registry import Saying, WorkerRegistry
 from dadt.launch.agent.shims import Shims
 from dadt.launch.agent.stop import Stop
-from dadt.launch.processes import Process
+from dadt.launch.ending.processes import Process
 
 NATURAL_SECONDS = 0.5
 """How long processes left by successful workers may take to end by themselves."""

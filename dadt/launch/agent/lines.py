@@ -15,7 +15,7 @@ from dadt.control.schema import Speaker
 from dadt.errors import DadtError
 from dadt.launch.agent.launcher_line import LauncherLine
 from dadt.launch.agent.registry import Line
-from dadt.launch.processes import Process
+from dadt.launch.ending.processes import Process
 
 UNSENT_LIMIT = 64 << 20
 """Most bytes of answers that a process may leave unread."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from dadt.control.frame import Frame
 from dadt.errors import DadtError
 from dadt.launch.agent.actions import AgentOutbox, NoteWritten, RemoveHalves, ResetStep, TellLauncher
-from dadt.launch.processes import Process
+from dadt.launch.ending.processes import Process
 
 STACKS_FILE = re.compile(r"stacks-[0-9]+")
 MOST_APPROACHES = 1024

@@ -24,9 +24,9 @@ from dadt.control.connection import SEAL, Reach, dial
 from dadt.control.frame import Frame, Link
 from dadt.control.job_folder import SOCKET, line_of, root
 from dadt.errors import LaunchError
-from dadt.launch.agent.worker import spawn
-from dadt.launch.signals import Interrupts
-from dadt.launch.standard_input import NoInput
+from dadt.launch.child import spawn
+from dadt.launch.ending.signals import Interrupts
+from dadt.launch.start.standard_input import NoInput
 from dadt.world import World
 
 NOTE = "DADT_SHIM"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dadt.control.frame import Frame
-from dadt.launch import environment
 from dadt.launch.agent.error_file import ErrorFile
 from dadt.launch.agent.worker import Worker
-from dadt.launch.standard_input import NoInput
+from dadt.launch.start import environment
+from dadt.launch.start.standard_input import NoInput
 
 
 class Start:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dadt.launch.agent.actions import AgentOutbox, KillAll, TerminateAll
-from dadt.launch.processes import TRACKER_SECONDS
+from dadt.launch.ending.processes import TRACKER_SECONDS
 
 KILL_SECONDS = 3.0
 

@@ -29,8 +29,8 @@ from dadt.launch.agent.registry import Line, Saying
 from dadt.launch.agent.start import Start
 from dadt.launch.agent.worker import STREAMS, Worker
 from dadt.launch.agent.worker_output import WorkerOutput
-from dadt.launch.processes import Process, handles, kill, members, terminate, without_trackers
-from dadt.launch.signals import ENDING_SIGNALS, Interrupts
+from dadt.launch.ending.processes import Process, handles, kill, members, terminate, without_trackers
+from dadt.launch.ending.signals import ENDING_SIGNALS, Interrupts
 
 TICK_SECONDS = 0.05
 PROBE_TICK_SECONDS = 0.01

@@ -12,7 +12,7 @@ from pathlib import Path
 from dadt.config.check import here
 from dadt.config.document import LIMIT
 from dadt.errors import ConfigError, LaunchError
-from dadt.launch.agent.worker import spawn
+from dadt.launch.child import spawn
 from dadt.launch.hosts import host
 from dadt.launch.hosts.host import Host
 

@@ -14,10 +14,10 @@ from dadt.config import Config
 from dadt.control import schema
 from dadt.control.frame import Link
 from dadt.errors import LaunchError
-from dadt.launch import standard_input
 from dadt.launch.channel import Channel
-from dadt.launch.failure import signal_name
+from dadt.launch.ending.failure import signal_name
 from dadt.launch.hosts.host import Host
+from dadt.launch.start import standard_input
 
 PIPE_BYTES = 1 << 20
 F_SETPIPE_SZ = 1031

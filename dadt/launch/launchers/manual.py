@@ -19,14 +19,14 @@ from dadt.control.connection import SEAL, Connection, Listener, Unreached, Words
 from dadt.control.frame import Frame, Link
 from dadt.errors import DadtError, LaunchError, StartTimeout
 from dadt.launch.channel import Channel, Launcher, Request
-from dadt.launch.connect_back import Arrivals, SocketChannel
-from dadt.launch.failure import signal_name
+from dadt.launch.ending.failure import signal_name
+from dadt.launch.ending.preemption import EXIT_CODE
+from dadt.launch.ending.signals import Interrupts
 from dadt.launch.hosts.host import Host
+from dadt.launch.launchers.connect_back import Arrivals, SocketChannel
 from dadt.launch.launchers.local import LocalLauncher
 from dadt.launch.launchers.node_rendezvous import rendezvous_of
-from dadt.launch.preemption import EXIT_CODE
-from dadt.launch.signals import Interrupts
-from dadt.launch.startup import Voice
+from dadt.launch.start.startup import Voice
 
 END_SECONDS = 10.0
 """How long this host's agent may take to end after the job."""

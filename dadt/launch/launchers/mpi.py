@@ -23,11 +23,11 @@ from dadt.control.connection import Connection, Listener, Words
 from dadt.errors import ConfigError, LaunchError
 from dadt.launch.agent.shim import NOTE
 from dadt.launch.channel import Channel, Launcher, Request
-from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, share_out
 from dadt.launch.hosts.slurm import forget_step
 from dadt.launch.launchers import slurm
+from dadt.launch.launchers.connect_back import Arrivals, SocketChannel
 
 FLAVOURS = {
     "Open MPI": ("Open MPI", "OpenRTE", "PRRTE"),

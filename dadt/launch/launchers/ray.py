@@ -16,10 +16,10 @@ from dadt.errors import LaunchError
 from dadt.launch.agent import ray_actor
 from dadt.launch.agent.connect import NAME, REACH
 from dadt.launch.channel import Channel, Launcher, Request
-from dadt.launch.connect_back import Arrivals, SocketChannel
-from dadt.launch.failure import signal_name
+from dadt.launch.ending.failure import signal_name
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.ray import RayHost, connect, end_of_node, own_node
+from dadt.launch.launchers.connect_back import Arrivals, SocketChannel
 
 END_SECONDS = 5.0
 QUIET_SECONDS = 1.0

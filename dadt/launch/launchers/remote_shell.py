@@ -7,7 +7,7 @@ import shlex
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.launch.failure import last_line, signal_name
+from dadt.launch.ending.failure import last_line, signal_name
 from dadt.launch.hosts.host import Host
 
 PLAIN = re.compile(r"[\w@%+=:,./~-]+")

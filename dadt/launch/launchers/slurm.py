@@ -20,9 +20,9 @@ from dadt.control.connection import Connection, Listener, Words
 from dadt.errors import LaunchError
 from dadt.launch.agent.connect import REACH
 from dadt.launch.channel import Channel, Launcher, Request
-from dadt.launch.connect_back import Arrivals, SocketChannel
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slurm import forget_step
+from dadt.launch.launchers.connect_back import Arrivals, SocketChannel
 
 END_SECONDS = 5.0
 TAIL_LINES = 20

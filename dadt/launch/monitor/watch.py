@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from dadt.launch.actions import Event, Outbox
-from dadt.launch.monitor.member import Member
+from dadt.launch.members.member import Member
 from dadt.launch.monitor.printed import BAR
 
 WINDOW_SECONDS = 5.0

@@ -14,14 +14,14 @@ import paramiko
 from dadt.config import Config
 from dadt.errors import LaunchError
 from dadt.launch.hosts.host import Host
+from dadt.launch.ssh import refusals
 from dadt.launch.ssh import route as routes
-from dadt.launch.ssh import verdict
 from dadt.launch.ssh.attempt import Transient, left
 from dadt.launch.ssh.gate import Gates
 from dadt.launch.ssh.host_key import HostKey, KnownHosts
 from dadt.launch.ssh.identity import Identities
 from dadt.launch.ssh.route import Route
-from dadt.launch.ssh.way import Proxy, dial, tunnel
+from dadt.launch.ssh.transport import Proxy, dial, tunnel
 
 BANNER_SECONDS = 15.0
 ANSWER_SECONDS = 30.0
@@ -179,11 +179,11 @@ class Connector:
         try:
             transport.start_client(timeout=seconds)
         except paramiko.ssh_exception.IncompatiblePeer as error:
-            raise LaunchError(verdict.no_algorithm(str(error), "--ssh-backend openssh")) from error
+            raise LaunchError(refusals.no_algorithm(str(error), "--ssh-backend openssh")) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise _failed(route, proxy, error) from error
         if not transport.initial_kex_done:
-            raise Transient(verdict.overloaded(seconds))
+            raise Transient(refusals.overloaded(seconds))
         key = transport.get_remote_server_key()
         if text := known.check(HostKey(key.get_name(), key.asbytes()), self._config.ssh_host_keys):
             note(text)
@@ -191,7 +191,7 @@ class Connector:
 
 def _failed(route: Route, proxy: Proxy | None, error: Exception) -> LaunchError:
     if proxy is not None:
-        return LaunchError(f"{proxy.explain()} -> try `ssh {verdict.login(route)}`")
+        return LaunchError(f"{proxy.explain()} -> try `ssh {refusals.login(route)}`")
     if "protocol version" in str(error):
-        return LaunchError(verdict.no_ssh(route.where, str(error)))
-    return Transient(verdict.closed(route.where))
+        return LaunchError(refusals.no_ssh(route.where, str(error)))
+    return Transient(refusals.closed(route.where))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dadt.errors import LaunchError
-from dadt.launch.ssh import verdict
+from dadt.launch.ssh import refusals
 from dadt.launch.ssh.route import SSH_PORT, Route
 
 HASHED = "|1|"
@@ -86,13 +86,13 @@ class KnownHosts:
         if policy == "off":
             return ""
         if revoked := [entry for entry in self._revoked if entry.key == key]:
-            raise LaunchError(verdict.revoked_key(key.fingerprint, revoked[0].place))
+            raise LaunchError(refusals.revoked_key(key.fingerprint, revoked[0].place))
         if any(entry.key == key for entry in self._entries + self._portless):
             return ""
         if self._entries:
             raise LaunchError(changed(key.fingerprint, self._entries[0], self._route.key_name))
         if policy == "strict" or self._route.strict:
-            raise LaunchError(verdict.unknown_key(key.fingerprint, self._route))
+            raise LaunchError(refusals.unknown_key(key.fingerprint, self._route))
         return self._accept(key)
 
     def _accept(self, key: HostKey) -> str:
@@ -106,7 +106,7 @@ class KnownHosts:
 
 def changed(fingerprint: str, entry: Entry, name: str) -> str:
     remedy = f"ssh-keygen -R '{name}' -f {entry.file}"
-    return verdict.changed_key(fingerprint, entry.key.fingerprint, entry.place, remedy)
+    return refusals.changed_key(fingerprint, entry.key.fingerprint, entry.place, remedy)
 
 
 def read_line(file: Path, number: int) -> Entry | None:

@@ -13,7 +13,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from paramiko.pkey import UnknownKeyType
 
 from dadt.errors import LaunchError
-from dadt.launch.ssh import verdict
+from dadt.launch.ssh import refusals
 from dadt.launch.ssh.attempt import Transient
 from dadt.launch.ssh.route import Route
 
@@ -37,22 +37,22 @@ class Identities:
             return
         except paramiko.BadAuthenticationType as refusal:
             if "publickey" not in refusal.allowed_types:
-                raise LaunchError(verdict.other_way(refusal.allowed_types)) from refusal
+                raise LaunchError(refusals.other_way(refusal.allowed_types)) from refusal
         with closing(paramiko.Agent()) as agent:
             for key, label in self._keys(agent.get_keys() if self._route.uses_agent else ()):
                 try:
                     more = transport.auth_publickey(user, key)
                 except paramiko.SSHException as error:
                     if "timeout" in str(error):
-                        raise Transient(verdict.overloaded(transport.auth_timeout)) from error
+                        raise Transient(refusals.overloaded(transport.auth_timeout)) from error
                     if not transport.is_active():
-                        raise LaunchError(verdict.denied_early(self._what_was_tried())) from error
+                        raise LaunchError(refusals.denied_early(self._what_was_tried())) from error
                     self._note(label)
                     continue
                 if more:
-                    raise LaunchError(verdict.other_way(more))
+                    raise LaunchError(refusals.other_way(more))
                 return
-        raise LaunchError(verdict.denied(self._route, self._what_was_tried(), self._locked, self._unusable))
+        raise LaunchError(refusals.denied(self._route, self._what_was_tried(), self._locked, self._unusable))
 
     def _keys(self, held: tuple[paramiko.AgentKey, ...]) -> Iterator[tuple[paramiko.PKey, str]]:
         """Keys with labels, in OpenSSH's order: named files that the agent holds, its other keys, the other files.
@@ -89,7 +89,7 @@ class Identities:
             self._by_agent += 1
 
     def _what_was_tried(self) -> list[str]:
-        return self._tried + verdict.agent_keys(self._by_agent)
+        return self._tried + refusals.agent_keys(self._by_agent)
 
 
 def _public(file: Path) -> bytes | None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from dadt.errors import LaunchError
-from dadt.launch.ssh import host_key, verdict
+from dadt.launch.ssh import host_key, refusals
 from dadt.launch.ssh.attempt import Transient
 from dadt.launch.ssh.identity import shorten
 from dadt.launch.ssh.route import Route
@@ -62,31 +62,31 @@ class Report:
         text = self._text
         if found := RESOLVE.search(text):
             kind = Transient if "Temporary failure" in found[2] else LaunchError
-            return kind(verdict.unknown_host(found[1], found[2]))
+            return kind(refusals.unknown_host(found[1], found[2]))
         if found := CONNECT.search(text):
             return _unreachable(found[1], found[2], route)
         if "HOST IDENTIFICATION HAS CHANGED" in text or "REVOKED HOST KEY" in text or "host key is known" in text:
             return LaunchError(self._host_key(route))
         if "Too many authentication failures" in text:
-            return LaunchError(verdict.denied_early(self._tried()))
+            return LaunchError(refusals.denied_early(self._tried()))
         if found := DENIED.search(text):
             return LaunchError(self._denied(route, found[1].split(",")))
         if found := NEGOTIATE.search(text):
-            return LaunchError(verdict.no_algorithm(found[1], f"try `ssh {verdict.login(route)}`"))
+            return LaunchError(refusals.no_algorithm(found[1], f"try `ssh {refusals.login(route)}`"))
         if found := NO_SSH.search(text):
-            return LaunchError(verdict.no_ssh(route.where, found[0]))
+            return LaunchError(refusals.no_ssh(route.where, found[0]))
         if any(line.startswith(EARLY) for line in self.others.splitlines()) and not route.proxy_command:
-            return Transient(verdict.closed(route.where))
-        return LaunchError(f"ssh failed: {self.last_words} -> try `ssh {verdict.login(route)}`")
+            return Transient(refusals.closed(route.where))
+        return LaunchError(f"ssh failed: {self.last_words} -> try `ssh {refusals.login(route)}`")
 
     def _host_key(self, route: Route) -> str:
         offending = OFFENDING.search(self._text)
         entry = host_key.read_line(Path(offending[1]), int(offending[2])) if offending else None
         if "REVOKED HOST KEY" in self._text:
-            return verdict.revoked_key(self._fingerprint(), entry.place if entry else "known_hosts")
+            return refusals.revoked_key(self._fingerprint(), entry.place if entry else "known_hosts")
         if entry is not None:
             return host_key.changed(self._fingerprint(), entry, route.key_name)
-        return verdict.unknown_key(self._fingerprint(), route)
+        return refusals.unknown_key(self._fingerprint(), route)
 
     def _fingerprint(self) -> str:
         found = SERVER_KEY.findall(self._text)
@@ -94,9 +94,9 @@ class Report:
 
     def _denied(self, route: Route, ways: list[str]) -> str:
         if not any(way == "publickey" for way in ways):
-            return verdict.other_way(ways)
+            return refusals.other_way(ways)
         locked = [shorten(Path(found["name"])) for found in ACCEPTED.finditer(self._text)]
-        return verdict.denied(route, [name for name in self._tried() if name not in locked], locked, [])
+        return refusals.denied(route, [name for name in self._tried() if name not in locked], locked, [])
 
     def _tried(self) -> list[str]:
         files, agent = [], 0
@@ -105,14 +105,14 @@ class Report:
                 agent += 1
             else:
                 files.append(shorten(Path(found["name"])))
-        return files + verdict.agent_keys(agent)
+        return files + refusals.agent_keys(agent)
 
 
 def _unreachable(where: str, reason: str, route: Route) -> LaunchError:
     if "refused" in reason:
-        return LaunchError(verdict.refused(where))
+        return LaunchError(refusals.refused(where))
     if "reset" in reason:
-        return Transient(verdict.closed(where))
+        return Transient(refusals.closed(where))
     if "timed out" in reason:
-        return LaunchError(verdict.silent(where, route.connect_timeout))
-    return LaunchError(verdict.unreachable(where, reason.strip()))
+        return LaunchError(refusals.silent(where, route.connect_timeout))
+    return LaunchError(refusals.unreachable(where, reason.strip()))

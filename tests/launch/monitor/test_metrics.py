@@ -24,9 +24,9 @@ import dadt_cli
 import dadt_cli.report.page
 from dadt.control.step_times import StepTimes, bound
 from dadt.launch.actions import Outbox
+from dadt.launch.members.rendezvous import Rendezvous
 from dadt.launch.monitor import series
 from dadt.launch.monitor.metrics.metric import METRICS
-from dadt.launch.monitor.rendezvous import Rendezvous
 from dadt.launch.monitor.watch import Watch
 from dadt_cli.report.record import Record
 

@@ -16,10 +16,10 @@ from harness.run import DADT, left_of
 from dadt.config.config import Config
 from dadt.errors import ConfigError
 from dadt.launch.actions import Outbox
+from dadt.launch.ending.outcome import Outcome
+from dadt.launch.ending.termination import Termination
 from dadt.launch.monitor.output import Output, ranks_shown
 from dadt.launch.monitor.watch import Watch
-from dadt.launch.outcome import Outcome
-from dadt.launch.termination import Termination
 
 
 def test_lines_carry_their_rank_and_keep_their_order(launch):

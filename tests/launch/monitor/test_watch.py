@@ -12,10 +12,10 @@ import pytest
 from dadt.control.frame import Frame
 from dadt.launch.actions import Event, Outbox
 from dadt.launch.hosts.host import Host
+from dadt.launch.members.member import Member
+from dadt.launch.members.node import Node
 from dadt.launch.monitor.journal import Journal
-from dadt.launch.monitor.member import Member
 from dadt.launch.monitor.watch import LINE_BYTES, Watch
-from dadt.launch.node import Node
 
 NODE = Node(0, Host(name=""))
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from dadt.control.frame import Frame
 from dadt.launch.actions import Event, Outbox
-from dadt.launch.monitor.member import Member
-from dadt.launch.outcome import Outcome
+from dadt.launch.ending.outcome import Outcome
+from dadt.launch.members.member import Member
 
 
 class Results:

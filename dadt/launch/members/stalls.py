@@ -7,7 +7,7 @@ from pathlib import Path
 from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.launch.actions import AnswerCaller, Event, Outbox, WriteStacks
-from dadt.launch.monitor.rendezvous import Rendezvous
+from dadt.launch.members.rendezvous import Rendezvous
 
 DUMP_SECONDS = 30.0
 """Least time between two dumps of all stacks because of a stall."""

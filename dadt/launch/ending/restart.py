@@ -11,17 +11,17 @@ from typing import Any
 
 from dadt.config import Config
 from dadt.errors import ConfigError, DadtError, LaunchError, NotResumed, StartTimeout
-from dadt.launch.failure import Failure
+from dadt.launch.ending.failure import Failure
+from dadt.launch.ending.outcome import Outcome, end_early
+from dadt.launch.ending.preemption import Preempted
+from dadt.launch.ending.signals import Interrupts, of_checkpoint
 from dadt.launch.hosts import script
 from dadt.launch.hosts.candidates import LONGEST_PAUSE_SECONDS
 from dadt.launch.hosts.discovery import ASK_SECONDS, Discovery
 from dadt.launch.hosts.host import Host
 from dadt.launch.idle import Idle
-from dadt.launch.outcome import Outcome, end_early
-from dadt.launch.preemption import Preempted
 from dadt.launch.report import Report
-from dadt.launch.signals import Interrupts, of_checkpoint
-from dadt.launch.startup import Voice
+from dadt.launch.start.startup import Voice
 
 LOOK_SECONDS = 0.1
 """Time between two looks at the hosts, while they do not suffice."""

@@ -6,9 +6,9 @@ import pytest
 
 from dadt.control.frame import Frame
 from dadt.launch.actions import Outbox, Reply
-from dadt.launch.monitor import board, rendezvous
-from dadt.launch.monitor.board import Board, Want
-from dadt.launch.monitor.rendezvous import Rendezvous
+from dadt.launch.members import board, rendezvous
+from dadt.launch.members.board import Board, Want
+from dadt.launch.members.rendezvous import Rendezvous
 
 
 @pytest.fixture

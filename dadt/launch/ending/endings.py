@@ -8,19 +8,19 @@ from signal import SIGTERM
 from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.launch.actions import EndOutput, Event, Outbox
-from dadt.launch.cause import Cause
-from dadt.launch.failure import Ending, signal_name, steps_text
+from dadt.launch.ending.cause import Cause
+from dadt.launch.ending.failure import Ending, signal_name, steps_text
+from dadt.launch.ending.outcome import Outcome
+from dadt.launch.ending.preemption import Preemption, ranks
+from dadt.launch.ending.record import Record
+from dadt.launch.ending.signals import ENDING_SIGNALS, of_checkpoint
+from dadt.launch.ending.termination import Termination
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.joining import Joining
-from dadt.launch.membership import EXIT_SECONDS, Membership
-from dadt.launch.monitor.member import Member
-from dadt.launch.monitor.rendezvous import Rendezvous
-from dadt.launch.node import Node
-from dadt.launch.outcome import Outcome
-from dadt.launch.preemption import Preemption, ranks
-from dadt.launch.record import Record
-from dadt.launch.signals import ENDING_SIGNALS, of_checkpoint
-from dadt.launch.termination import Termination
+from dadt.launch.members.joining import Joining
+from dadt.launch.members.member import Member
+from dadt.launch.members.membership import EXIT_SECONDS, Membership
+from dadt.launch.members.node import Node
+from dadt.launch.members.rendezvous import Rendezvous
 
 PRIMARY_SECONDS = 1.0
 """How long to wait, after a failure that another one caused, for that other one to show."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dadt.errors import DadtError
-from dadt.launch.failure import Ending
+from dadt.launch.ending.failure import Ending
 
 EXIT_CODE = os.EX_TEMPFAIL
 """75, which sysexits.h gives to what fails for now and is to be tried again later."""

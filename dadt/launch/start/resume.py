@@ -9,7 +9,7 @@ from dadt.config import Config
 from dadt.config.check import AUTO, NEVER
 from dadt.control import job_folder, snapshots
 from dadt.errors import ConfigError
-from dadt.launch import again
+from dadt.launch.start import saved_start
 
 LAST = "last"
 
@@ -66,7 +66,7 @@ def _last(logs: Path, elsewhere: str) -> tuple[Path, Path]:
     if elsewhere:
         roots = {root: logs / root.name for root in Path(elsewhere).glob("*")}
     else:
-        roots = {root: job for job in logs.glob("*") for root in again.snapshots_of(job, "")}
+        roots = {root: job for job in logs.glob("*") for root in saved_start.snapshots_of(job, "")}
     for root in sorted(filter(Path.is_dir, roots), key=lambda path: path.stat().st_mtime, reverse=True):
         if not _runs(root_job := roots[root]) and (newest := snapshots.newest(root)) is not None:
             return root_job, newest
@@ -80,10 +80,10 @@ def _named(name: str, logs: Path, config: Config) -> tuple[Path, Path]:
     given = Path(name).absolute()
     if given.name.isdigit() and given.is_dir():
         snapshots.told(given)
-        return again.job_folder(given, logs), given
+        return saved_start.job_folder(given, logs), given
     jobs = (logs / name, given)
-    roots = [(root, job) for job in jobs for root in again.snapshots_of(job, config.snapshot_dir)]
-    for root, job in (*roots, (given, again.job_folder(given / "0", logs))):
+    roots = [(root, job) for job in jobs for root in saved_start.snapshots_of(job, config.snapshot_dir)]
+    for root, job in (*roots, (given, saved_start.job_folder(given / "0", logs))):
         if (newest := snapshots.newest(root)) is not None:
             if _runs(job):
                 raise ConfigError(f"--resume {name}: still runs; end it first (dadt kill {job.name})")

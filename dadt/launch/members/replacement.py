@@ -10,7 +10,7 @@ from dadt.config import Config
 from dadt.config.check import NEVER
 from dadt.control.frame import Frame
 from dadt.launch.actions import Outbox
-from dadt.launch.monitor.member import Member
+from dadt.launch.members.member import Member
 
 LONGEST_SECONDS = 30.0
 """The longest pause before a worker is started again; the first is 1 s, and each is twice the one before."""

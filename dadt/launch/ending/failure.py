@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dadt import errors
 from dadt.control.condition import HELD
-from dadt.launch.record import Record, printable, shortened
+from dadt.launch.ending.record import Record, printable, shortened
 
 OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
 GPU_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory(?:.*?\b(GPU \d+))?", re.DOTALL)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dadt.control import schema, shared_folder
 from dadt.control.frame import Frame
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.monitor.rendezvous import Rendezvous
-from dadt.launch.node import Node
+from dadt.launch.members.node import Node
+from dadt.launch.members.rendezvous import Rendezvous
 
 
 def regroup(rendezvous: Rendezvous, slots: Sequence[Slot], nodes: Sequence[Node], handed: int, why: str) -> Frame:

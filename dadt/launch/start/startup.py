@@ -10,9 +10,9 @@ from dadt.control import network
 from dadt.control.frame import Frame
 from dadt.errors import LaunchError, StartTimeout
 from dadt.launch.agents import Agents
-from dadt.launch.host_report import problem_of, target_of
 from dadt.launch.hosts.host import Host
-from dadt.launch.node import Node
+from dadt.launch.members.node import Node
+from dadt.launch.start.host_report import problem_of, target_of
 
 STRAGGLER_SECONDS = 15.0
 """How long the other hosts may still take once one has failed, so that all failures are reported together."""

@@ -1,7 +1,7 @@
 """Hosts come into a running job in the place of lost ones, where each rank trains at its own speed.
 
 A host takes over the place of another: its ranks and their shares of the data. Its workers join as others do that were
-lost (dadt/launch/replacement.py).
+lost (dadt/launch/members/replacement.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dadt.control import network
 from dadt.control.frame import Frame
 from dadt.errors import LaunchError
 from dadt.launch.actions import AskHost, Event, GiveUpHost, MoveOutput, Outbox, ReachHost, StartWorkers
-from dadt.launch.host_report import problem_of, room, share_folder, target_of
+from dadt.launch.ending.preemption import ranks as ranks_text
 from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.hosts.slot import Slot, move
-from dadt.launch.monitor.member import Member
-from dadt.launch.node import Node
-from dadt.launch.preemption import ranks as ranks_text
+from dadt.launch.members.member import Member
+from dadt.launch.members.node import Node
+from dadt.launch.start.host_report import problem_of, room, share_folder, target_of
 
 PROBE_SECONDS = 10.0
 ON_ONE_MACHINE = {network.SAME_MACHINE: 0.0}

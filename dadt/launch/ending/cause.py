@@ -7,11 +7,11 @@ from pathlib import Path
 
 from dadt.errors import LaunchError
 from dadt.launch.actions import Event
-from dadt.launch.failure import Blame, Ending, Failure, find_cause, last_line
+from dadt.launch.ending.failure import Blame, Ending, Failure, find_cause, last_line
+from dadt.launch.ending.record import Record
 from dadt.launch.hosts.slot import Slot
+from dadt.launch.members.member import Member
 from dadt.launch.monitor.log_files import log_path, stacks_path
-from dadt.launch.monitor.member import Member
-from dadt.launch.record import Record
 
 TAIL_BYTES = 1 << 14
 UNCAUGHT = 1

@@ -9,7 +9,7 @@ from dadt.config import Config
 from dadt.config.version import VERSION
 from dadt.control.frame import Frame
 from dadt.launch.hosts.slot import Room
-from dadt.launch.node import Node
+from dadt.launch.members.node import Node
 
 
 def room(node: Node, config: Config) -> Room:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dadt.control.condition import HELD, TEXTS
-from dadt.launch.monitor.waits import Waiting
+from dadt.launch.members.waits import Waiting
 
 
 @dataclass(slots=True)

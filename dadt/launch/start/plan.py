@@ -16,13 +16,14 @@ from dadt.config.executor import mpi_executor
 from dadt.config.link import pace_of
 from dadt.control import network, pacing, timeline_file
 from dadt.errors import ConfigError
-from dadt.launch import environment, signals
-from dadt.launch.again import Start
+from dadt.launch.ending import signals
 from dadt.launch.hosts import host, ray, script, simulated
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Room, share_out
 from dadt.launch.hosts.slurm import slurm_hosts
 from dadt.launch.launchers.node_rendezvous import rendezvous_of
+from dadt.launch.start import environment
+from dadt.launch.start.saved_start import Start
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
 MOST_SLOTS = 1 << 16

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dadt.errors import DadtError
-from dadt.launch.failure import Failure, signal_name
+from dadt.launch.ending.failure import Failure, signal_name
+from dadt.launch.ending.preemption import EXIT_CODE, Preempted, Preemption
+from dadt.launch.ending.signals import ENDING_SIGNALS
 from dadt.launch.monitor.watch import Loss
-from dadt.launch.preemption import EXIT_CODE, Preempted, Preemption
-from dadt.launch.signals import ENDING_SIGNALS
 
 
 @dataclass(kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dadt.control.frame import Frame
 from dadt.launch.actions import Event, Outbox
 from dadt.launch.hosts.host import Host
-from dadt.launch.monitor.rendezvous import Rendezvous
-from dadt.launch.monitor.waits import ASKED_SECONDS, Waiting
-from dadt.launch.node import Node
+from dadt.launch.members.node import Node
+from dadt.launch.members.rendezvous import Rendezvous
+from dadt.launch.members.waits import ASKED_SECONDS, Waiting
 
 NODE = Node(0, Host(name=""))
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
 from dadt.launch.actions import Event, Outbox, Reply
-from dadt.launch.monitor.board import Board, Want, together
-from dadt.launch.monitor.member import Member
+from dadt.launch.members.board import Board, Want, together
+from dadt.launch.members.member import Member
 
 MOST_EXCHANGES = 1 << 16
 MOST_GIVEN = 256 << 20

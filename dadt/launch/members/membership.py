@@ -12,18 +12,18 @@ from dadt.control.condition import HELD
 from dadt.control.frame import Frame
 from dadt.errors import NotResumed, Unproved
 from dadt.launch.actions import Event, Outbox, Reply
-from dadt.launch.cause import Cause
-from dadt.launch.generation import regroup
-from dadt.launch.handovers import Handovers
+from dadt.launch.ending.cause import Cause
+from dadt.launch.ending.preemption import ranks
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.joining import Joining
-from dadt.launch.monitor.member import Member
-from dadt.launch.monitor.rendezvous import Rendezvous
-from dadt.launch.monitor.silence import Silences
+from dadt.launch.members.generation import regroup
+from dadt.launch.members.handovers import Handovers
+from dadt.launch.members.joining import Joining
+from dadt.launch.members.member import Member
+from dadt.launch.members.node import Node
+from dadt.launch.members.rendezvous import Rendezvous
+from dadt.launch.members.replacement import Replacements, replaces
+from dadt.launch.members.silence import Silences
 from dadt.launch.monitor.watch import Watch
-from dadt.launch.node import Node
-from dadt.launch.preemption import ranks
-from dadt.launch.replacement import Replacements, replaces
 
 NATURAL_SECONDS = 0.5
 """How long processes left by successful workers may take to end by themselves."""

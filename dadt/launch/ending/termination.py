@@ -6,9 +6,9 @@ from signal import SIGINT
 
 from dadt.control.frame import Frame
 from dadt.launch.actions import Outbox
+from dadt.launch.ending.outcome import Outcome
+from dadt.launch.ending.preemption import Preemption
 from dadt.launch.monitor.watch import Watch
-from dadt.launch.outcome import Outcome
-from dadt.launch.preemption import Preemption
 
 FAILURE_GRACE = 1.0
 """Time from SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""

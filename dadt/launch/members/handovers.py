@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dadt.control.frame import Frame
 from dadt.launch.actions import Event, Outbox, Reply
-from dadt.launch.monitor.board import together
+from dadt.launch.members.board import together
 
 LONGEST_SECONDS = 3600.0
 """Most seconds that a new worker waits for an answer."""

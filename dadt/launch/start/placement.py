@@ -12,11 +12,11 @@ from dadt.config import Config
 from dadt.config.executor import Place, choose
 from dadt.errors import LaunchError
 from dadt.launch.agents import Agents
-from dadt.launch.host_report import differences, room
 from dadt.launch.hosts.slot import Slot, place, share_out
-from dadt.launch.node import Node
-from dadt.launch.plan import Plan
-from dadt.launch.startup import Voice, agree, find_shared_folders
+from dadt.launch.members.node import Node
+from dadt.launch.start.host_report import differences, room
+from dadt.launch.start.plan import Plan
+from dadt.launch.start.startup import Voice, agree, find_shared_folders
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 from dadt.control.frame import Frame
 from dadt.launch.actions import Event, Outbox
-from dadt.launch.failure import Blame
+from dadt.launch.ending.failure import Blame
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.monitor.member import Member
-from dadt.launch.monitor.rendezvous import Rendezvous
-from dadt.launch.node import Node
+from dadt.launch.members.member import Member
+from dadt.launch.members.node import Node
+from dadt.launch.members.rendezvous import Rendezvous
 
 JOIN_SECONDS = 2.0
 """How long the other side may take to report the same, so that one line covers both."""

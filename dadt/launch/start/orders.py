@@ -9,13 +9,13 @@ from dadt.config.executor import mpi_executor
 from dadt.control import shared_folder
 from dadt.control.frame import Frame
 from dadt.control.network import SAME_MACHINE
-from dadt.launch import environment, plan, standard_input
+from dadt.launch.ending.signals import of_checkpoint
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.node import Node
-from dadt.launch.placement import Placed
-from dadt.launch.plan import Plan
-from dadt.launch.replacement import replaces
-from dadt.launch.signals import of_checkpoint
+from dadt.launch.members.node import Node
+from dadt.launch.members.replacement import replaces
+from dadt.launch.start import environment, plan, standard_input
+from dadt.launch.start.placement import Placed
+from dadt.launch.start.plan import Plan
 
 
 def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from typing import IO
 import paramiko
 
 from dadt.errors import LaunchError
-from dadt.launch.ssh import verdict
+from dadt.launch.ssh import refusals
 from dadt.launch.ssh.attempt import Transient
 from dadt.launch.ssh.route import Route
 
@@ -26,9 +26,9 @@ def dial(route: Route, timeout: float, silence: float) -> socket.socket:
         found = socket.getaddrinfo(route.hostname, route.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         kind = Transient if error.errno == socket.EAI_AGAIN else LaunchError
-        raise kind(verdict.unknown_host(route.hostname, error.strerror or str(error))) from error
+        raise kind(refusals.unknown_host(route.hostname, error.strerror or str(error))) from error
     except UnicodeError as error:
-        raise LaunchError(verdict.unknown_host(route.hostname, str(error))) from error
+        raise LaunchError(refusals.unknown_host(route.hostname, str(error))) from error
     errors = []
     for family, kind_, protocol, _, address in found:
         wire = socket.socket(family, kind_, protocol)
@@ -54,12 +54,12 @@ def _watch(wire: socket.socket, silence: float) -> None:
 
 def _unreachable(route: Route, timeout: float, errors: list[OSError]) -> LaunchError:
     if any(isinstance(error, ConnectionRefusedError) for error in errors):
-        return LaunchError(verdict.refused(route.where))
+        return LaunchError(refusals.refused(route.where))
     if any(isinstance(error, ConnectionResetError) for error in errors):
-        return Transient(verdict.closed(route.where))
+        return Transient(refusals.closed(route.where))
     if any(isinstance(error, TimeoutError) for error in errors):
-        return LaunchError(verdict.silent(route.where, timeout))
-    return LaunchError(verdict.unreachable(route.where, errors[0].strerror or str(errors[0])))
+        return LaunchError(refusals.silent(route.where, timeout))
+    return LaunchError(refusals.unreachable(route.where, errors[0].strerror or str(errors[0])))
 
 
 def tunnel(over: paramiko.Transport, route: Route, timeout: float) -> paramiko.Channel:
@@ -69,7 +69,7 @@ def tunnel(over: paramiko.Transport, route: Route, timeout: float) -> paramiko.C
     except paramiko.ChannelException as error:
         raise LaunchError(
             f"ProxyJump {route.jumps[-1]} does not get to {route.where} ({error.text}) -> try "
-            f"`ssh {verdict.login(route)}`"
+            f"`ssh {refusals.login(route)}`"
         ) from error
     except paramiko.SSHException as error:
         raise Transient(f"ProxyJump {route.jumps[-1]} is lost or does not answer ({error})") from error

@@ -1,0 +1,1 @@
+"""How a job comes to its end, and why."""

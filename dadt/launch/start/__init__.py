@@ -1,0 +1,1 @@
+"""From a plan to the order to start the workers."""
