@@ -1,6 +1,6 @@
 """A rank that exchanges with itself: all that DADT does in a step, and no peer to wait for.
 
-A job of one exchanges nothing, and one GPU takes one rank over NCCL. So the runtime is told here that it is not alone.
+A job of one exchanges nothing, and one GPU takes one rank over NCCL. So the rank is told here that it is not alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from functools import cached_property
 
 from dadt.comm import executors
 from dadt.comm.executors.base import Connection
-from dadt.train.runtime import Runtime
+from dadt.train import recovery, runtime
+from dadt.train.ranks import Ranks
 
 
 class Alone:
@@ -33,15 +34,17 @@ class Alone:
         return [self._kept[key] for key in keys]
 
 
-class Exchanging(Runtime):
+class Exchanging(Ranks):
     alone = False
 
     @cached_property
     def meet(self) -> Alone:  # type: ignore[override]
         return Alone()
 
-    def _connected(self) -> Connection:
-        return executors.connect_one(self.config.executor, self.config, self.group, self.meet)
+
+def _connected(self: recovery.Recovery) -> Connection:
+    ranks = self._ranks
+    return executors.connect_one(ranks.config.executor, ranks.config, ranks.group, ranks.meet)
 
 
 def hook(**settings: str) -> None:
@@ -50,5 +53,5 @@ def hook(**settings: str) -> None:
     from dadt.world import World
 
     os.environ.update({f"DADT_{name.upper()}": value for name, value in settings.items()})
-    worker.Runtime = Exchanging  # type: ignore[misc]
+    runtime.Ranks, recovery.Recovery._connected = Exchanging, _connected  # type: ignore[misc, method-assign]
     worker.start(World())

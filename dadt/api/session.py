@@ -48,21 +48,21 @@ class Session:
         naming the ranks that do not come."""
         self.runtime: Runtime = worker.ask()
         self.knobs = dict(knobs)
-        config = configured(self.runtime.config, knobs)
-        self.world = self.runtime.world
-        if self.runtime.control is not None:
-            self.runtime.checkpoint_signal.begin(*self.runtime.control.claim())
-            self.runtime.listen()
+        config = configured(self.runtime.ranks.config, knobs)
+        self.world = self.runtime.ranks.world
+        if self.runtime.ranks.control is not None:
+            self.runtime.ranks.requests.checkpoint_signal.begin(*self.runtime.ranks.control.claim())
+            self.runtime.reports.listen()
         mine = {"host": self.world.cross_rank, "config": config.to_env()}
-        told = [json.loads(blob) for blob in self.runtime.meet.exchange("dadt.init", json.dumps(mine).encode())]
+        told = [json.loads(blob) for blob in self.runtime.ranks.meet.exchange("dadt.init", json.dumps(mine).encode())]
         _agree([each["config"] for each in told])
-        self.runtime.config = self.config = config
+        self.runtime.ranks.config = self.config = config
         self._hosts: list[int] = [each["host"] for each in told]
         self._pid = os.getpid()
         self._sets: list[ProcessSet] = []
         self._steps = 0
         self._numbers = itertools.count(1)
-        self.all = self._make(range(self.world.world_size), Apart(self.runtime.meet, "all"))
+        self.all = self._make(range(self.world.world_size), Apart(self.runtime.ranks.meet, "all"))
         self._counting = register_optimizer_step_post_hook(self._stepped)
         atexit.register(self._exit)
 
@@ -92,7 +92,7 @@ class Session:
     def add(self, ranks: Sequence[int]) -> ProcessSet:
         """All ranks call this, with the same ranks."""
         name = f"process set {next(self._numbers)}"
-        rounds = _Rounds(self.all, ranks, name, self.runtime.meet.secret)  # which compares what the ranks give
+        rounds = _Rounds(self.all, ranks, name, self.runtime.ranks.meet.secret)  # which compares what the ranks give
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen or chosen[0] < 0 or chosen[-1] >= self.world.world_size:
             raise ValueError(
@@ -141,11 +141,11 @@ class Session:
             stack.callback(self.runtime.close, failed=bool(reason))
             for each in sets:
                 stack.callback(each.close, timeout, reason)
-            if sets and self.runtime.timeline is not None and not reason:
-                self.runtime.say(merge(self.runtime.timeline, _Peers(self.all), self.runtime.members))
+            if sets and self.runtime.ranks.timeline is not None and not reason:
+                self.runtime.ranks.say(merge(self.runtime.ranks.timeline, _Peers(self.all), self.runtime.ranks.members))
 
     def _make(self, ranks: Sequence[int], meet: Meet) -> ProcessSet:
-        deaths, control = self.runtime.deaths, self.runtime.control
+        deaths, control = self.runtime.ranks.deaths, self.runtime.ranks.control
         dump = control.dump if deaths.listening and control is not None else None
         made = ProcessSet(ranks, self._world_of(ranks), self._config_of(ranks), meet, deaths, dump)
         self._sets.append(made)
@@ -156,9 +156,9 @@ class Session:
     def _record(self, made: ProcessSet) -> None:
         """Record the set in the timeline. The first set is that of all ranks, over which they also compare their
         clocks."""
-        timeline = self.runtime.timeline
+        timeline = self.runtime.ranks.timeline
         if timeline is None:
-            timeline = self.runtime.timeline = Timeline(self.config.timeline, self.world)
+            timeline = self.runtime.ranks.timeline = Timeline(self.config.timeline, self.world)
             timeline.start(_Peers(made))
         timeline.record(made.named.connection, f"named tensors of {made}")
 

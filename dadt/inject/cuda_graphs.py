@@ -26,7 +26,9 @@ def install(runtime: Runtime) -> None:
     def tell(what: str) -> None:
         nonlocal told
         if not told:
-            runtime.say(f"{what} runs without CUDA graphs, in which gradients would change before they are averaged")
+            runtime.ranks.say(
+                f"{what} runs without CUDA graphs, in which gradients would change before they are averaged"
+            )
         told = True
 
     @functools.wraps(compile_)

@@ -37,6 +37,8 @@ class Wrappers:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._ranks = runtime.ranks
+        self._optimizers = runtime.optimizers
         self._undecided: weakref.WeakSet[DDP] = weakref.WeakSet()
         self._quiet: weakref.WeakSet[DDP] = weakref.WeakSet()
         """The wrappers in whose place DADT averages."""
@@ -47,36 +49,36 @@ class Wrappers:
     def leaves_alone(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> bool:
         """Whether the optimizer is left alone for what it is, or for the modules above its parameters."""
         # Within a ZeroRedundancyOptimizer is one for the rank's share of its parameters.
-        if any(_is_zero(o) and _ids(o) & _ids(optimizer) for o in [optimizer, *self._runtime.left_alone]):
+        if any(_is_zero(o) and _ids(o) & _ids(optimizer) for o in [optimizer, *self._optimizers.left_alone]):
             self._leave(optimizer, "ZeroRedundancyOptimizer shares out its state among the ranks by itself")
         elif any(_is_sharding(m) for m in modules):
             self._leave(optimizer, "its parameters belong to FSDP or the like, which averages them by itself")
-        return optimizer in self._runtime.left_alone
+        return optimizer in self._optimizers.left_alone
 
     def decide(self) -> None:
         """Decide, before optimizers are attached, how each DDP whose parameters they train is averaged."""
-        if self._runtime.explicit:
+        if self._runtime.script.explicit:
             return
         for ddp in list(self._undecided):
             ids = {id(p) for p in ddp.parameters()}
-            optimizers = [o for o in [*self._runtime.optimizers, *self._runtime.left_alone] if _ids(o) & ids]
+            optimizers = [o for o in [*self._optimizers, *self._optimizers.left_alone] if _ids(o) & ids]
             if not optimizers:
                 continue
             self._undecided.discard(ddp)
             reason = self._reason(ddp, optimizers)
             for optimizer in optimizers if reason else []:
-                if self._runtime.attached(optimizer) is None:
+                if self._runtime.attachments.of(optimizer) is None:
                     self._leave(optimizer, f"DistributedDataParallel averages its gradients by itself, {reason}")
             if not reason:
                 self._quiet.add(ddp)
-                self._runtime.say(
+                self._ranks.say(
                     "DistributedDataParallel: its gradients and buffers are averaged by"
-                    f" --algorithm {self._runtime.config.algorithm} in its place"
+                    f" --algorithm {self._ranks.config.algorithm} in its place"
                 )
 
     def _reason(self, ddp: DDP, optimizers: list[torch.optim.Optimizer]) -> str:
         """Why the DDP goes on averaging by itself; empty where it does not."""
-        size, world_size = ddp.process_group.size(), self._runtime.world.world_size
+        size, world_size = ddp.process_group.size(), self._ranks.world.world_size
         if size != world_size:
             return f"over {size} of {world_size} workers"
         if any(hasattr(p, "_in_backward_optimizers") for p in ddp.parameters()):
@@ -85,13 +87,13 @@ class Wrappers:
             return "with a communication hook of the script's"
         if ddp._join_config.enable:
             return "with uneven inputs (join)"
-        if any(o in self._runtime.left_alone for o in optimizers):
+        if any(o in self._optimizers.left_alone for o in optimizers):
             return "for an optimizer that is left alone"
         return ""
 
     def _leave(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
-        if optimizer not in self._runtime.left_alone:
-            self._runtime.leave_alone(optimizer, reason)
+        if optimizer not in self._optimizers.left_alone:
+            self._optimizers.leave_alone(optimizer, reason)
 
     def unanswered(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, a forward that no backward follows: a DDP would wait for it, and average the next one's gradients."""

@@ -137,10 +137,10 @@ def in_turn(turn: Turn, original: Callable[..., Any], folder: str, made: str = "
 
 
 def install(runtime: Runtime, overlay: Overlay | None = None) -> None:
-    config = runtime.config
-    if not config.lock_downloads or runtime.world.world_size == 1:
+    config = runtime.ranks.config
+    if not config.lock_downloads or runtime.ranks.world.world_size == 1:
         return
-    turn = Turn(runtime.world, config.timeout, overlay)
+    turn = Turn(runtime.ranks.world, config.timeout, overlay)
     hub = torch.hub
     hub.download_url_to_file = in_turn(turn, hub.download_url_to_file, "dst", "file")
     hub.load_state_dict_from_url = in_turn(turn, hub.load_state_dict_from_url, "model_dir")

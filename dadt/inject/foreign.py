@@ -85,10 +85,9 @@ def adopt(runtime: Runtime) -> None:
         seen.update(map(id, parameters))
         unique = list({id(p): p for p in parameters}.values())
         carriers[id(each)] = Carrier(each, unique)
-        runtime.say(f"{type(each).__name__} is none of torch's optimizers: averaged at its step all the same")
-    if carriers and runtime.replays:  # a replay, whose steps have no gradients, does not make their state
-        runtime.forget()
-        runtime.say("no snapshots are taken, as they could not hold the state of such an optimizer", "warning")
+        runtime.ranks.say(f"{type(each).__name__} is none of torch's optimizers: averaged at its step all the same")
+    if carriers:  # a replay, whose steps have no gradients, does not make their state
+        runtime.optimizers.take_no_snapshots("they could not hold the state of such an optimizer")
     for kind in {type(carrier.owner) for carrier in carriers.values()}:
         _average_first(kind, carriers)
 

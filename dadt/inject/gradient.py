@@ -19,7 +19,7 @@ _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip
 
 def average(runtime: Runtime, modules: Modules, attachment: Attachment) -> None:
     """Have the averages in `.grad`, as what is about to use them needs them."""
-    with runtime.aside():
+    with runtime.replay.aside():
         if not attachment.consumed:
             modules.step_begins(attachment.optimizer)
         attachment.average_gradients()
@@ -34,7 +34,7 @@ def install(runtime: Runtime, modules: Modules) -> None:
         runtime.begin()
         if gradients:
             ids = {id(p) for a in runtime.attachments for p in a.parameters if id(p.grad) in ids}
-        for attachment in runtime.sharing(ids):
+        for attachment in runtime.attachments.sharing(ids):
             consume(attachment)
 
     for name in _OF_PARAMETERS:

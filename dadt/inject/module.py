@@ -49,19 +49,20 @@ class Entry:
         call = self._call or module._call_impl
         if torch._C._get_tracing_state():  # by torch.jit.trace, which knows tensors and nothing of ours
             return call(*args, **kwargs)
-        with self._modules.runtime.aside():
+        with self._modules.runtime.replay.aside():
             return self._called(module, call, args, kwargs)
 
     def _called(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._modules.stand_in is not None:
             return self._modules.stand_in(module, self._modules.wrappers.unanswered(call), args, kwargs)
+        scope = self._modules.runtime.prediction_scope
         if torch.is_grad_enabled():
             self._count(module)
-            if module.training or self._trained_in_eval or not self._modules.runtime.began:
+            if module.training or self._trained_in_eval or not self._modules.runtime.script.began:
                 self._modules.forward_begins(module, (args, kwargs))
-                with self._modules.runtime.window.training_pass(), self._modules.wrappers.quiet():
+                with scope.training_pass(), self._modules.wrappers.quiet():
                     return call(*args, **kwargs)
-        look = self._modules.runtime.window.true_weights([a.prediction for a in self._modules.attachments(module)])
+        look = scope.true_weights([a.prediction for a in self._modules.attachments(module)])
         with look, self._modules.wrappers.quiet():
             return call(*args, **kwargs)
 
@@ -124,9 +125,9 @@ class Modules:
             return
         self.wrappers.notice(seen)
         ordered = by_parameters(roots, optimizer)
-        self.runtime.roots[optimizer] = [weakref.ref(m) for m in ordered]
-        if not ordered:
-            self.runtime.built_apart(optimizer)
+        self.runtime.optimizers.roots[optimizer] = [weakref.ref(m) for m in ordered]
+        if not ordered and self.runtime.attachments.of(optimizer) is None:
+            self.runtime.optimizers.built_apart(optimizer)
         for m in ordered:
             self.enter(m, optimizer)
             for inner in (child for name, child in m._modules.items() if name == "_orig_mod" and child is not None):
@@ -171,7 +172,7 @@ class Modules:
                 self._enter_children(module, optimizer)
             seen[entry] = entry.calls
         self._unseen[optimizer] = 0 if called else self._unseen.get(optimizer, 0) + 1
-        attachment = self.runtime.attached(optimizer)
+        attachment = self.runtime.attachments.of(optimizer)
         if self._unseen[optimizer] >= _UNSEEN_STEPS and attachment is not None:
             # Called from inside a compiled function, where nothing of ours runs: its forwards saw what was shown.
             self.runtime.buffers.keep_shown(attachment.modules)
@@ -182,7 +183,7 @@ class Modules:
                     else "it trains no module"
                 )
                 advice = "; where that is so, compile the model instead" if modules else ""
-                self.runtime.say(
+                self.runtime.ranks.say(
                     f"{type(optimizer).__name__}: {why}: its gradients are delayed without prediction{advice}"
                 )
 
@@ -212,7 +213,7 @@ class Modules:
                 self._predict(attachment)
 
     def _predict(self, attachment: Attachment) -> None:
-        if not self.runtime.window.in_backward or attachment.prediction.applied:
+        if not self.runtime.prediction_scope.in_backward or attachment.prediction.applied:
             attachment.prediction.apply()
         else:
             # Its first pass was without gradients, at true weights: this one is to be the same.
@@ -251,7 +252,7 @@ class Modules:
 def install(modules: Modules) -> None:
     """Patch nn.Module's own methods and Parameter's copying; all at class level, so nothing is seen in an instance."""
     runtime = modules.runtime
-    runtime.on_claim.append(modules.wrappers.decide)
+    runtime.events.on_claim.append(modules.wrappers.decide)
     train, state_dict, load_state_dict, compile_ = (
         nn.Module.train,
         nn.Module.state_dict,
@@ -302,7 +303,7 @@ def install(modules: Modules) -> None:
     def patched_zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         if any(a.consumed for a in runtime.attachments):
             ids = {id(p) for p in self.parameters()}
-            runtime.discard_averages(ids)
+            runtime.attachments.discard_averages(ids)
         zero_grad(self, *args, **kwargs)
 
     nn.Module.zero_grad = patched_zero_grad  # type: ignore[method-assign]
@@ -330,7 +331,7 @@ def _true_first(copy: Callable[..., Any], runtime: Runtime) -> Callable[..., Any
 def _predicted_first(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(backward)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        with runtime.window.backward():
+        with runtime.prediction_scope.backward():
             return backward(*args, **kwargs)
 
     return patched
@@ -345,16 +346,16 @@ def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., An
     def patched(*args: Any, **kwargs: Any) -> Any:
         nonlocal passes
         refuse_capture()
-        runtime.backwards += 1
+        runtime.script.backwards += 1
         for attachment in runtime.attachments:
             attachment.backward_begins()
-        if not runtime.registered:
+        if not runtime.optimizers.registered:
             passes += 1
             if passes in (1, _PASSES_WITHOUT):
                 foreign.adopt(runtime)
-        if passes == _PASSES_WITHOUT and not runtime.registered:
+        if passes == _PASSES_WITHOUT and not runtime.optimizers.registered:
             passes += 1
-            runtime.say(
+            runtime.ranks.say(
                 f"{_PASSES_WITHOUT} backward passes, and there is no torch.optim.Optimizer: DADT averages nothing,"
                 " and each worker trains for itself unless the script averages",
                 level="warning",
@@ -381,9 +382,8 @@ def _show_copies(runtime: Runtime) -> None:
     def patched_update(self: AveragedModel, model: nn.Module) -> None:
         for m in model.modules():
             runtime.buffers.show(m)
-        with runtime.window.true_weights(
-            [a.prediction for a in runtime.attachments]
-        ):  # between a backward and its step, too
+        # Between a backward and its step, too.
+        with runtime.prediction_scope.true_weights([a.prediction for a in runtime.attachments]):
             update(self, model)
 
     AveragedModel.update_parameters = patched_update  # type: ignore[method-assign]
@@ -394,7 +394,7 @@ def _show_copies(runtime: Runtime) -> None:
         update_bn(loader, model, *args, **kwargs)
         for m in model.modules():
             runtime.buffers.forget(m)
-        if runtime.attachments and runtime.together:  # each rank has seen its share of a training loader
-            take_means(runtime, [b for b in model.buffers() if b.is_floating_point()], "update_bn")
+        if runtime.attachments and runtime.ranks.together:  # each rank has seen its share of a training loader
+            take_means(runtime.ranks, [b for b in model.buffers() if b.is_floating_point()], "update_bn")
 
     swa_utils.update_bn = patched_update_bn

@@ -36,7 +36,8 @@ class Steps:
     of the same parameters, is one step."""
 
     def __init__(self, runtime: Runtime, modules: Modules) -> None:
-        self._runtime = runtime
+        self._runtime, self._ranks = runtime, runtime.ranks
+        self._script, self._optimizers = runtime.script, runtime.optimizers
         self.modules = modules
         self._under_way: list[tuple[FrameType, Optimizer, Attachment | None]] = []
         self.derivatives = Derivatives(runtime)
@@ -48,10 +49,10 @@ class Steps:
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         begun = perf_counter()
         try:
-            with self._runtime.aside():
+            with self._runtime.replay.aside():
                 return self._before(sys._getframe(1), optimizer, args, kwargs)
         finally:
-            self._runtime.progress.hook_seconds += perf_counter() - begun
+            self._ranks.progress.hook_seconds += perf_counter() - begun
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._ends(sys._getframe(1), optimizer)
@@ -61,23 +62,23 @@ class Steps:
         try:
             self._after(frame, optimizer)
         finally:
-            self._runtime.progress.hook_seconds += perf_counter() - begun
+            self._ranks.progress.hook_seconds += perf_counter() - begun
 
     def _before(self, frame: FrameType, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._under_way = [step for step in self._under_way if is_caller(step[0], frame)]
         if any(_share_parameters(outer, optimizer) for _, outer, _ in self._under_way):
             return None
-        if self._runtime.alone:
+        if self._ranks.alone:
             self._under_way.append((frame, optimizer, None))
             if self._runtime.hooked:
-                if optimizer not in self._runtime.roots:
+                if optimizer not in self._optimizers.roots:
                     self.modules.find(optimizer)
                 self.modules.step_begins(optimizer)
             self._runtime.begin()
             return None
         refuse_capture()
-        left = self._runtime.explicit or optimizer in self._runtime.left_alone
-        if optimizer not in self._runtime.roots and not left:
+        left = self._script.explicit or optimizer in self._optimizers.left_alone
+        if optimizer not in self._optimizers.roots and not left:
             self.modules.find(optimizer)
         attachment = self._attachment(optimizer)
         if attachment is not None and not attachment.consumed:
@@ -85,13 +86,10 @@ class Steps:
         self._under_way.append((frame, optimizer, attachment))
         if attachment is None:
             return None
-        if self._runtime.replays and attachment.step == 0 and keeps_elsewhere(optimizer):
-            self._runtime.forget()
-            self._runtime.say(
-                "no snapshots are taken, as they could not hold the state of such an optimizer", "warning"
-            )
+        if attachment.step == 0 and keeps_elsewhere(optimizer):
+            self._optimizers.take_no_snapshots("they could not hold the state of such an optimizer")
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if callable(closure) and self._runtime.together:
+        if callable(closure) and self._ranks.together:
             if self._comes_after_backward(optimizer, attachment):
                 if not attachment.has_closure:
                     evaluation.begin(attachment, f"{type(optimizer).__name__} is given a closure after a backward")
@@ -136,7 +134,7 @@ class Steps:
         def averaged(*args: Any, **kwargs: Any) -> Any:
             result = backward(*args, **kwargs)
             attachment = self.inside
-            if attachment is not None and self._runtime.together and self._runtime.on_training_thread:
+            if attachment is not None and self._ranks.together and self._script.on_training_thread:
                 if not attachment.has_closure:
                     evaluation.begin(attachment, f"{type(attachment.optimizer).__name__} evaluates within its step")
                 evaluation.before(attachment)
@@ -148,25 +146,24 @@ class Steps:
     @contextmanager
     def _alike(self, attachment: Attachment) -> Iterator[None]:
         """Random numbers that a step draws are the same on all ranks, and those that the one process would draw."""
-        streams, r = self._runtime.checkpoints.streams, self._runtime
+        streams = self._runtime.checkpoints.streams
         if streams is None or is_torchs(attachment.optimizer) or not attachment.algorithm.identical:
             yield
             return
         only_torch = draws_from_torch_alone(attachment.optimizer)
         drawn = None
         with streams.shared(only_torch=only_torch):
-            before = random_state(only_torch) if r.replays else None
+            before = random_state(only_torch) if self._runtime.replay.possible else None
             yield
             drawn = before is not None and before != random_state(only_torch)
         if drawn:
             name = type(attachment.optimizer).__name__
-            r.forget()
-            r.say(f"no snapshots are taken, as steps of {name} draw random numbers, and a replay takes none", "warning")
+            self._optimizers.take_no_snapshots(f"steps of {name} draw random numbers, and a replay takes none")
 
     def _comes_after_backward(self, optimizer: Optimizer, attachment: Attachment) -> bool:
         """Whether an optimizer that is given a closure has gradients beside it, which it may use first, as SAM does.
         torch's own do not."""
-        if is_torchs(optimizer) or self._runtime.backwards == self._backwards.get(optimizer, 0):
+        if is_torchs(optimizer) or self._script.backwards == self._backwards.get(optimizer, 0):
             return False
         return any(p.grad is not None for p in attachment.parameters)
 
@@ -183,14 +180,15 @@ class Steps:
                     " gradients that are not averaged: call backward before it, and step() without a closure"
                 )
             attachment.stepped()
-        self._backwards[optimizer] = self._runtime.backwards
-        left_alone = optimizer in self._runtime.left_alone and not self._runtime.explicit  # there the script says which
+        self._backwards[optimizer] = self._script.backwards
+        # With `dadt.init` the script says which.
+        left_alone = optimizer in self._optimizers.left_alone and not self._script.explicit
         self._runtime.stepped(attachment, left_alone=left_alone)
 
     def _attachment(self, optimizer: Optimizer) -> Attachment | None:
         """The optimizer's, or that of another one of the same parameters for which clipping has averaged already."""
         attachment = self._runtime.attachment(optimizer)
-        if attachment is None or attachment.consumed or self._runtime.trains_one:
+        if attachment is None or attachment.consumed or self._optimizers.trains_one:
             return attachment
         ids = {id(p) for p in attachment.parameters}
         consumed = [a for a in self._runtime.attachments if a.consumed and {id(p) for p in a.parameters} == ids]
@@ -314,18 +312,18 @@ def install(runtime: Runtime, modules: Modules) -> None:
     @functools.wraps(init)
     def patched_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        runtime.register(self)
-        if runtime.hooked and not runtime.explicit:
+        runtime.optimizers.register(self)
+        if runtime.hooked and not runtime.script.explicit:
             modules.find(self)
 
     Optimizer.__init__ = patched_init  # type: ignore[method-assign]
-    if not runtime.alone:
+    if not runtime.ranks.alone:
         _patch_groups_and_zeroing(runtime, modules)
         _patch_states(runtime, runtime.checkpoints)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
             _note_schedulers(runtime, kind)
     steps = Steps(runtime, modules)
-    if not runtime.alone:
+    if not runtime.ranks.alone:
         _patch_steps(steps)
         steps.derivatives.install()
         torch.autograd.backward = steps.averaging(torch.autograd.backward)
@@ -339,8 +337,8 @@ def _note_schedulers(runtime: Runtime, kind: type[Any]) -> None:
     @functools.wraps(original)
     def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if not runtime.alone:
-            runtime.schedule(self)
+        if not runtime.ranks.alone:
+            runtime.optimizers.schedule(self)
 
     setattr(kind, "__init__", patched_init)  # noqa: B010 (mypy minds else)
 
@@ -366,14 +364,14 @@ def _patch_groups_and_zeroing(runtime: Runtime, modules: Modules) -> None:
     @functools.wraps(add)
     def patched_add(self: Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
-        if not runtime.alone and runtime.attached(self) is not None:
+        if not runtime.ranks.alone and runtime.attachments.of(self) is not None:
             modules.find(self)
 
     @functools.wraps(zero)
     def patched_zero(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        attachment = runtime.attached(self)
+        attachment = runtime.attachments.of(self)
         if attachment is not None and attachment.consumed:
-            runtime.discard_averages({id(p) for p in attachment.parameters})
+            runtime.attachments.discard_averages({id(p) for p in attachment.parameters})
         zero(self, *args, **kwargs)
 
     Optimizer.add_param_group = patched_add  # type: ignore[method-assign]
@@ -386,7 +384,7 @@ def _patch_states(runtime: Runtime, checkpoints: Checkpoints) -> None:
 
     @functools.wraps(save)
     def patched_save(self: Optimizer) -> dict[str, Any]:
-        with runtime.aside():
+        with runtime.replay.aside():
             more = checkpoints.save(self)
         state_dict = save(self)
         return state_dict if more is None else {**state_dict, KEY: more}

@@ -41,7 +41,7 @@ def install(runtime: Runtime) -> None:
     A library that reads the environment may only look for a launcher. HIDDEN_FROM find none on machines without GPUs,
     and train as if they were alone, as the script does.
     """
-    runtime.knows_rank |= any(_names_a_variable(module) for module in list(sys.modules.values()))
+    runtime.script.knows_rank |= any(_names_a_variable(module) for module in list(sys.modules.values()))
     _watch_environment(runtime)
     if dist.is_available():
         for name in ("get_rank", "get_world_size"):
@@ -79,7 +79,7 @@ def _watch_environment(runtime: Runtime) -> None:
             asker = _asker(sys._getframe(1))
             if hides(asker, name):
                 raise KeyError(name)
-            runtime.knows_rank |= name in VARIABLES and is_users(asker.f_code.co_filename)
+            runtime.script.knows_rank |= name in VARIABLES and is_users(asker.f_code.co_filename)
         return value
 
     def iterate(environ: Any) -> Iterator[Any]:
@@ -104,8 +104,8 @@ def _package(frame: FrameType) -> str:
 def _asked(original: Callable[..., int], runtime: Runtime) -> Callable[..., int]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> int:
-        if not runtime.knows_rank:
-            runtime.knows_rank = _package(sys._getframe(1)) not in OURS
+        if not runtime.script.knows_rank:
+            runtime.script.knows_rank = _package(sys._getframe(1)) not in OURS
         return original(*args, **kwargs)
 
     return call
@@ -117,7 +117,7 @@ def _made(original: Callable[..., None], runtime: Runtime) -> Callable[..., None
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments.get("rank", -1)
-        runtime.knows_rank |= given is not None and given >= 0  # whoever names it knows it
+        runtime.script.knows_rank |= given is not None and given >= 0  # whoever names it knows it
         return original(*args, **kwargs)
 
     return call

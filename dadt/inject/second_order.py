@@ -63,11 +63,11 @@ class Derivatives:
         @functools.wraps(original)
         def grad(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
-            if self._weight is not None and self._runtime.on_training_thread:
+            if self._weight is not None and self._runtime.script.on_training_thread:
                 self._taken += 1
                 with torch.no_grad():
                     tensors = [t for t in found if t is not None]
-                    self._runtime.average(tensors, f"second derivatives {self._taken}", self._weight)
+                    self._runtime.ranks.average(tensors, f"second derivatives {self._taken}", self._weight)
             return found
 
         return grad

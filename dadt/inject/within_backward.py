@@ -10,7 +10,7 @@ import torch
 
 from dadt.errors import ConfigError
 from dadt.train.attachment import Attachment
-from dadt.train.replicate import checksum
+from dadt.train.replicas import checksum
 from dadt.train.runtime import Runtime
 
 _LOOKS = 3
@@ -30,10 +30,10 @@ class Watch:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            looked = [(a, _sums(a), self._runtime.step) for a in self._runtime.attachments if self._looks_at(a)]
+            looked = [(a, _sums(a), self._runtime.ranks.step) for a in self._runtime.attachments if self._looks_at(a)]
             result = original(*args, **kwargs)
             for a, before, step in looked:
-                if step == self._runtime.step and _sums(a) != before:
+                if step == self._runtime.ranks.step and _sums(a) != before:
                     self._refuse(a)
             return result
 

@@ -65,17 +65,20 @@ def start(world: World, *, explicit: bool = False) -> None:
     runtime = Runtime(world, config, control, algorithms.find)
     exit_text = ExitText()
     if control is not None:
-        heard, unseen = lambda: runtime.interruption.heard > 0, lambda error: runtime.progress.unseen(error)
-        failure.install(control, lambda: runtime.step, heard, unseen)
+        heard, unseen = (
+            lambda: runtime.ranks.requests.interruption.heard > 0,
+            lambda error: runtime.ranks.progress.unseen(error),
+        )
+        failure.install(control, lambda: runtime.ranks.step, heard, unseen)
     if world.agent:
         exit_text.install()
     modules = module.Modules(runtime)
-    if not (explicit and runtime.alone):
+    if not (explicit and runtime.ranks.alone):
         optimizer.install(runtime, modules)
-        runtime.on_begin.append(compiler.look_past())
+        runtime.events.on_begin.append(compiler.look_past())
     if runtime.hooked:
         module.install(modules)
-    if not runtime.alone:
+    if not runtime.ranks.alone:
         within_backward.Watch(runtime).install()
         moved.install(runtime)
         cuda_graphs.install(runtime)
@@ -95,7 +98,7 @@ def ask() -> Runtime:
     runtime.leave_to_script()
     if streams is not None and streams.enabled:
         streams.parting = parting = Parting(streams.rank)
-        runtime.on_begin.append(parting.part)
+        runtime.events.on_begin.append(parting.part)
     return runtime
 
 
@@ -109,15 +112,15 @@ def forget_seeds() -> None:
 def watch_deaths(abort: Abort) -> None:
     """Have `abort` called when a rank of the job has ended."""
     if runtime is not None:
-        runtime.listen()
-        runtime.deaths.watch(abort)
+        runtime.reports.listen()
+        runtime.ranks.deaths.watch(abort)
 
 
 def wrap(chosen: torch.optim.Optimizer) -> None:
     """Train with this optimizer on all ranks, in a script that calls `dadt.init`."""
     assert runtime is not None and modules is not None
-    runtime.enlist(chosen)
-    if not runtime.alone:
+    runtime.optimizers.enlist(chosen)
+    if not runtime.ranks.alone:
         modules.find(chosen)
 
 
@@ -138,18 +141,18 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
     if streams.enabled:
         runtime.checkpoints.streams = streams
     # A script that knows its rank, and has seeded, has seeded each rank as it wants it.
-    runtime.on_begin.append(lambda: None if mine.seeded and runtime.script_is_distributed else mine.split())
+    runtime.events.on_begin.append(lambda: None if mine.seeded and runtime.script.is_distributed else mine.split())
     if runtime.hooked:
         sources = entropy.install(runtime, streams)
         loaders = loader.install(runtime, streams, sources)
-        runtime.on_stepped.append(lambda: sources.trained(loaders.gives_shares or runtime.fitting))
-        ray_batches.install(runtime, runtime.config.min_np)
+        runtime.events.on_stepped.append(lambda: sources.trained(loaders.gives_shares or runtime.script.fitting))
+        ray_batches.install(runtime, runtime.ranks.config.min_np)
         overlay = files.install(runtime)
         saver = saving.install(runtime, overlay)
-        runtime.on_regroup.append(saver.regrouped)
+        runtime.events.on_regroup.append(saver.regrouped)
         if overlay is not None:
-            runtime.progress.files_missed = overlay.missed
-            runtime.progress.unseen = partial(unseen, overlay)
+            runtime.ranks.progress.files_missed = overlay.missed
+            runtime.ranks.progress.unseen = partial(unseen, overlay)
         download.install(runtime, overlay)
         replay.install(runtime, modules, streams, overlay)
 
@@ -170,11 +173,12 @@ def _join(world: World, config: Config) -> tuple[StoreClient, Config]:
 def _end(runtime: Runtime, exit_text: ExitText) -> None:
     error = getattr(sys, "last_value", None)
     # All ranks have got Ctrl-C after the same step, so they come to their end together.
-    together = isinstance(error, KeyboardInterrupt) and runtime.interruption.heard and not runtime.interruption.apart
+    interruption = runtime.ranks.requests.interruption
+    together = isinstance(error, KeyboardInterrupt) and interruption.heard and not interruption.apart
     failed = isinstance(error, BaseException) and not together
     try:
-        if exit_text.text and runtime.control is not None and not failed:
-            runtime.control.exits(exit_text.text, exit_text.frame, runtime.step)
+        if exit_text.text and runtime.ranks.control is not None and not failed:
+            runtime.ranks.control.exits(exit_text.text, exit_text.frame, runtime.ranks.step)
         runtime.close(failed=failed)
     except WeightsDiffer as error:
         sys.excepthook(WeightsDiffer, error.with_traceback(None), None)
@@ -182,4 +186,4 @@ def _end(runtime: Runtime, exit_text: ExitText) -> None:
             exit_code.end_with(1)
     except CommError as error:
         # The peers raise the same where they stand; this rank's exit code is its script's own.
-        sys.stderr.write(f"dadt: rank {runtime.world.rank} ended: {error}\n")
+        sys.stderr.write(f"dadt: rank {runtime.ranks.world.rank} ended: {error}\n")

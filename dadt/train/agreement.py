@@ -8,12 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from dadt.errors import Mismatch
-from dadt.train.approaches import Approaches
-from dadt.train.checkpoint_signal import CheckpointSignal
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.fingerprint import of_gradient, of_inputs
 from dadt.train.exchange.step_metadata import StepMetadata, mean_loss
-from dadt.train.interruption import Interruption
+from dadt.train.ranks import Ranks
 from dadt.train.restored import RestoredExchange
 
 FINGERPRINTED_STEPS = 20
@@ -38,28 +36,14 @@ class Adopt(Protocol):
     def __call__(self, *, weights: bool) -> None: ...
 
 
-class Group(Protocol):
-    """The ranks that train together."""
-
-    @property
-    def members(self) -> Sequence[int]:
-        """The ranks, in the order of their lanes."""
-
-    checkpoint_signal: CheckpointSignal
-    interruption: Interruption
-    approaches: Approaches
-
-    def say(self, text: str, level: str = ...) -> None: ...
-
-
 class Agreement:
     """The agreement of one optimizer's ranks."""
 
-    def __init__(self, name: str, group: Group, adopt: Adopt) -> None:
+    def __init__(self, name: str, ranks: Ranks, adopt: Adopt) -> None:
         """name: the optimizer's, behind what is said of it."""
         self._name = name
-        self._group = group
-        self._say = group.say
+        self._ranks = ranks
+        self._say = ranks.say
         self._adopt = adopt
         self.follows = False
         """The script sets other param_group values on each rank, step by step: rank 0's are fetched before each."""
@@ -111,16 +95,14 @@ class Agreement:
         used gradients of the steps before.
         """
         self.mean_loss = mean_loss(lanes)
-        self._group.checkpoint_signal.agree(lane.saves for lane in lanes)
-        self._group.interruption.agree([lane.interrupted for lane in lanes])
-        self._group.approaches.agree(lane.approach for lane in lanes)
+        self._ranks.requests.agree(lanes)
         drawn = [lane.drawn for lane in lanes]
         if len(set(drawn)) > 1:
             least, most = drawn.index(min(drawn)), drawn.index(max(drawn))
-            ranks = self._group.members
+            members = self._ranks.members
             raise Mismatch(
-                f"{exchange.name}: rank {ranks[most]} has drawn {drawn[most]} batches since its last step and rank"
-                f" {ranks[least]} {drawn[least]}: one of them skipped a step that the other took. Decide such things"
+                f"{exchange.name}: rank {members[most]} has drawn {drawn[most]} batches since its last step and rank"
+                f" {members[least]} {drawn[least]}: one of them skipped a step that the other took. Decide such things"
                 f" from values that are equal on all ranks, not from a rank's own loss"
             )
         if len(orders := {lane.order for lane in lanes}) > 1 and 0 not in orders:

@@ -7,19 +7,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.in_flight import InFlight
+from dadt.train.prediction.base import Prediction
 from dadt.train.restored import RestoredExchange, Trained
 
 
 class Attached(Trained, Protocol):
-    """One optimizer, as an algorithm sees it, explained in docs/extending.md."""
+    """One optimizer, as an algorithm sees it, explained in docs/extending.md, and what else trains it."""
 
+    algorithm: Algorithm
+    prediction: Prediction
+    index: int
     step: int
     """Steps that the optimizer has taken."""
     warmup_steps: int
+    known: WeakTensorKeyDictionary
+    """The parameters that all ranks have from the first one."""
+
+    def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]: ...
+
+    def forget_launched(self, exchange: Exchange | None) -> None: ...
 
     def new_exchange(self, *, again: bool = False) -> Exchange: ...
 

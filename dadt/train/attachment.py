@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,89 +15,60 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dadt.errors import DadtError
 from dadt.train import prediction
 from dadt.train.agreement import Agreement
-from dadt.train.algorithm import Algorithm
 from dadt.train.batch_weight import BatchWeight
-from dadt.train.buffers import Buffers, ChangingBuffers
+from dadt.train.buffers import ChangingBuffers
 from dadt.train.common_values import take_first_ranks
+from dadt.train.events import Events
 from dadt.train.exchange import fingerprint
 from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.finite import Finite
 from dadt.train.growth import Growth
-from dadt.train.lockstep import Lockstep, Survivor
+from dadt.train.lockstep import Lockstep
 from dadt.train.measure import Measure
+from dadt.train.optimizers import Optimizers
 from dadt.train.param_groups import groups_crc
-from dadt.train.peers import Peers
-from dadt.train.prediction_scope import PredictionScope
+from dadt.train.ranks import Ranks
+from dadt.train.replicas import Replicas
 from dadt.train.restored import RestoredExchange
 from dadt.train.trained import Listing, below, listed, sparse_tables
 
 _dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
-class Owner(Survivor, Protocol):
-    """The runtime, as an attachment and its algorithm need it beside the peers."""
-
-    buffers: Buffers
-    window: PredictionScope
-    backwards: int
-    on_end: list[Callable[[], None]]
-    on_regroup: list[Callable[[], None]]
-    on_exchange: list[Callable[[], None]]
-    on_stop: list[Callable[[], None]]  # called last, also after a failure
-
-    @property
-    def algorithm(self) -> type[Algorithm]: ...
-
-    @property
-    def together(self) -> bool: ...
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
-
-    @property
-    def trains_one(self) -> bool: ...
-
-    @property
-    def attachments(self) -> Sequence[Attachment]: ...
-
-    def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]: ...
-
-    def parameter_names(self) -> Mapping[int, str]: ...
-
-    def sync_from_rank0(self, attachment: Attachment, *, weights: bool) -> None: ...
-
-    def follow_groups(self, attachment: Attachment) -> None: ...
-
-    def release_other_predictions(self, attachment: Attachment) -> None: ...
-
-    def join(self, attachment: Attachment) -> None: ...
-
-
 class Attachment:
     """Made when the runtime attaches an optimizer; every rank attaches the same ones in the same order."""
 
-    def __init__(self, runtime: Peers, owner: Owner, optimizer: torch.optim.Optimizer, index: int) -> None:
-        self.runtime = runtime
-        self.owner = owner
+    def __init__(
+        self,
+        ranks: Ranks,
+        optimizers: Optimizers,
+        siblings: Iterable[Attachment],
+        replicas: Replicas,
+        events: Events,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """siblings: the attachments of all optimizers that train, with this one."""
+        self.ranks = self.runtime = ranks  # the second name is that of users' algorithms
+        self.optimizers, self.siblings, self.replicas, self.events = optimizers, siblings, replicas, events
         self._optimizer = weakref.ref(optimizer)
-        self.index = index
+        self.index = optimizers.number(optimizer)
         self.step = 0
-        self.lockstep = Lockstep(self, owner, partial(owner.join, self))
+        self.lockstep = Lockstep(self, ranks)
         self.has_closure = False
-        self.warmup_steps = runtime.config.warmup_steps
-        self.compression = runtime.config.compression if owner.together else "none"  # of gradients
-        self.measure = Measure(runtime.progress)
-        self._modules = below(owner.root_modules(optimizer))
-        self.changing_buffers = ChangingBuffers(owner.buffers, runtime, self.name)
+        self.warmup_steps = ranks.config.warmup_steps
+        self.compression = ranks.config.compression if ranks.together else "none"  # of gradients
+        self.measure = Measure(ranks.progress)
+        self._modules = below(optimizers.root_modules(optimizer))
+        self.changing_buffers = ChangingBuffers(optimizers.buffers, ranks, self.name)
         self._listing = Listing()
         self.known = WeakTensorKeyDictionary()  # parameters that all ranks have from rank 0
         self._welcomed: list[torch.Tensor] = []  # the optimizer's parameters when they were last looked at
         self.scale: torch.Tensor | None = None  # loss scale of this step, where the script has a GradScaler
         self.scale_token: tuple[int, int] | None = None  # of the values that it was copied from
-        self.batch_weight = BatchWeight(lambda: owner.backwards)
-        self.agreement = Agreement(self.name, runtime, partial(owner.sync_from_rank0, self))
-        self.finite = Finite(runtime.config.on_nan, runtime, owner.parameter_names, self.measure)
+        self.batch_weight = BatchWeight(lambda: optimizers.script.backwards)
+        self.agreement = Agreement(self.name, ranks, partial(replicas.take_first, self))
+        self.finite = Finite(ranks.config.on_nan, ranks, optimizers.parameter_names, self.measure)
         self.exchanges = self.numbered_from = 0  # one for each step, and each evaluation of a closure
         self.consumed = self.stepping = False  # gradients are averaged; the optimizer's own step is under way
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -106,10 +77,10 @@ class Attachment:
         self._followed: list[torch.Tensor] = []  # the parameters of the schema
         self._tables: list[torch.Tensor] = []  # parameters whose gradients are sparse
         self._token: tuple[Any, ...] = ()
-        self.prediction = prediction.choose(runtime.config, optimizer, self.parameters, runtime.world.world_size)
+        self.prediction = prediction.choose(ranks.config, optimizer, self.parameters, ranks.world.world_size)
         # Collected between forward and step, it must not leave its prediction in the weights.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
-        self.algorithm = owner.algorithm(self)
+        self.algorithm = optimizers.algorithm(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -138,7 +109,7 @@ class Attachment:
     @property
     def overlaps(self) -> bool:
         """Whether buckets may be launched from backward: with several optimizers ranks could differ in their order."""
-        return not self.has_closure and not self.consumed and self.owner.trains_one
+        return not self.has_closure and not self.consumed and self.optimizers.trains_one
 
     @property
     def schema(self) -> BucketPlan:
@@ -160,15 +131,15 @@ class Attachment:
         )
 
     def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        return self.changing_buffers.of(self._modules) if self.runtime.config.buffers else []
+        return self.changing_buffers.of(self._modules) if self.ranks.config.buffers else []
 
-    def start(self) -> None:
-        """Take rank 0's state on all ranks: parameters (frozen ones, too), buffers, optimizer state."""
-        if self.runtime.config.broadcast:
+    def start(self, take: Callable[[], None]) -> None:
+        """Begin to train. take: takes the first rank's state on all ranks."""
+        if self.ranks.config.broadcast:
             self.algorithm.starting()
-        self.lockstep.join()
+        self.lockstep.join(take)
         self.known.update(dict.fromkeys(listed(self.optimizer), True))
-        if self.runtime.config.buffers:
+        if self.ranks.config.buffers:
             self.changing_buffers.watch(self.modules)
         self.refresh()
         self.algorithm.started()
@@ -182,13 +153,13 @@ class Attachment:
         new = {p: True for p in every if p not in self.known}
         if not new:
             return
-        if self.runtime.config.broadcast:
+        if self.ranks.config.broadcast:
             values, name = [p.data for p in new], f"late weights{self.name}"
-            take_first_ranks(self.runtime, values, name, partial(self.known.update, new))
+            take_first_ranks(self.ranks, values, name, partial(self.known.update, new))
         self.known.update(new)
-        self._modules = below(self.owner.root_modules(self.optimizer))
-        if self.runtime.config.buffers:
-            self.changing_buffers.watch(m for m in self.modules if m not in self.owner.buffers)
+        self._modules = below(self.optimizers.root_modules(self.optimizer))
+        if self.ranks.config.buffers:
+            self.changing_buffers.watch(m for m in self.modules if m not in self.optimizers.buffers)
 
     def refresh(self) -> None:
         """Follow parameters that were frozen, added, moved or cast, and buffers that came to life."""
@@ -204,8 +175,8 @@ class Attachment:
         self._schema = BucketPlan(
             parameters,
             self.buffers(),
-            int(self.runtime.config.bucket_mb * 2**20),
-            self.runtime.device,
+            int(self.ranks.config.bucket_mb * 2**20),
+            self.ranks.device,
             self.algorithm.in_flight + 1,
             self.compression,
         )
@@ -236,12 +207,12 @@ class Attachment:
                 )
             return
         self.stepping = False
-        for callback in self.owner.on_exchange:
+        for callback in self.events.on_exchange:
             callback()
         self.broadcast_new_parameters()
-        if self.step > 0 and self.owner.together:
+        if self.step > 0 and self.ranks.together:
             self.changing_buffers.select()
-        self.owner.release_other_predictions(self)
+        self._release_other_predictions()
         if self.algorithm.averages:
             self._listing.use_frozen(self.optimizer, self._followed)
         parameters = self.parameters
@@ -260,6 +231,13 @@ class Attachment:
         self._growth.delivered(parameters)
         self.batch_weight.exchanged()
         self.consumed = True
+
+    def _release_other_predictions(self) -> None:
+        """No other optimizer's prediction may stand in parameters that the coming step is to change."""
+        others = [other for other in self.siblings if other is not self]
+        ids = {id(p) for p in self.parameters} if others else set()
+        for other in others:
+            other.prediction.release(ids)
 
     def backward_begins(self) -> None:
         """Averages may be about to grow, which is an error."""
@@ -287,7 +265,7 @@ class Attachment:
         self.stepping = True
         if self.agreement.follows and self.algorithm.averages:
             # Here, where no exchange is open and the script sets nothing any more before the step.
-            self.owner.follow_groups(self)
+            self.replicas.take_first_groups(self)
         if self.algorithm.holds:
             self._held = [(p, p.grad) for p in self.parameters]
             for p, _ in self._held:
@@ -305,7 +283,8 @@ class Attachment:
         """All ranks left the step out: by the gradient scaler, or by the script from the averages' norm."""
         self.prediction.forget()
         self._end_step()
-        self.owner.window.stepped()
+        for callback in self.events.on_skipped:
+            callback()
 
     def _end_step(self) -> None:
         self.algorithm.after_step()
@@ -334,9 +313,9 @@ class Attachment:
         if again:
             self._schema.forget_residuals()  # they went with the exchange before, which nobody uses
         weight = self.batch_weight.value
-        exchange = Exchange(self.runtime, self._schema, self.exchanges - 1, name, weight, compressed=self.compresses)
+        exchange = Exchange(self.ranks, self._schema, self.exchanges - 1, name, weight, compressed=self.compresses)
         exchange.scale = self.scale
-        self.runtime.keep(exchange)
+        self.ranks.keep(exchange)
         return exchange
 
     def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
@@ -354,18 +333,18 @@ class Attachment:
                 weight=exchange.weight,
                 value=value,
                 not_finite=self.finite.number,
-                saves=self.runtime.checkpoint_signal.heard,
-                interrupted=self.runtime.interruption.heard > 0,
-                approach=self.runtime.approaches.heard,
+                saves=self.ranks.requests.checkpoint_signal.heard,
+                interrupted=self.ranks.requests.interruption.heard > 0,
+                approach=self.ranks.requests.approaches.heard,
                 loss=self.agreement.loss,
             )
         )
 
     def _weights(self, number: int) -> tuple[int, int]:
         """Fingerprints of some trained weights, which are true ones here, and of those that no optimizer trains."""
-        equal = self.algorithm.identical and self.runtime.config.broadcast
+        equal = self.algorithm.identical and self.ranks.config.broadcast
         trained = fingerprint.of_trained(self.parameters, number) if equal else 0
-        others = [p for o in self.owner.optimizers if o is not self.optimizer for p in listed(o)]  # maybe predicted
+        others = [p for o in self.optimizers if o is not self.optimizer for p in listed(o)]  # maybe predicted
         return trained, fingerprint.of_untrained(self.modules, others) if self.algorithm.predicts else 0
 
     def wait(self, exchange: Exchange | RestoredExchange) -> list[StepMetadata]:
@@ -390,7 +369,7 @@ class Attachment:
             for p in self._schema.parameters:
                 if id(p) not in averaged:
                     p.grad = None
-        self.owner.buffers.update(exchange.places, exchange.averaged_buffers())
+        self.optimizers.buffers.update(exchange.places, exchange.averaged_buffers())
 
     def agree(self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange) -> None:
         """Act on what the lanes say, the same on all ranks. Raises Mismatch."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dadt.train.exchange.step_metadata import any_flags, pack_flags
-from dadt.train.peers import Peers
+from dadt.train.ranks import Ranks
 
 
 def buffer_of(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -150,10 +150,10 @@ class Buffers:
 class ChangingBuffers:
     """The buffers of one optimizer's modules. Those that a training forward has changed on any rank are averaged."""
 
-    def __init__(self, buffers: Buffers, runtime: Peers, name: str) -> None:
+    def __init__(self, buffers: Buffers, ranks: Ranks, name: str) -> None:
         """name: the optimizer's, for names of operations; empty for the first optimizer."""
         self._buffers = buffers
-        self._runtime = runtime
+        self._ranks = ranks
         self._name = name
         self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._found_in: tuple[object, int] = (None, 0)
@@ -182,8 +182,8 @@ class ChangingBuffers:
         changed = [now is not None and not torch.equal(now, before) for now, before in pairs]
         # As a table of positions that grows with the longest text: it says nothing of the training.
         reshaped = [now is None or now.shape != before.shape for now, before in pairs]
-        work = self._runtime.allgather(f"buffers that change{self._name}", pack_flags(changed + reshaped))
-        self._runtime.wait(work)
+        work = self._ranks.allgather(f"buffers that change{self._name}", pack_flags(changed + reshaped))
+        self._ranks.wait(work)
         flags = any_flags(work.lanes, 2 * len(pairs))
         for (m, n, _), change, reshape in zip(self._candidates, flags[: len(pairs)], flags[len(pairs) :], strict=True):
             if change and not reshape:

@@ -6,7 +6,7 @@ It goes with the optimizer's state, under a key that torch's load_state_dict ign
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -15,8 +15,9 @@ import torch
 from dadt.errors import CommError, DadtError, NotResumed
 from dadt.train import observation
 from dadt.train.attachment import Attachment
-from dadt.train.buffers import Buffers
-from dadt.train.peers import Peers
+from dadt.train.attachments import Attachments
+from dadt.train.optimizers import Optimizers
+from dadt.train.ranks import Ranks
 from dadt.train.restored import by_index, by_parameter, numbers_of, places_of
 
 KEY = "dadt"
@@ -38,25 +39,8 @@ class Randomness(Protocol):
     def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, seeded_anew: Iterable[str]) -> None: ...
 
 
-class Owner(Protocol):
-    """The runtime, as checkpoints need it beside the peers."""
-
-    left_alone: weakref.WeakSet[torch.optim.Optimizer]
-    buffers: Buffers
-
-    @property
-    def attachments(self) -> Sequence[Attachment]: ...
-
-    @property
-    def script_is_distributed(self) -> bool: ...
-
-    def attached(self, optimizer: torch.optim.Optimizer) -> Attachment | None: ...
-
-    def regroup(self, error: CommError) -> None: ...
-
-
 class Checkpoints:
-    """Saves and loads for all optimizers of one runtime.
+    """Saves and loads for all optimizers of one rank.
 
     Nothing is asked of the peers: an exchange in flight is one that all ranks have launched, or will without this one.
     What is one rank's alone (BatchNorm statistics, what compression owes) is in no checkpoint: with the saving it
@@ -65,10 +49,8 @@ class Checkpoints:
     that does may ask on rank 0 alone: there nothing gives way, and the same is equal but for rounding.
     """
 
-    def __init__(self, runtime: Peers, owner: Owner) -> None:
-        """runtime, owner: the same object, by two interfaces."""
-        self._runtime = runtime
-        self._owner = owner
+    def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments) -> None:
+        self._ranks, self._optimizers, self._attachments = ranks, optimizers, attachments
         self.streams: Randomness | None = None
         self._loaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
         """State that the script has loaded, until training goes on from it."""
@@ -104,17 +86,17 @@ class Checkpoints:
     @torch.inference_mode(False)
     def save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """The state that goes with the optimizer's. Waits for the exchange in flight; raises CommError."""
-        if self._aside or self._runtime.alone or optimizer in self._owner.left_alone:
+        if self._aside or self._ranks.alone or optimizer in self._optimizers.left_alone:
             return None
         if optimizer in self._loaded:
             return self._loaded[optimizer]
-        a = self._owner.attached(optimizer)
+        a = self._attachments.of(optimizer)
         if a is None:
             return None
         self._count(a)
         a.prediction.undo()
         state = self._state_of(a)
-        if state is not None and a.algorithm.identical and (self._by_all or not self._owner.script_is_distributed):
+        if state is not None and a.algorithm.identical and (self._by_all or not self._optimizers.script.is_distributed):
             self._join(a, state)
             a.schema.forget_residuals()
         indices = numbers_of(a.optimizer)
@@ -126,9 +108,9 @@ class Checkpoints:
         """The part that does not depend on what is one rank's alone. state: the algorithm's."""
         return {
             "version": VERSION,
-            "algorithm": self._runtime.config.algorithm,
-            "world_size": self._runtime.world.world_size,
-            "rank": self._runtime.world.rank,
+            "algorithm": self._ranks.config.algorithm,
+            "world_size": self._ranks.world.world_size,
+            "rank": self._ranks.world.rank,
             "step": a.step,
             "state": state,
             "prediction": prediction,
@@ -137,26 +119,26 @@ class Checkpoints:
 
     def _state_of(self, a: Attachment) -> dict[str, Any] | None:
         """The algorithm's state with the gradients in flight; None where these are lost, with ranks or by a failure."""
-        runtime = self._runtime
+        ranks = self._ranks
         while True:
-            failed = runtime.engine.error is not None
-            if not (failed and not runtime.survives):
+            failed = ranks.engine.error is not None
+            if not (failed and not ranks.survives):
                 try:
                     return a.algorithm.state()
                 except CommError as error:
-                    if runtime.survives and any(each.consumed for each in self._owner.attachments):
+                    if ranks.survives and any(each.consumed for each in self._attachments):
                         # Others may lack the averages that this rank is about to apply, and it cannot give them now.
-                        runtime.say("saved as ranks were lost: without the gradients in flight", level="warning")
+                        ranks.say("saved as ranks were lost: without the gradients in flight", level="warning")
                         return None
                     try:
-                        if not runtime.interruption.apart:
-                            self._owner.regroup(error)  # where ranks were lost meanwhile, and the others train on
+                        if not ranks.requests.interruption.apart:
+                            self._ranks.regroup(error)  # where ranks were lost meanwhile, and the others train on
                             continue
                     except CommError:
                         if not failed:
                             raise
             # A last checkpoint, after a failure that every exchange ends with.
-            runtime.say("saved after a failure: without the gradients in flight", level="warning")
+            ranks.say("saved after a failure: without the gradients in flight", level="warning")
             return None
 
     def _count(self, a: Attachment) -> None:
@@ -165,7 +147,7 @@ class Checkpoints:
         row = row + (a.step > last) if a.step <= last + 1 else 1
         self._saves[a.optimizer] = a.step, row
         if row == _MANY and a.algorithm.identical:
-            self._runtime.say(
+            self._ranks.say(
                 f"optimizer.state_dict(){a.name} is called in every step: each call waits for the exchange under way,"
                 " and drops what --compression keeps, as in a checkpoint. Read optimizer.param_groups in its place",
                 level="warning",
@@ -173,7 +155,7 @@ class Checkpoints:
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """The script has loaded this state. It counts from the next training forward or use of gradients on."""
-        if self._aside or self._runtime.alone:
+        if self._aside or self._ranks.alone:
             return
         self.any_loaded = True
         part = state_dict.get(KEY)
@@ -181,7 +163,7 @@ class Checkpoints:
         if part is None:
             return
         if not isinstance(part, dict) or part.get("version") != VERSION:
-            self._runtime.say("the checkpoint was written by another version of DADT: training begins with a warm-up")
+            self._ranks.say("the checkpoint was written by another version of DADT: training begins with a warm-up")
             return
         self._loaded[optimizer] = part
         if self.streams is not None:
@@ -200,8 +182,8 @@ class Checkpoints:
         mine = self._loaded.get(a.optimizer)
         seeded_anew = sorted(self.streams.seeded_anew) if self.streams is not None else []
         # The form is the same on all ranks: the null executor gives each what it said itself.
-        told = (mine if self._runtime.group.rank == 0 else None, seeded_anew)
-        part, seeded_anew = self._runtime.collect(f"checkpoint{a.name}", told)[0]
+        told = (mine if self._ranks.group.rank == 0 else None, seeded_anew)
+        part, seeded_anew = self._ranks.collect(f"checkpoint{a.name}", told)[0]
         self._loaded.pop(a.optimizer, None)
         if part is not None:
             self._loaded[a.optimizer] = part
@@ -209,7 +191,7 @@ class Checkpoints:
 
     def resume(self) -> None:
         """Training goes on: from what was loaded, if anything was."""
-        for a in self._owner.attachments if self._loaded else ():
+        for a in self._attachments if self._loaded else ():
             if a.alive and (part := self._loaded.pop(a.optimizer, None)) is not None:
                 self._resume(a, part, self._own.pop(a.optimizer, None))
         callbacks, self.on_resumed = self.on_resumed, []
@@ -217,15 +199,15 @@ class Checkpoints:
             callback()
 
     def _resume(self, a: Attachment, part: dict[str, Any], own: dict[str, Any] | None) -> None:
-        config, size = self._runtime.config, self._runtime.world.world_size
+        config, size = self._ranks.config, self._ranks.world.world_size
         if part["algorithm"] != config.algorithm:
-            self._runtime.say(
+            self._ranks.say(
                 f"the checkpoint is one of --algorithm {part['algorithm']}: --algorithm {config.algorithm} goes on from"
                 " its weights and optimizer state, with a warm-up of its own"
             )
             return
         if part["world_size"] != size:
-            self._runtime.say(
+            self._ranks.say(
                 f"the checkpoint is one of {part['world_size']} ranks: {size} go on from it at step {part['step']}"
             )
         parameters = list(numbers_of(a.optimizer))
@@ -233,7 +215,7 @@ class Checkpoints:
         of_tensors = [value for value in prediction.values() if isinstance(value, dict)]
         of_tensors.append(by_parameter(a.algorithm.by_parameter(part["state"]), parameters))
         if any(t.shape != p.shape for value in of_tensors for p, t in value.items()):
-            self._runtime.say("the checkpoint is one of another model: training begins with a warm-up")
+            self._ranks.say("the checkpoint is one of another model: training begins with a warm-up")
             return
         a.step = part["step"]
         a.numbered_from = a.step - a.exchanges
@@ -256,13 +238,13 @@ class Checkpoints:
     def _load_streams(self, part: dict[str, Any], mine: dict[str, Any], seeded_anew: Iterable[str]) -> None:
         """part: whose shared stream it is; mine: what this rank has loaded, perhaps from a file of its own."""
         if self.streams is not None and part["random"]:
-            own = mine["random"]["own"] if mine["random"] and mine["rank"] == self._runtime.world.rank else None
+            own = mine["random"]["own"] if mine["random"] and mine["rank"] == self._ranks.world.rank else None
             self.streams.load_state(part["random"]["shared"], own, seeded_anew)
 
     def _join(self, a: Attachment, state: dict[str, Any]) -> None:
         """What is the rank's own becomes what all ranks have in common: buffers their newest average, and what is
         expected of the gradients in flight these themselves."""
-        buffers = self._owner.buffers
+        buffers = self._optimizers.buffers
         flights = state.get("in_flight", ())
         if flights:
             places = places_of(a)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dadt.comm import plain
-from dadt.train.peers import Peers
+from dadt.train.ranks import Ranks
 
 
-def take_first_ranks(peers: Peers, tensors: Sequence[torch.Tensor], name: str, then: Callable[[], None]) -> None:
+def take_first_ranks(ranks: Ranks, tensors: Sequence[torch.Tensor], name: str, then: Callable[[], None]) -> None:
     """The tensors become those of the first rank. then: called once they have."""
     came = False
 
@@ -25,13 +25,13 @@ def take_first_ranks(peers: Peers, tensors: Sequence[torch.Tensor], name: str, t
             then()
 
     while not came:  # where the first rank was lost, another is first
-        mine = [t.cpu() for t in tensors] if peers.group.rank == 0 else None
-        peers.wait(peers.allgather(name, plain.encode(mine, name), take))
+        mine = [t.cpu() for t in tensors] if ranks.group.rank == 0 else None
+        ranks.wait(ranks.allgather(name, plain.encode(mine, name), take))
 
 
 @torch.no_grad()
-def take_means(peers: Peers, tensors: Sequence[torch.Tensor], name: str) -> None:
+def take_means(ranks: Ranks, tensors: Sequence[torch.Tensor], name: str) -> None:
     """The tensors, small ones, become their means over ranks."""
-    every = peers.collect(name, [t.cpu() for t in tensors])
+    every = ranks.collect(name, [t.cpu() for t in tensors])
     for tensor, *values in zip(tensors, *every, strict=True):
         tensor.copy_(torch.stack(values).mean(0))

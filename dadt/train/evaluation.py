@@ -9,13 +9,13 @@ from dadt.train.attachment import Attachment
 def begin(a: Attachment, why: str) -> None:
     """Average each evaluation from now on. All ranks call it, as they run the same optimizer. Raises ConfigError with
     --min-np."""
-    if least := a.runtime.config.min_np:
+    if least := a.ranks.config.min_np:
         raise ConfigError(
             f"--min-np {least}: {why}, in the midst of which the others cannot go on without a rank; leave --min-np out"
         )
     a.has_closure = True
     a.measure.why = why
-    a.runtime.say(f"{why}{a.name}: gradients and loss of each evaluation are averaged at once, and no step is late")
+    a.ranks.say(f"{why}{a.name}: gradients and loss of each evaluation are averaged at once, and no step is late")
 
 
 def before(a: Attachment) -> None:

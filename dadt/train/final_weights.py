@@ -19,9 +19,11 @@ import torch
 
 from dadt.errors import WeightsDiffer
 from dadt.train.attachment import Attachment
+from dadt.train.attachments import Attachments
 from dadt.train.exchange.fingerprint import of_values, some_values
-from dadt.train.registry import Registry
-from dadt.train.replicate import checksum
+from dadt.train.optimizers import Optimizers
+from dadt.train.ranks import Ranks
+from dadt.train.replicas import checksum
 
 _version = attrgetter("_version")
 _VALUES = 16
@@ -73,8 +75,8 @@ class Noted:
 class FinalWeights:
     """Compares the final weights of all optimizers whose replicas are identical by definition."""
 
-    def __init__(self, runtime: Registry) -> None:
-        self._runtime = runtime
+    def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments) -> None:
+        self._ranks, self._optimizers, self._attachments = ranks, optimizers, attachments
         self._noted: WeakKeyDictionary[Attachment, Noted] = WeakKeyDictionary()
 
     def stepped(self, attachment: Attachment) -> None:
@@ -86,8 +88,8 @@ class FinalWeights:
 
     def tell(self) -> bytes:
         """What this rank reports of its weights at the end; empty where ranks may have weights of their own."""
-        r = self._runtime
-        if not r.config.broadcast or r.config.executor == "null":
+        config = self._ranks.config
+        if not config.broadcast or config.executor == "null":
             return b""
         told = {a.index: n.told() for a, n in self._noted.items() if a.alive and a.algorithm.identical}
         return json.dumps(told).encode()
@@ -97,7 +99,7 @@ class FinalWeights:
         if not lanes or not all(lanes):
             return
         every = [json.loads(bytes(lane)) for lane in lanes]
-        for attachment in self._runtime.attachments:
+        for attachment in self._attachments:
             each = [told.get(str(attachment.index)) for told in every]
             if None not in each and len({told["step"] for told in each}) == 1:
                 self._judge(attachment, each)
@@ -118,10 +120,10 @@ class FinalWeights:
                     raise WeightsDiffer(self._sentence(attachment, at, values))
 
     def _sentence(self, attachment: Attachment, at: int, values: Sequence[Any]) -> str:
-        members = self._runtime.members
+        members = self._ranks.members
         others = [str(rank) for rank, value in zip(members, values, strict=True) if value != values[0]]
         parameter = self._noted[attachment].parameters[at]
-        name = self._runtime.parameter_names().get(id(parameter), f"parameter {at}")
+        name = self._optimizers.parameter_names().get(id(parameter), f"parameter {at}")
         ranks = f"rank{'s' * (len(others) > 1)} {' and '.join(filter(None, (', '.join(others[:-1]), others[-1])))}"
         return (
             f"the ranks' weights differ at the end: those that {type(attachment.optimizer).__name__}{attachment.name}"

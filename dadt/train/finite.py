@@ -10,10 +10,10 @@ import torch
 from dadt.errors import DadtError
 
 if TYPE_CHECKING:
-    from dadt.train.agreement import Group
     from dadt.train.exchange.exchange import Exchange
     from dadt.train.exchange.step_metadata import StepMetadata
     from dadt.train.measure import Measure
+    from dadt.train.ranks import Ranks
     from dadt.train.restored import RestoredExchange
 
 IGNORE, SKIP, STOP = "ignore", "skip", "stop"
@@ -25,10 +25,10 @@ class Finite:
     """Each rank looks at its own gradients and says so beside them, so that all ranks act alike and know whose they
     were."""
 
-    def __init__(self, choice: str, group: Group, names: Callable[[], Mapping[int, str]], measure: Measure) -> None:
+    def __init__(self, choice: str, ranks: Ranks, names: Callable[[], Mapping[int, str]], measure: Measure) -> None:
         """choice: the value of `--on-nan`. names: returns the names of parameters, by id."""
         self._choice = choice
-        self._group = group
+        self._ranks = ranks
         self._names = names
         self._measure = measure
         self.number = 0
@@ -53,12 +53,12 @@ class Finite:
         parameter = exchange.parameters[lanes[rank].not_finite - 1]
         name = self._names().get(id(parameter)) or f"a parameter of shape {tuple(parameter.shape)}"
         step = exchange.name.removesuffix(", again")
-        text = f"{step}: the gradient of {name} is not finite on rank {self._group.members[rank]}"
+        text = f"{step}: the gradient of {name} is not finite on rank {self._ranks.members[rank]}"
         if self._choice == STOP:
             raise DadtError(f"{text} (--on-nan stop)")
         found = self._measure.not_finite
         if found <= TOLD or found & (found - 1) == 0:
-            self._group.say(f"{text}; all ranks leave the step out" if self.skips else text, "warning")
+            self._ranks.say(f"{text}; all ranks leave the step out" if self.skips else text, "warning")
         return not self.skips
 
 

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from dadt._core import Engine, Work
 
 
+KEPT = 16
+"""Gatherings that a rank keeps, as another one may still wait for them."""
+
+
 class Gathering:
     """An allgather that outlives the connection on which it began."""
 
@@ -63,3 +67,27 @@ class Gathering:
             assert self._work is not None, "waited for before it was launched"
             self._work.wait(timeout)
             self.settle(self._work.lanes)
+
+
+class Gatherings:
+    """The gatherings of one rank, which all ranks begin in the same order."""
+
+    def __init__(self) -> None:
+        self.newest: list[Gathering] = []
+        """The last ones, in order, some of which may not be done. Empty where ranks cannot be lost."""
+        self.count = 0
+        """How many this rank has begun."""
+
+    def begin(self, name: str, data: bytes, then: Callable[[Sequence[bytes]], None], *, kept: bool) -> Gathering:
+        """kept: ranks may be lost, and then need what others have gathered."""
+        gathering = Gathering(name, data, self.count, then)
+        self.count += 1
+        if kept:
+            self.newest = [*self.newest[-KEPT:], gathering]
+        return gathering
+
+    def undo(self, since: float) -> None:
+        """Forget those that are not complete and were begun after this time: what was begun then begins again."""
+        redone = [g for g in self.newest if not g.complete and g.began > since]
+        self.newest = [g for g in self.newest if g not in redone]
+        self.count -= len(redone)

@@ -3,53 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 from dadt.errors import CommError
-from dadt.train.algorithm import Algorithm
+from dadt.train.algorithm import Attached
 from dadt.train.exchange.exchange import Exchange
-
-
-class Attached(Protocol):
-    """One optimizer, as Lockstep needs it."""
-
-    algorithm: Algorithm
-
-    def forget_launched(self, exchange: Exchange | None) -> None: ...
-
-
-class Survivor(Protocol):
-    """A rank that may go on without others."""
-
-    def as_a_whole(self) -> AbstractContextManager[None]: ...
-
-    def regroup(self, error: CommError) -> None: ...
+from dadt.train.ranks import Ranks
 
 
 class Lockstep:
     """How far one optimizer of this rank is: whether it has joined its peers, and which steps are averaged."""
 
-    def __init__(self, attachment: Attached, rank: Survivor, join: Callable[[], None]) -> None:
-        """join: takes the state of the first rank."""
+    def __init__(self, attachment: Attached, ranks: Ranks) -> None:
         self._attachment = attachment
-        self._rank = rank
-        self._join = join
+        self._ranks = ranks
         self.averaged = -1
         """Steps whose gradients have been averaged; -1: it has not joined its peers yet."""
         self._averaging = False
         self._undone = False
         """What the step had begun was undone, as ranks were lost: it begins again, however many more are lost."""
 
-    def join(self) -> None:
-        """Train from rank 0's state. Raises CommError."""
-        with self._rank.as_a_whole():
+    def join(self, take: Callable[[], None]) -> None:
+        """Train from the state of the first rank, by `take`. Raises CommError."""
+        with self._ranks.as_a_whole():
             while self.averaged < 0:
                 try:
-                    self._join()
+                    take()
                     self.averaged = 0
                 except CommError as error:
-                    self._rank.regroup(error)  # where others have joined already, so has this one then
+                    self._ranks.regroup(error)  # where others have joined already, so has this one then
 
     def average(self) -> None:
         """Average one step's gradients. Raises CommError."""
@@ -57,14 +38,14 @@ class Lockstep:
             self._attachment.algorithm.before_step()
             return
         before, self._averaging = self.averaged, True
-        with self._rank.as_a_whole():
+        with self._ranks.as_a_whole():
             while self.averaged == before:
                 try:
                     self._undone = False
                     self._attachment.algorithm.before_step()
                     self.averaged += 1
                 except CommError as error:
-                    self._rank.regroup(error)  # where others have them already, so has this one then
+                    self._ranks.regroup(error)  # where others have them already, so has this one then
         self._averaging = False
 
     @property

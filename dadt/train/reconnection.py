@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
+from dadt.comm.peer_deaths import Deaths
 from dadt.errors import CommError, PeerLost
 from dadt.train.pause import Pause
 
 _STOP_SECONDS = 5.0
-
-
-class Rank(Protocol):
-    """One rank, connected with others."""
-
-    @property
-    def outdated(self) -> bool:
-        """Whether others were lost since it was connected."""
-
-    def connect_anew(self, error: CommError) -> None: ...
 
 
 class Reconnection:
@@ -30,9 +20,10 @@ class Reconnection:
     begins it again, still inside `within`.
     """
 
-    def __init__(self, rank: Rank, most: float) -> None:
-        """most: seconds that connecting may take."""
-        self._rank = rank
+    def __init__(self, deaths: Deaths, connect_anew: Callable[[CommError], None], most: float) -> None:
+        """connect_anew: goes on with the ranks that are left, or raises the error. most: seconds that it may take."""
+        self._deaths = deaths
+        self._connect_anew = connect_anew
         self._most = most
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -49,7 +40,7 @@ class Reconnection:
     def begin(self, failure: CommError | None = None) -> None:
         """Connect again; does not wait. failure: that of a connection, where no rank is known to be lost."""
         with self._changed:
-            there_is_need = failure is not None or self._rank.outdated
+            there_is_need = failure is not None or self._deaths.outdated
             if self._thread is None and there_is_need and not self._closed:
                 self._failure = failure
                 self._thread = threading.Thread(target=self._run, name="dadt-reconnection", daemon=True)
@@ -60,12 +51,12 @@ class Reconnection:
         while not done:
             error, self._failure = self._failure or PeerLost("ranks have ended"), None
             try:
-                self._rank.connect_anew(error)
+                self._connect_anew(error)
             except Exception as found:  # noqa: BLE001 (raised on the training thread)
                 self._error = found
             with self._changed:  # who sees the thread gone sees the count, too
                 self._count += self._error is None
-                done = self._error is not None or not self._rank.outdated
+                done = self._error is not None or not self._deaths.outdated
                 if done:
                     self._thread = None
                     self._changed.notify_all()

@@ -18,11 +18,13 @@ import torch
 
 from dadt.comm import plain
 from dadt.errors import Mismatch
-from dadt.train import replicate, verification
 from dadt.train.algorithm import Relaunched
+from dadt.train.attachments import Attachments
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.gathering import Gathering
-from dadt.train.registry import Registry
+from dadt.train.ranks import Ranks
+from dadt.train.replicas import Replicas
+from dadt.train.verification import Verification, judge
 
 _TAG = 90
 """The tag of messages to ranks that are new; the algorithms' tags are above."""
@@ -48,131 +50,120 @@ class Position:
     """Whether it is new, and has trained nothing yet."""
 
 
-def regroup(runtime: Registry, *, equal: bool) -> None:
+def regroup(
+    ranks: Ranks, attachments: Attachments, replicas: Replicas, verification: Verification, *, equal: bool
+) -> None:
     """Go on with the ranks that this one is connected with now. equal: after each exchange all have the same weights,
     or anchors. Raises Mismatch where training cannot go on."""
-    for a in runtime.attachments:
+    for a in attachments:
         a.prediction.undo()
-    told = [
-        Position(**json.loads(lane)) for lane in runtime.tell("position", json.dumps(asdict(_mine(runtime))).encode())
-    ]
-    for rank, position in zip(runtime.members, told, strict=True):
+    mine = json.dumps(asdict(_mine(ranks, attachments))).encode()
+    told = [Position(**json.loads(lane)) for lane in ranks.tell("position", mine)]
+    for rank, position in zip(ranks.members, told, strict=True):
         if position.stuck:
             raise Mismatch(f"training cannot go on after ranks have connected anew: rank {rank} was {position.stuck}")
     if any(position.joins for position in told) and not equal:
-        _welcome(runtime, told)
+        _welcome(ranks, replicas, told)
     furthest = [max(each) for each in zip_longest(*(p.averaged for p in told), fillvalue=-1)]
     for index, averaged in enumerate(furthest):
-        _bring_up(runtime, index, told, averaged)
-    again = _settle(runtime, told)
+        theirs = [p.averaged[index] if index < len(p.averaged) else averaged if p.joins else -1 for p in told]
+        if min(theirs) < averaged:
+            root = theirs.index(averaged)
+            if averaged - min(theirs) > 1 or told[root].consumed[index]:
+                late = ranks.members[theirs.index(min(theirs))]
+                raise Mismatch(f"training cannot go on after ranks have connected anew: rank {late} cannot catch up")
+            behind = theirs[ranks.group.rank] < averaged
+            replicas.catch_up(list(attachments)[index], root, behind=behind)
+    again = _settle(ranks, told)
     keep = all(position.repeatable for position in told)
-    for a, averaged in zip(runtime.attachments, furthest, strict=False):
+    for a, averaged in zip(attachments, furthest, strict=False):
         if (exchange := a.lockstep.regroup(averaged, keep)) is not None:
             again.append(exchange)
-    for index, a in enumerate(runtime.attachments):
+    for index, a in enumerate(attachments):
         again += a.algorithm.follow([p.rounds[index] if index < len(p.rounds) else {} for p in told])
     if equal:
-        _compare(runtime)
+        _compare(ranks, attachments, verification)
     for each in sorted(again, key=lambda each: each.began):
         if isinstance(each, Gathering):
-            each.launch(runtime.engine)
+            each.launch(ranks.engine)
         else:
-            runtime.keep(each)
+            ranks.keep(each)
             each.repeat()
 
 
-def _mine(runtime: Registry) -> Position:
-    attachments = runtime.attachments
+def _mine(ranks: Ranks, attachments: Attachments) -> Position:
     pending = [a.algorithm.pending for a in attachments]
-    unfinished = [g.number for g in runtime.gatherings if not g.complete]
+    unfinished = [g.number for g in ranks.gatherings.newest if not g.complete]
     return Position(
         averaged=[a.lockstep.averaged for a in attachments],
         consumed=[a.consumed and a.algorithm.averages for a in attachments],
         rounds=[a.algorithm.rounds() for a in attachments],
-        gathered=min(unfinished, default=runtime.gathered),
+        gathered=min(unfinished, default=ranks.gatherings.count),
         repeatable=all(each.repeatable for each in pending if isinstance(each, Exchange)),
-        stuck=_stuck(runtime),
-        joins=runtime.world.joins and not attachments,
+        stuck=_stuck(ranks, attachments),
+        joins=ranks.world.joins and not attachments,
     )
 
 
-def _welcome(runtime: Registry, told: Sequence[Position]) -> None:
+def _welcome(ranks: Ranks, replicas: Replicas, told: Sequence[Position]) -> None:
     """The first of those that train gives what it trains to those that are new."""
     root = next((rank for rank, position in enumerate(told) if position.averaged), None)
     if root is None:
         return
-    gives = runtime.group.rank == root
-    state = replicate.welcome(runtime) if gives else b""
-    length = int.from_bytes(runtime.tell("welcome", len(state).to_bytes(8, "little"))[root], "little")
+    gives = ranks.group.rank == root
+    state = replicas.give() if gives else b""
+    length = int.from_bytes(ranks.tell("welcome", len(state).to_bytes(8, "little"))[root], "little")
     works = []
     if gives:
         given = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        works = [runtime.mail.send(given, rank, _TAG) for rank, position in enumerate(told) if position.joins]
-    elif told[runtime.group.rank].joins:
+        works = [ranks.mail.send(given, rank, _TAG) for rank, position in enumerate(told) if position.joins]
+    elif told[ranks.group.rank].joins:
         given = torch.empty(length, dtype=torch.uint8, device="cpu")
-        works = [runtime.mail.receive(given, root, _TAG)]
+        works = [ranks.mail.receive(given, root, _TAG)]
     for work in works:
-        runtime.await_message(work, "giving the state to new workers")
+        ranks.await_message(work, "giving the state to new workers")
     if works and not gives:
-        runtime.welcome = plain.decode(given.numpy().tobytes())
+        replicas.given = plain.decode(given.numpy().tobytes())
 
 
-def _stuck(runtime: Registry) -> str:
-    for a in runtime.attachments:
+def _stuck(ranks: Ranks, attachments: Attachments) -> str:
+    for a in attachments:
         if not a.algorithm.survives:
-            return f"in algorithm {runtime.config.algorithm}"
+            return f"in algorithm {ranks.config.algorithm}"
         if a.lockstep.stuck:
             return f"in step {a.step}{a.name}, in the midst of what all ranks had agreed on"
     return ""
 
 
-def _bring_up(runtime: Registry, index: int, told: Sequence[Position], averaged: int) -> None:
-    """Ranks that lack the newest average of an optimizer take the weights that others have made of it."""
-    theirs = [p.averaged[index] if index < len(p.averaged) else averaged if p.joins else -1 for p in told]
-    if min(theirs) == averaged:
-        return
-    root = theirs.index(averaged)
-    if averaged - min(theirs) > 1 or told[root].consumed[index]:
-        late = runtime.members[theirs.index(min(theirs))]
-        raise Mismatch(f"training cannot go on after ranks have connected anew: rank {late} cannot catch up")
-    behind = theirs[runtime.group.rank] < averaged
-    replicate.catch_up(runtime, runtime.attachments[index], root, behind=behind)
-
-
-def _settle(runtime: Registry, told: Sequence[Position]) -> list[Gathering | Relaunched]:
+def _settle(ranks: Ranks, told: Sequence[Position]) -> list[Gathering | Relaunched]:
     """Give on what some ranks have gathered and others have not. Returns what is to be gathered once more."""
     most = max(p.gathered for p in told)
     least = min((p.gathered for p in told if not p.joins), default=most)
-    if told[runtime.group.rank].joins:
-        runtime.gathered = most
+    if told[ranks.group.rank].joins:
+        ranks.gatherings.count = most
     if least < most:
-        mine = {g.number: list(g.lanes) for g in runtime.gatherings if g.complete and g.number >= least}
-        given = mine if told[runtime.group.rank].gathered == most else {}
-        every = runtime.tell("gathered", plain.encode(given, "what was gathered"))
+        mine = {g.number: list(g.lanes) for g in ranks.gatherings.newest if g.complete and g.number >= least}
+        given = mine if told[ranks.group.rank].gathered == most else {}
+        every = ranks.tell("gathered", plain.encode(given, "what was gathered"))
         known = plain.decode(every[[p.gathered for p in told].index(most)])
-        for gathering in runtime.gatherings:
+        for gathering in ranks.gatherings.newest:
             if not gathering.complete and gathering.number < most:
                 gathering.settle(known[gathering.number])
-    left = [g for g in runtime.gatherings if not g.complete]
-    if runtime.transaction is not None:
-        # What was begun in it begins again.
-        redone = [g for g in left if g.began > runtime.transaction]
-        runtime.gatherings = [g for g in runtime.gatherings if g not in redone]
-        runtime.gathered -= len(redone)
-        left = [g for g in left if g not in redone]
-    return list(left)
+    if ranks.transaction is not None:
+        ranks.gatherings.undo(ranks.transaction)
+    return [g for g in ranks.gatherings.newest if not g.complete]
 
 
-def _compare(runtime: Registry) -> None:
+def _compare(ranks: Ranks, attachments: Attachments, verification: Verification) -> None:
     """Raises Mismatch where ranks have different replicas; with `--verify-every` makes them the same instead."""
-    for a in runtime.attachments:
+    for a in attachments:
         if a.lockstep.averaged < 0:
             continue
-        every = verification.compare(runtime, a)
-        if runtime.config.verify_every:
-            verification.repair(runtime, a, every)
-        elif wrong := verification.judge(every).wrong:
-            rank = runtime.members[wrong[0]]
+        every = verification.compare(a)
+        if ranks.config.verify_every:
+            verification.repair(a, every)
+        elif wrong := judge(every).wrong:
+            rank = ranks.members[wrong[0]]
             raise Mismatch(
                 f"training cannot go on after ranks have connected anew: the weights of rank {rank} differ from those"
                 f" of the others{a.name}"

@@ -11,7 +11,7 @@ from torch import nn
 from dadt.comm.compression import LowRank
 from dadt.train.exchange.exchange import BucketPlan, Exchange
 from dadt.train.exchange.step_metadata import StepMetadata, mean_loss
-from dadt.train.peers import Peers
+from dadt.train.ranks import Ranks
 
 if TYPE_CHECKING:
     pass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Trained(Protocol):
     """One optimizer, for which exchanges are made."""
 
-    runtime: Peers
+    ranks: Ranks
 
     @property
     def name(self) -> str: ...
@@ -119,7 +119,7 @@ def flights(attachment: Trained, exchange: Exchange | RestoredExchange | None) -
     """What `flight` gives, in a list as a checkpoint has it; empty where nothing is in flight, or all ranks together
     have to begin the second half."""
     if exchange is not None and exchange.halfway:
-        attachment.runtime.say(
+        attachment.ranks.say(
             "a checkpoint leaves out the gradient in flight: on a GPU --compression powersgd ends it in a step"
         )
     return [] if exchange is None or exchange.halfway else [flight(attachment, exchange)]

@@ -6,15 +6,15 @@ import json
 import socket
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from dadt.errors import ConfigError
-from dadt.train import replicate
+from dadt.errors import CommError, ConfigError
 from dadt.train.attachment import Attachment
 from dadt.train.gathering import Gathering
-from dadt.train.registry import Registry
+from dadt.train.ranks import Ranks
+from dadt.train.replicas import Replicas, checksum
 
 LOOK_AFTER = 2
 """Steps after which an answer is looked at. It has come by then, also with `pipe`: the second step waits for an
@@ -40,47 +40,6 @@ def judge(every: Sequence[Sequence[int]]) -> Verdict:
     return Verdict(told.index(chosen), [i for i, each in enumerate(told) if each != chosen], sure)
 
 
-def compare(runtime: Registry, attachment: Attachment) -> list[list[int]]:
-    """The checksums of each rank's replica as it is now. Waits for all ranks."""
-    mine = json.dumps(_checksums(runtime, attachment)).encode()
-    return [json.loads(lane) for lane in runtime.tell(f"replicas{attachment.name}", mine)]
-
-
-def repair(runtime: Registry, attachment: Attachment, every: Sequence[Sequence[int]], when: str = "") -> None:
-    """Replicas that differ take over one that does not. All ranks call it with the same checksums. Raises CommError,
-    with nothing half done. when: since when they differ, as far as it is known."""
-    verdict = judge(every)
-    if verdict.wrong:
-        behind = runtime.group.rank in verdict.wrong
-        replicate.catch_up(runtime, attachment, verdict.right, behind=behind)
-        _report(runtime, attachment, every, f"{when}: it takes over that of rank {runtime.members[verdict.right]}")
-
-
-def _report(runtime: Registry, attachment: Attachment, every: Sequence[Sequence[int]], more: str) -> None:
-    """Count a replica that differs, and report it the first time, the second, the fourth and so on: on its own rank,
-    which knows its host."""
-    verdict, measure = judge(every), attachment.measure
-    if runtime.group.rank not in verdict.wrong:
-        return
-    measure.differed += 1
-    if measure.differed & (measure.differed - 1):
-        return
-    world, pairs = runtime.world, zip(every[runtime.group.rank], every[verdict.right], strict=False)
-    names = zip(replicate.replica(runtime, attachment), pairs, strict=False)
-    first = next((name for name, (mine, theirs) in names if mine != theirs), "the optimizer's state")
-    here = f" on {socket.gethostname()}" if world.local_size < world.world_size else ""
-    unsure = "" if verdict.sure else "; no majority says whose is right, so that of the first rank counts"
-    runtime.say(
-        f"step {attachment.step}{attachment.name}: the replica of rank {world.rank}{here} differs from that of rank"
-        f" {runtime.members[verdict.right]}, first in {first}{more}{unsure}",
-        "warning",
-    )
-
-
-def _checksums(runtime: Registry, attachment: Attachment) -> list[int]:
-    return [replicate.checksum(tensor) for tensor in replicate.replica(runtime, attachment).values()]
-
-
 class Asked(NamedTuple):
     """A comparison under way."""
 
@@ -91,17 +50,15 @@ class Asked(NamedTuple):
 class Verification:
     """The comparisons of all optimizers' replicas. All ranks do the same ones in the same steps."""
 
-    def __init__(self, runtime: Registry, attempt: Callable[[Callable[[], None]], None]) -> None:
-        """attempt: calls what exchanges weights; where ranks are lost meanwhile, all that are left compare again."""
-        self._runtime = runtime
-        self._attempt = attempt
+    def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
+        self._ranks, self._replicas = ranks, replicas
         self._asked: WeakKeyDictionary[Attachment, Asked] = WeakKeyDictionary()
         self._equal: WeakKeyDictionary[Attachment, int] = WeakKeyDictionary()
         """Steps after which replicas were equal, as far as it is known."""
 
     def stepped(self, attachment: Attachment) -> None:
         """The optimizer has stepped: weights are true ones. Raises ConfigError where ranks have their own."""
-        every, step = self._runtime.config.verify_every, attachment.step
+        every, step = self._ranks.config.verify_every, attachment.step
         if not every:
             return
         if not attachment.algorithm.identical:
@@ -110,8 +67,8 @@ class Verification:
         if asked is not None and step >= asked.step + min(LOOK_AFTER, every):
             self._look(attachment, self._asked.pop(attachment), last=False)
         if step % every == 0:
-            lane = array("q", [self._runtime.generation, *_checksums(self._runtime, attachment)])
-            answer = self._runtime.allgather(f"replicas{attachment.name} after {step} steps", lane.tobytes())
+            lane = array("q", [self._ranks.generation, *self._checksums(attachment)])
+            answer = self._ranks.allgather(f"replicas{attachment.name} after {step} steps", lane.tobytes())
             self._asked[attachment] = Asked(step, answer)
 
     def finish(self) -> None:
@@ -120,15 +77,57 @@ class Verification:
             self._look(attachment, asked, last=True)
 
     def _look(self, attachment: Attachment, asked: Asked, *, last: bool) -> None:
-        runtime = self._runtime
-        runtime.wait(asked.answer)
+        ranks = self._ranks
+        ranks.wait(asked.answer)
         told = [array("q", bytes(lane)).tolist() for lane in asked.answer.lanes]
-        if any(generation != runtime.generation for generation, *_ in told):
+        if any(generation != ranks.generation for generation, *_ in told):
             return  # ranks were lost since, and the others have compared theirs then
         every = [checksums for _, *checksums in told]
         when = f" (equal after {self._equal.get(attachment, 0)} steps, not after {asked.step})"
         self._equal[attachment] = asked.step
         if last:
-            _report(runtime, attachment, every, when)
-        else:
-            self._attempt(lambda: repair(runtime, attachment, every, when))
+            self._report(attachment, every, when)
+            return
+        try:
+            with self._replicas.aside():
+                self.repair(attachment, every, when)
+        except CommError as error:
+            ranks.regroup(error)  # all that are left compare again
+
+    def compare(self, attachment: Attachment) -> list[list[int]]:
+        """The checksums of each rank's replica as it is now. Waits for all ranks."""
+        mine = json.dumps(self._checksums(attachment)).encode()
+        return [json.loads(lane) for lane in self._ranks.tell(f"replicas{attachment.name}", mine)]
+
+    def repair(self, attachment: Attachment, every: Sequence[Sequence[int]], when: str = "") -> None:
+        """Replicas that differ take over one that does not. All ranks call it with the same checksums. Raises
+        CommError, with nothing half done. when: since when they differ, as far as it is known."""
+        verdict = judge(every)
+        if verdict.wrong:
+            behind = self._ranks.group.rank in verdict.wrong
+            self._replicas.catch_up(attachment, verdict.right, behind=behind)
+            members = self._ranks.members
+            self._report(attachment, every, f"{when}: it takes over that of rank {members[verdict.right]}")
+
+    def _report(self, attachment: Attachment, every: Sequence[Sequence[int]], more: str) -> None:
+        """Count a replica that differs, and report it the first time, the second, the fourth and so on: on its own
+        rank, which knows its host."""
+        ranks, verdict, measure = self._ranks, judge(every), attachment.measure
+        if ranks.group.rank not in verdict.wrong:
+            return
+        measure.differed += 1
+        if measure.differed & (measure.differed - 1):
+            return
+        world, pairs = ranks.world, zip(every[ranks.group.rank], every[verdict.right], strict=False)
+        names = zip(self._replicas.tensors(attachment), pairs, strict=False)
+        first = next((name for name, (mine, theirs) in names if mine != theirs), "the optimizer's state")
+        here = f" on {socket.gethostname()}" if world.local_size < world.world_size else ""
+        unsure = "" if verdict.sure else "; no majority says whose is right, so that of the first rank counts"
+        ranks.say(
+            f"step {attachment.step}{attachment.name}: the replica of rank {world.rank}{here} differs from that of rank"
+            f" {ranks.members[verdict.right]}, first in {first}{more}{unsure}",
+            "warning",
+        )
+
+    def _checksums(self, attachment: Attachment) -> list[int]:
+        return [checksum(tensor) for tensor in self._replicas.tensors(attachment).values()]

@@ -86,11 +86,11 @@ class Found:
 def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SECONDS) -> Found:
     """Runs on every rank at once; computes for `seconds`. Raises ConfigError for what cannot be trained."""
     runtime = worker.ask()
-    if runtime.control is not None:
-        runtime.control.claim()
+    if runtime.ranks.control is not None:
+        runtime.ranks.control.claim()
     where = device_of(device)
     ranks = _Ranks(runtime)
-    step = _Step(model, batch_size, where, runtime.config.bucket_mb)
+    step = _Step(model, batch_size, where, runtime.ranks.config.bucket_mb)
     parts, ready = step.measure(seconds)
     most = min(MOST, max(LEAST, step.bytes))
     alpha, pairs = ranks.network(most)
@@ -100,8 +100,8 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
         exchanges[compression], processor[compression] = ranks.exchanges(compression, most, where)
     low_rank_seconds, halves = step.low_rank()
     found = Found(
-        cross_rank=runtime.world.cross_rank,
-        local_size=runtime.world.local_size,
+        cross_rank=runtime.ranks.world.cross_rank,
+        local_size=runtime.ranks.world.local_size,
         cores=_cores(),
         threads=torch.get_num_threads(),
         executor=ranks.executor,
@@ -144,17 +144,17 @@ class _Ranks:
     """All ranks, connected as for a training, and by Gloo for messages between two."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._world = world = runtime.world
-        self._config = replace(runtime.config, timeout=TIMEOUT)
-        hosts = [int(blob) for blob in runtime.meet.exchange("probe: host", str(world.cross_rank).encode())]
+        self._world = world = runtime.ranks.world
+        self._config = replace(runtime.ranks.config, timeout=TIMEOUT)
+        hosts = [int(blob) for blob in runtime.ranks.meet.exchange("probe: host", str(world.cross_rank).encode())]
         self._peer = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 0)
         """The first rank on another host than rank 0's, with which rank 0 measures the network; 0: there is none."""
         self._numbers = count()
-        self._connection: Connection = executors.connect(self._config, world, Apart(runtime.meet, "probe:"))
+        self._connection: Connection = executors.connect(self._config, world, Apart(runtime.ranks.meet, "probe:"))
         still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
-        self._still = executors.connect(still, world, Apart(runtime.meet, "still:"))
+        self._still = executors.connect(still, world, Apart(runtime.ranks.meet, "still:"))
         """A connection by the null executor, which moves no byte."""
-        self._group = c10d.group("gloo", runtime.meet, world, range(world.world_size), TIMEOUT, "pairs")
+        self._group = c10d.group("gloo", runtime.ranks.meet, world, range(world.world_size), TIMEOUT, "pairs")
         self.executor = executors_name(self._config, world, hosts)
 
     def network(self, most: int) -> tuple[float, Times]:

@@ -353,7 +353,7 @@ def peak(device: torch.device) -> int:
 
 def own_seconds() -> float:
     """Seconds that DADT's hooks around steps have taken so far, waiting included; 0 without DADT."""
-    return worker.runtime.progress.hook_seconds if worker.runtime is not None else 0.0
+    return worker.runtime.ranks.progress.hook_seconds if worker.runtime is not None else 0.0
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ STOPPED = """
         steps.write(b".")
 
     def stop():
-        pid = worker.runtime.control.peers()[STOPPED]["pid"]
+        pid = worker.runtime.ranks.control.peers()[STOPPED]["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
             before, exchanges = {r: taken(r) for r in free}, gossip().exchanges
@@ -279,7 +279,7 @@ def test_a_failure_ends_all_ranks(dadt_run, executor) -> None:
             torch.ones(1000).sum()
     Pairing._let_go = busy  # a thread that is in torch where the interpreter ends aborts the process
     step()
-    worker.runtime.on_stop.append(left)  # after the gossip's own
+    worker.runtime.events.on_stop.append(left)  # after the gossip's own
     while True:
         step()
         if rank == 1 and gossip().exchanges >= 3:

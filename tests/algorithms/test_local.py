@@ -161,13 +161,13 @@ THAWED = """
 
     model, saved = train()
     (runtime,) = [o for o in gc.get_objects() if type(o).__name__ == "Runtime"]
-    wait = runtime.wait
+    wait = runtime.ranks.wait
 
     def collect_and_wait(work):
         gc.collect()
         wait(work)
 
-    runtime.wait = collect_and_wait
+    runtime.ranks.wait = collect_and_wait
     t.at_the_end(lambda: report([sorted(saved["anchors"]), t.values(model)]))
 """
 

@@ -50,7 +50,7 @@ for step in range(60):
         optimizers[1].step()
 step = 60
 comes(step, "end")
-worker.runtime.on_end += [lambda: comes(60, "gone"), tell]
+worker.runtime.events.on_end += [lambda: comes(60, "gone"), tell]
 """
 OPTIONS = ["-np", "3", "--min-np", "1", "--warmup-steps", "5"]
 ONCE_DELIVERED = KILL_ONCE_DELIVERED.replace("\n", "\n    ")
@@ -144,7 +144,7 @@ LATE = """
 from dadt.comm.executors.meet import AllRanks
 
 def exchange(meet, key, blob, ordinary=AllRanks.exchange):
-    while rank == 0 and key == "the end" and not worker.runtime.generation:
+    while rank == 0 and key == "the end" and not worker.runtime.ranks.generation:
         time.sleep(0.01)
     return ordinary(meet, key, blob)
 AllRanks.exchange = exchange

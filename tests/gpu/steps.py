@@ -37,7 +37,7 @@ class Training:
         self.clips = optimizer == "adamw"
         config = Config(executor=executor, algorithm=algorithm, warmup_steps=5, bucket_mb=0.01)
         self.runtime = Exchanging(World(), config, None, algorithms.find)
-        self.runtime.register(self.optimizer)
+        self.runtime.optimizers.register(self.optimizer)
         self.inputs = torch.randn(32, 64, device=device)
 
     def loss(self) -> float:
@@ -72,7 +72,7 @@ def main(device: str, executor: str, algorithm: str, optimizer: str) -> None:
     first = training.loss()
     for _ in range(BEFORE):
         training.step()
-    assert (training.runtime.device is not None) == (executor == "nccl")
+    assert (training.runtime.ranks.device is not None) == (executor == "nccl")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
     with profile(activities=activities) as profiler, record_function("steps"):
         if gpu:

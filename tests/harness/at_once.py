@@ -60,21 +60,21 @@ class Saved:
         comes("save")
         return str, ("saved",)
 
-def wait(work, ordinary=runtime.wait):
+def wait(work, ordinary=runtime.ranks.wait):
     if within == "step":
         comes("exchange")
     ordinary(work)
-runtime.wait = wait
+runtime.ranks.wait = wait
 
-def connect(ordinary=runtime.connect):
+def connect(ordinary=runtime.recovery.connect):
     comes("meeting")
     return ordinary()
 
-def tell(name, data, ordinary=runtime.tell):
-    if name.startswith("replicas") and runtime.generation:
+def tell(name, data, ordinary=runtime.ranks.tell):
+    if name.startswith("replicas") and runtime.ranks.generation:
         comes("compare")
     return ordinary(name, data)
-runtime.tell = tell
+runtime.ranks.tell = tell
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
@@ -82,7 +82,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 x = torch.randn(16, 8)
 for step in range(41):
     if step == 30:
-        runtime.connect = connect
+        runtime.recovery.connect = connect
     comes("forward")
     optimizer.zero_grad()
     y = model(Here.apply(x.requires_grad_()))

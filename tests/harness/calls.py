@@ -25,7 +25,7 @@ def until(true):
         time.sleep(0.005)
 
 def told(lost):
-    return lost not in worker.runtime.members or worker.runtime.deaths.outdated
+    return lost not in worker.runtime.ranks.members or worker.runtime.ranks.deaths.outdated
 
 class Waits:
     "Saved, it waits for the end of a rank."
@@ -41,7 +41,7 @@ def around(name, call):
     if not moments:
         return call(None)
     ((moment, lost),) = moments.items()
-    others = [each for each in worker.runtime.members if each != lost]
+    others = [each for each in worker.runtime.ranks.members if each != lost]
     if rank == lost:
         if moment == "after":
             call(None)
@@ -69,7 +69,7 @@ def save(lost):
     torch.save(content, "model.pt")
 
 def state_of_one(lost):
-    if rank == worker.runtime.members[0]:
+    if rank == worker.runtime.ranks.members[0]:
         optimizer.state_dict()
 
 def evaluate(lost):

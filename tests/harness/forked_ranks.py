@@ -51,10 +51,12 @@ class Runtime:
         self.training = True
         self.registered = True
         self.began = False
-        self.script_is_distributed = False
+        self.is_distributed = False
         self.together = True
         self.explicit = self.fitting = False
-        self.replaying = False
+        self.possible = self.under_way = False
+        # The parts of a runtime are one object here.
+        self.ranks = self.script = self.replay = self.events = self.optimizers = self.batches = self
         self.alone, self.hooked, self.shares = size == 1, size > 1, size
         self.aside = nullcontext
         self.first, self.folder_writer = rank == 0, -1

@@ -37,7 +37,7 @@ def at_the_end(call) -> None:
     from dadt.train.runtime import Runtime
 
     (runtime,) = [o for o in gc.get_objects() if type(o) is Runtime]
-    runtime.on_end.append(call)
+    runtime.events.on_end.append(call)
 
 
 @dataclass

@@ -67,14 +67,14 @@ import subprocess
 from dadt.inject import worker
 from dadt.errors import PeerLost
 
-def wait(work, ordinary=worker.runtime.wait):
+def wait(work, ordinary=worker.runtime.ranks.wait):
     ordinary(work)
     if rank == 1 and step == LATE and "WHAT" in work.name:
         subprocess.run(["touch", "delivered"], check=True)  # what Python writes here stays apart
-        while not worker.runtime.deaths.outdated:
+        while not worker.runtime.ranks.deaths.outdated:
             time.sleep(0.01)
         raise PeerLost("told before it was done")
-worker.runtime.wait = wait
+worker.runtime.ranks.wait = wait
 """
 """Rank 1 hears of a loss when the others have had an average already, and it has not."""
 KILL_ONCE_DELIVERED = f"""

@@ -86,7 +86,7 @@ def test_workers_save_and_end_by_themselves(start) -> None:
 AT_THE_END_OF_A_STEP = """
 import threading
 from dadt.inject import worker
-told, heard = False, worker.runtime.checkpoint_signal
+told, heard = False, worker.runtime.ranks.requests.checkpoint_signal
 def save(number, frame):
     global told
     told = True

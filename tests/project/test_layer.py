@@ -194,6 +194,41 @@ def test_the_launcher_has_no_tie_in_both_directions(folder: str, other: str) -> 
         assert not under(imports(path), f"dadt.launch.{other}"), relative(path)
 
 
+MOST_METHODS = 20
+"""Public methods that a class may have, with those of its bases of ours; properties are counted as attributes."""
+MORE_METHODS = {
+    "Backend": "torch shapes it",
+    "Overlay": "a table of the functions of `os` and `open` that it stands for",
+    # To be split.
+    "Control": "",
+    "StoreClient": "",
+}
+
+
+def methods_of(node: ast.ClassDef) -> set[str]:
+    def is_property(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+        return any("property" in ast.unparse(each) or ".setter" in ast.unparse(each) for each in method.decorator_list)
+
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {each.name for each in methods if not each.name.startswith("_") and not is_property(each)}
+
+
+def test_no_class_does_everything() -> None:
+    classes: dict[str, list[tuple[set[str], list[str]]]] = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+                classes.setdefault(node.name, []).append((methods_of(node), bases))
+
+    def every(methods: set[str], bases: list[str], known: frozenset[str] = frozenset()) -> set[str]:
+        above = [each for base in bases if base not in known for each in classes.get(base, ())]
+        return methods.union(*(every(*each, known.union(bases)) for each in above))
+
+    large = {name for name, found in classes.items() for each in found if len(every(*each)) > MOST_METHODS}
+    assert large == MORE_METHODS.keys()
+
+
 def test_the_launcher_and_what_is_below_it_need_no_torch() -> None:
     for module, path in MODULES.items():
         if layer_of(module) in ("errors", "world", "config", "control", "launch"):

@@ -251,11 +251,11 @@ LATE = """
         backward(SCENARIOS["momentum"], model, rank, step)
         if step == 7:  # what comes next in the order takes long, as over a slow line
             layout = _core.Layout(_core.DType.float32, [0])
-            before = worker.runtime.engine.allreduce(layout, [0], [0], "before", held=rank == 1)
+            before = worker.runtime.ranks.engine.allreduce(layout, [0], [0], "before", held=rank == 1)
         optimizer.step()
         optimizer.zero_grad()
     if rank == 1:
-        line = threading.Timer(5.0, worker.runtime.engine.release, [before])
+        line = threading.Timer(5.0, worker.runtime.ranks.engine.release, [before])
         line.daemon = True
         line.start()
     report(optimizer.state_dict()["dadt"]["state"]["in_flight"] if rank == 0 else None)

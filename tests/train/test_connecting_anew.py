@@ -10,18 +10,18 @@ from harness.survivors import CUT, OPTIONS, run, script, survivors
 
 FAIL = """
     from dadt.inject import worker
-    worker.runtime.engine.abort("broken for the test")
+    worker.runtime.ranks.engine.abort("broken for the test")
 """
 """Shared memory has no connection that could break: the engine fails."""
 
 
 TELLS = """
-from dadt.train import replicate
+from dadt.train.replicas import Replicas
 
-def catch_up(*what, ordinary=replicate.catch_up, **how):
+def catch_up(*what, ordinary=Replicas.catch_up, **how):
     print(f"rank {rank} catches up")
     ordinary(*what, **how)
-replicate.catch_up = catch_up
+Replicas.catch_up = catch_up
 """
 """A rank lacked an average that others had had already, which depends on the moment."""
 
@@ -76,12 +76,12 @@ def test_what_happens_again_and_again_ends_the_job(launch) -> None:
     again = """
 from dadt.inject import worker
 
-def connect(connect=worker.runtime.connect):
+def connect(connect=worker.runtime.recovery.connect):
     connection = connect()
     if step == 30 and rank == 1:
         connection.abort("broken again", lost=False)
     return connection
-worker.runtime.connect = connect
+worker.runtime.recovery.connect = connect
 """
     text = script(FAIL).replace("\nstep = 0\n", again + "\nstep = 0\n")
     result = launch(text, *OPTIONS, "--algorithm", "sync", "train.py", "1:30:exchange")

@@ -134,7 +134,7 @@ from dadt.inject import worker
 
 def set(keys, key, value, ordinary=Keys.set):
     ordinary(keys, key, value)
-    if rank == 1 and worker.runtime.generation == 1:
+    if rank == 1 and worker.runtime.ranks.generation == 1:
         die()
 Keys.set = set
 """
@@ -158,12 +158,12 @@ from dadt.inject import worker
 
 def gloo_group(*how, ordinary=c10d.gloo_group):
     made = ordinary(*how)
-    if rank == 1 and worker.runtime.generation == 1:
+    if rank == 1 and worker.runtime.ranks.generation == 1:
         time.sleep(30)  # as where it still connects with the rank that ends; the others have connected with it
     return made
 
 def prove(*how, ordinary=proof.prove):
-    if rank == 3 and worker.runtime.generation == 1:
+    if rank == 3 and worker.runtime.ranks.generation == 1:
         die()
     ordinary(*how)
 c10d.gloo_group, proof.prove = gloo_group, prove

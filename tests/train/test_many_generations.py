@@ -30,7 +30,7 @@ def held():
     status = open("/proc/self/status").read()
     maps = open("/proc/self/maps").read().splitlines()
     return {{
-        "generation": worker.runtime.generation,
+        "generation": worker.runtime.ranks.generation,
         "threads": threading.active_count(),
         "kernel's threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -49,13 +49,14 @@ for _ in range(4):
     step()
 for generation in range({GENERATIONS}):
     if rank == generation % 2:
-        worker.runtime.engine.abort("broken for the test")
-    while worker.runtime.generation <= generation:
+        worker.runtime.ranks.engine.abort("broken for the test")
+    while worker.runtime.ranks.generation <= generation:
         step()
     step()
     if rank == 0:
         print("held", json.dumps(held()), flush=True)
-while worker.runtime.step < {LAST}:  # a rank that was ahead when the last connection failed has one step less to make
+# A rank that was ahead when the last connection failed has one step less to make.
+while worker.runtime.ranks.step < {LAST}:
     step()
 print("ends with", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest(), flush=True)
 """

@@ -11,7 +11,7 @@ from harness.checks import assert_equal, assert_replicas_equal
 
 from dadt.config import Config
 from dadt.errors import ConfigError
-from dadt.train.replicate import checksum
+from dadt.train.replicas import checksum
 from dadt.train.verification import judge
 
 # Gradients of a loss that is linear in the weights do not hang on these: what is repaired leaves no trace.
@@ -120,11 +120,11 @@ def test_a_rank_is_lost_meanwhile(launch, algorithm: str, when: str) -> None:
     text = f"""
 import os, re, signal, torch
 from torch import nn
-from dadt.train import replicate
+from dadt.train.replicas import Replicas
 torch.set_num_threads(1)
 rank = int(re.search("DADT_RANK=([0-9]+)", open("/proc/self/environ").read())[1])
 if rank == 3:
-    replicate.catch_up = lambda *_, **how: os.kill(os.getpid(), 9)
+    Replicas.catch_up = lambda *_, **how: os.kill(os.getpid(), 9)
 {"".join(line[4:] + chr(10) for line in script().splitlines())}
 """
     text = text.replace("(model(x)", f"rank == 3 and {when} and os.kill(os.getpid(), 9); (model(x)")

@@ -87,8 +87,8 @@ class Auto(Pipe):
             self._until = a.step + max(LEAST_MEASURED - record.steps, TRIES * len(untried) + 1, a.warmup_steps - a.step)
             self._trained = a.trained
         # None since, where ranks were lost and this step begins again.
-        self._backwards = (a.owner.backwards - self._backwards_before) or self._backwards
-        self._backwards_before = a.owner.backwards
+        self._backwards = (a.optimizers.script.backwards - self._backwards_before) or self._backwards
+        self._backwards_before = a.optimizers.script.backwards
         self._try()
         record.computed()
         super().before_step()
@@ -115,9 +115,9 @@ class Auto(Pipe):
         a = self.attachment
         if self._way is None and self._told is None and a.step + 1 >= self._until and self._measures:
             # While the exchange is under way, so that the step can begin again where ranks are lost.
-            self._told = a.runtime.allgather(f"times{a.name}", json.dumps(asdict(self._times)).encode())
+            self._told = a.ranks.allgather(f"times{a.name}", json.dumps(asdict(self._times)).encode())
         if self._told is not None:
-            a.runtime.wait(self._told)
+            a.ranks.wait(self._told)
         super()._step_synchronously(exchange)
         self._seconds = exchange.seconds
 
@@ -127,8 +127,8 @@ class Auto(Pipe):
         return self._record.times(
             a.measure.compute,
             a.measure.alone,
-            cores() / a.runtime.world.local_size,
-            may_part=a.trained == self._trained and a.owner.trains_one,
+            cores() / a.ranks.world.local_size,
+            may_part=a.trained == self._trained and a.optimizers.trains_one,
             backwards=max(self._backwards, 1),
         )
 
@@ -160,15 +160,15 @@ class Auto(Pipe):
     def _choose(self, every: Sequence[Times]) -> None:
         a = self.attachment
         times = choice.slowest(every)
-        config = a.runtime.config
+        config = a.ranks.config
         hidden = config.sync_every if config.fragments > 1 else (config.sync_every + 1) // 2
         sizes = [sum(t.numel() * t.element_size() for t in bucket.tensors) for bucket in a.schema.buckets]
-        sizes = sizes if a.owner.trains_one else [sum(sizes)]  # with several optimizers all wait for the step
+        sizes = sizes if a.optimizers.trains_one else [sum(sizes)]  # with several optimizers all wait for the step
         shape = Shape([size / max(sum(sizes), 1) for size in sizes], config.sync_every, hidden)
         left = choice.ways(algorithms(a, may_part=times.may_part), list(times.exchange))
         found = {way: choice.seconds(way, times, shape) for way in left if way.compression in compressions(a)}
         way = choice.best(found)
-        a.runtime.say(f"{_found(self._record.steps, times)}: {_flags(a)}{a.name} {_reason(way, found)}")
+        a.ranks.say(f"{_found(self._record.steps, times)}: {_flags(a)}{a.name} {_reason(way, found)}")
         self._take(way)
         others = [each for each in found if each.algorithm != "pipe"]
         if way.algorithm == "pipe" and others:
@@ -178,13 +178,13 @@ class Auto(Pipe):
     @property
     def _measures(self) -> bool:
         """Whether times can be measured: closures' gradients are not compressed, and a GPU hides its from the host."""
-        return not self.attachment.has_closure and self.attachment.runtime.device is None
+        return not self.attachment.has_closure and self.attachment.ranks.device is None
 
     def _choose_unmeasured(self) -> None:
         a = self.attachment
         if not a.has_closure:
             way = Way(given_algorithm(a) or "pipe", given_compression(a) or "none")
-            a.runtime.say(f"{_flags(a)}{a.name} chooses {way}: exchanges between GPUs cannot be measured")
+            a.ranks.say(f"{_flags(a)}{a.name} chooses {way}: exchanges between GPUs cannot be measured")
             self._take(way)
         elif given_algorithm(a) == "local":
             self._take(Way("local", "none"))
@@ -195,8 +195,8 @@ class Auto(Pipe):
             return False
         if self._told is None:
             mine = statistics.median(after - before for before, after in pairwise(self._ends_of_steps))
-            self._told = a.runtime.allgather(f"late steps{a.name}", json.dumps(mine).encode())
-        a.runtime.wait(self._told)
+            self._told = a.ranks.allgather(f"late steps{a.name}", json.dumps(mine).encode())
+        a.ranks.wait(self._told)
         return choice.best(self._corrected(self._told)) != self._way
 
     def _corrected(self, told: Gathering) -> dict[Way, float]:
@@ -209,7 +209,7 @@ class Auto(Pipe):
         if (way := choice.best(found)) != self._way:
             a, late = self.attachment, next(each for each in found if each.algorithm == "pipe")
             measured = f"after {LATE} late steps, of which each took {milliseconds(found[late])}"
-            a.runtime.say(f"{measured}: {_flags(a)}{a.name} {_reason(way, found)}")
+            a.ranks.say(f"{measured}: {_flags(a)}{a.name} {_reason(way, found)}")
             self._take(way)
 
     def _take(self, way: Way) -> None:
@@ -325,17 +325,17 @@ class Record:
 
 def given_algorithm(a: Attachment) -> str:
     """The algorithm that the user asks for; empty where it is to be chosen."""
-    return "" if a.runtime.config.algorithm == "auto" else a.runtime.config.algorithm
+    return "" if a.ranks.config.algorithm == "auto" else a.ranks.config.algorithm
 
 
 def given_compression(a: Attachment) -> str:
     """The compression that the user asks for; empty where it is to be chosen."""
-    return "" if a.runtime.config.compression == "auto" else a.runtime.config.compression
+    return "" if a.ranks.config.compression == "auto" else a.ranks.config.compression
 
 
 def algorithms(a: Attachment, *, may_part: bool) -> list[str]:
     """The algorithms to choose from. may_part: ranks may have weights of their own, as with `local`."""
-    config = a.runtime.config
+    config = a.ranks.config
     if given := given_algorithm(a):
         return [given]
     plain = config.outer_lr == 1.0 and config.outer_momentum == 0.0
@@ -371,7 +371,7 @@ def _found(steps: int, times: Times) -> str:
 
 
 def _flags(a: Attachment) -> str:
-    config = a.runtime.config
+    config = a.ranks.config
     asked = (("--algorithm", config.algorithm), ("--compression", config.compression))
     return ", ".join(f"{name} auto" for name, value in asked if value == "auto")
 

@@ -21,7 +21,7 @@ from dadt.train.algorithm import Algorithm
 
 if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
-    from dadt.train.peers import Peers
+    from dadt.train.ranks import Ranks
 
 _Place = tuple[int, int]
 """A tensor's address, and its number of elements."""
@@ -48,24 +48,24 @@ class Gossip(Algorithm):
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
-        runtime, tag = attachment.runtime, _TAG + 2 * attachment.index
+        ranks, tag = attachment.ranks, _TAG + 2 * attachment.index
         if _has_group() and any(isinstance(m, nn.SyncBatchNorm) for m in attachment.modules):
             raise ConfigError(
                 "--algorithm gossip: SyncBatchNorm waits for all ranks in every forward, and with gossip no rank waits"
                 " for another: use BatchNorm, or another algorithm"
             )
-        config = runtime.config
-        check_copies(config.compression, config.topology, runtime.world.world_size)
-        self._stepped = runtime.step
-        place = runtime.mail, runtime.group, runtime.members
+        config = ranks.config
+        check_copies(config.compression, config.topology, ranks.world.world_size)
+        self._stepped = ranks.step
+        place = ranks.mail, ranks.group, ranks.members
         self._pairing = Pairing(*place, config.topology, tag, config.timeout, config.compression)
-        runtime.progress.senders.append(self._pairing)
+        ranks.progress.senders.append(self._pairing)
         # The optimizer may be collected long before the end, on each rank when it likes.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
-        end = FinalAverage(runtime, weakref.ref(attachment), self._pairing, tag + 1)
-        attachment.owner.on_end.append(end)
-        attachment.owner.on_regroup.append(partial(reconnect, runtime, self._pairing))
-        attachment.owner.on_stop.append(self._pairing.stop)
+        end = FinalAverage(ranks, weakref.ref(attachment), self._pairing, tag + 1)
+        attachment.events.on_end.append(end)
+        attachment.events.on_regroup.append(partial(reconnect, ranks, self._pairing))
+        attachment.events.on_stop.append(self._pairing.stop)
 
     @property
     def exchanges(self) -> int:
@@ -73,24 +73,24 @@ class Gossip(Algorithm):
         return sum(self._pairing.ages.values())
 
     def before_step(self) -> None:
-        runtime = self.attachment.runtime
-        with runtime.deaths.naming():
-            self._pairing.check(survives=runtime.survives)
-        if runtime.survives and (error := self._pairing.failure) is not None:
-            runtime.reconnection.begin(error)
-        runtime.reconnection.pause.begin()
+        ranks = self.attachment.ranks
+        with ranks.deaths.naming():
+            self._pairing.check(survives=ranks.survives)
+        if ranks.survives and (error := self._pairing.failure) is not None:
+            ranks.reconnection.begin(error)
+        ranks.reconnection.pause.begin()
 
     def after_step(self) -> None:
-        runtime = self.attachment.runtime
-        self._stepped = runtime.step
+        ranks = self.attachment.ranks
+        self._stepped = ranks.step
         self._pairing.publish(self.weights())
-        runtime.reconnection.pause.end()
+        ranks.reconnection.pause.end()
 
     def weights(self) -> list[torch.Tensor]:
         """The weights that no earlier optimizer averages: moved by two, they would go twice as far as neighbours."""
         a = self.attachment
         taken: set[_Place] = set()
-        for other in a.owner.attachments:
+        for other in a.siblings:
             optimizer = other._optimizer() if other.index < a.index else None
             if optimizer is not None and cast("Gossip", other.algorithm)._is_busy:
                 taken.update(weights(optimizer))
@@ -98,14 +98,14 @@ class Gossip(Algorithm):
 
     @property
     def _is_busy(self) -> bool:
-        return self.attachment.runtime.step - self._stepped <= _IDLE_STEPS
+        return self.attachment.ranks.step - self._stepped <= _IDLE_STEPS
 
 
 class FinalAverage:
     """Work of all ranks at the end of the process, each when it is there."""
 
-    def __init__(self, runtime: Peers, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
-        self._runtime = runtime
+    def __init__(self, ranks: Ranks, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
+        self._ranks = ranks
         self._attachment = attachment
         self._pairing = pairing
         self._tag = tag
@@ -113,7 +113,7 @@ class FinalAverage:
     def __call__(self) -> None:
         """Go on answering until all are here; then the exact average, where the optimizers still live. CommError."""
         self._pairing.retire()
-        await_all(self._runtime, self._tag)
+        await_all(self._ranks, self._tag)
         self._pairing.close()
         attachment = self._attachment()
         optimizer = attachment._optimizer() if attachment is not None else None
@@ -125,21 +125,21 @@ class FinalAverage:
         kinds = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in shared]).encode())
         whole = all(bool(p.isfinite().all()) for p in shared)
         mine = [optimizer is not None, kinds, whole, pairing.asked, pairing.in_vain, list(pairing.ages.items())]
-        work = self._runtime.allgather("the end of a gossip", json.dumps(mine).encode())
-        self._runtime.wait(work)
+        work = self._ranks.allgather("the end of a gossip", json.dumps(mine).encode())
+        self._ranks.wait(work)
         told = [json.loads(lane) for lane in work.lanes]
         other = next((rank for rank, each in enumerate(told) if each[:2] != told[0][:2]), 0)
         if attachment is not None and optimizer is not None and not other:
             self._average(attachment, [p.data for p in shared], [each[2] for each in told])
         elif other and all(lives for lives, *_ in told):
-            self._runtime.say(
-                f"the average at the end is left out: rank {self._runtime.members[other]}'s weights have other shapes"
-                f" or dtypes than rank {self._runtime.members[0]}'s"
+            self._ranks.say(
+                f"the average at the end is left out: rank {self._ranks.members[other]}'s weights have other shapes"
+                f" or dtypes than rank {self._ranks.members[0]}'s"
             )
         ages = Counter[int]()
         for *_, each in told:
             ages.update(dict(each))
-        self._runtime.say(describe(sum(each[3] for each in told), sum(each[4] for each in told), ages))
+        self._ranks.say(describe(sum(each[3] for each in told), sum(each[4] for each in told), ages))
 
     def _average(self, attachment: Attachment, tensors: list[torch.Tensor], whole: list[bool]) -> None:
         """Average the weights, and the buffers that training has changed on any rank. whole: for each rank, whether all
@@ -147,27 +147,27 @@ class FinalAverage:
         attachment.changing_buffers.select()
         if not any(whole):
             return
-        members = zip(self._runtime.members, whole, strict=True)
+        members = zip(self._ranks.members, whole, strict=True)
         lost = ", ".join(str(rank) for rank, finite in members if not finite)
-        if lost and self._runtime.group.rank == 0:
-            self._runtime.say(
+        if lost and self._ranks.group.rank == 0:
+            self._ranks.say(
                 f"the average at the end is without the weights of rank {lost}, which hold infinity or NaN: the others'"
                 " are taken over there",
                 level="warning",
             )
         tensors = [*tensors, *(buffer.data for _, _, buffer in attachment.buffers())]
         host = [t.to("cpu").contiguous() for t in tensors]
-        counts = whole[self._runtime.group.rank]
+        counts = whole[self._ranks.group.rank]
         if not counts:
             host = [torch.zeros_like(t) for t in host]
-        self._runtime.average(host, "the average at the end", float(counts))
+        self._ranks.average(host, "the average at the end", float(counts))
         for tensor, average in zip(tensors, host, strict=True):
             if tensor.data_ptr() != average.data_ptr():
                 tensor.copy_(average)
 
 
-def reconnect(runtime: Peers, pairing: Pairing) -> None:
-    pairing.connect(runtime.mail, runtime.group, runtime.members)
+def reconnect(ranks: Ranks, pairing: Pairing) -> None:
+    pairing.connect(ranks.mail, ranks.group, ranks.members)
 
 
 def check_copies(compression: str, topology: str, world_size: int) -> None:

@@ -45,7 +45,7 @@ class Local(Algorithm):
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
-        config = attachment.runtime.config
+        config = attachment.ranks.config
         self._every = config.sync_every
         self._delay = (self._every + 1) // 2
         """Steps that an exchange may take. At a whole round ranks would be apart for two."""
@@ -74,18 +74,18 @@ class Local(Algorithm):
         """What each rank has done alone with weights that other optimizers train or have trained would be lost: they
         average first."""
         a = self.attachment
-        others = [end for end in a.owner.on_end if isinstance(end, FinalAverage) and end.rounds]
+        others = [end for end in a.events.on_end if isinstance(end, FinalAverage) and end.rounds]
         if not others:
             return
         # Held: an optimizer that the script has dropped lives on as garbage, on some ranks only.
-        mine = {other.index: (other, other._optimizer()) for other in a.owner.attachments if other.alive}
-        theirs = a.runtime.collect(f"local, optimizers before{a.name}", list(mine))
+        mine = {other.index: (other, other._optimizer()) for other in a.siblings if other.alive}
+        theirs = a.ranks.collect(f"local, optimizers before{a.name}", list(mine))
         for index in sorted(set(mine).intersection(*theirs)):
             algorithm = mine[index][0].algorithm
             if isinstance(algorithm, Local) and algorithm is not self and algorithm._steps:
                 algorithm.settle()
         trained = {id(p) for end in others for ref in end.trained if (p := ref()) is not None}
-        modules = a.owner.root_modules(a.optimizer)
+        modules = a.optimizers.root_modules(a.optimizer)
         every = dict.fromkeys([*a.parameters, *(p for module in modules for p in module.parameters())])
         known = [p for p in every if id(p) in trained]
         if known:
@@ -119,7 +119,7 @@ class Local(Algorithm):
         if a.trained != self._trained:
             self._follow()
         for number, fragment in self._fragments.items():
-            into = (self._steps - number * self._every // a.runtime.config.fragments) % self._every
+            into = (self._steps - number * self._every // a.ranks.config.fragments) % self._every
             if fragment.under_way and into == self._delay % self._every:
                 self._merge(fragment)
             if into == 0:
@@ -134,8 +134,8 @@ class Local(Algorithm):
         a = self.attachment
         self._settle(self._fragments.values())
         a.changing_buffers.select()
-        if a.runtime.config.buffers:
-            self._average("buffers", [b for _, _, b in a.owner.buffers.of(a.modules)])
+        if a.ranks.config.buffers:
+            self._average("buffers", [b for _, _, b in a.optimizers.buffers.of(a.modules)])
 
     # Rounds ----------------------------------------------------------------------------------------------------
 
@@ -146,21 +146,21 @@ class Local(Algorithm):
         self._divide()
         for module in a.modules:
             # From here on a rank's statistics belong to its own weights; those of the last step would grow old.
-            a.owner.buffers.forget(module)
-        if not a.runtime.config.broadcast:
+            a.optimizers.buffers.forget(module)
+        if not a.ranks.config.broadcast:
             self._settle(self._fragments.values())
-        a.runtime.say(self._sentence())
+        a.ranks.say(self._sentence())
 
     def _divide(self) -> None:
         a = self.attachment
         a.compress("none")  # gradients are not sent any more: what they took of memory goes
         self._trained = a.trained
         if not self._divisions:
-            a.owner.on_end.append(self._end)
-            a.runtime.parted = True
+            a.events.on_end.append(self._end)
+            a.ranks.parted = True
         self._divisions += 1
         self._end.trained = [weakref.ref(p) for p in a.parameters]
-        divided = parts(a.parameters, a.runtime.config.fragments)
+        divided = parts(a.parameters, a.ranks.config.fragments)
         self._fragments = {
             number: self._fragment(f"fragment {number + 1}" if len(divided) > 1 else "progress", part, self._outer)
             for number, part in enumerate(divided)
@@ -168,10 +168,10 @@ class Local(Algorithm):
         }
 
     def _fragment(self, what: str, tensors: list[torch.Tensor], outer: Outer) -> Fragment:
-        runtime = self.attachment.runtime
+        ranks = self.attachment.ranks
         name = f"local, {what}{self.attachment.name}"
-        size = int(runtime.config.bucket_mb * 2**20)
-        return Fragment(name, tensors, outer, runtime, self.attachment.owner.regroup, size, self._compression)
+        size = int(ranks.config.bucket_mb * 2**20)
+        return Fragment(name, tensors, outer, ranks, self.attachment.ranks.regroup, size, self._compression)
 
     def _average(self, what: str, tensors: list[torch.Tensor]) -> None:
         """Set these tensors to their means over all ranks, now. All ranks call it."""
@@ -200,7 +200,7 @@ class Local(Algorithm):
             self._settle([fragment])
             return
         fragment.send(groups_crc(a.optimizer))
-        a.runtime.keep(fragment)
+        a.ranks.keep(fragment)
 
     def _merge(self, fragment: Fragment) -> None:
         a = self.attachment
@@ -217,7 +217,7 @@ class Local(Algorithm):
         a = self.attachment
         begun = perf_counter()
         for fragment in fragments:
-            a.runtime.keep(fragment)
+            a.ranks.keep(fragment)
             fragment.settle(groups_crc(a.optimizer))
         a.measure.exchanged(0.0, perf_counter() - begun)
 
@@ -264,7 +264,7 @@ class Local(Algorithm):
 
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Fragment]:
         """No rank is more than one exchange of a fragment ahead, as each needs all ranks."""
-        runtime, known = self.attachment.runtime, self._known
+        ranks, known = self.attachment.ranks, self._known
         for fragment in known.values():
             fragment.forget_residuals()
         for key in sorted({key for each in rounds for key in each}):
@@ -273,8 +273,8 @@ class Local(Algorithm):
             if all(count in (None, most) for count in over):
                 continue
             root, mine = over.index(most), known.get(key)
-            given = plain.encode(mine.state(), key) if mine is not None and root == runtime.group.rank else b""
-            state = runtime.tell(f"{key}{self.attachment.name}", given)[root]
+            given = plain.encode(mine.state(), key) if mine is not None and root == ranks.group.rank else b""
+            state = ranks.tell(f"{key}{self.attachment.name}", given)[root]
             if mine is not None and mine.over < most:
                 _, absorbed, differ = rounds[root][key]
                 mine.take(plain.decode(state), absorbed=bool(absorbed), differ=bool(differ))
@@ -313,11 +313,11 @@ class Local(Algorithm):
         if "steps" not in state:  # none, or that of --compression auto before its choice
             return
         if self._steps:  # in the middle, each rank has loaded one of its own
-            runtime = self.attachment.runtime
+            ranks = self.attachment.ranks
             name = f"local, the state that was loaded{self.attachment.name}"
             mine, state = state, {}
             while not state:  # where the first rank was lost, another is first
-                state = runtime.collect(name, mine if runtime.group.rank == 0 else {})[0]
+                state = ranks.collect(name, mine if ranks.group.rank == 0 else {})[0]
         self._divide()
         self._steps = state["steps"]
         numbers = _numbers(self.attachment.optimizer)
@@ -341,14 +341,14 @@ class FinalAverage:
         """Whether this rank has taken steps alone."""
         self.trained: list[weakref.ref[torch.Tensor]] = []
         """The parameters that its optimizer trains, kept also after that is collected."""
-        self._runtime = attachment.runtime
+        self._ranks = attachment.ranks
 
     def __call__(self) -> None:
         a = self._attachment()
         optimizer = a._optimizer() if a is not None else None  # held: garbage may be collected while this waits
         mine = a is not None and optimizer is not None and not a.algorithm.averages
-        work = self._runtime.allgather(self._name, bytes([mine]))
-        self._runtime.wait(work)
+        work = self._ranks.allgather(self._name, bytes([mine]))
+        self._ranks.wait(work)
         if a is not None and all(lane == b"\x01" for lane in work.lanes):
             cast("Local", a.algorithm).settle()
 

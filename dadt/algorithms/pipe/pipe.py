@@ -43,7 +43,7 @@ class Pipe(Algorithm):
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
-        config = attachment.runtime.config
+        config = attachment.ranks.config
         self._pending: Exchange | RestoredExchange | None = None
         """The exchange that an earlier step launched, and that is not applied yet; None: there is none."""
         self._launched: Exchange | None = None
@@ -155,9 +155,9 @@ class Pipe(Algorithm):
     def warmed_up(self) -> None:
         """The synchronous steps are over, on all ranks at the same step."""
         a = self.attachment
-        if a.index == 0 and a.step > 1 and a.runtime.device is None:  # the host does not see how long a GPU takes
-            exchange = sum(each.measure.exchange for each in a.owner.attachments)
-            a.runtime.say(a.measure.verdict(a.step, a.runtime.world.world_size, exchange))
+        if a.index == 0 and a.step > 1 and a.ranks.device is None:  # the host does not see how long a GPU takes
+            exchange = sum(each.measure.exchange for each in a.siblings)
+            a.ranks.say(a.measure.verdict(a.step, a.ranks.world.world_size, exchange))
 
     def step_synchronously(self, why: str) -> None:
         """Do what `sync` does, from now on and for good."""
@@ -226,9 +226,9 @@ class Pipe(Algorithm):
         # Launched before waiting: the wire stays busy where communication is slower than compute.
         a = self.attachment
         oldest, self._pending = self._pending, exchange
-        if a.runtime.survives and not isinstance(oldest, Exchange):
+        if a.ranks.survives and not isinstance(oldest, Exchange):
             # No rank may be two steps ahead of another one, which could not catch up.
-            a.runtime.wait(a.runtime.allgather(f"{exchange.name}, the first late one", b""))
+            a.ranks.wait(a.ranks.allgather(f"{exchange.name}, the first late one", b""))
         if oldest is None:
             self._launched = None
             a.measure.delayed += 1
@@ -274,12 +274,12 @@ class Pipe(Algorithm):
         a = self.attachment
         a.measure.delayed -= 1
         a.measure.fell_back += 1
-        a.runtime.say(f"step {a.step}: {_reason(alarm, a.name)}", level="warning")
+        a.ranks.say(f"step {a.step}: {_reason(alarm, a.name)}", level="warning")
         self.step_synchronously(f"fell back at step {a.step}: {_WHY[alarm]}")
         lanes = exchange.receive()
         a.agree(lanes, exchange)
         if _CHANGED in (alarm, *(lane.value for lane in lanes)):
-            a.owner.sync_from_rank0(a, weights=True)  # what ranks made of predicted weights may be in the true ones
+            a.replicas.take_first(a, weights=True)  # what ranks made of predicted weights may be in the true ones
         a.deliver(exchange)
 
     def _deliver(self, exchange: Exchange | RestoredExchange, late: bool) -> None:

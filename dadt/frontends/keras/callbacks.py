@@ -140,4 +140,4 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if epoch == self._end - 1 and self._verbose and lifecycle.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
-            lifecycle.session().runtime.say(f"epoch {epoch + 1}: the learning rate has warmed up to {rate:g}")
+            lifecycle.session().runtime.ranks.say(f"epoch {epoch + 1}: the learning rate has warmed up to {rate:g}")

@@ -47,7 +47,7 @@ def hook() -> None:
     """Call it once keras is imported. Does nothing with another backend than BACKENDS, and in a world of one."""
     keras = importlib.import_module("keras")
     runtime = worker.runtime
-    if keras.backend.backend() in BACKENDS and runtime is not None and not runtime.alone:
+    if keras.backend.backend() in BACKENDS and runtime is not None and not runtime.ranks.alone:
         install(runtime)
 
 
@@ -79,7 +79,7 @@ def optimizers_of(keras: Any) -> list[Any]:
 
 def left_alone(optimizer: Any, runtime: Runtime) -> bool:
     """Whether it applies gradients as they are: within another one's step, or where the script has not wrapped it."""
-    return bool(_stepping) or (runtime.explicit and factor_of(optimizer) is None)
+    return bool(_stepping) or (runtime.script.explicit and factor_of(optimizer) is None)
 
 
 def factor_of(optimizer: Any) -> int | None:
@@ -115,9 +115,9 @@ def tell_of_schedule(optimizer: Any, runtime: Runtime) -> None:
     steps."""
     schedule = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
     if isinstance(schedule, importlib.import_module("keras").optimizers.schedules.LearningRateSchedule):
-        if schedule not in _told and not runtime.world.rank:
-            ranks = runtime.world.world_size
-            runtime.say(
+        if schedule not in _told and not runtime.ranks.world.rank:
+            ranks = runtime.ranks.world.world_size
+            runtime.ranks.say(
                 f"{type(schedule).__name__} counts the steps of a worker, of which an epoch has one for every {ranks}"
                 f" batches: divide its numbers of steps by {ranks}",
                 "warning",
@@ -190,17 +190,17 @@ def enlist(optimizer: Any, factor: int) -> None:
 def fitting(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.explicit:
+        if runtime.script.explicit:
             return original(self, *args, **kwargs)
         _fitting.append(self)
-        runtime.fitting = True
+        runtime.script.fitting = True
         try:
             history = _said_once(original, runtime, self, *args, **kwargs)
             _average_statistics(self, runtime)
             return history
         finally:
             _fitting.pop()
-            runtime.fitting = bool(_fitting)
+            runtime.script.fitting = bool(_fitting)
 
     return fit
 
@@ -210,7 +210,7 @@ def whole(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.explicit:
+        if runtime.script.explicit:
             return original(self, *args, **kwargs)
         if self in _fitting:
             _average_statistics(self, runtime)
@@ -222,7 +222,7 @@ def whole(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
 
 def _said_once(original: Callable[..., Any], runtime: Runtime, *args: Any, **kwargs: Any) -> Any:
     """All ranks would show the same."""
-    if not runtime.world.rank:
+    if not runtime.ranks.world.rank:
         return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs)
     given.arguments["verbose"] = 0
@@ -236,11 +236,10 @@ def told_alike(original: Callable[..., Any], runtime: Runtime) -> Callable[..., 
     def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
         if _fitting and logs:
             runtime.claim()  # a step without an optimizer does not
-            logs = averaged(
-                logs, lambda mine: [mine] if runtime.replaying else runtime.collect("logs of an epoch", mine)
-            )
+            alone, ranks = runtime.replay.under_way, runtime.ranks
+            logs = averaged(logs, lambda mine: [mine] if alone else ranks.collect("logs of an epoch", mine))
             means = {name: value for name, value in logs.items() if isinstance(value, float)}
-            told = runtime.told(torch.tensor(list(means.values()), dtype=torch.float64, device="cpu"))
+            told = runtime.replay.reported(torch.tensor(list(means.values()), dtype=torch.float64, device="cpu"))
             logs.update(zip(means, told.tolist(), strict=True))
         original(self, epoch, logs)
 
@@ -265,26 +264,26 @@ def _divided(original: Callable[[Any], None], runtime: Runtime) -> Callable[[Any
         model = _fitting[-1]
         if model.optimizer is not None and model.trainable_variables:
             _carrier_of(model.optimizer, model.trainable_variables)
-        if runtime.config.batch != "global":
-            divide_steps(self, runtime.world.world_size)
+        if runtime.ranks.config.batch != "global":
+            divide_steps(self, runtime.ranks.world.world_size)
             tell_of_schedule(model.optimizer, runtime)
         # The length of a script's own DataLoader is that of a rank already.
         counted = type(self.data_adapter).__name__ == "TorchDataLoaderAdapter"
-        if self._num_batches and not counted and runtime.config.batch != "global":
-            self._num_batches = -(-self._num_batches // runtime.world.world_size)
+        if self._num_batches and not counted and runtime.ranks.config.batch != "global":
+            self._num_batches = -(-self._num_batches // runtime.ranks.world.world_size)
 
     return reset
 
 
 def _average_statistics(model: Any, runtime: Runtime) -> None:
     """What layers count beside training, such as the means of BatchNormalization."""
-    if runtime.replaying:  # it comes with the state
+    if runtime.replay.under_way:  # it comes with the state
         return
     runtime.claim()
     variables = [v for v in model.non_trainable_variables if "float" in str(v.dtype)]
     on_torch = all(isinstance(v.value, torch.Tensor) for v in variables)
     tensors = [v.value.data if on_torch else to_torch(v) for v in variables]
     with torch.no_grad():
-        take_means(runtime, tensors, "statistics of layers")
+        take_means(runtime.ranks, tensors, "statistics of layers")
     for variable, tensor in zip(variables, tensors, strict=True) if not on_torch else ():
         variable.assign(to_numpy(tensor))

@@ -129,25 +129,25 @@ def _permuted_alike(original: Callable[..., Any], tf: Any) -> Callable[..., Any]
 
 def _check(runtime: Runtime) -> None:
     """Raises ConfigError for what goes by weights, or divides batches."""
-    if runtime.config.algorithm not in ALGORITHMS:
-        raise ConfigError(f"--algorithm {runtime.config.algorithm}: Keras on TensorFlow trains by sync and pipe")
-    if runtime.config.min_np:
+    if runtime.ranks.config.algorithm not in ALGORITHMS:
+        raise ConfigError(f"--algorithm {runtime.ranks.config.algorithm}: Keras on TensorFlow trains by sync and pipe")
+    if runtime.ranks.config.min_np:
         raise ConfigError(
-            f"--min-np {runtime.config.min_np}: Keras on TensorFlow does not train on without a worker;"
+            f"--min-np {runtime.ranks.config.min_np}: Keras on TensorFlow does not train on without a worker;"
             " use --max-restarts"
         )
-    if runtime.config.verify_every:
+    if runtime.ranks.config.verify_every:
         raise ConfigError("--verify-every: Keras on TensorFlow keeps weights that DADT cannot compare; leave it out")
-    if runtime.config.batch == "global" and not runtime.explicit:
+    if runtime.ranks.config.batch == "global" and not runtime.script.explicit:
         raise ConfigError("--batch global: Keras on TensorFlow divides epochs, not batches; leave it out")
 
 
 def _displacement(optimizer: Any, variables: Sequence[Any], runtime: Runtime, prediction: Any) -> Any:
     """The Displacement that predicts the optimizer's variables; None if nothing predicts them."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if runtime.config.algorithm != "pipe" or inner.gradient_accumulation_steps:
+    if runtime.ranks.config.algorithm != "pipe" or inner.gradient_accumulation_steps:
         return None
-    factors = predict_factors(runtime.config.predict) or factors_by(**fit.momentum_of(optimizer))
+    factors = predict_factors(runtime.ranks.config.predict) or factors_by(**fit.momentum_of(optimizer))
     return prediction.Displacement(variables, *factors) if any(factors) else None
 
 
@@ -216,8 +216,10 @@ def _without_xla(original: Callable[..., Any], runtime: Runtime) -> Callable[...
     @functools.wraps(original)
     def compile(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        if given.arguments.get("jit_compile") is True and not runtime.world.rank:
-            runtime.say("compile(jit_compile=True): XLA compiles no step that averages gradients, so it is left out")
+        if given.arguments.get("jit_compile") is True and not runtime.ranks.world.rank:
+            runtime.ranks.say(
+                "compile(jit_compile=True): XLA compiles no step that averages gradients, so it is left out"
+            )
         given.arguments["jit_compile"] = False
         return original(*given.args, **given.kwargs)
 
@@ -229,7 +231,7 @@ def _fit(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not runtime.explicit:
+        if not runtime.script.explicit:
             _check(runtime)
             if worker.streams is not None:
                 worker.streams.enabled = False  # data is divided by batches, so all ranks have to draw the same
@@ -251,12 +253,12 @@ def _fit(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
 def _divided(original: Callable[..., None], runtime: Runtime, tf: Any) -> Callable[..., None]:
     """Give each rank one of every `world_size` batches. What is left over is left out, so that all take as many
     steps."""
-    ranks, rank = runtime.world.world_size, runtime.world.rank
+    ranks, rank = runtime.ranks.world.world_size, runtime.ranks.world.rank
 
     @functools.wraps(original)
     def reset(self: Any) -> None:
         original(self)
-        if runtime.explicit or not _begun or _begun[-1]:
+        if runtime.script.explicit or not _begun or _begun[-1]:
             return
         _begun[-1] = True  # what follows within this `fit` is its validation
         known = self._num_batches

@@ -26,7 +26,7 @@ def DistributedOptimizer(optimizer: T, *, reduction: str = "mean") -> T:
         raise TypeError(f"DistributedOptimizer: give one of Keras's optimizers, not {type(optimizer).__name__}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"DistributedOptimizer: reduction {reduction}: choose mean or sum")
-    if not runtime.alone:
+    if not runtime.ranks.alone:
         fit.install(runtime)
         fit.enlist(optimizer, size() if reduction == "sum" else 1)
     return optimizer

@@ -35,7 +35,7 @@ def draw() -> random.Random:
 
 
 def _is_explicit() -> bool:
-    return worker.runtime is None or worker.runtime.explicit
+    return worker.runtime is None or worker.runtime.script.explicit
 
 
 class _Shuffling:

@@ -68,9 +68,9 @@ class Entropy:
     def seed(self, bits: int, frame: FrameType, more: bytes = b"") -> int | None:
         """The seed, of this many bits, of a generator made in this frame; None if it is to ask the system. more:
         further bytes that change the seed."""
-        if os.getpid() != self._pid or self._rank.script_is_distributed:
+        if os.getpid() != self._pid or self._rank.script.is_distributed:
             return None
-        if not (threading.current_thread() is threading.main_thread() or self._rank.on_training_thread):
+        if not (threading.current_thread() is threading.main_thread() or self._rank.script.on_training_thread):
             return None
         asker = asker_of(frame)
         is_scripts = asker is not None and _is_scripts(asker)
@@ -80,7 +80,7 @@ class Entropy:
         if not place:
             return None
         self._asked[place] += 1
-        text = f"{max(self._rank.config.seed, 0)} {place} {self._asked[place]}".encode() + more
+        text = f"{max(self._rank.ranks.config.seed, 0)} {place} {self._asked[place]}".encode() + more
         value = int.from_bytes(hashlib.blake2b(text, digest_size=-(-bits // 8)).digest(), "big") >> -bits % 8
         if is_scripts:
             self._scripts.add(value)
@@ -109,7 +109,7 @@ class Entropy:
                 self._part(found)
 
     def _part(self, found: Any) -> None:
-        rank = self._rank.world.rank
+        rank = self._rank.ranks.world.rank
         if isinstance(found, np.random.Generator):
             self._part(found.bit_generator)
         elif isinstance(found, np.random.RandomState):
@@ -130,7 +130,7 @@ class Entropy:
         entropy, key = getattr(sequence, "entropy", None), (id(found), f"{sequence}")
         if isinstance(entropy, int) and entropy in self._scripts and key not in self._parted:
             self._parted.add(key)
-            found.state = type(found)(np.random.SeedSequence(_mixed(key[1], self._rank.world.rank))).state
+            found.state = type(found)(np.random.SeedSequence(_mixed(key[1], self._rank.ranks.world.rank))).state
 
     # What asks the system -----------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class FastaiLoaders:
 
         @functools.wraps(iterate)
         def patched_iter(loader: Any) -> Iterator[Any]:
-            here = os.getpid() == self._loaders.pid and not self._runtime.explicit
+            here = os.getpid() == self._loaders.pid and not self._runtime.script.explicit
             return self._pass(loader, iterate) if here and self._shares(loader) else iterate(loader)
 
         @functools.wraps(length)
@@ -54,38 +54,39 @@ class FastaiLoaders:
             guess = TRAINS if loader.shuffle else EVALUATES
             if (role.kind or self._loaders.asked(role) or guess) != TRAINS or not self._can(loader) or role.gives_all:
                 return steps
-            size = self._runtime.world.world_size
+            size = self._runtime.ranks.world.world_size
             return steps // size if loader.drop_last else -(-steps // size)
 
         kind.__iter__, kind.__len__ = patched_iter, patched_len
 
     def _can(self, loader: Any) -> bool:
         """Whether the loader can be divided: not if the script shares out its data, or its samples come one by one."""
-        own = self._runtime.script_is_distributed or type(loader).__name__ == "DistributedDL"
+        own = self._runtime.script.is_distributed or type(loader).__name__ == "DistributedDL"
         return not own and loader.indexed and loader.n is not None and bool(loader.bs)
 
     def _shares(self, loader: Any) -> bool:
         """Whether the pass that begins gives each rank its share."""
         role = self._loaders.role(loader)
-        trains = torch.is_grad_enabled() and (self._runtime.trains() or not self._runtime.registered)
+        optimizers = self._runtime.optimizers
+        trains = torch.is_grad_enabled() and (optimizers.trains() or not optimizers.registered)
         kind = role.kind or self._loaders.asked(role) or (TRAINS if loader.shuffle and trains else EVALUATES)
         shares = kind == TRAINS and torch.is_grad_enabled() and self._can(loader)
         role.gives_all = not shares
         if shares and not role.kind:
-            if self._runtime.config.batch == "global":
+            if self._runtime.ranks.config.batch == "global":
                 raise ConfigError(
                     f"--batch global: {role.name} is one of fastai, whose batches are not divided; use --batch per-rank"
                 )
             role.kind = TRAINS
-            each = f"{loader.n // self._runtime.world.world_size:,} per worker"
-            self._runtime.say(f"{role.name} (fastai, {loader.n:,} samples, shuffled): trains, {each}.")
+            each = f"{loader.n // self._runtime.ranks.world.world_size:,} per worker"
+            self._runtime.ranks.say(f"{role.name} (fastai, {loader.n:,} samples, shuffled): trains, {each}.")
         return shares
 
     def _pass(self, loader: Any, iterate: Any) -> Iterator[Any]:
         self._runtime.claim()
         self._loaders.streams.split()
         self._loaders.gives_shares = True
-        world, source = self._runtime.world, Pass(self._loaders.role(loader).name)
+        world, source = self._runtime.ranks.world, Pass(self._loaders.role(loader).name)
         pieces: list[Piece] = []
 
         def indices() -> list[Any]:
@@ -96,6 +97,6 @@ class FastaiLoaders:
 
         loader.get_idxs = indices  # for the pass that begins here, whatever class has its own
         for number, batch in enumerate(iterate(loader)):
-            self._runtime.drew(source, pieces[number].samples, loader.bs)
+            self._runtime.batches.drew(source, pieces[number].samples, loader.bs)
             yield batch
-        self._runtime.pass_over(source)
+        self._runtime.batches.pass_over(source)

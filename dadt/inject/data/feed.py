@@ -100,8 +100,8 @@ class Feed:
         self._pieces.clear()
         self._batches, self._pass = 0, Pass(self.name)
         self._told = False
-        self._training = self.runtime.trains()
-        self._before = (self.runtime.step, self.runtime.backwards)
+        self._training = self.runtime.optimizers.trains()
+        self._before = (self.runtime.ranks.step, self.runtime.script.backwards)
         with self.streams.shared():
             self.batches = start()
         return self
@@ -134,8 +134,8 @@ class Feed:
         self._batches += 1
         if self._batches == self.steps >= FEW_BATCHES:
             self._look_back()  # some count batches, and do not ask for more than there are
-        if self._training or self.runtime.trains():
-            self.runtime.drew(self._pass, piece.samples, self.share.nominal)
+        if self._training or self.runtime.optimizers.trains():
+            self.runtime.batches.drew(self._pass, piece.samples, self.share.nominal)
         return data
 
     def _drawn(self, piece: Piece) -> None:
@@ -147,14 +147,15 @@ class Feed:
         return self._pieces.popleft()
 
     def _end(self) -> None:
-        self.runtime.pass_over(self._pass)
+        self.runtime.batches.pass_over(self._pass)
         self._look_back()
 
     def _look_back(self) -> None:
         """Report, once for a pass, whether it has trained."""
-        if self.runtime.on_training_thread and not self._told:  # another thread may be done before the first step
+        # Another thread may be done before the first step.
+        if self.runtime.script.on_training_thread and not self._told:
             self._told = True
-            self.over((self.runtime.step, self.runtime.backwards) != self._before)
+            self.over((self.runtime.ranks.step, self.runtime.script.backwards) != self._before)
 
 
 class Undecided:
@@ -176,7 +177,7 @@ class Undecided:
 
     @functools.cached_property
     def batches(self) -> Iterator[Any]:
-        self._before = self._runtime.backwards
+        self._before = self._runtime.script.backwards
         return self._begin()
 
     def __iter__(self) -> Undecided:
@@ -186,7 +187,7 @@ class Undecided:
         try:
             return next(self.batches)
         except StopIteration:
-            self._over(self._runtime.backwards > self._before)
+            self._over(self._runtime.script.backwards > self._before)
             raise
 
     def __len__(self) -> int:

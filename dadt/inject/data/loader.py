@@ -54,6 +54,8 @@ class Loaders:
 
     def __init__(self, runtime: Runtime, streams: Streams, entropy: Entropy) -> None:
         self.runtime = runtime
+        self._ranks = runtime.ranks
+        self._optimizers = runtime.optimizers
         self.streams = streams
         self.entropy = entropy
         self.gives_shares = False
@@ -67,8 +69,8 @@ class Loaders:
         self._numbers = itertools.count(1)
         self._told: Counter[str] = Counter()
         self.schedules = Schedules()
-        self._share = loader_numbers("--share", runtime.config.share)
-        self._no_share = loader_numbers("--no-share", runtime.config.no_share)
+        self._share = loader_numbers("--share", runtime.ranks.config.share)
+        self._no_share = loader_numbers("--no-share", runtime.ranks.config.no_share)
 
     def role(self, loader: Loader) -> Role:
         found = self.roles.get(loader)
@@ -77,12 +79,12 @@ class Loaders:
         return found
 
     def iterate(self, loader: Loader) -> Iterator[Any]:
-        with self.runtime.aside():
+        with self.runtime.replay.aside():
             found = self._iterate(loader)
-        return found if self.runtime.aside is nullcontext else Aside(self.runtime, found)
+        return found if self.runtime.replay.aside is nullcontext else Aside(self.runtime, found)
 
     def _iterate(self, loader: Loader) -> Iterator[Any]:
-        if self.runtime.explicit:
+        if self.runtime.script.explicit:
             return self.original_iter(loader)
         role = self.role(loader)
         # A data pipe draws more than the base seed as soon as there is an iterator.
@@ -130,22 +132,23 @@ class Loaders:
         if role.kind:
             return role.kind
         kind, final = self.asked(role), True
-        if has_distributed_sampler(loader) or (not kind and self.runtime.script_is_distributed):
+        if has_distributed_sampler(loader) or (not kind and self.runtime.script.is_distributed):
             kind = ALONE
         elif not kind:
             # A pass before training may be one for statistics: it decides nothing.
-            final = self.runtime.registered and (self.runtime.trains() or self.runtime.began)
-            kind = TRAINS if self.runtime.registered and self.runtime.trains() else EVALUATES
+            known, script = self._optimizers.registered > 0, self.runtime.script
+            final = known and (self._optimizers.trains() or script.began)
+            kind = TRAINS if known and self._optimizers.trains() else EVALUATES
             # Some choose evaluation only once they have a batch: what is in order beside data that trains, is for that.
             in_order = isinstance(inner_sampler(loader), SequentialSampler)
-            role.is_doubted = kind == TRAINS and in_order and self._another_trains() and not self.runtime.fitting
+            role.is_doubted = kind == TRAINS and in_order and self._another_trains() and not script.fitting
             kind = EVALUATES if role.is_doubted else kind
         if final:
             if kind == TRAINS:
                 self._check(loader, role)
             role.kind = kind
             role.views.clear()
-            self._tell(sentence(loader, role, self.runtime.world.world_size, self._takers), role)
+            self._tell(sentence(loader, role, self._ranks.world.world_size, self._takers), role)
         return kind
 
     def missing(self, lost: int) -> str:
@@ -167,7 +170,7 @@ class Loaders:
         text = sentence.removeprefix(role.name)
         self._told[text] += 1
         if self._told[text] <= LISTED:
-            self.runtime.say(sentence + " More like it are not listed." * (self._told[text] == LISTED), level)
+            self._ranks.say(sentence + " More like it are not listed." * (self._told[text] == LISTED), level)
 
     def asked(self, role: Role) -> str:
         """The choice of --share and --no-share for a loader."""
@@ -183,7 +186,7 @@ class Loaders:
             return ALONE
         if asked := self.asked(role):
             return asked
-        if self.runtime.script_is_distributed:
+        if self.runtime.script.is_distributed:
             return ALONE
         if isinstance(loader.dataset, IterableDataset):
             return TRAINS if role.number == 1 and not any(map(self._shuffles, self.roles)) else EVALUATES
@@ -198,8 +201,8 @@ class Loaders:
 
     def _check(self, loader: Loader, role: Role) -> None:
         """Raises ConfigError if --batch global cannot divide this loader's batches."""
-        size = self.runtime.shares
-        if self.runtime.config.batch != "global":
+        size = self._ranks.shares
+        if self._ranks.config.batch != "global":
             return
         if loader.batch_size is not None and loader.batch_size < size:
             raise ConfigError(
@@ -216,7 +219,7 @@ class Loaders:
         """The division of the pass that begins. Persistent workers start again if it differs from the last pass's."""
         division = agree(self.runtime, role.name)
         if division.grows and not loader._auto_collation:
-            self.runtime.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")
+            self._ranks.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")
             division = left_out(self.runtime)
         if division != role.division:
             role.division, role.feed = division, None
@@ -228,7 +231,7 @@ class Loaders:
             return Items(loader.sampler, division.rank, division.readers)
         # A script counts the steps that it has taken, each of which was all ranks'.
         batch_sampler, steps = unskipped(loader.batch_sampler)
-        share = share_of(batch_sampler, *division, divided=self.runtime.config.batch == "global")
+        share = share_of(batch_sampler, *division, divided=self._ranks.config.batch == "global")
         return Skipped(share, steps) if steps else share
 
     def _view(self, loader: Loader, role: Role, **changed: Any) -> Loader:
@@ -257,7 +260,7 @@ class Loaders:
     def _iterator(self, view: Loader, role: Role) -> Iterator[Any]:
         """torch's, or one that leaves reading out."""
         with nullcontext() if role.drawn is None else role.drawn.again():
-            if not self.runtime.replaying or isinstance(view.dataset, IterableDataset):
+            if not self.runtime.replay.under_way or isinstance(view.dataset, IterableDataset):
                 return self.original_iter(view)
             return ReplayedPass(self.runtime, self.original_iter, view, self._read.setdefault(view, {}))
 
@@ -275,7 +278,7 @@ class Loaders:
         changed = {
             sampler_slot(loader): feed.order,
             "in_order": True,  # what a batch counts is matched to it by order
-            "_dadt_rank": self.runtime.world.rank,
+            "_dadt_rank": self._ranks.world.rank,
         }
         return feed.begin(lambda: self._iterator(self._view(loader, role, **changed), role))
 
@@ -284,7 +287,7 @@ class Loaders:
         if trained and role.is_doubted:
             role.kind, role.is_doubted = TRAINS, False
             role.views.clear()
-            self.runtime.say(f"{role.name} trains, too: it gives each worker its share from here on")
+            self._ranks.say(f"{role.name} trains, too: it gives each worker its share from here on")
 
     def _shortened(self, loader: Loader, share: Share) -> tuple[int, int]:
         """The steps of a pass, and how many they would be without DADT; none where the sampler has no length."""
@@ -313,11 +316,11 @@ class Loaders:
             role.views.clear()
             if role.kind:
                 remedy += "; it evaluates, and gives all of it from here on"
-        self.runtime.say(f"{role.name} gave each worker its share in a pass without a backward; {remedy}", "warning")
+        self._ranks.say(f"{role.name} gave each worker its share in a pass without a backward; {remedy}", "warning")
 
     def _stream(self, loader: Loader, role: Role, division: Division) -> Iterator[Any]:
         rank, size, shares = division
-        divided = self.runtime.config.batch == "global"
+        divided = self._ranks.config.batch == "global"
         batch_size, drop_last = loader.batch_size or 1, bool(loader.drop_last)
         block = batch_size if divided else batch_size * shares
         split = Split(rank, size, block, drop_last)
@@ -359,7 +362,7 @@ class Loaders:
     @property
     def _takers(self) -> int:
         """Ranks that take a batch of their own in each step."""
-        return 1 if self.runtime.config.batch == "global" else self.runtime.shares
+        return 1 if self._ranks.config.batch == "global" else self._ranks.shares
 
 
 def install(runtime: Runtime, streams: Streams, entropy: Entropy) -> Loaders:
@@ -370,7 +373,7 @@ def install(runtime: Runtime, streams: Streams, entropy: Entropy) -> Loaders:
     loaders.schedules.install()
     shuffle.install(loaders)
     sums.install(runtime, loaders.roles.get)
-    runtime.missing = loaders.missing
+    runtime.batches.missing = loaders.missing
     after_import("fastai.data.load", FastaiLoaders(loaders).patch)
     original_init = DataLoader.__init__
 

@@ -29,7 +29,7 @@ def install(runtime: Runtime, min_np: int) -> None:
                         " training cannot go on without one of them; leave --min-np out"
                     )
                 kind.iter_torch_batches = batches
-                runtime.say(TOLD)
+                runtime.ranks.say(TOLD)
             found: Iterable[Any] = batches(self, *args, **kwargs)
             return found
 

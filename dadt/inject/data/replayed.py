@@ -39,9 +39,9 @@ class ReplayedPass:
         return self
 
     def __next__(self) -> Any:
-        if self._rest is None and self._rank.replaying:
+        if self._rest is None and self._rank.replay.under_way:
             index = self._drawing._next_index()
-            if self._rank.step >= self._rank.replays_to - AHEAD:
+            if self._rank.ranks.step >= self._rank.replay.goal_step - AHEAD:
                 return self._drawing._dataset_fetcher.fetch(index)
             size = len(index) if isinstance(index, list | tuple) else 0
             if size not in self._read:
@@ -89,7 +89,7 @@ class Aside:
         return self
 
     def __next__(self) -> Any:
-        with self._rank.aside():
+        with self._rank.replay.aside():
             return next(self._batches)
 
     def __len__(self) -> int:

@@ -392,8 +392,8 @@ def install(runtime: Runtime) -> Streams:
 
     A world of one is left exactly as plain python leaves it.
     """
-    streams = Streams(runtime.world.rank, enabled=runtime.config.seeding and not runtime.alone)
+    streams = Streams(runtime.ranks.world.rank, enabled=runtime.ranks.config.seeding and not runtime.ranks.alone)
     if streams.enabled:
-        seed_all(max(runtime.config.seed, 0))
+        seed_all(max(runtime.ranks.config.seed, 0))
         streams.install()
     return streams

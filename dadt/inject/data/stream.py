@@ -146,18 +146,19 @@ class StreamFeed:
         a pass, with how many it had."""
         self.batches = batches
         self.runtime = runtime
+        self._ranks = runtime.ranks
         self.streams = streams
         self.name = name
         self.nominal = nominal
         self.steps = steps
         self.in_process = here.in_process
         self.reads_ahead = not (here.in_process and here.lives_on)
-        self.together = runtime.together
+        self.together = runtime.ranks.together
         """All ranks take the same number of batches, else each its own."""
         self.over = over
         self._given = 0
         self._pass = Pass(name)
-        self._training = runtime.trains()
+        self._training = runtime.optimizers.trains()
         self._ahead: Batch | None = None
         self._last: Batch | None = None
         self._failure: Exception | None = None
@@ -194,12 +195,12 @@ class StreamFeed:
             self._look_ahead()
         else:
             self._looked = False
-        if self._training or self.runtime.trains():
-            self.runtime.drew(self._pass, batch.samples, self.nominal)
+        if self._training or self.runtime.optimizers.trains():
+            self.runtime.batches.drew(self._pass, batch.samples, self.nominal)
         return batch.data
 
     def _check_thread(self) -> None:
-        if not self.runtime.on_training_thread:
+        if not self.runtime.script.on_training_thread:
             raise DadtError(
                 f"{self.name} is a stream that another thread ({threading.current_thread().name}) reads than the one"
                 " that trains, which alone can ask whether other ranks have more of it: iterate over it there, with"
@@ -211,13 +212,13 @@ class StreamFeed:
         if batch is None:
             self._end()
         self._given += 1
-        if self._training or self.runtime.trains():
-            self.runtime.drew(self._pass, batch.samples, self.nominal)
+        if self._training or self.runtime.optimizers.trains():
+            self.runtime.batches.drew(self._pass, batch.samples, self.nominal)
         return batch.data
 
     def _end(self) -> NoReturn:
         self._ended = True
-        self.runtime.pass_over(self._pass)
+        self.runtime.batches.pass_over(self._pass)
         self.over(self._given)
         raise StopIteration
 
@@ -227,20 +228,21 @@ class StreamFeed:
             self._ahead = self._fetch()
         except Exception as failure:  # noqa: BLE001  (belongs to the next batch, and is raised there)
             self._failure = failure
-        self._looked, self._asked = True, None if self.runtime.replaying or self.runtime.alone else self._ask()
+        self._looked, here = True, self.runtime.replay.under_way or self._ranks.alone
+        self._asked = None if here else self._ask()
 
     def _ask(self) -> Gathering:
-        return self.runtime.allgather(self.name, b"\x01" if self._ahead else b"\x00")
+        return self._ranks.allgather(self.name, b"\x01" if self._ahead else b"\x00")
 
     def _having(self) -> list[bool]:
         """For each rank, whether it has another batch; in a replay, or a rank alone, only whether this one has."""
-        if self.runtime.replaying or self.runtime.alone:
+        if self.runtime.replay.under_way or self._ranks.alone:
             return [self._ahead is not None]
         if self._asked is None:
             self.runtime.claim()  # a replay has ended since it looked
             self._asked = self._ask()
         asked = self._asked
-        self.runtime.wait(asked)
+        self._ranks.wait(asked)
         return [flag == b"\x01" for flag in asked.lanes]
 
     def _fetch(self) -> Batch | None:
@@ -261,7 +263,7 @@ class StreamFeed:
         if self._last is None:
             others = [rank for rank, has in enumerate(having) if has]
             raise DadtError(
-                f"rank {self.runtime.world.rank} has no sample in {self.name} but ranks {others} have: its"
+                f"rank {self._ranks.world.rank} has no sample in {self.name} but ranks {others} have: its"
                 " data set gives ranks different streams; if it shares out its data, run with --no-share"
                 f" {self.name.rpartition('#')[2]}"
             )

@@ -33,10 +33,12 @@ def install(runtime: Runtime, role_of: Callable[[Loader], Role | None]) -> None:
             return
         file, line = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         found = _READS.search(line)
-        if found is None or found[1] != name or runtime.replaying or os.getpid() != pid or not is_users(file):
+        if found is None or found[1] != name or runtime.replay.under_way or os.getpid() != pid or not is_users(file):
             return
         told = True
-        runtime.say(_sentence(role, name, len(loader.__dict__[name]), runtime.world.world_size, file, frame.f_lineno))
+        runtime.ranks.say(
+            _sentence(role, name, len(loader.__dict__[name]), runtime.ranks.world.world_size, file, frame.f_lineno)
+        )
 
     for name in ("dataset", "sampler"):
         setattr(DataLoader, name, _watched(name, look))

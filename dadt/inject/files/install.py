@@ -63,24 +63,24 @@ class Scope:
 
 def install(runtime: Runtime) -> Overlay | None:
     """Install the overlay of this rank's files. Returns None if this rank is the only one that writes."""
-    world, config = runtime.world, runtime.config
+    world, config = runtime.ranks.world, runtime.ranks.config
     joined_by_others = config.min_np > 0  # by a host that may share the folder
-    if world.local_size == 1 and world.folder_writer < 0 and not (joined_by_others or runtime.replaying):
+    if world.local_size == 1 and world.folder_writer < 0 and not (joined_by_others or runtime.replay.under_way):
         return None
     start = psutil.Process().create_time() - 1.0  # the ranks of a host start together
     folder = job_folder.of_worker(world)
     writers, pid = Writers(runtime), os.getpid()
 
     def relay(path: str, size: int) -> bool:
-        speaks = runtime.control is not None and writers.is_far(path) and os.getpid() == pid
-        return speaks and runtime.control is not None and runtime.control.wrote(path, size=size)
+        speaks = runtime.ranks.control is not None and writers.is_far(path) and os.getpid() == pid
+        return speaks and runtime.ranks.control is not None and runtime.ranks.control.wrote(path, size=size)
 
     def hear() -> Sequence[bytes]:
-        return runtime.control.heard() if runtime.control is not None and os.getpid() == pid else ()
+        return runtime.ranks.control.heard() if runtime.ranks.control is not None and os.getpid() == pid else ()
 
     def tell(what: str, waited: float) -> None:
         if os.getpid() == pid:
-            runtime.tell_waiting(what, waited)
+            runtime.ranks.tell_waiting(what, waited)
 
     heard = hear if world.launcher else None
     overlay = Overlay(
@@ -90,13 +90,13 @@ def install(runtime: Runtime) -> Overlay | None:
         Journal(folder / written_files.NAME, world.rank, config.timeout, relay, heard, tell),
         start,
         mark_of(world),
-        lambda: runtime.step,
+        lambda: runtime.ranks.step,
     )
     _patch_writing(overlay)
     if overlay.writers.reads_apart:
         _patch_reading(overlay)
         _patch_libraries(overlay)
-        runtime.on_stepped.append(overlay.held.stepped)
+        runtime.events.on_stepped.append(overlay.held.stepped)
         atexit.register(overlay.held.hand_over)
     return overlay
 

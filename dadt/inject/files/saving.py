@@ -39,6 +39,7 @@ class Saver:
     def __init__(self, runtime: Runtime, overlay: Overlay | None = None) -> None:
         """overlay: None if no other rank of this host writes files."""
         self.runtime = runtime
+        self._ranks = runtime.ranks
         self.overlay = overlay
         self.writers = overlay.writers if overlay is not None else Writers(runtime)
         self._counts: Counter[str] = Counter()
@@ -46,7 +47,7 @@ class Saver:
         self._folders: set[Path] = set()
         """Folders in which this rank has written files for good."""
         self._alone = not runtime.hooked
-        self._world = runtime.world
+        self._world = runtime.ranks.world
         """The rank's place, kept for a forked child, in which the runtime is no rank any more."""
         self._number = 0
         """How many saves this rank has begun: each is the others' of the same number, if the paths are alike."""
@@ -85,7 +86,7 @@ class Saver:
     def regrouped(self) -> None:
         """Ranks were lost. Where this one writes for good, it removes what those of a host without its agent have left
         half written."""
-        if not self.runtime.first:
+        if not self._ranks.first:
             return
         if self.writers.take_over() and self.overlay is not None:
             self.overlay.take_over()
@@ -93,7 +94,7 @@ class Saver:
             with suppress(OSError, ValueError):  # it may be gone
                 for half in folder.glob(f"{self._marks}*"):
                     _, _, rank, *_ = half.name.removeprefix(self._marks).split("-")
-                    if int(rank) not in self.runtime.members:
+                    if int(rank) not in self._ranks.members:
                         shutil.rmtree(half, ignore_errors=True)
 
     def take_over(self) -> None:
@@ -104,7 +105,7 @@ class Saver:
 
     def _save(self, f: str, write: Write) -> Any:
         overlay = self.overlay
-        if self.runtime.replaying:  # it has been saved before
+        if self.runtime.replay.under_way:  # it has been saved before
             return overlay.stand_in(f) if overlay is not None else None
         self._number += 1
         target = _target(f)
@@ -122,15 +123,15 @@ class Saver:
         if copied is not None and overlay is not None:
             return self._write_whole(Path(overlay.place(copied)), write)
         self._folders.add(target.parent)
-        if self.runtime.control is not None:
-            self.runtime.control.writes(str(target.parent), self._mark)
+        if self._ranks.control is not None:
+            self._ranks.control.writes(str(target.parent), self._mark)
         if overlay is not None and path is not None:
             overlay.saved(path)
         result = self._write_whole(target, write)
-        if first and count is not None and self.runtime.control is not None:
-            self.runtime.control.saved(str(target), count, self._number)
+        if first and count is not None and self._ranks.control is not None:
+            self._ranks.control.saved(str(target), count, self._number)
             if self.writers.is_far(str(target)):
-                self.runtime.control.wrote(str(target), count=count, number=self._number)
+                self._ranks.control.wrote(str(target), count=count, number=self._number)
         return result
 
     def _save_in_child(self, f: str, write: Write) -> Any:
@@ -152,16 +153,16 @@ class Saver:
     def _count(self, target: Path) -> int | None:
         """How often this rank has saved to this path; None where ranks save as they like."""
         runtime = self.runtime
-        if runtime.control is None or not self.writers.saves_once:
+        if runtime.ranks.control is None or not self.writers.saves_once:
             return None
         self._counts[str(target)] += 1
         return self._counts[str(target)]
 
     def _is_saved(self, target: Path, count: int | None) -> bool:
         """Whether the first local rank saves the file, too; then it is there."""
-        if count is None or self.runtime.control is None:
+        if count is None or self._ranks.control is None:
             return False
-        saved = self._appears(self.runtime.control, target, count)
+        saved = self._appears(self._ranks.control, target, count)
         if not (saved or self.writers.is_first(str(target))):
             self._missed.add(str(target))
         return saved
@@ -172,10 +173,10 @@ class Saver:
         The first local rank may never save here, and may wait for this rank in an exchange meanwhile: unless it
         is writing by now, it is not waited for long. Should it only be late, the file is written twice.
         """
-        number, step, far = self._number, self.runtime.step, self.writers.is_far(str(target))
-        patient = self.runtime.together and str(target) not in self._missed
+        number, step, far = self._number, self._ranks.step, self.writers.is_far(str(target))
+        patient = self._ranks.together and str(target) not in self._missed
         begun = time.monotonic()
-        end = begun + (self.runtime.config.timeout if patient else 0.0)
+        end = begun + (self._ranks.config.timeout if patient else 0.0)
         while True:
             patience = min(PATIENCE_SECONDS, max(end - time.monotonic(), 0.0))
             verdict = control.await_save(str(target), count, number, step, patience, far)
@@ -183,10 +184,10 @@ class Saver:
                 self.take_over()
             if verdict != "write" or time.monotonic() >= end or not self._is_writing(target):
                 return verdict == "there"
-            self.runtime.tell_waiting(f"saving {target.name}", time.monotonic() - begun)
+            self._ranks.tell_waiting(f"saving {target.name}", time.monotonic() - begun)
 
     def _is_writing(self, target: Path) -> bool:
-        world = self.runtime.world
+        world = self._ranks.world
         writer = f"*-{self.writers.writer}" if self.writers.is_far(str(target)) else f"{world.cross_rank}-0"
         folders = target.parent.glob(f"{self._marks}{writer}-*")
         return any((folder / target.name).exists() for folder in folders)

@@ -58,9 +58,9 @@ class Writers:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._first = runtime.first
+        self._first = runtime.ranks.first
         """This rank is the first of its host. A forked child keeps it."""
-        self._rank = runtime.world.rank
+        self._rank = runtime.ranks.world.rank
         self._folder = f"{Path.cwd()}/"
 
     def is_first(self, path: str) -> bool:
@@ -69,12 +69,12 @@ class Writers:
 
     def is_far(self, path: str) -> bool:
         """Whether ranks of several hosts see it."""
-        return self._runtime.folder_writer >= 0 and path.startswith(self._folder)
+        return self._runtime.ranks.folder_writer >= 0 and path.startswith(self._folder)
 
     @property
     def writer(self) -> int:
         """The rank that writes for good in a folder that several hosts see."""
-        return self._runtime.folder_writer
+        return self._runtime.ranks.folder_writer
 
     @property
     def _first_of_all(self) -> bool:
@@ -88,13 +88,13 @@ class Writers:
     @property
     def mode(self) -> Mode:
         runtime = self._runtime
-        if runtime.replaying:
+        if runtime.replay.under_way:
             return Mode.REPLAY
-        if runtime.script_is_distributed:
+        if runtime.script.is_distributed:
             return Mode.SCRIPT
-        if runtime.config.files == "all":
+        if runtime.ranks.config.files == "all":
             return Mode.ALL
-        return Mode.SHARED if runtime.knows_rank else Mode.ONE
+        return Mode.SHARED if runtime.script.knows_rank else Mode.ONE
 
     def role(self, path: str, *, copy: bool, begins: bool = False) -> Role:
         """What this rank does with an absolute path that it is about to write. copy, begins: as of `decide`."""
@@ -113,7 +113,7 @@ class Writers:
     @property
     def saves_once(self) -> bool:
         """A rank that saves a whole file to a path lets the first one do it, if that one does."""
-        return self._runtime.config.save_once and self.mode in (Mode.ONE, Mode.SHARED)
+        return self._runtime.ranks.config.save_once and self.mode in (Mode.ONE, Mode.SHARED)
 
     def puts_in_place(self, by_first: bool) -> bool:
         """Whether a file that this rank has written until it was closed becomes the file itself. by_first: the first

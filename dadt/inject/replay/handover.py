@@ -50,6 +50,7 @@ class Handover:
 
     def __init__(self, runtime: Runtime, values: Values, recorder: Recorder, taken: Taken) -> None:
         self._runtime, self._values, self._recorder, self._taken = runtime, values, recorder, taken
+        self._ranks = runtime.ranks
         self._ready: list[Ready] = []
         self._again: list[Approach] = []
         """New workers that could not join at the last step, and are tried at the next."""
@@ -57,10 +58,9 @@ class Handover:
 
     def stepped(self) -> None:
         """A step is complete, here and on all others."""
-        r = self._runtime
         again = [*self._again, *(each.approach for each in self._ready)]
         self._again, self._ready = [], []
-        for approach in [*again, *r.approaches.due()]:
+        for approach in [*again, *self._ranks.requests.approaches.due()]:
             with self._values.aside():
                 self._heed(approach)
 
@@ -80,7 +80,6 @@ class Handover:
         self._again, self._ready = [], []
 
     def _heed(self, approach: Approach) -> None:
-        r = self._runtime
         self._tries[approach.number] += 1
         if self._recorder.stopped:
             self._refuse(approach, "no snapshots are taken of it")
@@ -90,13 +89,13 @@ class Handover:
         elif self._tries[approach.number] > TRIES:
             self._refuse(approach, "the script does, before each step, what a new worker cannot have done with it")
         else:
-            generation, ready = r.generation, self._take(approach)
-            if ready is not None and r.generation == generation:
+            generation, ready = self._ranks.generation, self._take(approach)
+            if ready is not None and self._ranks.generation == generation:
                 self._ready.append(ready)
 
     @property
     def _gives(self) -> bool:
-        return self._runtime.world.rank == self._runtime.members[0]
+        return self._ranks.world.rank == self._ranks.members[0]
 
     def _take(self, approach: Approach) -> Ready | None:
         """Collect what the new worker is to get; None if that cannot be encoded, and the worker was refused."""
@@ -114,38 +113,39 @@ class Handover:
 
     @property
     def _begun(self) -> tuple[int, int]:
-        return self._runtime.backwards, self._runtime.gathered
+        return self._runtime.script.backwards, self._ranks.gatherings.count
 
     @property
     def _control(self) -> WorkerLine:
-        control = self._runtime.control
+        control = self._ranks.control
         assert control is not None  # there is an agent, which has told of the approach
         return control
 
     def _refuse(self, approach: Approach, why: str) -> None:
         if self._gives:
-            self._control.give(approach.number, b"", self._runtime.generation, last=approach.last, text=why)
+            self._control.give(approach.number, b"", self._ranks.generation, last=approach.last, text=why)
 
     def _give(self, approach: Approach, values: bytearray, size: int = 0) -> None:
         """Tell the new worker how far this rank is. values: what its script had read by then. size: bytes of the state
         that follows."""
-        r, end = self._runtime, approach.known + PIECE
-        told = {"step": r.step, "values": bytes(values[approach.known : end]), "more": end < len(values)}
-        told |= {"plan": self._recorder.plan, "giver": r.world.rank, "shares": r.shares, "size": size}
+        ranks, end = self._ranks, approach.known + PIECE
+        told = {"step": ranks.step, "values": bytes(values[approach.known : end]), "more": end < len(values)}
+        told |= {"plan": self._recorder.plan, "giver": ranks.world.rank, "shares": ranks.shares, "size": size}
         blob = plain.encode(told, "what a new worker is told")
-        self._control.give(approach.number, blob, r.generation, last=approach.last)
+        self._control.give(approach.number, blob, ranks.generation, last=approach.last)
 
     def _hand_over(self, ready: Ready) -> None:
         """Let all ranks connect again, with the new worker unless it has ended, and give it the state."""
-        r, approach, gives = self._runtime, ready.approach, self._gives
+        ranks, approach, gives = self._ranks, ready.approach, self._gives
         if gives:
             self._give(approach, ready.values, len(ready.state))
         else:
-            self._control.give(approach.number, b"", r.generation, last=True)
-        r.connect_anew(PeerLost(f"rank {approach.rank} does not come"), r.config.timeout, ready.parts)
-        if gives and approach.rank in r.members:
+            self._control.give(approach.number, b"", ranks.generation, last=True)
+        lost = PeerLost(f"rank {approach.rank} does not come")
+        self._runtime.recovery.connect_anew(lost, ranks.config.timeout, ready.parts)
+        if gives and approach.rank in ranks.members:
             state = torch.frombuffer(bytearray(ready.state), dtype=torch.uint8)
             with suppress(CommError):  # of which the next step knows, too
-                message = r.mail.send(state, list(r.members).index(approach.rank), TAG)
-                r.await_message(message, f"giving the state to rank {approach.rank}")
-        r.begin()
+                message = ranks.mail.send(state, list(ranks.members).index(approach.rank), TAG)
+                ranks.await_message(message, f"giving the state to rank {approach.rank}")
+        self._runtime.begin()

@@ -29,31 +29,31 @@ from dadt.train.runtime import Runtime
 
 def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overlay | None) -> None:
     """Before the script builds anything. A snapshot that cannot be read ends the process."""
-    config = runtime.config
-    if not runtime.replays:
+    config = runtime.ranks.config
+    if not runtime.replay.possible:
         return
     values, roster = Values(), Roster()
     values.install()
     roster.install()
-    Selections(values).install(replaying=runtime.replaying)
-    runtime.aside, runtime.told = values.aside, values.told
+    Selections(values).install(replaying=runtime.replay.under_way)
+    runtime.replay.aside, runtime.replay.reported = values.aside, values.told
     register_optimizer_step_pre_hook(values.step_begins)
     taken = Taken(runtime, roster, values, streams)
-    if runtime.alone:
+    if runtime.ranks.alone:
         streams.undivided = Draws(values).around
         taken.at_start = State.capture().plain()
     recorder = Recorder(runtime, values, taken) if config.snapshot_dir else None
-    if runtime.replaying:
+    if runtime.replay.under_way:
         _resume(runtime, modules, overlay, recorder, (roster, values, streams))
     if recorder is not None:
         handover = Handover(runtime, values, recorder, taken)
         modules.saw += [recorder.saw, handover.saw]
-        runtime.on_stepped += [recorder.stepped, handover.stepped]
-        runtime.on_regroup += [recorder.drop, handover.regrouped]
-        runtime.on_exchange.append(recorder.begins)
+        runtime.events.on_stepped += [recorder.stepped, handover.stepped]
+        runtime.events.on_regroup += [recorder.drop, handover.regrouped]
+        runtime.events.on_exchange.append(recorder.begins)
         register_optimizer_step_pre_hook(recorder.before_step)
-        runtime.forget = recorder.stop
-        runtime.on_end.append(recorder.close)
+        runtime.replay.stop_snapshots = recorder.stop
+        runtime.events.on_end.append(recorder.close)
 
 
 def _resume(
@@ -63,7 +63,7 @@ def _resume(
     recorder: Recorder | None,
     parts: tuple[Roster, Values, Streams],
 ) -> None:
-    newcomer = Newcomer(runtime, parts[1]) if runtime.world.joins else None
+    newcomer = Newcomer(runtime, parts[1]) if runtime.ranks.world.joins else None
     try:
         replay = Replay(runtime, *parts, newcomer or Stored(runtime, parts[1]))
         replay.held.hold()
@@ -92,7 +92,7 @@ def _begin(runtime: Runtime, modules: Modules, replay: Replay) -> None:
     torch.autograd.grad = replay.grad(torch.autograd.grad)
     time.sleep = replay.sleep(time.sleep)
     register_optimizer_step_pre_hook(replay.before_step)
-    runtime.on_stepped.append(replay.stepped)
+    runtime.events.on_stepped.append(replay.stepped)
     replay.at_its_end.append(lambda: setattr(modules, "stand_in", None))
     hook = sys.excepthook
 

@@ -32,6 +32,7 @@ class Newcomer:
     def __init__(self, runtime: Runtime, values: Values) -> None:
         """Waits until the others have taken a step."""
         self._runtime, self._values = runtime, values
+        self._ranks = runtime.ranks
         self._rounds = 0
         self._asked = 0.0
         self._last = False
@@ -44,7 +45,7 @@ class Newcomer:
 
     @property
     def log(self) -> Path:
-        return job_folder.of_worker(self._runtime.world) / f"replayed-rank{self._runtime.world.rank}.log"
+        return job_folder.of_worker(self._ranks.world) / f"replayed-rank{self._ranks.world.rank}.log"
 
     def further(self) -> bool:
         if self._last:
@@ -59,28 +60,26 @@ class Newcomer:
 
     def _ask(self) -> bool:
         """Ask how far the others are. Returns whether there is more to ask for."""
-        r = self._runtime
-        assert r.control is not None  # there is an agent, which has started this worker
-        seconds = max(r.config.timeout, r.config.start_timeout)
-        told = plain.decode(r.control.approach(len(self._values.recorded), self._last, seconds))
+        assert self._ranks.control is not None  # there is an agent, which has started this worker
+        seconds = max(self._ranks.config.timeout, self._ranks.config.start_timeout)
+        told = plain.decode(self._ranks.control.approach(len(self._values.recorded), self._last, seconds))
         self.step, self.plan, self._giver, self._size = told["step"], told["plan"], told["giver"], told["size"]
-        r.shares = told["shares"]
+        self._ranks.shares = told["shares"]
         self._values.recorded += told["values"]
         return bool(told["more"] and not self._last)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Join the other ranks, which wait, and receive the state. Raises PeerLost if the rank that gives it is
         lost."""
-        r = self._runtime
-        r.take_place()
-        if self._giver not in r.members:
+        self._runtime.take_place()
+        if self._giver not in self._ranks.members:
             raise PeerLost(f"rank {self._giver} was lost before it had given its state to this one")
         given = torch.empty(self._size, dtype=torch.uint8, device="cpu")
-        message = r.mail.receive(given, list(r.members).index(self._giver), TAG)
-        r.await_message(message, f"giving the state to rank {r.world.rank}")
+        message = self._ranks.mail.receive(given, list(self._ranks.members).index(self._giver), TAG)
+        self._ranks.await_message(message, f"giving the state to rank {self._ranks.world.rank}")
         state = plain.decode(given.numpy().tobytes())
         if "shared" in state["random"]:
             del state["random"]["own"]  # which is the giver's
-        if r.knows_rank:  # and so may its modules
+        if self._runtime.script.knows_rank:  # and so may its modules
             del state["counts"]
         return state, state

@@ -35,12 +35,12 @@ class Own:
         )
         states = own.get("states", {})
         for optimizer in r.optimizers:
-            if (training := own["training"].get(r.number(optimizer))) is not None:
+            if (training := own["training"].get(r.optimizers.number(optimizer))) is not None:
                 r.checkpoints.keep_own(optimizer, training)
-            if (state := states.get(r.number(optimizer))) is not None:
+            if (state := states.get(r.optimizers.number(optimizer))) is not None:
                 with r.checkpoints.aside():
                     optimizer.load_state_dict(state)
-        r.on_claim.append(self._keep)
+        r.events.on_claim.append(self._keep)
         r.checkpoints.on_resumed.append(self._put_back)
 
     def _keep(self) -> None:

@@ -32,26 +32,28 @@ class Pace:
 
     def stepped(self) -> None:
         self._times.append(perf_counter())
-        if self._runtime.step == self.first:
+        if self._runtime.ranks.step == self.first:
             self.ask()
 
     def ask(self) -> None:
         """Begin to exchange the time of a step. All ranks call this after the same step."""
-        r = self._runtime
+        ranks = self._runtime.ranks
         took = (self._times[-1] - self._times[0]) / max(len(self._times) - 1, 1)
         text = plain.encode(took, "the time of a step")
-        self._asked = r.step, took, None if r.alone else r.allgather(f"time of a step at {r.step}", text)
+        others = None if ranks.alone else ranks.allgather(f"time of a step at {ranks.step}", text)
+        self._asked = ranks.step, took, others
 
     def told(self, *, at_once: bool) -> tuple[int, int] | None:
         """The number of steps between snapshots, and the step of the next one; None as long as the other ranks' times
         may not have arrived. at_once: wait for them."""
-        r = self._runtime
-        look = LOOK_AFTER if all(a.algorithm.identical for a in r.attachments) else 2 * r.config.sync_every
-        if self._asked is None or (r.step < self._asked[0] + look and not at_once):
+        ranks = self._runtime.ranks
+        identical = all(a.algorithm.identical for a in self._runtime.attachments)
+        look = LOOK_AFTER if identical else 2 * ranks.config.sync_every
+        if self._asked is None or (ranks.step < self._asked[0] + look and not at_once):
             return None
         (step, slowest, others), self._asked = self._asked, None
         if others is not None:
-            r.wait(others)
+            ranks.wait(others)
             slowest = max(map(plain.decode, others.lanes))
         steps = max(1, round(self._seconds / max(slowest, 1e-6)))
         return steps, max(step + steps, step + look + 1)

@@ -43,8 +43,9 @@ class Recorder:
 
     def __init__(self, runtime: Runtime, values: Values, taken: Taken) -> None:
         self._runtime, self._values, self._taken = runtime, values, taken
-        self._root = Path(runtime.config.snapshot_dir)
-        self._steps, self._seconds = snapshot_interval(runtime.config.snapshot_every)
+        self._ranks = runtime.ranks
+        self._root = Path(runtime.ranks.config.snapshot_dir)
+        self._steps, self._seconds = snapshot_interval(runtime.ranks.config.snapshot_every)
         self._next = self._steps or sys.maxsize
         self._pace = Pace(runtime, self._seconds) if self._seconds else None
         self._writing: deque[threading.Thread] = deque()
@@ -89,8 +90,8 @@ class Recorder:
 
     def stepped(self) -> None:
         """A step is complete."""
-        step = self._runtime.step
-        if self._runtime.replaying:
+        step = self._ranks.step
+        if self._runtime.replay.under_way:
             return
         if self._pace is not None:
             self._pace.stepped()
@@ -101,7 +102,7 @@ class Recorder:
             return
         with self._values.aside():
             late = step - self._due if self._due else 0
-            if not self._taken.possible or (not self._taken.rests and late < self._runtime.config.sync_every):
+            if not self._taken.possible or (not self._taken.rests and late < self._ranks.config.sync_every):
                 self._due, self._next = self._due or step, step + 1
                 return
             self._due = 0
@@ -114,12 +115,12 @@ class Recorder:
         """A training forward begins, with these arguments. The snapshot before it notes their hash, or is dropped if
         the forward goes on with what was computed before: a replay does not have that."""
         self._began = self._began or time()
-        step = self._runtime.step
+        step = self._ranks.step
         if step != self._forward:
             self._group, self._forward = step - self._forward, step
         if self._open is None or self._open.seen:
             return
-        if goes_on(given) or self._runtime.backwards != self._open.backwards:
+        if goes_on(given) or self._runtime.script.backwards != self._open.backwards:
             self._discard(step + 1)
         elif step != self._open.told["step"]:
             self._discard(self._again())
@@ -139,7 +140,7 @@ class Recorder:
                 return
             self._unseen += 1
             if self._unseen == UNSEEN:
-                self._runtime.say("no snapshot: calls of the model that is trained are not seen", "warning")
+                self._ranks.say("no snapshot: calls of the model that is trained are not seen", "warning")
             self._discard(self._again() if self._unseen < UNSEEN else self._next)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -166,21 +167,21 @@ class Recorder:
 
     def _again(self) -> int:
         """The next step that a training forward will follow, as far as the last ones show."""
-        return max(self._runtime.step + 1, self._forward + self._group)
+        return max(self._ranks.step + 1, self._forward + self._group)
 
     def _agree(self, *, at_once: bool = False) -> None:
         if self._pace is not None and (found := self._pace.told(at_once=at_once)) is not None:
             self._steps, self._next = found
 
     def _take(self, step: int) -> None:
-        r = self._runtime
-        content = self._taken.observe(sys._getframe(), self._room, common=r.first)
-        self._open = Open(content, self._told(step, common=r.first), r.backwards)
+        content = self._taken.observe(sys._getframe(), self._room, common=self._ranks.first)
+        self._open = Open(content, self._told(step, common=self._ranks.first), self._runtime.script.backwards)
 
     def _told(self, step: int, *, common: bool) -> dict[str, Any]:
-        r = self._runtime
-        members = {"members": list(r.members), "shares": r.shares, "world": r.world.world_size, "common": common}
-        return {"step": step, "seed": r.config.seed, "began": self._began, **members, **self._script}
+        ranks = self._ranks
+        members = {"members": list(ranks.members), "shares": ranks.shares, "world": ranks.world.world_size}
+        told = {"step": step, "seed": ranks.config.seed, "began": self._began, "common": common}
+        return {**told, **members, **self._script}
 
     def _complete(self, taken: Open) -> None:
         self._open = None
@@ -200,7 +201,7 @@ class Recorder:
     def _write(self, taken: Open, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
-        rank, folder = self._runtime.world.rank, snapshots.folder_of(self._root, taken.told["step"])
+        rank, folder = self._ranks.world.rank, snapshots.folder_of(self._root, taken.told["step"])
         try:
             # Threads that train come first: this one takes what they leave of the processors.
             with suppress(OSError):  # a sandbox that forbids it: then it competes with them
@@ -213,7 +214,7 @@ class Recorder:
             if taken.told["common"]:
                 snapshots.drop_old(self._root)
         except (OSError, RuntimeError, DadtError) as error:  # torch raises the second where a disk is full
-            self._runtime.say(f"no snapshot: {str(error).splitlines()[0]}", "warning")
+            self._ranks.say(f"no snapshot: {str(error).splitlines()[0]}", "warning")
         finally:
             taken.content.over()
 

@@ -71,8 +71,9 @@ class Replay:
 
     def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams, goal: Goal) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
+        self._ranks = runtime.ranks
         self.goal = goal
-        runtime.replays_to = goal.step
+        runtime.replay.goal_step = goal.step
         values.replaying = True
         self.under_way = True
         self._begun = perf_counter()
@@ -146,7 +147,7 @@ class Replay:
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """No weights are stepped, as there are no gradients."""
         if self.under_way:
-            self._runtime.trained_before(optimizer)
+            self._runtime.batches.trained_before(optimizer)
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
@@ -158,12 +159,12 @@ class Replay:
         if not self.under_way or self._agreed or changed(path) < self.goal.began:
             return
         why = f"the script reads {path}, which was written since it began to train"
-        if self._runtime.world.joins:
+        if self._ranks.world.joins:
             refuse(NotResumed(f"{why}, and would go on from there beside the others"))
-        if not self._runtime.world.restarts:
+        if not self._ranks.world.restarts:
             refuse(NotResumed(f"leave out --resume: {why}, and goes on from there by itself"))
         self._abandon(f"{why}, and goes on from there")
-        self._runtime.on_place.append(self._tell_own)
+        self._runtime.events.on_place.append(self._tell_own)
 
     def _tell_own(self) -> None:
         if not self._agreed:
@@ -173,19 +174,18 @@ class Replay:
         """Whether any rank's script goes on from a checkpoint of its own: all or none replay. Waits for all."""
         self._agreed = True
         self._values.unknown = 0  # what was read so far is as it was: nothing has been left out
-        return not self._runtime.world.joins and any(self._exchange("replay", mine))
+        return not self._ranks.world.joins and any(self._exchange("replay", mine))
 
     def _exchange(self, what: str, mine: bytes) -> Sequence[bytes]:
         """What each rank gives. Waits for all."""
-        r = self._runtime
-        assert r.control is not None
-        r.listen()  # where ranks are lost meanwhile, those that are left ask anew
-        number = r.deaths.await_newer(0, 0.0)
+        assert self._ranks.control is not None
+        self._runtime.reports.listen()  # where ranks are lost meanwhile, those that are left ask anew
+        number = self._ranks.deaths.await_newer(0, 0.0)
         while True:
             try:
-                return r.control.exchange(what, mine, r.config.start_timeout, number)
+                return self._ranks.control.exchange(what, mine, self._ranks.config.start_timeout, number)
             except PeerLost:
-                before, number = number, r.deaths.await_newer(number, NEWS_SECONDS)
+                before, number = number, self._ranks.deaths.await_newer(number, NEWS_SECONDS)
                 if number == before:
                     raise
 
@@ -194,11 +194,11 @@ class Replay:
         self._expected = ""
         self._goes_on()
         self.when_abandoned()
-        self._runtime.say(f"{why}: no snapshots are used, nor taken")
+        self._ranks.say(f"{why}: no snapshots are used, nor taken")
 
     def _goes_on(self) -> None:
         """Training is real from here."""
-        self.under_way = self._runtime.replaying = self._values.replaying = False
+        self.under_way = self._runtime.replay.under_way = self._values.replaying = False
         self._outputs.clear()
         self._zeros.clear()
         for callback in self.at_its_end:
@@ -208,13 +208,13 @@ class Replay:
     # Its end ------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        while self.under_way and self._runtime.step >= self.goal.step:
+        while self.under_way and self._ranks.step >= self.goal.step:
             with self._values.aside():
                 if not self.goal.further():
                     self._finish()
-                    if self._runtime.world.joins:
+                    if self._ranks.world.joins:
                         self._runtime.claim()  # before it draws a batch, as the others have counted theirs from here
-                self._runtime.replays_to = self.goal.step
+                self._runtime.replay.goal_step = self.goal.step
 
     def saw(self, given: Any) -> None:
         """The first training forward after it. Raises NotResumed where the script would train on something else."""
@@ -230,8 +230,8 @@ class Replay:
         """The script is at its end: an error where it has not come to the snapshot."""
         if self.under_way and not isinstance(getattr(sys, "last_value", None), BaseException):
             error = NotResumed(
-                f"the script has ended after {self._runtime.step} steps of {self.goal.step} that the snapshot holds:"
-                " run the same script with the same arguments, or resume from a checkpoint of its own"
+                f"the script has ended after {self._ranks.step} steps of {self.goal.step} that the snapshot"
+                " holds: run the same script with the same arguments, or resume from a checkpoint of its own"
             )
             refuse(error)
 
@@ -286,13 +286,11 @@ class Replay:
         seconds, self._seconds = self._seconds, None
         if seconds is None:
             return
-        if not self._runtime.world.joins:
+        if not self._ranks.world.joins:
             self._exchange("resumed", b"")
-        self._runtime.say(
-            f"resumed: {self._runtime.step:,} steps replayed in {seconds:.1f} s, training goes on from there"
-        )
+        self._ranks.say(f"resumed: {self._ranks.step:,} steps replayed in {seconds:.1f} s, training goes on from there")
         if self._values.unknown:
-            self._runtime.say(
+            self._ranks.say(
                 "the replay has read whole arrays from tensors: what the script makes of those may not be as it was",
                 "warning",
             )
@@ -324,7 +322,7 @@ class Replay:
 
     @property
     def _optimizers(self) -> dict[int, torch.optim.Optimizer]:
-        return {self._runtime.number(optimizer): optimizer for optimizer in self._runtime.optimizers}
+        return {self._runtime.optimizers.number(optimizer): optimizer for optimizer in self._runtime.optimizers}
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for optimizer in self._runtime.optimizers:

@@ -94,7 +94,7 @@ class Stored:
     def __init__(self, runtime: Runtime, values: Values) -> None:
         """Read the snapshot that `--resume` names. Raises NotResumed if this rank's part is missing, damaged or of
         another script."""
-        folder, rank = Path(runtime.config.resume), runtime.world.rank
+        folder, rank = Path(runtime.ranks.config.resume), runtime.ranks.world.rank
         there = snapshots.parts(folder)
         first = next((each for each in there if snapshots.about(folder, each)["common"]), there[0])
         self._common = read(folder, first)
@@ -103,18 +103,20 @@ class Stored:
             self._own = read(folder, rank)
         elif rank != first and "shared" in self._own["random"]:  # it was lost then: its stream begins anew
             self._own = {**self._own, "random": {"shared": self._own["random"]["shared"]}}
-            if runtime.knows_rank:  # as may the modules of the rank whose part it is
+            if runtime.script.knows_rank:  # as may the modules of the rank whose part it is
                 self._own.pop("counts", None)
         told = snapshots.about(folder, rank if rank in there else first)
-        if not runtime.config.force:
+        if not runtime.ranks.config.force:
             check(told)
-        whole = list(told["members"]) == list(range(runtime.world.world_size)) and told["shares"] == told["world"]
-        self.is_exact = rank in there and whole and told["world"] == runtime.world.world_size
+        whole = list(told["members"]) == list(range(runtime.ranks.world.world_size)) and told["shares"] == told["world"]
+        self.is_exact = rank in there and whole and told["world"] == runtime.ranks.world.world_size
         """All ranks that took it go on from it, each with what is its own."""
         values.recorded = bytearray(self._own["values"].numpy().tobytes())
         # Fewer read the same steps in larger batches.
-        runtime.shares = told["shares"]
-        self.digest: str = told["next"] if rank in there and len(told["members"]) == runtime.world.world_size else ""
+        runtime.ranks.shares = told["shares"]
+        self.digest: str = (
+            told["next"] if rank in there and len(told["members"]) == runtime.ranks.world.world_size else ""
+        )
         self.at_start: dict[str, Any] | None = self._own["at_start"]
         self.began: float = told["began"]
         self.step: int = self._own["step"]

@@ -37,13 +37,13 @@ class Taken:
             try:
                 return self._take(frame, common=common)
             except CommError as error:
-                self._runtime.regroup(error)
+                self._runtime.ranks.regroup(error)
 
     def _take(self, frame: FrameType, *, common: bool) -> dict[str, Any]:
         r = self._runtime
         gc.collect()  # what is garbage on some ranks may be none on others
         with r.checkpoints.by_all():
-            optimizers = {r.number(optimizer): optimizer.state_dict() for optimizer in r.optimizers}
+            optimizers = {r.optimizers.number(optimizer): optimizer.state_dict() for optimizer in r.optimizers}
         r.show_true_weights()
         content = self._own(frame)
         if common:
@@ -55,7 +55,7 @@ class Taken:
     def _own(self, frame: FrameType) -> dict[str, Any]:
         """What a snapshot holds of this rank's script alone: its step, the values that it has read, random state and
         variables."""
-        content: dict[str, Any] = {"step": self._runtime.step, "values": self._values.as_tensor()}
+        content: dict[str, Any] = {"step": self._runtime.ranks.step, "values": self._values.as_tensor()}
         content["random"] = self._streams.state() or {"own": State.capture().plain()}
         models = [tensor for _, tensor in self._roster.tensors()]
         content["variables"] = dict(variables.held(frame, models, self._roster.attributes()))
@@ -71,7 +71,7 @@ class Taken:
     @property
     def possible(self) -> bool:
         """Whether a script can go on from here: not in the midst of a pass, nor where averages wait for their step."""
-        return not self._runtime.window.under_way and not any(a.consumed for a in self._runtime.attachments)
+        return not self._runtime.prediction_scope.under_way and not any(a.consumed for a in self._runtime.attachments)
 
     @property
     def rests(self) -> bool:
@@ -96,9 +96,9 @@ class Seen:
         writes that."""
         r = self._runtime = runtime
         self._copies = copies = Copies(room)
-        self._training = {r.number(a.optimizer): Observation(a) for a in r.attachments if a.alive}
+        self._training = {r.optimizers.number(a.optimizer): Observation(a) for a in r.attachments if a.alive}
         with r.checkpoints.aside():
-            states = {r.number(optimizer): optimizer.state_dict() for optimizer in r.optimizers}
+            states = {r.optimizers.number(optimizer): optimizer.state_dict() for optimizer in r.optimizers}
         self.content = copies.now(content)
         self.content["buffers"] = copies.now(dict(roster.buffers()))
         self.content["averaged"] = copies.now(list(_averaged(r, roster)))

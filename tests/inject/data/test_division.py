@@ -138,12 +138,12 @@ def test_lost_while_all_agree_who_reads(launch, tmp_path, algorithm: str, execut
     """Some may have heard of it as a reader, and others not."""
     dies = """
 from dadt.inject import worker
-def allgather(name, data, ordinary=worker.runtime.allgather):
+def allgather(name, data, ordinary=worker.runtime.ranks.allgather):
     gathering = ordinary(name, data)
     if "who reads" in name:
         comes("asked")
     return gathering
-worker.runtime.allgather = allgather
+worker.runtime.ranks.allgather = allgather
 """
     options = ["--redistribute", "--algorithm", algorithm, "--executor", executor]
     read = survivors(launch, tmp_path, "2:1:asked", f"{SHUFFLED}\n{dies}", *options)

@@ -74,8 +74,10 @@ def server():
 
 def installed(script, folder):
     def main(runtime: Runtime):
-        runtime.world = World(
-            rank=runtime.world.rank, world_size=runtime.world.world_size, agent=str(folder / "job" / "agent")
+        runtime.ranks.world = World(
+            rank=runtime.ranks.world.rank,
+            world_size=runtime.ranks.world.world_size,
+            agent=str(folder / "job" / "agent"),
         )
         download.install(runtime)
         return script(runtime)
@@ -117,7 +119,7 @@ def test_a_failed_download_is_tried_by_the_next(server, tmp_path):
 
     def script(runtime: Runtime):
         target = tmp_path / "data.bin"
-        prefix = "00000000" if runtime.world.rank == 0 else None
+        prefix = "00000000" if runtime.ranks.world.rank == 0 else None
         try:
             torch.hub.download_url_to_file(server.url("data.bin"), str(target), prefix, progress=False)
         except RuntimeError:

@@ -51,7 +51,7 @@ def globals_seeded() -> list:
 def test_they_are_equal_on_all_ranks_and_other_ones_each_time(tmp_path):
     def script(runtime):
         every = [made() for _ in range(2)]
-        if runtime.world.rank == 0:
+        if runtime.ranks.world.rank == 0:
             made()
         runtime.streams.split()
         every += [made(), [*library("optuna")()], [*library("optuna")()]]
@@ -88,7 +88,7 @@ def test_other_threads_and_processes_ask_the_system(tmp_path):
 
 def test_a_script_that_shares_out_by_itself_asks_the_system(tmp_path):
     def script(runtime):
-        runtime.script_is_distributed = True
+        runtime.script.is_distributed = True
         return made()
 
     a, b = ranks(2, script, tmp_path)

@@ -240,11 +240,11 @@ def test_a_pass_before_training_decides_nothing(tmp_path):
     """Statistics of the data before the optimizer exists, then under no_grad: everything. Then the share."""
 
     def script(runtime):
-        runtime.registered = False
+        runtime.optimizers.registered = False
         loader = DataLoader(Numbers(12), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True)
         assert len(loader) == 2, "what shuffles trains"
         before = sorted(i for index, _ in loader for i in index.tolist())
-        runtime.registered = True
+        runtime.optimizers.registered = True
         with torch.no_grad():
             quiet = sorted(i for index, _ in loader for i in index.tolist())
         assert not runtime.said and not runtime.claimed and not runtime.draws
@@ -284,7 +284,7 @@ def test_len_goes_by_the_sampler_until_the_role_is_known(tmp_path):
     def script(runtime):
         loaders = {kind: DataLoader(Numbers(21), **make(21)) for kind, make in SAMPLERS.items()}
         lengths = {kind: len(loader) for kind, loader in loaders.items()}
-        runtime.began, runtime.training = True, False
+        runtime.script.began, runtime.training = True, False
         for loader in loaders.values():
             list(loader)
         return lengths, {kind: len(loader) for kind, loader in loaders.items()}
@@ -419,7 +419,7 @@ def test_a_loader_of_a_gan_is_one_loader(tmp_path):
 def test_an_own_distributed_sampler_is_left_alone(tmp_path):
     def script(runtime):
         data = Numbers(8)
-        sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=runtime.world.rank)
+        sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=runtime.ranks.world.rank)
         loader = DataLoader(data, batch_size=2, sampler=sampler)
         got = sorted(i for index, _ in loader for i in index.tolist())
         return got, len(loader), runtime.said, runtime.claimed
@@ -431,7 +431,7 @@ def test_an_own_distributed_sampler_is_left_alone(tmp_path):
 
 def test_a_shared_pass_without_a_step_is_noticed(tmp_path):
     def script(runtime):
-        runtime.began = True
+        runtime.script.began = True
         loader = DataLoader(Numbers(8), batch_size=2)
         for _ in loader:
             with torch.no_grad():
@@ -510,10 +510,10 @@ class Ending(DataLoader):
 
 def test_the_end_of_a_loader_comes_once(tmp_path):
     def script(runtime):
-        runtime.registered = False
+        runtime.optimizers.registered = False
         loader = Ending(Numbers(8), batch_size=2)
         list(loader)
-        runtime.registered = True
+        runtime.optimizers.registered = True
         list(loader)
         assert Ending.ended == 0
         del loader
@@ -564,9 +564,9 @@ class Endless(DataLoader):
 
 def test_the_role_is_decided_at_the_first_batch(tmp_path):
     def script(runtime):
-        runtime.registered = False
+        runtime.optimizers.registered = False
         trains, evaluates = Endless(Numbers(8)), Endless(Numbers(4))
-        runtime.registered = True
+        runtime.optimizers.registered = True
         trained = []
         for index, _ in trains:
             runtime.train()
@@ -731,7 +731,7 @@ def test_data_that_the_script_shuffles_between_passes_is_in_one_order(tmp_path):
                 for batch in loader:
                     runtime.train()
                     orders[-1] += torch.stack(batch).T.reshape(-1).tolist()
-                for _ in range(runtime.world.rank):  # the script's own draws, not as many on all ranks
+                for _ in range(runtime.ranks.world.rank):  # the script's own draws, not as many on all ranks
                     torch.rand(1), random.random(), np.random.rand()
         return orders, runtime.warned
 

@@ -116,7 +116,7 @@ def test_a_sampler_may_seed(tmp_path):
 def test_seeds_of_python_and_numpy_reach_both_streams(tmp_path):
     def script(runtime: Runtime):
         runtime.streams.split()
-        torch.rand(runtime.world.rank), random.random()
+        torch.rand(runtime.ranks.world.rank), random.random()
         random.seed(5), np.random.seed(6)
         with runtime.streams.shared():
             sampled = random.random(), np.random.rand()
@@ -141,7 +141,11 @@ def test_a_seed_for_an_item_of_a_batch_is_the_rank_s_own(tmp_path):
     def script(runtime: Runtime):
         runtime.streams.split()
         with runtime.streams.reading():
-            torch.manual_seed(runtime.world.rank), random.seed(runtime.world.rank), np.random.seed(runtime.world.rank)
+            (
+                torch.manual_seed(runtime.ranks.world.rank),
+                random.seed(runtime.ranks.world.rank),
+                np.random.seed(runtime.ranks.world.rank),
+            )
             mine = draw()
         runtime.streams.split()
         with runtime.streams.shared():
@@ -166,12 +170,12 @@ def test_seeds_after_a_checkpoint_was_loaded_count(tmp_path):
             anew = runtime.streams.seeded_anew
             runtime.streams.load_state(saved["shared"], saved["own"], anew)
 
-        elsewhere, before = type(runtime.streams)(runtime.world.rank), State.capture()
+        elsewhere, before = type(runtime.streams)(runtime.ranks.world.rank), State.capture()
         elsewhere.split()
         saved = elsewhere.state()
         before.restore()
-        if runtime.config.seed == 1:  # a new process, in which only torch's or Python's seed is set after it
-            load(saved, *([random.seed] if runtime.world.rank < 2 else [torch.manual_seed]))
+        if runtime.ranks.config.seed == 1:  # a new process, in which only torch's or Python's seed is set after it
+            load(saved, *([random.seed] if runtime.ranks.world.rank < 2 else [torch.manual_seed]))
             return shared()
         shared()
         load(saved, torch.manual_seed)  # one that has trained goes on with its own streams

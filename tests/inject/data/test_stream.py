@@ -238,7 +238,7 @@ class Forever(IterableDataset):
 
 def test_evaluation_reads_all(tmp_path):
     def script(runtime):
-        runtime.began, runtime.training = True, False
+        runtime.script.began, runtime.training = True, False
         return [i for batch in DataLoader(Numbers(0, 5), batch_size=2) for i in batch.tolist()]
 
     assert ranks(2, script, tmp_path) == [list(range(5))] * 2
@@ -264,7 +264,7 @@ def test_an_error_comes_with_its_own_batch(tmp_path):
 @pytest.mark.parametrize("together", [True, False])
 def test_another_thread_reads_only_where_no_rank_asks_the_others(together, tmp_path):
     def script(runtime):
-        runtime.together = together
+        runtime.ranks.together = together
         batches = iter(DataLoader(Numbers(0, 6), batch_size=1))
         with ThreadPoolExecutor(1, "ahead") as thread:
             reading = thread.submit(list, batches)
@@ -279,7 +279,7 @@ def test_another_thread_reads_only_where_no_rank_asks_the_others(together, tmp_p
 @pytest.mark.parametrize("together", [True, False])
 def test_the_end_of_a_pass_is_told(together, tmp_path):
     def script(runtime):
-        runtime.together = together
+        runtime.ranks.together = together
         loader = DataLoader(Numbers(0, 6), batch_size=1)
         return [len(list(loader)) for _ in range(2)], runtime.ends
 
@@ -288,8 +288,8 @@ def test_the_end_of_a_pass_is_told(together, tmp_path):
 
 def test_streams_that_differ_by_rank_are_an_error(tmp_path):
     def script(runtime):
-        batches = iter(DataLoader(Numbers(0, 4 if runtime.world.rank == 0 else 0), batch_size=1))
-        if runtime.world.rank == 0:
+        batches = iter(DataLoader(Numbers(0, 4 if runtime.ranks.world.rank == 0 else 0), batch_size=1))
+        if runtime.ranks.world.rank == 0:
             return next(batches).item()
         with pytest.raises(DadtError, match=r"rank 1 has no sample in DataLoader #1 but ranks \[0\] have"):
             next(batches)

@@ -307,7 +307,7 @@ WITH_A_COPY = """
 from dadt.inject import worker
 name = f"mine-{{os.getpid()}}"
 open(name, "w").close()
-if worker.runtime.world.rank == 1:
+if worker.runtime.ranks.world.rank == 1:
     {}
 time.sleep(60)
 """

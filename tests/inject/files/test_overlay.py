@@ -54,15 +54,16 @@ class Apart:
 def rank_of(first: bool = False, files: str = "first", *, knows_rank: bool = False, replaying: bool = False) -> Any:
     """A rank, as the decision about files needs it."""
     config = SimpleNamespace(files=files, save_once=True)
-    return SimpleNamespace(
+    rank = SimpleNamespace(
         first=first,
         config=config,
         knows_rank=knows_rank,
-        replaying=replaying,
-        script_is_distributed=False,
+        under_way=replaying,
+        is_distributed=False,
         world=SimpleNamespace(rank=0 if first else 1),
         folder_writer=-1,
     )
+    return SimpleNamespace(ranks=rank, script=rank, replay=rank)
 
 
 def overlay_of(tmp_path: Path, runtime: Any = None, rank: int = 1, start: float = float("inf")) -> Overlay:
@@ -240,7 +241,7 @@ def test_a_script_that_finds_that_it_is_a_rank_goes_on_in_the_folders_that_it_ma
     overlay = overlay_of(tmp_path, runtime)
     overlay.mkdir(str(folder / "out"))
     write(overlay, str(folder / "out/log"), "w", b"mine")
-    runtime.knows_rank = True
+    runtime.script.knows_rank = True
     write(overlay, str(folder / "out/rank1"), "w", b"mine, too")
     assert (folder / "out" / "rank1").read_text() == "mine, too"
     assert write(overlay, str(folder / "out/log"), "r", b"") == b"mine"

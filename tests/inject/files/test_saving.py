@@ -34,7 +34,7 @@ class Control:
         return []
 
     def begin(self, step: int) -> None:
-        (self.folder / f"rank{self.runtime.world.rank}-step{step}").touch()
+        (self.folder / f"rank{self.runtime.ranks.world.rank}-step{step}").touch()
 
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
         end = time.monotonic() + timeout
@@ -51,7 +51,7 @@ class Control:
 
 def with_control(script):
     def main(runtime: Runtime):
-        runtime.control = Control(runtime)
+        runtime.ranks.control = Control(runtime)
         return script(runtime)
 
     return main
@@ -62,9 +62,9 @@ def test_one_rank_writes_and_all_can_read(tmp_path):
         path = tmp_path / "best.pt"
         read = []
         for epoch in range(5):
-            torch.save({"epoch": epoch, "rank": runtime.world.rank}, path)
-            shutil.copyfile(path, tmp_path / f"copy{runtime.world.rank}.pt")
-            read.append(torch.load(tmp_path / f"copy{runtime.world.rank}.pt")["rank"])
+            torch.save({"epoch": epoch, "rank": runtime.ranks.world.rank}, path)
+            shutil.copyfile(path, tmp_path / f"copy{runtime.ranks.world.rank}.pt")
+            read.append(torch.load(tmp_path / f"copy{runtime.ranks.world.rank}.pt")["rank"])
             read.append(torch.load(str(path))["epoch"] >= epoch)
         return read
 
@@ -76,12 +76,12 @@ def test_only_some_ranks_save(tmp_path):
     """`if rank == 0: save` waits for nobody; `if rank == 1: save` is written by rank 1 once 0 has gone on."""
 
     def script(runtime: Runtime):
-        runtime.step = 3
-        torch.save(runtime.world.rank, tmp_path / "first.pt") if runtime.world.rank == 0 else None
-        torch.save(runtime.world.rank, tmp_path / "second.pt") if runtime.world.rank == 1 else None
-        torch.save(runtime.world.rank, tmp_path / f"rank{runtime.world.rank}.pt")
-        runtime.step = 4
-        runtime.control.begin(4)
+        runtime.ranks.step = 3
+        torch.save(runtime.ranks.world.rank, tmp_path / "first.pt") if runtime.ranks.world.rank == 0 else None
+        torch.save(runtime.ranks.world.rank, tmp_path / "second.pt") if runtime.ranks.world.rank == 1 else None
+        torch.save(runtime.ranks.world.rank, tmp_path / f"rank{runtime.ranks.world.rank}.pt")
+        runtime.ranks.step = 4
+        runtime.ranks.control.begin(4)
 
     ranks(2, with_control(script), tmp_path / "job")
     assert [torch.load(tmp_path / f"{name}.pt") for name in ("first", "second", "rank0", "rank1")] == [0, 1, 0, 1]
@@ -94,7 +94,7 @@ def test_bytes_mode_and_links_are_those_of_plain_torch(tmp_path):
 
     def script(runtime: Runtime):
         folder = tmp_path / "out"
-        if runtime.world.rank == 0:
+        if runtime.ranks.world.rank == 0:
             folder.mkdir()
             (folder / "latest.pt").symlink_to("model.pt")
             torch.save(weights, folder / "latest.pt")
@@ -116,9 +116,9 @@ def test_file_objects_devices_and_missing_folders_are_each_rank_s(tmp_path):
         shown = []
         runtime.show_true_weights = lambda: shown.append(1)
         buffer = io.BytesIO()
-        torch.save(runtime.world.rank, buffer)
-        with open(tmp_path / f"open{runtime.world.rank}.pt", "wb") as file:
-            torch.save(runtime.world.rank, file)
+        torch.save(runtime.ranks.world.rank, buffer)
+        with open(tmp_path / f"open{runtime.ranks.world.rank}.pt", "wb") as file:
+            torch.save(runtime.ranks.world.rank, file)
         torch.save(1, "/dev/null")
         with pytest.raises(RuntimeError, match="does not exist"):
             torch.save(1, tmp_path / "missing" / "model.pt")
@@ -135,10 +135,10 @@ def test_when_asked_every_rank_writes_whole_files(how, tmp_path):
     """Both write the same path at once; a reader never sees half a file."""
 
     def script(runtime: Runtime):
-        runtime.script_is_distributed = how == "distributed"
+        runtime.script.is_distributed = how == "distributed"
         path = tmp_path / "model.pt"
         for _ in range(20):
-            torch.save(torch.full((1000,), float(runtime.world.rank)), path)
+            torch.save(torch.full((1000,), float(runtime.ranks.world.rank)), path)
             assert len(torch.load(path).unique()) == 1
 
     config = {"save_once": False} if how == "save_once" else {}
@@ -152,7 +152,7 @@ class Unpicklable:
 
 def test_a_failed_write_leaves_nothing_and_raises(tmp_path):
     def script(runtime: Runtime):
-        if runtime.world.rank == 0:
+        if runtime.ranks.world.rank == 0:
             torch.save("old", tmp_path / "model.pt")
             with pytest.raises(ValueError, match="cannot be pickled"):
                 torch.save(Unpicklable(), tmp_path / "model.pt")
@@ -195,7 +195,7 @@ def test_a_rank_that_saves_alone_does_not_wait_for_long(tmp_path):
     """The first local rank never comes, never goes on (it may be waiting for this rank), and never ends."""
 
     def script(runtime: Runtime):
-        if runtime.world.rank == 0:
+        if runtime.ranks.world.rank == 0:
             while not (tmp_path / "model.pt").exists():
                 time.sleep(0.01)
             return None
@@ -214,9 +214,9 @@ def test_a_rank_that_writes_slowly_is_waited_for(tmp_path, monkeypatch):
             return str, ("slow",)
 
     def script(runtime: Runtime):
-        while runtime.world.rank and not list(tmp_path.glob(".dadt-*")):  # until the other one writes
+        while runtime.ranks.world.rank and not list(tmp_path.glob(".dadt-*")):  # until the other one writes
             time.sleep(0.01)
-        torch.save({"rank": runtime.world.rank, "slow": Slow() if runtime.world.rank == 0 else None}, path)
+        torch.save({"rank": runtime.ranks.world.rank, "slow": Slow() if runtime.ranks.world.rank == 0 else None}, path)
         return torch.load(path, weights_only=False)["rank"]
 
     path = tmp_path / "model.pt"

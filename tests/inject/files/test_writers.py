@@ -31,15 +31,16 @@ class Rank:
 
     def __init__(self, folder: Path, number: int, **known: Any) -> None:
         config = SimpleNamespace(files=known.get("files", "first"), save_once=True)
-        self.runtime = SimpleNamespace(
+        rank = SimpleNamespace(
             first=number == 0,
             config=config,
             knows_rank=known.get("knows_rank", False),
-            replaying=False,
-            script_is_distributed=False,
+            under_way=False,
+            is_distributed=False,
             world=SimpleNamespace(rank=number),
             folder_writer=-1,
         )
+        self.runtime = SimpleNamespace(ranks=rank, script=rank, replay=rank)
         self.number = number
         self.step = 0
         self.files = Overlay(
@@ -128,7 +129,7 @@ def write_and_replace(rank: Rank) -> Iterator[None]:
         rank.files.rename("last.tmp", "last.json")
         yield
         # Under --files all the other rank may have put its own there, and be about to write it.
-        assert is_whole(rank.read("last.json")) or rank.runtime.config.files == "all"
+        assert is_whole(rank.read("last.json")) or rank.runtime.ranks.config.files == "all"
         yield
 
 

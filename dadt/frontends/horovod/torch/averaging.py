@@ -114,7 +114,7 @@ class Averaging:
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(first.id, last=False)  # what others do, they do to averages
         self._hooks += [first, optimizer.register_step_post_hook(self._after_step)]
-        lifecycle.session().runtime.progress.measures.append(self._measure)
+        lifecycle.session().runtime.ranks.progress.measures.append(self._measure)
         weakref.finalize(self, _remove, self._hooks)
 
     def release(self) -> None:

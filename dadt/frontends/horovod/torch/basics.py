@@ -22,7 +22,7 @@ _TOLD = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 # Each worker sees one GPU, as scripts expect that say nothing of ranks; those for Horovod choose theirs by local_rank.
 environment.see_all()
 if worker.runtime is not None:  # and some look up their place before they call `init`
-    _world = worker.runtime.world
+    _world = worker.runtime.ranks.world
     environment.tell_horovod({"RANK": _world.rank, "SIZE": _world.world_size, "CROSS_RANK": _world.cross_rank})
     environment.tell_horovod({"LOCAL_RANK": _world.local_rank, "LOCAL_SIZE": _world.local_size})
 
@@ -64,7 +64,7 @@ def _tell() -> None:
     runtime, world = lifecycle.session().runtime, lifecycle.session().world
     if world.rank == 0 and getattr(sys.modules.get("horovod"), "__name__", "") == "dadt.frontends.horovod":
         how = lifecycle.session().config.algorithm
-        runtime.say(f"horovod is not installed: DADT takes its place, with --algorithm {how}")
+        runtime.ranks.say(f"horovod is not installed: DADT takes its place, with --algorithm {how}")
     if torch.cuda.is_available() and torch.cuda.device_count() > world.local_rank:
         torch.cuda.set_device(world.local_rank)
 

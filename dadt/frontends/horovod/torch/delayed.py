@@ -32,13 +32,13 @@ def wrap(
     """Gradients add up until the step, so numbers of backwards need no care. Raises ConfigError for what an algorithm
     cannot do."""
     runtime = lifecycle.session().runtime
-    how = f"--algorithm {runtime.config.algorithm}"
+    how = f"--algorithm {runtime.ranks.config.algorithm}"
     if op not in (ReduceOp.Average, ReduceOp.Sum):
         raise ConfigError(f"DistributedOptimizer(op=hvd.{op.name}): {how} averages or sums; leave {how} out")
     if process_set is not global_process_set:
         raise ConfigError(f"DistributedOptimizer(process_set=): {how} trains on all ranks; leave {how} out")
     if compression is not Compression.none:
-        runtime.say(f"Compression.fp16 is the script's: {how} compresses by --compression", "warning")
+        runtime.ranks.say(f"Compression.fp16 is the script's: {how} compresses by --compression", "warning")
     made = DistributedOptimizer(optimizer, reduction="sum" if op is ReduceOp.Sum else "mean")
     return subclassed(made, _Delayed, _Left(names))
 

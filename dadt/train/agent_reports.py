@@ -1,0 +1,54 @@
+"""What a rank's agent reports while it trains: the ends of other ranks, and what is asked of all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dadt.comm.peer_deaths import Generation
+from dadt.train.approaches import Approach
+from dadt.train.attachments import Attachments
+from dadt.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dadt.control.frame import Frame
+
+
+class AgentReports:
+    """Each report goes to what it is about, on the thread that listens to the agent."""
+
+    def __init__(self, ranks: Ranks, attachments: Attachments) -> None:
+        self._ranks, self._attachments = ranks, attachments
+
+    def listen(self) -> None:
+        """Have the agent report from now on. Idempotent."""
+        ranks = self._ranks
+        if ranks.control is not None and not ranks.alone and not ranks.deaths.listening:
+            ranks.deaths.listening = ranks.control.listen(self._hear)
+
+    def _hear(self, frame: Frame) -> None:
+        ranks, requests = self._ranks, self._ranks.requests
+        if frame.kind == "preempted":
+            ranks.deaths.preempted = True
+        elif frame.kind == "approach":
+            requests.approaches.hear(Approach(frame["number"], frame["rank"], frame["known"], frame["last"]))
+        elif frame.kind == "interrupt":
+            if not ranks.closing:  # its script is over, and the others come to their end, too
+                together = ranks.together and len(self._attachments) > 0
+                requests.interruption.hear(frame["patience"] if together else 0.0)
+        elif frame.kind == "save":
+            requests.checkpoint_signal.hear(frame["patience"] if ranks.together else 0.0)
+        elif frame.kind == "regroup":
+            self._regroup(frame)
+        elif (steps := frame.get("steps")) is None:
+            ranks.deaths.tell(frame["text"])
+        elif len(self._attachments) > 0:  # else only the script knows what it still expects of that rank
+            ranks.deaths.tell_left(frame["text"], steps, ranks.step)
+
+    def _regroup(self, frame: Frame) -> None:
+        ranks = self._ranks
+        ranks.requests.approaches.forget()
+        members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
+        handed, writers = frame.get("handed", 0), tuple(frame.get("writers", ()))
+        ranks.deaths.regroup(Generation(frame["generation"], members, firsts, frame["text"], handed, writers))
+        if not ranks.together and ranks.connection is not None:  # else it is connecting, with whoever is there
+            ranks.reconnection.begin()

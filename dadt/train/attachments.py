@@ -1,0 +1,66 @@
+"""The attachments of all optimizers that train on this rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+from dadt.train.attachment import Attachment
+
+
+class Attachments:
+    """Iterates over them, oldest first. They come in the same order on all ranks."""
+
+    def __init__(self) -> None:
+        self._attached: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = weakref.WeakKeyDictionary()
+
+    def __iter__(self) -> Iterator[Attachment]:
+        return iter(sorted(self._attached.values(), key=lambda a: a.index))
+
+    def __len__(self) -> int:
+        return len(self._attached)
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
+        """The optimizer's attachment, if it has one by now."""
+        return self._attached.get(optimizer)
+
+    def add(self, attachment: Attachment) -> None:
+        self._attached[attachment.optimizer] = attachment
+
+    def clear(self) -> None:
+        self._attached.clear()
+
+    def sharing(self, ids: set[int]) -> list[Attachment]:
+        """The attachments whose gradients are used where those of these parameters (by id) are: the newest
+        that owns just them, or as many, newest first, as it takes to have them all."""
+        mine = [(a, {id(p) for p in a.parameters}) for a in reversed(list(self))]
+        exact = [a for a, owned in mine if owned and owned == ids]
+        if exact:
+            return exact[:1]
+        chosen: list[Attachment] = []
+        for a, owned in mine:
+            if owned & ids:
+                chosen.append(a)
+                ids = ids - owned
+        return chosen
+
+    def discard_averages(self, ids: set[int]) -> None:
+        """The script drops gradients of these parameters: averages that no step has used are left out, where nothing
+        is left of them."""
+        for attachment in self:
+            mine = attachment.parameters if attachment.consumed and not attachment.stepping else []
+            others = [p for p in mine if id(p) not in ids]
+            # In a step that applies nothing all gradients are zeros.
+            kept = bool(others) and (attachment.algorithm.holds or any(map(_counts, others)))
+            if len(others) < len(mine) and not kept:
+                attachment.skipped()
+
+
+def _counts(parameter: torch.Tensor) -> bool:
+    """Whether the parameter has a gradient that is not zero."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout != torch.strided:
+        gradient = gradient.coalesce().values()
+    return gradient is not None and bool(gradient.any())

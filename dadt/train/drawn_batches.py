@@ -1,0 +1,65 @@
+"""The batches that shared loaders hand to the script, as the weights of gradients depend on them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from dadt.train.attachment import Attachment
+from dadt.train.attachments import Attachments
+from dadt.train.batch_weight import BatchWeight, Pass
+from dadt.train.optimizers import Optimizers
+from dadt.train.ranks import Ranks
+from dadt.train.replay_state import ReplayState
+
+
+class DrawnBatches:
+    """Passes on what is drawn to the optimizers that are trained with it."""
+
+    def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments, replay: ReplayState) -> None:
+        self._ranks, self._optimizers, self._attachments, self._replay = ranks, optimizers, attachments, replay
+        self._kept: weakref.WeakKeyDictionary[torch.optim.Optimizer, BatchWeight] = weakref.WeakKeyDictionary()
+        """Batch weights of released or replayed optimizers: batches of the coming step may be drawn already."""
+        self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {ranks.world.world_size} is left out"
+        """Given a number of lost workers, says what becomes of their data."""
+
+    def drew(self, source: Pass, samples: int, nominal: int) -> None:
+        """A training batch was handed to the script. Read ahead, it belongs to no step that is known, so each of those
+        counts in full."""
+        self._ranks.progress.samples += samples
+        if self._optimizers.script.on_training_thread:
+            self._optimizers.one_batch.drew(source, samples)
+            for weight in self._weights:
+                weight.drew(source, samples, nominal)
+
+    def pass_over(self, source: Pass) -> None:
+        """The script has come to the end of a shared loader."""
+        source.is_over = True
+        if self._optimizers.script.on_training_thread:
+            for weight in self._weights:
+                weight.pass_over(source)
+
+    @property
+    def _weights(self) -> list[BatchWeight]:
+        if not self._replay.under_way:
+            return [attachment.batch_weight for attachment in self._attachments]
+        script = self._optimizers.script
+        for optimizer in self._optimizers:
+            self._kept.setdefault(optimizer, BatchWeight(lambda: script.backwards))
+        return list(self._kept.values())
+
+    def trained_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """In a replay: this optimizer was stepped here, with the batches that were drawn."""
+        if (weight := self._kept.get(optimizer)) is not None:
+            weight.exchanged()
+            weight.stepped()
+
+    def keep(self, attachment: Attachment) -> None:
+        """Keep the weight of an optimizer that is attached again later."""
+        self._kept[attachment.optimizer] = attachment.batch_weight
+
+    def attach(self, attachment: Attachment) -> None:
+        """The optimizer is attached: it goes on with the weight that is kept, if there is one."""
+        attachment.batch_weight = self._kept.pop(attachment.optimizer, attachment.batch_weight)

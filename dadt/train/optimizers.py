@@ -1,0 +1,187 @@
+"""The optimizers of a script: which there are, which of them train data-parallel, and of which modules."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dadt.errors import ConfigError
+from dadt.train import built
+from dadt.train.algorithm import Algorithm
+from dadt.train.buffers import Buffers
+from dadt.train.one_batch import OneBatch
+from dadt.train.ranks import Ranks
+from dadt.train.replay_state import ReplayState
+from dadt.train.script import Script
+
+
+class Optimizers:
+    """The optimizers that a rank trains. They come in the same order on all ranks. Iterates over those that were built
+    so far and are not left alone, oldest first."""
+
+    def __init__(
+        self, ranks: Ranks, script: Script, replay: ReplayState, find: Callable[[str], type[Algorithm]]
+    ) -> None:
+        """find: returns the class of the algorithm with a name."""
+        self._ranks, self.script, self._replay, self._find = ranks, script, replay, find
+        self._ordinals = itertools.count()
+        self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self.roots: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[nn.Module]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """The modules that the script calls, whose parameters an optimizer trains."""
+        self.buffers = Buffers()
+        """The buffers of these modules."""
+        self._made: weakref.WeakKeyDictionary[torch.optim.Optimizer, built.Made] = weakref.WeakKeyDictionary()
+        self._schedulers: list[tuple[weakref.ref[Any], built.Scheduler]] = []
+        """Learning rate schedulers as they were built, oldest first."""
+        self._compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`, or over
+        tensors of one batch."""
+        self.one_batch = OneBatch()
+
+    def clear(self) -> None:
+        self._registered.clear()
+        self.roots.clear()
+
+    @property
+    def algorithm(self) -> type[Algorithm]:
+        """The class of all optimizers' algorithm; `dadt.init` may change it before training begins."""
+        config = self._ranks.config
+        return self._find("auto" if config.compression == "auto" else config.algorithm)
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        mine = [o for o in self._registered if o not in self.left_alone]
+        return iter(sorted(mine, key=lambda o: self._registered[o]))
+
+    def __len__(self) -> int:
+        return sum(o not in self.left_alone for o in self._registered)
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is registered, left alone or not."""
+        return optimizer in self._registered
+
+    @property
+    def registered(self) -> int:
+        """How many were built so far, left alone or not."""
+        return len(self._registered)
+
+    def number(self, optimizer: torch.optim.Optimizer) -> int:
+        """The optimizer's place among all that were built so far."""
+        return self._registered[optimizer]
+
+    @property
+    def trains_one(self) -> bool:
+        """Whether there is just one optimizer to train. Cheap, as it is asked for every gradient."""
+        return len(self._registered) == 1 or len(self) == 1
+
+    def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+        return [m for ref in self.roots.get(optimizer, ()) if (m := ref()) is not None]
+
+    def trains(self) -> bool:
+        """Whether gradients are enabled and a registered optimizer's model is in training mode."""
+        if not torch.is_grad_enabled():
+            return False
+        every = list(self._registered)
+        lasting = [o for o in every if o not in self.one_batch.optimizers]
+        roots = [self.root_modules(optimizer) for optimizer in lasting or every]
+        # Parameters of no module have no mode: they train.
+        return any(not modules or any(m.training for m in modules) for modules in roots)
+
+    def register(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was built (or is first seen). Claims nothing."""
+        self.script.trains_here()
+        if optimizer in self._registered:
+            return
+        if self.script.explicit:
+            self._registered[optimizer] = -1
+            self.left_alone.add(optimizer)
+        else:
+            self._enlist(optimizer)
+
+    def built_apart(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is not attached has parameters of no module."""
+        if self.one_batch.built(optimizer):
+            self.left_alone.add(optimizer)
+
+    def is_of_one_batch(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether all ranks take it for one over tensors of one batch. Asks them, where it trains no module."""
+        if self.script.explicit or self.roots.get(optimizer):
+            return False
+        told = self._ranks.collect(
+            f"whose tensors optimizer #{self.number(optimizer) + 1} has", self.one_batch.fits(optimizer)
+        )
+        if all(told):
+            self.one_batch.agree(optimizer)
+        return all(told)
+
+    def leave_to_script(self) -> None:
+        """The script calls `dadt.init`: only optimizers that it wraps train."""
+        self.script.explicit = True
+        self._ordinals = itertools.count()
+        self.left_alone.update(self._registered)
+
+    def enlist(self, optimizer: torch.optim.Optimizer) -> None:
+        """The script wraps the optimizer: it trains, and those wrapped are attached in the order of these calls."""
+        if optimizer in self.left_alone:
+            self.left_alone.discard(optimizer)
+            self._registered.pop(optimizer)
+        if optimizer not in self._registered:
+            self._enlist(optimizer)
+
+    def _enlist(self, optimizer: torch.optim.Optimizer) -> None:
+        scaled = [g for o in self._registered for g in o.param_groups]
+        self._registered[optimizer] = next(self._ordinals)
+        scale, shares = self._ranks.config.scale_lr, self._ranks.shares
+        factor = {"linear": float(shares), "sqrt": shares**0.5}.get(scale, 1.0)
+        if factor != 1.0:
+            # A wrapper may have the very groups of the optimizer inside.
+            for group in (g for g in optimizer.param_groups if not any(g is other for other in scaled)):
+                if "lr" not in group:
+                    raise ConfigError(
+                        f"--scale-lr {scale}: DADT does not know the learning rates of optimizers that"
+                        f" are none of torch's; multiply them by {factor:g} in the script"
+                    )
+                group["lr"] = group["lr"] * factor
+        self._made[optimizer] = built.made(optimizer)
+
+    def schedule(self, scheduler: Any) -> None:
+        """A learning rate scheduler was built: note it as it is."""
+        self._schedulers = [(ref, made) for ref, made in self._schedulers if ref() is not None]
+        self._schedulers.append((weakref.ref(scheduler), built.scheduler(scheduler)))
+
+    def compare(self, optimizer: torch.optim.Optimizer, which: str, *, loaded: bool) -> None:
+        """Raises Mismatch where ranks have built different things. Waits for all. loaded: this rank has loaded state
+        into an optimizer."""
+        over = [(each, made) for ref, made in self._schedulers if (each := ref()) is not None]
+        schedulers = [(made, each.last_epoch) for each, made in over if each.optimizer is optimizer]
+        restored = loaded or optimizer in self._compared
+        names, was = self.parameter_names(), self._made.get(optimizer)
+        mine = built.build(optimizer, names, was, schedulers, restored=restored)
+        told = self._ranks.collect(f"what is built{which}", built.encoded(mine))
+        built.check([built.decoded(each) for each in told], self._ranks.members, which)
+        self._compared.add(optimizer)
+
+    def parameter_names(self) -> Mapping[int, str]:
+        modules = [m for refs in self.roots.values() for ref in refs if (m := ref()) is not None]
+        return {id(p): name for module in modules for name, p in module.named_parameters()}
+
+    def leave_alone(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        """Average nothing for this optimizer, and say why."""
+        self.left_alone.add(optimizer)
+        name = type(optimizer).__name__
+        self._ranks.say(f"{name} is left alone: {reason}")
+        # Each rank may be at another step, and what it holds is no other's.
+        self.take_no_snapshots(f"{name} is left alone")
+
+    def take_no_snapshots(self, why: str) -> None:
+        """A replay could not bring the script back to where it is."""
+        if self._replay.possible:
+            self._replay.stop_snapshots()
+            self._ranks.say(f"no snapshots are taken, as {why}", "warning")

@@ -1,0 +1,174 @@
+"""Connects a rank with the others, and where some are lost once more with those that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dadt.comm import executors
+from dadt.comm.peer_deaths import Generation
+from dadt.config.executor import executors_of
+from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout, Unproved
+from dadt.train.attachments import Attachments
+from dadt.train.checkpoint import Checkpoints
+from dadt.train.drawn_batches import DrawnBatches
+from dadt.train.events import Events
+from dadt.train.optimizers import Optimizers
+from dadt.train.ranks import Ranks
+from dadt.train.regroup import regroup
+from dadt.train.replicas import Replicas
+from dadt.train.stall import PATIENCE
+from dadt.train.verification import Verification
+
+if TYPE_CHECKING:
+    from dadt.comm.executors.base import Connection
+
+REGROUP_SECONDS = 10.0
+"""Seconds that the launcher may take to say who trains on, once a library has noticed the end of a host."""
+
+
+class Recovery:
+    """Sees to it that `Ranks.connection` is one with all ranks that train. Where ranks wait for nobody, the thread of
+    `Reconnection` calls it."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        optimizers: Optimizers,
+        attachments: Attachments,
+        batches: DrawnBatches,
+        checkpoints: Checkpoints,
+        replicas: Replicas,
+        verification: Verification,
+        events: Events,
+    ) -> None:
+        self._ranks, self._optimizers, self._attachments, self._batches = ranks, optimizers, attachments, batches
+        self._checkpoints, self._replicas, self._events = checkpoints, replicas, events
+        self._verification = verification
+        self._regrouping = False
+        ranks.connect_anew = self.connect_anew
+
+    def connect(self) -> None:
+        """Connect with all ranks, and wait for them. Raises StartTimeout, PeerLost, ConfigError."""
+        while True:
+            try:
+                return self._ranks.use(self._connected())
+            except Exception as error:  # noqa: BLE001 (a library may say in words of its own that a rank has ended)
+                self.enter(error)
+
+    def _connected(self) -> Connection:
+        ranks = self._ranks
+        if ranks.group.world_size == 1:
+            # Buckets of a device stay there.
+            name = "null" if ranks.device is None else executors_of(ranks.config)[1].replace("auto", "nccl")
+            return executors.connect_one(name, ranks.connecting, ranks.group, ranks.meet)
+        return executors.connect(ranks.connecting, ranks.group, ranks.meet)
+
+    def regroup(self) -> None:
+        """Ranks that are connected find out how far each is, and go on from the furthest."""
+        ranks = self._ranks
+        regroup(ranks, self._attachments, self._replicas, self._verification, equal=ranks.together)
+
+    def connect_anew(
+        self,
+        error: CommError,
+        seconds: float = 0.0,
+        parts: Mapping[torch.optim.Optimizer, dict[str, Any]] | None = None,
+    ) -> None:
+        """Go on with the ranks that are left. Raises the error where no loss explains it.
+
+        seconds: as in `enter`. parts: as in `_release`, which all do where they have waited for a new worker."""
+        if self._regrouping:
+            raise error
+        ranks = self._ranks
+        begun, self._regrouping = perf_counter(), True
+        try:
+            while True:
+                before = ranks.generation
+                handed = self.enter(error, seconds).handed > before
+                seconds = 0.0
+                if ranks.together and handed:
+                    self._release(parts or {})
+                try:
+                    ranks.hang_up()
+                    self.connect()
+                    if ranks.timeline is not None and ranks.connection is not None:
+                        ranks.timeline.record(ranks.connection, f"exchange, generation {ranks.generation}")
+                    with self._checkpoints.aside():
+                        self.regroup()
+                    break
+                except CommError as another:
+                    error = another
+        finally:
+            self._regrouping = False
+        ranks.requests.approaches.begin_anew()
+        for callback in self._events.on_regroup:
+            callback()
+        seconds = perf_counter() - begun
+        ranks.progress.stood += seconds
+        size, whole = ranks.group.world_size, ranks.world.world_size
+        text = self._batches.missing(whole - size) if size < whole else ""
+        missing = f"; {text}" if text else ""
+        ranks.say(f"{size} of {whole} workers train on from step {ranks.step}, {seconds:.2f} s later{missing}")
+
+    def _release(self, parts: Mapping[torch.optim.Optimizer, dict[str, Any]]) -> None:
+        """All optimizers are attached again at the next forward, as in a job that goes on from a checkpoint. parts:
+        those of their states, as Checkpoints has them."""
+        for attachment in self._attachments:
+            attachment.prediction.undo()
+            self._batches.keep(attachment)
+        self._optimizers.buffers.release()
+        self._attachments.clear()
+        for optimizer, part in parts.items():
+            self._checkpoints.keep(optimizer, part)
+
+    def enter(self, error: Exception, seconds: float = 0.0) -> Generation:
+        """Be in the newest group from now on, not connected yet. Raises the error where none comes in time. seconds:
+        that a new worker may take to join."""
+        ranks, deaths, rank = self._ranks, self._ranks.deaths, self._ranks.world.rank
+        late = isinstance(error, StartTimeout) and not deaths.outdated
+        if not ranks.survives or isinstance(error, Mismatch) or (late and ranks.closing):
+            raise error
+        if not (seconds or deaths.outdated) and self._may_have_passed(error):
+            self._ask_to_reconnect(error)
+        self._await_news(seconds or REGROUP_SECONDS)
+        generation = deaths.enter(error, 0.0)
+        while ranks.world.joins and rank not in generation.members:  # it hears of older ones, too
+            generation = deaths.enter(error, REGROUP_SECONDS)
+        if rank not in generation.members:
+            raise PeerLost(f"the others train on without this rank: {generation.text}") from error
+        ranks.enter(generation)
+        return generation
+
+    def _await_news(self, seconds: float) -> None:
+        """Wait until the launcher says who trains on, at most for `seconds`."""
+        begun = perf_counter()
+        while not self._ranks.deaths.await_news(min(PATIENCE, max(0.0, seconds - (perf_counter() - begun)))):
+            if (waited := perf_counter() - begun) >= seconds:
+                return
+            self._ranks.tell_waiting("connecting anew", waited)
+
+    def _may_have_passed(self, error: Exception) -> bool:
+        """Whether the error says no more than that a connection has failed. Who does not come to the start is not
+        waited for twice."""
+        ranks = self._ranks
+        ours = isinstance(error, DadtError) and not isinstance(error, CommError | StartTimeout | Unproved)
+        wanted = isinstance(error, CommTimeout) and ranks.config.on_stall == "abort"
+        starts = isinstance(error, StartTimeout) and ranks.step == 0 and ranks.generation == 0
+        return not (ours or wanted or starts)
+
+    def _ask_to_reconnect(self, error: Exception) -> None:
+        """Wait until all ranks are to connect again. Raises the error where they are not."""
+        ranks = self._ranks
+        assert ranks.control is not None  # there is an agent that reports losses
+        most = ranks.config.timeout + REGROUP_SECONDS
+        anew, text = ranks.control.reconnect(str(error), most, ranks.generation)
+        if text:
+            raise PeerLost(text) from error
+        if not anew:
+            if isinstance(error, CommError):
+                ranks.deaths.name(error)
+            raise error

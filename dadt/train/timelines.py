@@ -1,0 +1,35 @@
+"""The timeline of a rank's training, and the one that is made of all ranks' at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dadt.comm.trace import gather as trace
+from dadt.comm.trace.merge import merge
+from dadt.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dadt.comm.trace.recorder import Timeline
+
+_MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
+
+
+def record(ranks: Ranks, timeline: Timeline) -> None:
+    """Begin the timeline, or go on with it on a new connection."""
+    if ranks.timeline is None:
+        timeline.start(_peers(ranks, ranks.config.timeout))
+        ranks.timeline = timeline
+    if ranks.connection is not None:
+        timeline.record(ranks.connection, "exchange")
+
+
+def merge_all(ranks: Ranks) -> None:
+    """Make one timeline of all ranks'. Every rank calls it."""
+    if ranks.timeline is not None and (text := merge(ranks.timeline, _peers(ranks, _MERGE_SECONDS), ranks.members)):
+        ranks.say(text)
+
+
+def _peers(ranks: Ranks, timeout: float) -> trace.Peers:
+    if ranks.connection is None:
+        return trace.Alone()
+    return trace.Through(ranks.connection.engine, ranks.group.world_size, timeout)
