@@ -27,8 +27,10 @@ class Sync(Algorithm):
 
     attachment: Attachment
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: Attachment, *, watches: bool = False) -> None:
+        """watches: count how often gradients grow from now on, and not only once a step has shown that it is of use."""
         super().__init__(attachment)
+        self.wants_gradients = watches
         self._overlap = Overlap()
         self._exchange: Exchange | None = None
         """This step's exchange, launched from a backward or waited for; None: there is none yet."""
@@ -41,7 +43,7 @@ class Sync(Algorithm):
         overlap = self._overlap
         overlap.count(parameter)
         while overlap.expected:
-            if self._exchange is None and not a.schema_is_current():
+            if self._exchange is None and not a.schema_is_current:
                 return
             buckets, launched = a.schema.buckets, self._exchange.launched if self._exchange else 0
             # The last bucket waits for the step: it carries the agreement.
@@ -96,6 +98,10 @@ class Sync(Algorithm):
 
     def observe(self) -> dict[str, Any]:
         return {"watches": self.wants_gradients, **self._overlap.observe(self.attachment.parameters)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        # That of late steps, before ranks went back to synchronous ones for good: what it predicts leads nowhere.
+        self.attachment.prediction.end()
 
     def restore(self, own: dict[str, Any]) -> None:
         if not own:

@@ -28,7 +28,7 @@ def install(runtime: Runtime) -> None:
         finally:
             moving = False
             for attachment in runtime.attachments:
-                if attachment.alive and attachment.schema_is_current():  # back where they were
+                if attachment.alive and attachment.schema_is_current:  # back where they were
                     attachment.schema.look_for_moved()
 
     nn.Module._apply = patched  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dadt.errors import DadtError
 from dadt.train import prediction
 from dadt.train.agreement import Agreement
+from dadt.train.algorithm import Algorithm
 from dadt.train.batch_weight import BatchWeight
 from dadt.train.buffers import ChangingBuffers
 from dadt.train.common_values import take_first_ranks
@@ -80,7 +81,8 @@ class Attachment:
         self.prediction = prediction.choose(ranks.config, optimizer, self.parameters, ranks.world.world_size)
         # Collected between forward and step, it must not leave its prediction in the weights.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
-        self.algorithm = optimizers.algorithm(self)
+        self.algorithm: Algorithm = optimizers.algorithm(self)
+        self.switch_note: dict[str, Any] = {}  # see `switch_to`
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -121,6 +123,7 @@ class Attachment:
         """A token of what the script trains now: it changes when parameters are added, frozen, moved or cast."""
         return (*self._token[0], self._listing.used)
 
+    @property
     def schema_is_current(self) -> bool:
         return self._schema is not None and self._token == self._make_token(self.parameters)
 
@@ -192,6 +195,15 @@ class Attachment:
         self.compression = name
         self._token = (self._token[0], None)
         self.refresh()
+
+    def switch_to(self, algorithm: Algorithm, **note: Any) -> None:
+        """Train by another algorithm from here on, for good. All ranks call it in the same step.
+
+        note: what a checkpoint says beside that algorithm's state, so that the one which loads it switches, too.
+        """
+        self.algorithm, self.switch_note = algorithm, note
+        self.prediction.end()
+        self.measure.late = 0
 
     def average_gradients(self) -> None:
         """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""

@@ -124,7 +124,7 @@ class Checkpoints:
             failed = ranks.engine.error is not None
             if not (failed and not ranks.survives):
                 try:
-                    return a.algorithm.state()
+                    return {**a.algorithm.state(), **a.switch_note}
                 except CommError as error:
                     if ranks.survives and any(each.consumed for each in self._attachments):
                         # Others may lack the averages that this rank is about to apply, and it cannot give them now.

@@ -54,7 +54,7 @@ class Observation:
 
     def state(self) -> dict[str, Any]:
         """A copy of the algorithm's state, which all ranks have in common, once it is complete."""
-        return self.attachment.algorithm.state()
+        return {**self.attachment.algorithm.state(), **self.attachment.switch_note}
 
 
 def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any], state: Mapping[str, Any]) -> None:

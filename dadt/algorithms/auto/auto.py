@@ -48,7 +48,7 @@ class Auto(Pipe):
         attachment.compression = given_compression(attachment) or "none"
         self._way: Way | None = None
         """The choice, once it is made."""
-        self._local = Apart(attachment)
+        self._local = Local(attachment)
         """Takes over where `local` is chosen."""
         self._record = Record()
         self._until = 0
@@ -105,7 +105,7 @@ class Auto(Pipe):
         self._compress(name)
 
     def _compress(self, name: str) -> None:
-        """Lighter than what Attachment.compress does: buckets stay. What another compression has lost is dropped."""
+        """Buckets stay. What another compression has lost is dropped."""
         a = self.attachment
         if name != a.compression:
             a.compression = name
@@ -146,7 +146,7 @@ class Auto(Pipe):
     def after_step(self) -> None:
         super().after_step()
         a = self.attachment
-        if self._found and self._sync is None:
+        if self._found:
             self._ends_of_steps.append(perf_counter())
             if self._told is not None:
                 self._choose_anew(self._told)
@@ -216,6 +216,7 @@ class Auto(Pipe):
         """Train in this way from the next step on. All ranks call it, while no exchange is under way."""
         a = self.attachment
         self._way, self._told, self._warmed_up = way, None, True
+        self.switch_note = {"way": list(way)}
         self.tries, a.measure.why = False, ""
         self._compress(way.compression)
         if known := self._record.moving(way.compression):
@@ -223,10 +224,7 @@ class Auto(Pipe):
         if way.algorithm == "sync":
             self.step_synchronously("" if given_algorithm(a) else f"{_flags(a)} chose sync")
         elif way.algorithm == "local":
-            self._pending = None
-            a.prediction.end()
-            self._local.way = way
-            a.algorithm = self._local
+            a.switch_to(self._local, **self.switch_note)
             self._local.begin(way.compression)
 
     # Checkpoints -----------------------------------------------------------------------------------------------
@@ -234,7 +232,7 @@ class Auto(Pipe):
     def state(self) -> dict[str, Any]:
         if self._way is None:
             return {**super().state(), "record": self._record.state()}
-        return {**super().state(), "way": list(self._way)}
+        return {**super().state(), **self.switch_note}
 
     def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
         return self._local.by_parameter(state)
@@ -244,30 +242,15 @@ class Auto(Pipe):
         if self._way is None and "way" in state:
             algorithm, compression = state["way"]
             self._take(Way(algorithm, given_compression(a) or compression))
-        if a.algorithm is self._local:
-            self._local.load_state(state)
+        if a.algorithm is not self:
+            a.algorithm.load_state(state)
         elif "synchronous" not in state:
             self._pending = None  # of `local`: nothing was in flight
         else:
             super().load_state(state)
-            if self._way is None and self._sync is not None:
-                self._way = Way("sync", a.compression)  # late gradients had blown up
             self._warmed_up = self._way is not None
             if self._way is None and "record" in state:
                 self._record.load_state(state["record"])
-
-
-class Apart(Local):
-    """`local` in the place of an `Auto`: a checkpoint says so."""
-
-    way = Way("local", "none")
-
-    def state(self) -> dict[str, Any]:
-        return {**super().state(), "way": list(self.way)}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        # For good: also where the state is of before.
-        super().load_state(state)
 
 
 class Record:

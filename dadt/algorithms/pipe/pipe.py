@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,8 @@ class Pipe(Algorithm):
     """
 
     survives = True
+    switch_note: Mapping[str, Any] = {}
+    """What a checkpoint has to say beside the state of `sync`, once that takes over."""
 
     attachment: Attachment
 
@@ -52,8 +55,6 @@ class Pipe(Algorithm):
         self._missed: bool | None = None
         """Whether others, which have averaged in the coming step, wait for this rank's gradients; None: none have."""
         self._holds = False
-        self._sync: Sync | None = None
-        """The algorithm that takes over if steps are synchronous for good."""
         self._divergence = Divergence() if config.fall_back else None
         self._norms: deque[tuple[Later, bool]] = deque()
         """Norms of the last averages, and whether those were late. Each is read in a later step, once it has come."""
@@ -79,15 +80,11 @@ class Pipe(Algorithm):
         a = self.attachment
         last = a.warmup_steps - a.prediction.needs <= a.step < a.warmup_steps
         first = a.step >= a.warmup_steps and a.prediction.sees_gradients
-        return not a.has_closure and self._sync is None and (self._pending is not None or last or first)
+        return not a.has_closure and (self._pending is not None or last or first)
 
     @property
     def holds(self) -> bool:
-        return self._holds or (self._sync is not None and self._sync.holds)
-
-    def gradient_ready(self, parameter: torch.Tensor) -> None:
-        if self._sync is not None:
-            self._sync.gradient_ready(parameter)
+        return self._holds
 
     def before_step(self) -> None:
         a = self.attachment
@@ -95,9 +92,6 @@ class Pipe(Algorithm):
             self._warmed_up = True
             a.measure.why = ""
             self.warmed_up()
-        if self._sync is not None:
-            self._sync.before_step()
-            return
         if self._missed is not None:
             self._catch_up(self._missed)
             return
@@ -115,16 +109,13 @@ class Pipe(Algorithm):
 
     @property
     def launched(self) -> Exchange | None:
-        return self._launched if self._sync is None else self._sync.launched
+        return self._launched
 
     @property
     def pending(self) -> Exchange | RestoredExchange | None:
         return self._pending if self._launched is None else self._before
 
     def regroup(self, behind: bool, keep: bool) -> Exchange | None:
-        if self._sync is not None:
-            self._sync.regroup(behind, keep)
-            return None
         pending, launched, self._launched = self.pending, self._launched, None
         if behind:
             pending = None if self._warming_up else launched
@@ -149,8 +140,6 @@ class Pipe(Algorithm):
 
     def after_step(self) -> None:
         self._holds = False
-        if self._sync is not None:
-            self._sync.after_step()
 
     def warmed_up(self) -> None:
         """The synchronous steps are over, on all ranks at the same step."""
@@ -161,20 +150,15 @@ class Pipe(Algorithm):
 
     def step_synchronously(self, why: str) -> None:
         """Do what `sync` does, from now on and for good."""
-        self._pending = None
-        self.attachment.measure.why = why
-        self.attachment.prediction.end()
-        self.attachment.measure.late = 0
-        self._sync = Sync(self.attachment)
-        self._divergence = None
-        self._warmed_up = True
-        self.wants_gradients = True
-        self.attachment.watch_gradients()
+        a = self.attachment
+        a.measure.why = why
+        a.switch_to(Sync(a, watches=True), **self.switch_note, synchronous=True, in_flight=[])
+        a.watch_gradients()
 
     def state(self) -> dict[str, Any]:
         a = self.attachment
         return {
-            "synchronous": self._sync is not None,
+            "synchronous": False,
             "in_flight": flights(a, self._pending),
             "measured": {} if self._warmed_up else a.measure.state(),
             "norms": [(norm.read(), late) for norm, late in self._norms],
@@ -183,11 +167,8 @@ class Pipe(Algorithm):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if state["synchronous"] and self._sync is None:
+        if state["synchronous"]:
             self.step_synchronously("as before its checkpoint was written")
-        if self._sync is not None:
-            # For good: also where the state is of before. What was in flight then is of no use, nor where it led.
-            self.attachment.prediction.end()
             return
         self._warmed_up = not state["measured"]
         if self._warmed_up:
@@ -202,13 +183,6 @@ class Pipe(Algorithm):
         self._changes = state.get("changes", 0)
         if self._divergence is not None and state["divergence"]:
             self._divergence.load_state(state["divergence"])
-
-    def observe(self) -> dict[str, Any]:
-        return {} if self._sync is None else self._sync.observe()
-
-    def restore(self, own: dict[str, Any]) -> None:
-        if self._sync is not None:
-            self._sync.restore(own)
 
     def _step_synchronously(self, exchange: Exchange) -> None:
         a = self.attachment
