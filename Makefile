@@ -88,15 +88,15 @@ figures: .venv/testable machines
 
 # What users see of 30 faults, over simulated machines: ten minutes.
 faults: .venv/testable machines
-	PYTHONPATH=tests $(BIN)/python tests/hosts/faults.py --write docs/results/faults.md
+	PYTHONPATH=tests:. $(BIN)/python tests/hosts/faults.py --write docs/results/faults.md
 
 # 260 faults, alone and at once, in jobs that train on without what they lose: half an hour or more.
 chaos: .venv/testable machines
-	PYTHONPATH=tests $(BIN)/python -m hosts.chaos --write docs/results/chaos.md
+	PYTHONPATH=tests $(BIN)/python -m hosts.chaos --write docs/results/faults.md
 
 # 100,000 steps that lose a worker every two minutes, and what processes hold meanwhile: a quarter of an hour or more.
 soak: .venv/testable
-	$(BIN)/python -m benchmarks.soak --write docs/results/soak.md
+	$(BIN)/python -m benchmarks.soak --write docs/results/faults.md
 
 # What a step costs with --min-np while nothing fails: a quarter of an hour.
 min-np-cost: .venv/testable
@@ -106,7 +106,7 @@ min-np-cost: .venv/testable
 # How fast DADT is beside DDP at its best, and which targets are reached: half an hour, as root, on a machine that does
 # nothing else. What docs/results/peers.json holds is not repeated.
 bench-peers: .venv/testable docs/results/slow-link-sgd.json docs/results/slow-link-adam.json
-	$(BIN)/python -m benchmarks.peers --json docs/results/peers.json --write docs/results/peers.md
+	$(BIN)/python -m benchmarks.peers --json docs/results/peers.json --write docs/results/speed.md
 
 docs/results/slow-link-sgd.json: | .venv/testable
 	$(BIN)/python -m benchmarks.convergence.slow_link --mbit 100 --methods auto --family mlp-sgd --rate 0.1 --json $@
@@ -116,7 +116,7 @@ docs/results/slow-link-adam.json: | .venv/testable
 
 # What DADT, torchrun and torchft do after the same faults: half an hour.
 faults-compared: .venv/testable .venv-torchft/installed machines
-	PYTHONPATH=tests $(BIN)/python -m hosts.compared --write docs/results/faults-compared.md
+	PYTHONPATH=tests $(BIN)/python -m hosts.compared --write docs/results/faults.md
 
 .venv-torchft/installed: tests/hosts/compared/requirements.txt
 	[ -d .venv-torchft ] || $(PYTHON) -m venv .venv-torchft

@@ -45,8 +45,8 @@ class Layer(nn.Linear):
         return waited
 
 
-def asleep(layers: int, seconds: float, width: int = WIDTH) -> tuple[Any, ...]:
-    """A workload of `layers` layers, whose forward and backward together wait `seconds` seconds."""
+def regression(model: nn.Module, width: int) -> tuple[Any, ...]:
+    """A workload of `dadt bench`: the model learns random vectors of this width from random ones."""
 
     def batch(size: int) -> tuple[torch.Tensor, ...]:
         return torch.randn(size, width), torch.randn(size, width)
@@ -54,7 +54,12 @@ def asleep(layers: int, seconds: float, width: int = WIDTH) -> tuple[Any, ...]:
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(model(x), y)
 
-    return nn.Sequential(*(Layer(width, seconds / layers / 3) for _ in range(layers))), batch, loss
+    return model, batch, loss
+
+
+def asleep(layers: int, seconds: float, width: int = WIDTH) -> tuple[Any, ...]:
+    """A workload of `layers` layers, whose forward and backward together wait `seconds` seconds."""
+    return regression(nn.Sequential(*(Layer(width, seconds / layers / 3) for _ in range(layers))), width)
 
 
 def model() -> tuple[Any, ...]:

@@ -89,7 +89,7 @@ def gpt2_small(device: str, small: bool) -> Case:
 CASES: dict[str, Callable[[str, bool], Case]] = {"resnet50": resnet50, "gpt2-small": gpt2_small}
 
 
-class Training:
+class GpuTraining:
     def __init__(self, case: Case, device: str, clip: bool) -> None:
         self._case, self._device, self._clip = case, device, clip
 
@@ -171,7 +171,7 @@ def train(asked: argparse.Namespace) -> None:
         itself.hook(algorithm=algorithm, executor=executor, warmup_steps="5", seeding="0")
     torch.manual_seed(0)
     with connect(asked.connect) as line:
-        training = Training(CASES[asked.train](asked.device, asked.small), asked.device, asked.train != "resnet50")
+        training = GpuTraining(CASES[asked.train](asked.device, asked.small), asked.device, asked.train != "resnet50")
         training.seconds(WARMUP)
         line.send(asked.name)
         while (steps := line.recv()) is not None:
@@ -182,7 +182,7 @@ def train(asked: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GpuRow:
     """What one contender has reached with one model."""
 
     model: str
@@ -230,7 +230,7 @@ def dismiss(line: Connection) -> None:
         line.send(None)
 
 
-def measure(model: str, asked: argparse.Namespace) -> list[Row]:
+def measure(model: str, asked: argparse.Namespace) -> list[GpuRow]:
     from dadt_cli.bench.ratio import interval, ratio
 
     names = asked.only or list(HOW)
@@ -249,7 +249,7 @@ def measure(model: str, asked: argparse.Namespace) -> list[Row]:
             line.send(0)
             about.append(line.recv())
     return [
-        Row(model, name, interval(seconds), ratio(seconds, turns[0]), found)
+        GpuRow(model, name, interval(seconds), ratio(seconds, turns[0]), found)
         for name, seconds, found in zip(names, turns, about, strict=True)
     ]
 
@@ -271,39 +271,29 @@ def main() -> None:
     if asked.train:
         train(asked)
         return
-    from dadt_cli.bench.figure import Figures, Outputs, Table, cell
+    from dadt_cli.bench.figure import Outputs, Results, ResultTable
+    from dadt_cli.bench.ratio import cell
 
     outputs = Outputs(json=asked.json)
     rows = [row for model in asked.models for row in measure(model, asked)]
     first = {row.model: row for row in reversed(rows)}
-    head = [
-        "model",
-        "",
-        "ms",
-        "/ first",
-        "kernels",
-        "launches",
-        "copies",
-        "waits",
-        "GPU ms",
-        "peak\n/ weights",
-        "+ held",
-    ]
-    lines = [
-        [
-            row.model,
-            row.name,
-            cell(row.seconds, 1e3),
-            cell(row.per_first),
-            *(f"{row.about[name]:g}" for name in ("kernels", "launches", "copies", "waits", "gpu_ms")),
-            f"{row.about['peak'] / row.about['weights']:.2f}",
-            f"{(row.about['held'] - first[row.model].about['held']) / row.about['weights']:.2f}",
-        ]
-        for row in rows
-    ]
+
+    def count(name: str) -> Callable[[GpuRow], str]:
+        return lambda row: f"{row.about[name]:g}"
+
+    columns: dict[str, Callable[[GpuRow], str]] = {
+        "model": lambda row: row.model,
+        "": lambda row: row.name,
+        "ms": lambda row: cell(row.seconds, 1e3),
+        "/ first": lambda row: cell(row.per_first),
+        **{name: count(name) for name in ("kernels", "launches", "copies", "waits")},
+        "GPU ms": count("gpu_ms"),
+        "peak\n/ weights": lambda row: f"{row.about['peak'] / row.about['weights']:.2f}",
+        "+ held": lambda row: f"{(row.about['held'] - first[row.model].about['held']) / row.about['weights']:.2f}",
+    }
     title = f"steps on one GPU, {asked.rounds} rounds of {asked.steps}"
     command = " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
-    Figures(rows, [Table(title, head, lines)], about={"command": command}).report(title, outputs)
+    Results(rows, [ResultTable.of(title, rows, columns)], about={"command": command}).report(title, outputs)
 
 
 if __name__ == "__main__":

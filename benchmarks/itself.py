@@ -15,7 +15,7 @@ from dadt.train import recovery, runtime
 from dadt.train.ranks import Ranks
 
 
-class Alone:
+class LoneRendezvous:
     """A Meet of one rank."""
 
     secret = b""
@@ -38,8 +38,8 @@ class Exchanging(Ranks):
     alone = False
 
     @cached_property
-    def meet(self) -> Alone:  # type: ignore[override]
-        return Alone()
+    def meet(self) -> LoneRendezvous:  # type: ignore[override]
+        return LoneRendezvous()
 
 
 def _connected(self: recovery.Recovery) -> Connection:

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.page import put, table
+
 SCRIPT = """
 import hashlib, os, sys, torch
 torch.set_num_threads(1)
@@ -176,18 +178,7 @@ def soak(steps: int, every: float, options: Sequence[str], interval: float = 2.0
     with tempfile.TemporaryDirectory(prefix="dadt-soak-") as name:
         folder = Path(name)
         (folder / "soak.py").write_text(SCRIPT)
-        command = [
-            sys.executable,
-            "-m",
-            "dadt_cli",
-            "run",
-            "-np",
-            str(RANKS),
-            "--min-np",
-            str(LEAST),
-            "--output",
-            "rank0",
-        ]
+        command = [sys.executable, "-m", "dadt_cli", "run", "-np", str(RANKS), "--min-np", str(LEAST)]
         command += ["--output", "rank0", "--max-restarts", "100000", *options, "soak.py", str(steps)]
         with (folder / "said").open("w+") as said:
             job = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
@@ -229,8 +220,6 @@ def _logs(folder: Path) -> str:
 def page(found: Soak, steps: int, every: float, options: Sequence[str]) -> str:
     given = " ".join(["--min-np", str(LEAST), *options])
     lines = [
-        "# Soak: a long training that keeps losing workers",
-        "",
         f"Made on {date.today()} with `make soak`, on a shared virtual machine of {os.cpu_count()} cores:",
         f"{steps:,} steps of a tiny model by {RANKS} workers on one host, `{given}`, in {found.seconds:,.0f} s.",
         f"Every {every:g} s a worker was killed: training went on {found.losses} times, and the job started again",
@@ -241,9 +230,8 @@ def page(found: Soak, steps: int, every: float, options: Sequence[str]) -> str:
         f"{MEBIBYTES:g} MiB; pss, in which shared pages count by their share, grows where other processes end; nothing",
         "else may grow. The table has the medians over processes, and the most by which one has grown.",
         "",
-        "| Process | lives | Figure | first third | last third | most growth |",
-        "|---|---|---|---|---|---|",
     ]
+    rows = []
     for role in ("launcher", "agent", "worker"):
         lives = found.long_enough(role)
         for measure in MEASURES if lives else ():
@@ -251,9 +239,10 @@ def page(found: Soak, steps: int, every: float, options: Sequence[str]) -> str:
             most = max(last - first for first, last in zip(firsts, lasts, strict=True))
             unit = " (MiB)" if measure in ("pss", "uss") else ""
             figures = [f"{value:.1f}" for value in (statistics.median(firsts), statistics.median(lasts), most)]
-            lines.append(f"| {' | '.join([role, str(len(lives)), measure + unit, *figures])} |")
+            rows.append([role, len(lives), measure + unit, *figures])
+    lines.append(table(["Process", "lives", "Figure", "first third", "last third", "most growth"], rows))
     if faults := found.faults:
-        lines += ["", "**Not as it should be:**", "", *(f"- {fault}" for fault in faults)]
+        lines += ["**Not as it should be:**", "", *(f"- {fault}" for fault in faults)]
     return "\n".join([*lines, ""])
 
 
@@ -262,13 +251,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--every", type=float, default=120.0, metavar="SECONDS", help="between two losses")
     parser.add_argument("--options", default="", help="further ones of dadt run, such as '--executor gloo'")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, too")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="page whose section `soak` gets the table")
     asked = parser.parse_args()
     found = soak(asked.steps, asked.every, asked.options.split())
-    table = page(found, asked.steps, asked.every, asked.options.split())
-    print(table)
+    text = page(found, asked.steps, asked.every, asked.options.split())
+    print(text)
     if asked.write:
-        asked.write.write_text(table)
+        put(asked.write, "soak", text)
     sys.exit("; ".join(found.faults) or 0)
 
 

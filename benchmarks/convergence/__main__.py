@@ -14,6 +14,7 @@ from benchmarks.convergence.method import Method
 from benchmarks.convergence.study import append, best_rate, conditions, load, pairs, perform, sweep
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "convergence.jsonl"
+PAGE = RESULTS.with_name("accuracy.md")
 
 
 def arguments() -> argparse.Namespace:
@@ -73,7 +74,7 @@ def main() -> None:
         )
         if not train(options, time.monotonic() + 60 * options.budget_minutes):
             print("time is up: the same command goes on from here")
-    report.write(options.results)
+    report.write(options.results, PAGE if options.results == RESULTS else None)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from benchmarks.page import spread
+
 QUANTILES = [
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -15,19 +17,24 @@ QUANTILES = [
 wide."""
 
 
-class Interval(NamedTuple):
+class MeanInterval(NamedTuple):
     mean: float
     low: float
     high: float
     pairs: int
 
 
-def interval(values: Sequence[float]) -> Interval:
+def interval(values: Sequence[float]) -> MeanInterval:
     """The mean of the values and its 95 % interval, which is infinite for one value alone."""
     count = len(values)
     mean = statistics.fmean(values)
     if count < 2:
-        return Interval(mean, float("-inf"), float("inf"), count)
+        return MeanInterval(mean, float("-inf"), float("inf"), count)
     quantile = QUANTILES[min(count - 1, len(QUANTILES)) - 1]
     half = quantile * statistics.stdev(values) / count**0.5
-    return Interval(mean, mean - half, mean + half, count)
+    return MeanInterval(mean, mean - half, mean + half, count)
+
+
+def shown(found: MeanInterval, form: str = ".4f") -> str:
+    """The mean, and the interval if there are more values than one."""
+    return spread(*found[:3], form) if found.pairs > 1 else f"{found.mean:{form}}"

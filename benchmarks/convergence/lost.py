@@ -6,14 +6,12 @@ Accuracy against that of four workers without losses, which see as many samples 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.convergence.others import RANKS, workers
-from benchmarks.convergence.study import Run, conditions
+from benchmarks.convergence.study import Run, save
 
 METHODS = {"pipe": [], "sync": ["--algorithm", "sync"]}
 STEPS = 400
@@ -52,9 +50,7 @@ def main() -> None:
         lost, whole = (statistics.fmean(those) for those in found[method].values())
         spread = statistics.stdev(found[method]["undisturbed"]) if options.seeds > 1 else 0.0
         print(f"{method}: {lost:.2f} % with two lost, {whole:.2f} % undisturbed (+- {spread:.2f})", flush=True)
-    if options.json:
-        command = " ".join(["python -m benchmarks.convergence.lost", *sys.argv[1:]])
-        options.json.write_text(json.dumps({"conditions": conditions(command), **found}, indent=1) + "\n")
+    save(options.json, found)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def perceptron() -> nn.Module:
     )
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention to what came before, and a perceptron; each beside a shortcut, behind a norm (as in GPT-2)."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -60,7 +60,7 @@ class GPT(nn.Module):
         super().__init__()
         self.letters = nn.Embedding(LETTERS, width)
         self.places = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, LETTERS, bias=False)
 

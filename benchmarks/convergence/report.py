@@ -11,11 +11,16 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from benchmarks.convergence.family import FAMILIES
-from benchmarks.convergence.interval import Interval, interval
+from benchmarks.convergence.interval import MeanInterval, interval, shown
 from benchmarks.convergence.simulator import EVERY
 from benchmarks.convergence.study import SWEEP_SEEDS, Results, load, score
+from benchmarks.page import put
+from benchmarks.page import table as markdown
+from benchmarks.picture import panels as panels_of
+from dadt_cli.bench.figure import as_csv
 
-BEGIN, END = "<!-- tables: made by python -m benchmarks.convergence --report -->", "<!-- end of tables -->"
+SHOWN = ("pipe", "gossip", "local", "local-32", "diloco-0.5", "bf16", "fp16", "int8", "powersgd")
+"""Methods of which the page has rows; the CSV has all."""
 WIDE = {"linewidth": 5, "alpha": 0.35}
 """How a curve is drawn on which others may lie."""
 COLORS = {"sync": "#1f3b57", "plain": "#c8553d", "pipe": "#2a9d8f"}
@@ -41,15 +46,15 @@ Outcomes = dict[int, dict[str, Any]]
 """What each training of one method has reached, by its seed."""
 
 
-class Row(NamedTuple):
+class StudyRow(NamedTuple):
     family: str
     rate: float
     ranks: int
     method: str
     outcomes: Outcomes
-    lost: Interval | None
+    lost: MeanInterval | None
     """Accuracy lost against another method with the same seeds; None where there is nothing to compare with."""
-    added: Interval | None
+    added: MeanInterval | None
     """Loss added, against the same other method; None where there is nothing to compare with."""
 
     @property
@@ -99,7 +104,7 @@ def groups(results: Results) -> dict[Key, Outcomes]:
     return found
 
 
-def rows(results: Results) -> Iterator[Row]:
+def rows(results: Results) -> Iterator[StudyRow]:
     found = groups(results)
     for key in sorted(found, key=lambda key: (key[0], key[2], key[1], key[3])):
         family, rate, ranks, method = key
@@ -107,40 +112,36 @@ def rows(results: Results) -> Iterator[Row]:
         paired = [(outcome, others[seed]) for seed, outcome in found[key].items() if seed in others]
         lost = difference([other["accuracy"] - outcome["accuracy"] for outcome, other in paired])
         added = difference([outcome["loss"] - other["loss"] for outcome, other in paired])
-        yield Row(*key, found[key], lost, added)
+        yield StudyRow(*key, found[key], lost, added)
 
 
-def difference(values: Sequence[float]) -> Interval | None:
+def difference(values: Sequence[float]) -> MeanInterval | None:
     return interval(values) if values and all(map(math.isfinite, values)) else None
 
 
-def shown(found: Interval | None) -> str:
-    if found is None:
-        return ""
-    return f"{found.mean:.4f}" + (f" ({found.low:.4f} to {found.high:.4f})" if found.pairs > 1 else "")
-
-
-def table(results: Results) -> str:
-    titles = [
+def table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """The head and the lines of the table of all trainings."""
+    head = [
         *("family", "rate", "workers", "method", "accuracy", "loss", "seeds", "against"),
         *("accuracy lost (95 %)", "loss added (95 %)", "target", "met", "diverged"),
     ]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = []
     for row in rows(results):
         compared = row.lost is not None or row.added is not None
         accuracy, loss = (statistics.fmean(o[key] for o in row.outcomes.values()) for key in ("accuracy", "loss"))
         cells = [
             *(row.family, f"{row.rate:g}", row.ranks, row.method, f"{accuracy:.4f}", f"{loss:.4f}", len(row.outcomes)),
-            *(against(row.method) if compared else "", shown(row.lost), shown(row.added)),
+            against(row.method) if compared else "",
+            *("" if each is None else shown(each) for each in (row.lost, row.added)),
             *(f"{allowed(row.family, row.method):g}" if compared else "", row.met, row.diverged),
         ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        lines.append(list(map(str, cells)))
+    return head, lines
 
 
 def chance(results: Results) -> str:
     """What another order of summation makes of the same training: `sync` against itself with the fewest workers."""
-    lines = ["| family | rate | workers | seeds | `sync` above itself (95 %) |", "|---|---|---|---|---|"]
+    lines = []
     scores = {
         key[:3]: {seed: goodness(key[0], outcome) for seed, outcome in outcomes.items()}
         for key, outcomes in groups(results).items()
@@ -153,9 +154,8 @@ def chance(results: Results) -> str:
         if ranks == fewest or len(above) < 2 or normalizes(family):
             continue
         found = interval(above)
-        cells = f"{found.mean:.4f} ({found.low:.4f} to {found.high:.4f})"
-        lines.append(f"| {family} | {rate:g} | {ranks} against {fewest} | {found.pairs} | {cells} |")
-    return "\n".join(lines)
+        lines.append([family, f"{rate:g}", f"{ranks} against {fewest}", found.pairs, shown(found)])
+    return markdown(["family", "rate", "workers", "seeds", "`sync` above itself (95 %)"], lines)
 
 
 def normalizes(family: str) -> bool:
@@ -166,7 +166,7 @@ def normalizes(family: str) -> bool:
 
 def sweeps(results: Results) -> str:
     """What `sync` reaches at each learning rate."""
-    lines = ["| family | rate | sync |", "|---|---|---|"]
+    lines = []
     for family in FAMILIES.values():
         for rate in family.rates:
             found = [
@@ -175,8 +175,8 @@ def sweeps(results: Results) -> str:
                 if run.seed in SWEEP_SEEDS and (run.family, run.rate, run.method) == (family.name, rate, "sync")
             ]
             if found:
-                lines.append(f"| {family.name} | {rate:g} | {statistics.fmean(found):.4f} |")
-    return "\n".join(lines)
+                lines.append([family.name, f"{rate:g}", f"{statistics.fmean(found):.4f}"])
+    return markdown(["family", "rate", "sync"], lines)
 
 
 class Panel(NamedTuple):
@@ -200,30 +200,22 @@ def picture(family: str, results: Results, path: Path) -> bool:
 
     False where there is nothing to show.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     found = groups(results)
     all_panels = list(panels(family, found))
     if not all_panels:
         return False
-    size = (3.3 * len(all_panels), 4.4)
-    figure, axes = plt.subplots(1, len(all_panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for axis, (ranks, rate, colors) in zip(axes[0], all_panels, strict=True):
-        for method, color in colors.items():
-            outcomes = found.get((family, rate, ranks, method), {})
-            draw(axis, list(outcomes.values()), method, color, band=len(colors) < 5)
-        axis.set(title=f"{family}, {ranks} workers, rate {rate:g}", xlabel="step")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", alpha=0.3)
-        axis.set_yscale("log" if FAMILIES[family].counts else "linear")
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
-        axis.legend(frameon=False, fontsize="small", ncols=1 if len(colors) < 5 else 2, columnspacing=1.0, **below)
-    axes[0][0].set_ylabel("training loss")
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    with panels_of(path, (3.3 * len(all_panels), 4.4), len(all_panels), dpi=160) as axes:
+        for axis, (ranks, rate, colors) in zip(axes, all_panels, strict=True):
+            for method, color in colors.items():
+                outcomes = found.get((family, rate, ranks, method), {})
+                draw(axis, list(outcomes.values()), method, color, band=len(colors) < 5)
+            axis.set(title=f"{family}, {ranks} workers, rate {rate:g}", xlabel="step")
+            axis.grid(axis="y", alpha=0.3)
+            axis.set_yscale("log" if FAMILIES[family].counts else "linear")
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
+            columns = 1 if len(colors) < 5 else 2
+            axis.legend(frameon=False, fontsize="small", ncols=columns, columnspacing=1.0, **below)
+        axes[0].set_ylabel("training loss")
     return True
 
 
@@ -240,15 +232,15 @@ def draw(axis: Any, outcomes: Sequence[dict[str, Any]], method: str, color: str,
     axis.plot(steps, list(map(statistics.fmean, points)), color=color, label=label, **style)
 
 
-def write(path: Path) -> None:
-    """Print the tables, put them into the page beside the results, and draw the pictures."""
+def write(path: Path, page: Path | None) -> None:
+    """Print the tables, write the one of all trainings as CSV beside the results, put the others and its rows of SHOWN
+    into the page, and draw the pictures."""
     results = load(path)
-    tables = f"{sweeps(results)}\n\n{chance(results)}\n\n{table(results)}"
-    print(tables)
-    page = path.with_suffix(".md")
-    if page.exists():
-        before, _, rest = page.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        page.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
+    head, lines = table(results)
+    print(markdown(head, lines))
+    path.with_suffix(".csv").write_text(as_csv([dict(zip(head, line, strict=True)) for line in lines]))
+    if page is not None:
+        few = [line for line in lines if line[head.index("method")] in SHOWN]
+        put(page, "trainings", "\n".join([sweeps(results), chance(results), markdown(head, few)]))
     for family in FAMILIES:
         picture(family, results, path.with_name(f"{path.stem}-{family}.png"))

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.family import FAMILIES
-from benchmarks.convergence.interval import interval
-from benchmarks.convergence.study import conditions
+from benchmarks.convergence.interval import interval, shown
+from benchmarks.convergence.study import save
+from benchmarks.page import table as markdown
+from benchmarks.picture import panels
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests"))
@@ -51,7 +53,7 @@ Outcome = dict[str, Any]
 """What rank 0 reports of a training, and how many steps it took."""
 
 
-class Link:
+class LinkedHosts:
     """Two hosts, and a training of two ranks on them."""
 
     def __init__(self, network: Network, script: Sequence[object], folder: Path) -> None:
@@ -124,8 +126,8 @@ def measure(network: Network, options: argparse.Namespace, seed: int, folder: Pa
     """What each method has found with one seed."""
     batch = options.batch or FAMILIES[options.family].batch
     script = ["--family", options.family, "--rate", options.rate, "--every", options.every, "--seed", seed]
-    alone = step_seconds(Link(network, [*script, "--batch", batch // 2], folder).alone())
-    link = Link(network, [*script, "--batch", batch], folder)
+    alone = step_seconds(LinkedHosts(network, [*script, "--batch", batch // 2], folder).alone())
+    link = LinkedHosts(network, [*script, "--batch", batch], folder)
     ddp = link.train("DDP", options.steps)
     target = ABOVE * ddp["looks"][-1][2]
     shorter = shortest(link, "DDP", target, [steps for steps in options.lengths if steps < options.steps])
@@ -135,7 +137,7 @@ def measure(network: Network, options: argparse.Namespace, seed: int, folder: Pa
     return {"seed": seed, **compared(alone, target, outcomes)}
 
 
-def shortest(link: Link, name: str, target: float, lengths: Sequence[int]) -> Outcome | None:
+def shortest(link: LinkedHosts, name: str, target: float, lengths: Sequence[int]) -> Outcome | None:
     """The outcome of the first of these schedules that reaches the target loss; None if none does. lengths: in
     steps."""
     for steps in lengths:
@@ -174,47 +176,33 @@ def compared(computed: float, target: float, outcomes: dict[str, Outcome]) -> di
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Means over seeds, and how many times as fast as DDP with an interval, where all seeds have reached the loss."""
-    lines = ["| | steps | a step | seconds | as fast as DDP (95 %) | reached |", "|---|---|---|---|---|---|"]
+    lines = []
     for name in found[0]["rows"]:
         rows = [each["rows"][name] for each in found]
         steps = ", ".join(map(str, sorted({row["steps"] for row in rows})))
         there = [row for row in rows if row["seconds"] is not None]
         seconds = f"{statistics.fmean(row['seconds'] for row in there):.1f}" if there else ""
-        faster = ""
-        if len(there) == len(rows):
-            times = interval([row["faster"] for row in rows])
-            faster = f"{times.mean:.2f}" + (f" ({times.low:.2f} to {times.high:.2f})" if times.pairs > 1 else "")
+        faster = shown(interval([row["faster"] for row in rows]), ".2f") if len(there) == len(rows) else ""
         step = f"{1e3 * statistics.fmean(row['step'] for row in rows):.0f} ms"
-        lines.append("| " + " | ".join([name, steps, step, seconds, faster, f"{len(there)} of {len(rows)}"]) + " |")
-    return "\n".join(lines)
+        lines.append([name, steps, step, seconds, faster, f"{len(there)} of {len(rows)}"])
+    return markdown(["", "steps", "a step", "seconds", "as fast as DDP (95 %)", "reached"], lines)
 
 
 def picture(figures: dict[str, Any], path: Path) -> None:
     """Loss on other data against seconds, of one seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(7.0, 3.4))
-    for color, (name, looks) in zip(
-        ("#9dbbd6", "#1f3b57", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a", "#d98cb3", "#b5a642"),
-        figures["looks"].items(),
-        strict=False,
-    ):
-        # DDP and pipe, which moves as many bytes, take the same course here: one lies on the other.
-        style: dict[str, Any] = {"linewidth": 4.0} if name == "DDP" else {}
-        seconds, losses = [each[1] for each in looks], [each[2] for each in looks]
-        panel.plot(seconds, losses, color=color, label=name, **style)
-    panel.axhline(figures["target"], color="#999999", linewidth=0.8, label="the loss to reach")
-    panel.set(xlabel="seconds", ylabel="validation loss", xscale="log")
-    last = max(seconds for looks in figures["looks"].values() for _, seconds, _ in looks)
-    panel.set_xticks([tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if tick < 1.3 * last], minor=False)
-    panel.xaxis.set_major_formatter("{x:g}")
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    colors = ("#9dbbd6", "#1f3b57", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a", "#d98cb3", "#b5a642")
+    with panels(path, (7.0, 3.4)) as (panel,):
+        for color, (name, looks) in zip(colors, figures["looks"].items(), strict=False):
+            # DDP and pipe, which moves as many bytes, take the same course here: one lies on the other.
+            width = 4.0 if name == "DDP" else 1.5
+            seconds, losses = [each[1] for each in looks], [each[2] for each in looks]
+            panel.plot(seconds, losses, color=color, label=name, linewidth=width)
+        panel.axhline(figures["target"], color="#999999", linewidth=0.8, label="the loss to reach")
+        panel.set(xlabel="seconds", ylabel="validation loss", xscale="log")
+        last = max(seconds for looks in figures["looks"].values() for _, seconds, _ in looks)
+        panel.set_xticks([tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if tick < 1.3 * last], minor=False)
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def main() -> None:
@@ -246,8 +234,7 @@ def main() -> None:
             network.close()
     print(table(found))
     if options.json:
-        command = " ".join(["python -m benchmarks.convergence.slow_link", *sys.argv[1:]])
-        options.json.write_text(json.dumps({"conditions": conditions(command), "seeds": found}, indent=1) + "\n")
+        save(options.json, {"seeds": found})
         picture(found[0], options.json.with_suffix(".png"))
 
 

@@ -7,15 +7,14 @@ rather than computes, because four workers share the cores that there are.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.others import RANKS, workers
-from benchmarks.convergence.study import Run, conditions
+from benchmarks.convergence.study import Run, save
+from benchmarks.picture import panels
 
 SLOWER = 3
 METHODS = {"sync": ["--algorithm", "sync"], "gossip": ["--algorithm", "gossip"]}
@@ -39,23 +38,16 @@ def throughput(ranks: Ranks) -> float:
 
 def picture(found: dict[str, Ranks], path: Path) -> None:
     """Mean loss of the three fast ranks against seconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(5.6, 3.4))
-    for color, (name, ranks) in zip(("#1f3b57", "#c8553d", "#8fa3b5", "#2a9d8f"), found.items(), strict=False):
-        smooth = 10
-        losses = [statistics.fmean(step) for step in zip(*(rank["losses"] for rank in ranks[1:]), strict=True)]
-        points = [statistics.fmean(losses[i : i + smooth]) for i in range(0, len(losses), smooth)]
-        panel.plot(ranks[1]["times"][smooth - 1 :: smooth], points[: len(losses) // smooth], color=color, label=name)
-    panel.set(xlabel="seconds", ylabel="training loss", yscale="log")
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(axis="y", alpha=0.3)
-    panel.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with panels(path, (5.6, 3.4)) as (panel,):
+        for color, (name, ranks) in zip(("#1f3b57", "#c8553d", "#8fa3b5", "#2a9d8f"), found.items(), strict=False):
+            smooth = 10
+            losses = [statistics.fmean(step) for step in zip(*(rank["losses"] for rank in ranks[1:]), strict=True)]
+            points = [statistics.fmean(losses[i : i + smooth]) for i in range(0, len(losses), smooth)]
+            times = ranks[1]["times"][smooth - 1 :: smooth]
+            panel.plot(times, points[: len(losses) // smooth], color=color, label=name)
+        panel.set(xlabel="seconds", ylabel="training loss", yscale="log")
+        panel.grid(axis="y", alpha=0.3)
+        panel.legend(frameon=False)
 
 
 def main() -> None:
@@ -76,14 +68,12 @@ def main() -> None:
         kept[method] = throughput(found[f"{method}, one slow"]) / throughput(found[method])
         print(f"{method} keeps {100 * kept[method]:.0f} % beside a worker that is {SLOWER} times as slow")
     if options.json:
-        losses = {name: [rank["loss"] for rank in ranks] for name, ranks in found.items()}
         figures = {
             "kept": kept,
-            "steps per second": {n: throughput(r) for n, r in found.items()},
-            "loss by rank": losses,
+            "steps per second": {name: throughput(ranks) for name, ranks in found.items()},
+            "loss by rank": {name: [rank["loss"] for rank in ranks] for name, ranks in found.items()},
         }
-        command = " ".join(["python -m benchmarks.convergence.straggler", *sys.argv[1:]])
-        options.json.write_text(json.dumps({"conditions": conditions(command), **figures}, indent=1) + "\n")
+        save(options.json, figures)
         picture(found, options.json.with_suffix(".png"))
 
 

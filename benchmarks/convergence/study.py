@@ -6,6 +6,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -55,6 +56,14 @@ def conditions(command: str) -> dict[str, Any]:
     """What the lines that follow depend on."""
     machine = {"cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
     return {"command": command, "torch": str(torch.__version__), **machine, "when": time.strftime("%Y-%m-%d %H:%M")}
+
+
+def save(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write the figures with the command and its conditions as JSON, if there is a path."""
+    if path is not None:
+        module = Path(sys.argv[0]).stem
+        command = " ".join([f"python -m benchmarks.convergence.{module}", *sys.argv[1:]])
+        path.write_text(json.dumps({"conditions": conditions(command), **figures}, indent=1) + "\n")
 
 
 def cpu() -> str:

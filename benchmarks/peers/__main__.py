@@ -1,4 +1,4 @@
-"""As root: python -m benchmarks.peers --json docs/results/peers.json --write docs/results/peers.md
+"""As root: python -m benchmarks.peers --json docs/results/peers.json --write docs/results/speed.md
 
 Measurements that the JSON holds are not repeated, so the same command continues a study that was stopped.
 """
@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.measurement import MEASUREMENTS, found
+from benchmarks.page import put
+from benchmarks.peers.measurement import MEASUREMENTS, USUAL, found
 from benchmarks.peers.page import page
 from benchmarks.peers.target import SLOW_LINKS, slow_link
 from dadt.errors import DadtError
@@ -20,7 +21,7 @@ from dadt.errors import DadtError
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.partition("\n\n")[2])
     parser.add_argument("--json", type=Path, required=True, help="file of the figures; plots go beside it")
-    parser.add_argument("--write", type=Path, help="page to write from them")
+    parser.add_argument("--write", type=Path, help="page whose section `peers` is written from them")
     parser.add_argument("--only", metavar="NAME,...", help=f"make or repeat these alone: {', '.join(MEASUREMENTS)}")
     parser.add_argument("--rounds", type=int, help="of each measurement, in place of its own number")
     options = parser.parse_args()
@@ -32,10 +33,10 @@ def main() -> None:
         if file is not None and not file.absolute().parent.is_dir():
             parser.error(f"{name} {file}: there is no folder {file.absolute().parent}")
     study = json.loads(options.json.read_text()) if options.json.exists() else {}
-    wanted = options.only.split(",") if options.only else [name for name in MEASUREMENTS if name not in study]
+    wanted = options.only.split(",") if options.only else [name for name in USUAL if name not in study]
     failed = [name for name in wanted if not _made(name, study, options)]
     if options.write is not None:
-        options.write.write_text(page(study, _slow(options.json.parent)))
+        put(options.write, "peers", page(study, _slow(options.json.parent)))
     if failed:
         raise SystemExit(f"not measured: {', '.join(failed)}")
 

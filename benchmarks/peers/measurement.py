@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,23 +12,34 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.convergence.study import cpu
+from benchmarks.small_tensors import MILLISECOND, TENSORS
 from dadt_cli.bench import plot
 from dadt_cli.bench.figure import conditions
-from dadt_cli.bench.party import Here
+from dadt_cli.bench.party import Location
 from dadt_cli.bench.peer import absent
-from dadt_cli.bench.training import Contender, Measured, Task, copies, limit, measure
+from dadt_cli.bench.training import Contender, Measured, Task, alone, copies, limit, measure
 
-OURS = {
-    "pipe": ("--algorithm", "pipe"),
-    "pipe+bf16": ("--algorithm", "pipe", "--compression", "bf16"),
-    "sync": ("--algorithm", "sync"),
-    "auto": ("--algorithm", "auto", "--compression", "auto"),
-}
 LINK = ("--link", "1gbit")
 LINK_BYTES = 1e9 / 8 * 1448 / 1514
 """Bytes of data a second: the speed of a link includes the headers of its packets."""
 LOOK = 2.0
 """Seconds in which the machine is looked at before anything starts."""
+EVERY = 16
+"""Steps between two averages of `local` beside `auto`, and in each of their turns."""
+PAIR, MANY = "plain ddp ddp-view pipe", "plain ddp ddp-view ddp-bf16 pipe pipe+bf16"
+BYTES = "plain ddp-bf16 bare-bf16 pipe+bf16"
+SHARED = "plain null ddp ddp-view pipe sync auto"
+CHOICES = "auto sync pipe pipe+bf16 pipe+int8 local local+bf16 local+int8"
+"""`auto`, and what could be chosen by hand: a compressed `sync` is never faster than `pipe` with the same."""
+PLACES = {
+    "10mbit": ("small", ("--link", "10mbit")),
+    "100mbit": ("medium", ("--link", "100mbit")),
+    "1gbit": ("medium", LINK),
+    "10gbit": ("medium", ("--link", "10gbit")),
+    "shm": ("medium", ()),
+}
+"""Where `auto` chooses: the model of benchmarks/asleep.py, and how workers are connected. A step on the slowest link
+would take minutes with large weights."""
 
 
 class Measurement(NamedTuple):
@@ -34,119 +47,112 @@ class Measurement(NamedTuple):
     title: str
     task: Task
     contenders: str
-    """Names of contenders: the fixed ones of `dadt bench`, or those of OURS."""
+    """Names of contenders: those of `dadt bench`, or an algorithm of DADT's, with + and a compression."""
     options: tuple[str, ...] = LINK
     ranks: int = 2
     steps: int = 2
     rounds: int = 5
+    every: int = 0
+    """Steps between two averages of `local` and `auto`; 0: the default."""
 
 
-LARGE = "plain ddp ddp-view ddp-bf16 pipe pipe+bf16"
-"""What is compared between more hosts or workers."""
-
-MEASUREMENTS = {
-    each.name: each
-    for each in (
+GBIT, SHM, FREE = "on two hosts, 1 Gbit/s", "on one host, shared memory", "A free processor: the exchange takes"
+ALL = [
+    Measurement("resnet50", f"ResNet50 {GBIT}", Task("resnet50", 3), "plain ddp ddp-view bare horovod pipe sync"),
+    Measurement("resnet50-compressed", f"ResNet50 {GBIT}, in fewer bytes", Task("resnet50", 3), BYTES),
+    Measurement("resnet101", f"ResNet101 {GBIT}", Task("resnet101", 3), "plain ddp ddp-view bare horovod pipe"),
+    Measurement("resnet101-compressed", f"ResNet101 {GBIT}, in fewer bytes", Task("resnet101", 3), BYTES),
+    Measurement("asleep-even", f"{FREE} as long as a step computes", Task("benchmarks.asleep:even", 1), PAIR),
+    Measurement("asleep-half", f"{FREE} half as long as a step computes", Task("benchmarks.asleep:half", 1), PAIR),
+    Measurement(
+        "asleep-accumulate",
+        f"{FREE} as long as the 4 backwards of a step",
+        Task("benchmarks.asleep:fourfold", 1, accumulate=4),
+        PAIR,
+    ),
+    Measurement("shm-resnet50", f"ResNet50 {SHM}", Task("resnet50", 3), PAIR, ()),
+    Measurement(
+        "shm-perceptron",
+        f"A perceptron of 25 million weights {SHM}",
+        *(Task("benchmarks.perceptron:wide", 8), SHARED, ()),
+        steps=5,
+        rounds=10,
+    ),
+    Measurement("shm-mlp", f"A small perceptron {SHM}", Task("mlp", 8), SHARED, (), steps=20, rounds=20),
+    Measurement("hosts-4x1", "ResNet18 on 4 hosts of one worker, 1 Gbit/s", Task("resnet18", 3), MANY, ranks=4),
+    Measurement(
+        "hosts-2x2",
+        "ResNet18 on 2 hosts of two workers, 1 Gbit/s",
+        *(Task("resnet18", 3), MANY, (*LINK, "--simulate-hosts", "2")),
+        ranks=4,
+    ),
+    *(
         Measurement(
-            "resnet50",
-            "ResNet50 on two hosts, 1 Gbit/s",
-            Task("resnet50", 3),
-            "plain ddp ddp-view bare horovod pipe sync",
-        ),
+            f"auto-{place}",
+            f"What auto chooses: {place}",
+            Task(f"benchmarks.asleep:{model}"),
+            CHOICES,
+            options,
+            steps=EVERY,
+            rounds=3,
+            every=EVERY,
+        )
+        for place, (model, options) in PLACES.items()
+    ),
+    *(
         Measurement(
-            "resnet50-compressed",
-            "ResNet50 on two hosts, 1 Gbit/s, in fewer bytes",
-            Task("resnet50", 3),
-            "plain ddp-bf16 bare-bf16 pipe+bf16",
-        ),
-        Measurement(
-            "resnet101",
-            "ResNet101 on two hosts, 1 Gbit/s",
-            Task("resnet101", 3),
-            "plain ddp ddp-view bare horovod pipe",
-        ),
-        Measurement(
-            "resnet101-compressed",
-            "ResNet101 on two hosts, 1 Gbit/s, in fewer bytes",
-            Task("resnet101", 3),
-            "plain ddp-bf16 bare-bf16 pipe+bf16",
-        ),
-        Measurement(
-            "asleep-even",
-            "A free processor: the exchange takes as long as a step computes",
-            Task("benchmarks.asleep:even", 1),
-            "plain ddp ddp-view pipe",
-        ),
-        Measurement(
-            "asleep-half",
-            "A free processor: the exchange takes half as long as a step computes",
-            Task("benchmarks.asleep:half", 1),
-            "plain ddp ddp-view pipe",
-        ),
-        Measurement(
-            "asleep-accumulate",
-            "A free processor: the exchange takes as long as the 4 backwards of a step",
-            Task("benchmarks.asleep:fourfold", 1, accumulate=4),
-            "plain ddp ddp-view pipe",
-        ),
-        Measurement(
-            "shm-resnet50",
-            "ResNet50 on one host, shared memory",
-            Task("resnet50", 3),
-            "plain ddp ddp-view pipe",
-            options=(),
-        ),
-        Measurement(
-            "shm-perceptron",
-            "A perceptron of 25 million weights on one host, shared memory",
-            Task("benchmarks.perceptron:wide", 8),
-            "plain null ddp ddp-view pipe sync auto",
-            options=(),
-            steps=5,
-            rounds=10,
-        ),
-        Measurement(
-            "shm-mlp",
-            "A small perceptron on one host, shared memory",
-            Task("mlp", 8),
-            "plain null ddp ddp-view pipe sync auto",
-            options=(),
-            steps=20,
+            f"tensors-{count}",
+            f"Steps of {count:,} small tensors {SHM}",
+            Task(f"benchmarks.small_tensors:tensors_{count}"),
+            "ddp sync pipe alone",
+            (),
+            steps=max(3, 5_000 // count),
             rounds=20,
-        ),
-        Measurement("hosts-4x1", "ResNet18 on 4 hosts of one worker, 1 Gbit/s", Task("resnet18", 3), LARGE, ranks=4),
-        Measurement(
-            "hosts-2x2",
-            "ResNet18 on 2 hosts of two workers, 1 Gbit/s",
-            Task("resnet18", 3),
-            LARGE,
-            options=(*LINK, "--simulate-hosts", "2"),
-            ranks=4,
-        ),
-    )
-}
+        )
+        for count in TENSORS
+    ),
+    Measurement(
+        "tensors-alone",
+        "Steps of a millisecond, by one worker under dadt run -np 1 and by python",
+        *(Task(f"benchmarks.small_tensors:tensors_{MILLISECOND}"), "alone pipe", (), 1, 100, 200),
+    ),
+]
+MEASUREMENTS = {each.name: each for each in ALL}
+USUAL = [each.name for each in ALL if not each.name.startswith(("auto-", "tensors-"))]
+"""Measurements that are made where none is named."""
 
 
-def contender(name: str, ranks: int) -> Contender:
-    if name == "plain":
-        return copies(ranks)
+def contender(name: str, ranks: int, *options: str) -> Contender:
+    """options: of `dadt run`, for those of DADT's."""
+    if name in ("alone", "plain"):
+        return alone() if name == "alone" else copies(ranks)
     if name == "null":
-        return limit(OURS["pipe"], ranks)
-    if name in OURS:
-        return Contender(name, ranks, OURS[name])
-    return Contender(name, ranks, peer=name)
+        return limit(("--algorithm", "pipe"), ranks)
+    algorithm, _, compression = name.partition("+")
+    if algorithm not in ("auto", "local", "pipe", "sync"):
+        return Contender(name, ranks, peer=name)
+    compression = compression or ("auto" if algorithm == "auto" else "")
+    return Contender(
+        name, ranks, ("--algorithm", algorithm, *(("--compression", compression) if compression else ()), *options)
+    )
 
 
 def found(asked: Measurement, rounds: int, picture: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     """Figures and conditions of a measurement, for a line of JSON. Raises DadtError where it cannot be made."""
-    names = asked.contenders.split()
-    missing = {name: why for name in names if (why := absent(name))}
-    contenders = [contender(name, asked.ranks) for name in names if name not in missing]
+    missing = {name: why for name in asked.contenders.split() if (why := absent(name))}
+    names = [name for name in asked.contenders.split() if name not in missing]
     before = {**conditions(), "cpu": cpu(), "busy": psutil.cpu_percent(LOOK)}
     begun = time.monotonic()
-    place = Here(asked.options)
-    measured = measure(contenders, asked.task, place, steps=asked.steps, rounds=rounds, progress=tell)
+    every = ("--sync-every", str(asked.every)) if asked.every else ()
+    with tempfile.TemporaryDirectory() as logs:
+        contenders = [
+            contender(name, asked.ranks, *every, *(("--log-dir", logs) if name == "auto" else ())) for name in names
+        ]
+        location = Location(asked.options)
+        measured = measure(contenders, asked.task, location, steps=asked.steps, rounds=rounds, progress=tell)
+        choice = _choice(Path(logs)) if "auto" in names else ""
     plot.save(plot.training(measured.rows, measured.hello.unit, asked.title), str(picture), {}, [])
+    each = zip(names, contenders, measured.rows, measured.turns, measured.cpu, strict=True)
     return {
         "title": asked.title,
         "conditions": before,
@@ -157,11 +163,18 @@ def found(asked: Measurement, rounds: int, picture: Path, tell: Callable[[str], 
         "options": asked.options,
         "ranks": asked.ranks,
         **_model(asked.task, measured, asked),
+        **({"choice": choice} if choice else {}),
         "contenders": {
-            c.name.partition(" ")[0]: {"options": c.options, "seconds": turns, "memory": row.memory}
-            for c, row, turns in zip(contenders, measured.rows, measured.turns, strict=True)
+            name: {"options": c.options, "seconds": seconds, "cpu": processor, "memory": row.memory}
+            for name, c, row, seconds, processor in each
         },
     }
+
+
+def _choice(logs: Path) -> str:
+    """The last line in which auto says what it has chosen, of the job's journal."""
+    (journal,) = logs.glob("*/events.jsonl")
+    return str(re.findall(r'"((?:warm-up done|after) [^"]* chooses [^"]*)"', journal.read_text())[-1])
 
 
 def _model(task: Task, measured: Measured, asked: Measurement) -> dict[str, Any]:

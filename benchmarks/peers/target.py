@@ -7,11 +7,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.peers.measurement import CHOICES, PLACES
+from dadt.algorithms.auto.choice import CLOSE
 from dadt_cli.bench.ratio import Interval, ratio
 
 DDP = ("ddp", "ddp-view")
 """DDP without compression; the faster of them is compared with."""
 PLAIN, HOROVOD = ("plain",), ("horovod",)
+BY_HAND = tuple(name for name in CHOICES.split() if name != "auto")
 BARE = {"pipe": ("bare",), "pipe+bf16": ("bare-bf16",)}
 """What these have to pay at least for what Gloo does."""
 SLOW_LINKS = ("slow-link-sgd", "slow-link-adam")
@@ -29,6 +32,8 @@ class Target(NamedTuple):
     """The others can be no faster than the link."""
     forgiving: bool = False
     """The target counts as reached if the upper end of the interval reaches it."""
+    optional: bool = False
+    """A measurement that is made only where it is named is not missed."""
 
 
 BF16 = ("ddp-bf16",)
@@ -59,6 +64,7 @@ TARGETS = (
         for target in ((name, DDP, 1.15), (name, BF16, 1.1, "pipe+bf16"), (name, PLAIN, 0.85))
     ),
     *(Target(name, ("DDP",), 5.0, "auto") for name in SLOW_LINKS),
+    *(Target(f"auto-{place}", BY_HAND, 1 / CLOSE, "auto", optional=True) for place in PLACES),
 )
 
 

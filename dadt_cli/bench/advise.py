@@ -10,17 +10,17 @@ import click
 
 from dadt.config.link import pace_of
 from dadt.errors import ConfigError
-from dadt_cli.bench.figure import Figures, Outputs, json_option, progress
+from dadt_cli.bench.figure import Outputs, Results, ResultTable, progress, writes
 from dadt_cli.bench.models import MODELS
-from dadt_cli.bench.place import WHERE, check_hosts, place_of, ranks_of, teller
+from dadt_cli.bench.place import WHERE, check_hosts, location_of, ranks_of
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
 from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
     from dadt_cli.bench.adviser import Checked
-    from dadt_cli.bench.cost import Figures as Measured
-    from dadt_cli.bench.cost import Way
-    from dadt_cli.bench.probe import Found
+    from dadt_cli.bench.cost import Combination
+    from dadt_cli.bench.cost import MeasuredCosts as Measured
+    from dadt_cli.bench.probe import ProbeResult
 
 KNOBS = ("executor", "sync_every")
 SHOWN = (2, 4, 8, 16, 64, 256, 1024)
@@ -30,7 +30,7 @@ STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AdviceRow:
     """One way to train."""
 
     algorithm: str
@@ -42,29 +42,6 @@ class Row:
     """The steps per second measured on the hosts at hand, with --check; else None."""
     error: float | None
     """The error of the prediction, as a share of what was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """The result that is shown."""
-
-    title: str
-    head: Sequence[str]
-    lines: Sequence[Sequence[str]]
-    caption: str
-
-    def rich(self) -> Any:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
-        made = Table(title=self.title, caption=self.caption, title_justify="left", **look)
-        for i, name in enumerate(self.head):
-            made.add_column(name, justify="right" if i else "left", no_wrap=True)
-        for line in self.lines:
-            made.add_row(*(Text(each, "bold green" if each.endswith("*") else "") for each in line))
-        return made
 
 
 def _models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -83,8 +60,8 @@ def _models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> 
 @click.option("--batch-size", default=8, show_default=True, help="Samples per worker and step.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--check", is_flag=True, help="Also train in each way here, and print the prediction error.")
-@json_option
-def advise(*, model: str, batch_size: int, device: str, check: bool, json: str | None, **given: Any) -> int:
+@writes("json")
+def advise(*, outputs: Outputs, model: str, batch_size: int, device: str, check: bool, **given: Any) -> int:
     """Predict steps/s of each algorithm and compression, on these hosts and on up to 1,024 of them.
 
     Measures a step of MODEL (a name from dadt bench --help, or module:factory) and the latency and bandwidth between
@@ -95,7 +72,6 @@ def advise(*, model: str, batch_size: int, device: str, check: bool, json: str |
     dadt bench advise resnet50 -np 2 -H host1,host2
     dadt bench advise resnet50 -np 2 --link 1gbit   (root) on a simulated link
     """
-    outputs = Outputs(json)
     config = config_of(given)
     ranks = ranks_of(config, given["np"])
     if ranks < 2:
@@ -109,19 +85,18 @@ def advise(*, model: str, batch_size: int, device: str, check: bool, json: str |
     from dadt_cli.bench.cost import WAYS
     from dadt_cli.bench.training import Task
 
-    task, place = Task(model, batch_size, device), place_of(config, given)
-    with progress(STEPS + (len(WAYS) if check else 0)) as bar:
-        tell = teller(bar, "")
+    task, location = Task(model, batch_size, device), location_of(config, given)
+    with progress(STEPS + (len(WAYS) if check else 0)) as tell:
         tell("network and exchanges")
         found = _probe(config, ranks, task)
         hosts = len({each.cross_rank for each in found})
-        figures = adviser.measure(task, place, ranks, found, config.sync_every, tell)
-        checked = adviser.check(figures, WAYS, task, place, ranks, hosts, tell) if check else []
-    _figures(task, found, figures, hosts, checked).report(f"advice for {model}", outputs)
+        figures = adviser.measure(task, location, ranks, found, config.sync_every, tell)
+        checked = adviser.check(figures, WAYS, task, location, ranks, hosts, tell) if check else []
+    _results(task, found, figures, hosts, checked).report(f"advice for {model}", outputs)
     return 0
 
 
-def _probe(config: Any, ranks: int, task: Any) -> list[Found]:
+def _probe(config: Any, ranks: int, task: Any) -> list[ProbeResult]:
     from dadt.api.run import run
     from dadt_cli.bench.folder import folder
     from dadt_cli.bench.probe import probe
@@ -132,7 +107,9 @@ def _probe(config: Any, ranks: int, task: Any) -> list[Found]:
         return run(probe, (task.model, task.batch_size, task.device), np=ranks, hosts=config.hosts, **settings)
 
 
-def _figures(task: Any, found: Sequence[Found], figures: Measured, hosts: int, checked: Sequence[Checked]) -> Figures:
+def _results(
+    task: Any, found: Sequence[ProbeResult], figures: Measured, hosts: int, checked: Sequence[Checked]
+) -> Results:
     from dadt_cli.bench.cost import HOSTS, WAYS, best, rates
 
     # One host has no network by which to say what more of them would do.
@@ -141,7 +118,7 @@ def _figures(task: Any, found: Sequence[Found], figures: Measured, hosts: int, c
     marked = {count: best({way: rate[i] for way, rate in predicted.items()}) for i, count in enumerate(counts)}
     seen = {each.way: each for each in checked}
     rows = [
-        Row(
+        AdviceRow(
             way.algorithm,
             way.compression,
             dict(zip(counts, predicted[way], strict=True)),
@@ -157,30 +134,34 @@ def _figures(task: Any, found: Sequence[Found], figures: Measured, hosts: int, c
     if checked:
         tables.append(_comparison(checked, hosts))
     about = {"figures": asdict(figures), "hosts": hosts, "measured by rank": [asdict(each) for each in found]}
-    return Figures(rows, tables, _notes(found, figures, hosts), about)  # type: ignore[arg-type]
+    return Results(rows, tables, _notes(found, figures, hosts), about)
 
 
 def _forecast(
-    title: str, predicted: dict[Way, list[float]], counts: Sequence[int], marked: dict[int, Way], hosts: int
-) -> Forecast:
+    title: str,
+    predicted: dict[Combination, list[float]],
+    counts: Sequence[int],
+    marked: dict[int, Combination],
+    hosts: int,
+) -> ResultTable:
     columns = [i for i, count in enumerate(counts) if count in (*SHOWN, hosts)]
     lines = [
         [str(way), *(short(rate[i]) + (" *" if marked[counts[i]] == way else "  ") for i in columns)]
         for way, rate in predicted.items()
     ]
     caption = "* best: nearly as fast as the fastest, and changes the training least"
-    return Forecast(title, ["", *(f"{counts[i]:,}  " for i in columns)], lines, caption)
+    return ResultTable(title, ["", *(f"{counts[i]:,}  " for i in columns)], lines, caption)
 
 
-def _comparison(checked: Sequence[Checked], hosts: int) -> Forecast:
+def _comparison(checked: Sequence[Checked], hosts: int) -> ResultTable:
     lines = [
         [str(each.way), short(each.predicted), short(each.measured), f"{100 * each.error:+.0f} %"] for each in checked
     ]
     title = f"steps/s on {hosts} host{'s' if hosts > 1 else ''}"
-    return Forecast(title, ["", "predicted", "measured", "error"], lines, "")
+    return ResultTable(title, ["", "predicted", "measured", "error"], lines, "")
 
 
-def _notes(found: Sequence[Found], figures: Measured, hosts: int) -> list[str]:
+def _notes(found: Sequence[ProbeResult], figures: Measured, hosts: int) -> list[str]:
     computed = 1e3 * figures.compute["local"]
     notes = [f"a step computes {computed:.3g} ms and has {figures.bytes / 1e6:.3g} MB of gradients"]
     network = figures.network

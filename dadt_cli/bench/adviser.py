@@ -5,14 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
 
 from dadt.errors import ConfigError
 from dadt_cli.bench import cost, probe
-from dadt_cli.bench.cost import Bucket, Figures, Handling, LinkCost, LowRank, Network, Way
-from dadt_cli.bench.party import Party, Place, start
-from dadt_cli.bench.probe import Found
-from dadt_cli.bench.training import Task
+from dadt_cli.bench.cost import BucketCost, Combination, Handling, LinkCost, LowRankBytes, MeasuredCosts, NetworkSpeed
+from dadt_cli.bench.party import Location, Party, start
+from dadt_cli.bench.probe import ProbeResult
+from dadt_cli.bench.training import Task, flags_of
 
 WARMUP = 2
 """Synchronous steps that a training takes first."""
@@ -30,7 +32,7 @@ Progress = Callable[[str], None]
 class Checked:
     """One way on the hosts at hand: steps per second as predicted, and as measured."""
 
-    way: Way
+    way: Combination
     predicted: float
     measured: float
 
@@ -40,7 +42,7 @@ class Checked:
         return self.predicted / self.measured - 1.0
 
 
-def figures_of(found: Sequence[Found], compute: dict[str, float], sync_every: int) -> Figures:
+def figures_of(found: Sequence[ProbeResult], compute: dict[str, float], sync_every: int) -> MeasuredCosts:
     """The model's constants. found: by rank. Raises ConfigError where there is too little."""
     hosts = len({each.cross_rank for each in found})
     if len(found) < 2:
@@ -48,7 +50,7 @@ def figures_of(found: Sequence[Found], compute: dict[str, float], sync_every: in
     network = network_of(found, hosts)
     executor = found[0].executor
     chunked = executor.startswith("hierarchical")
-    draft = Figures(
+    draft = MeasuredCosts(
         network=network,
         handling={name: Handling(0.0, 0.0, 0.0) for name in cost.WIRE},
         buckets=buckets_of(found[0]),
@@ -68,19 +70,19 @@ def figures_of(found: Sequence[Found], compute: dict[str, float], sync_every: in
     return replace(draft, handling=handling)
 
 
-def network_of(found: Sequence[Found], hosts: int) -> Network:
+def network_of(found: Sequence[ProbeResult], hosts: int) -> NetworkSpeed:
     """alpha and B. One host has no network: its allreduces cost what they cost."""
     if hosts == 1:
-        return Network(0.0, float("inf"))
+        return NetworkSpeed(0.0, float("inf"))
     spoke = [each for each in found if each.pairs]
     _, per_byte = fit(_slowest([each.pairs for each in spoke]))
     # In an allreduce the same link may carry more than in one message each way, of a single connection.
     _, in_ring = fit(_slowest([each.exchanges["none"] for each in found]))
     bandwidth = max(1.0 / per_byte, 2 * (hosts - 1) / hosts / in_ring)
-    return Network(statistics.median(each.alpha for each in spoke), bandwidth)
+    return NetworkSpeed(statistics.median(each.alpha for each in spoke), bandwidth)
 
 
-def handling_of(draft: Figures, found: Sequence[Found], compression: str, hosts: int) -> Handling:
+def handling_of(draft: MeasuredCosts, found: Sequence[ProbeResult], compression: str, hosts: int) -> Handling:
     """The time of the measured exchanges that the network does not explain."""
     times = _slowest([each.exchanges[compression] for each in found])
     rest = [(size, max(0.0, t - cost.allreduce(draft, size, compression, hosts)), t) for size, t in times]
@@ -91,14 +93,14 @@ def handling_of(draft: Figures, found: Sequence[Found], compression: str, hosts:
     return Handling(max(0.0, each), per_byte, processor)
 
 
-def buckets_of(found: Found) -> list[Bucket]:
+def buckets_of(found: ProbeResult) -> list[BucketCost]:
     return [
-        Bucket(size, ready, LowRank(*halves) if halves != (0, 0) else None)
+        BucketCost(size, ready, LowRankBytes(*halves) if halves != (0, 0) else None)
         for (size, ready), halves in zip(found.buckets, found.low_rank, strict=True)
     ]
 
 
-def _link_cost(found: Sequence[Found], compression: str) -> LinkCost:
+def _link_cost(found: Sequence[ProbeResult], compression: str) -> LinkCost:
     """The cost on the slowest rank."""
     link_costs = [(each.link_costs[compression], each.scarcity) for each in found]
     return LinkCost(
@@ -116,27 +118,35 @@ def fit(times: Iterable[tuple[int, float]]) -> tuple[float, float]:
     return each, per_byte
 
 
-def measure(task: Task, place: Place, ranks: int, found: Sequence[Found], sync_every: int, tell: Progress) -> Figures:
+def measure(
+    task: Task, location: Location, ranks: int, found: Sequence[ProbeResult], sync_every: int, tell: Progress
+) -> MeasuredCosts:
     """Compute by algorithm on the null executor, with what the probe has found."""
     compute = {}
     guess = sum(max(each.parts[part] for each in found) for part in range(3))
     for algorithm in cost.ALGORITHMS:
         tell(f"compute with {algorithm}")
-        with _party(task, place, ranks, _alone(algorithm, sync_every)) as party:
+        with _party(task, location, ranks, _alone(algorithm, sync_every)) as party:
             compute[algorithm] = _turn(party, _steps(algorithm, STEPS_SECONDS / guess, sync_every), LEAD)
     figures = figures_of(found, compute, sync_every)
     return replace(figures, compute={name: _unpacked(figures, name, seconds) for name, seconds in compute.items()})
 
 
 def check(
-    figures: Figures, ways: Sequence[Way], task: Task, place: Place, ranks: int, hosts: int, tell: Progress
+    figures: MeasuredCosts,
+    ways: Sequence[Combination],
+    task: Task,
+    location: Location,
+    ranks: int,
+    hosts: int,
+    tell: Progress,
 ) -> list[Checked]:
     """Trains in each way on the hosts at hand, in turn with the same where no byte moves: so that prediction and
     measurement see the same machine, the compute of a prediction is what it was meanwhile."""
     checked = []
     every = figures.sync_every
     for algorithm in dict.fromkeys(way.algorithm for way in ways):
-        with _party(task, place, ranks, _alone(algorithm, every)) as alone:
+        with _party(task, location, ranks, _alone(algorithm, every)) as alone:
             for way in (way for way in ways if way.algorithm == algorithm):
                 tell(f"{way} trains")
                 share = CHECK_SECONDS / CHECK_TURNS
@@ -144,7 +154,7 @@ def check(
                 least = _steps(algorithm, share / 2 / figures.compute[algorithm], every)
                 # Those before the first average are not of any round.
                 lead = every if algorithm == "local" else LEAD
-                with _party(task, place, ranks, [*way.options, "--sync-every", str(every)]) as party:
+                with _party(task, location, ranks, [*way.options, "--sync-every", str(every)]) as party:
                     turns = [(_turn(alone, least, LEAD), _turn(party, steps, lead)) for _ in range(CHECK_TURNS)]
                 compute, seconds = (statistics.median(column) for column in zip(*turns, strict=True))
                 then = replace(figures, compute={algorithm: _unpacked(figures, algorithm, compute)})
@@ -157,7 +167,7 @@ def _alone(algorithm: str, sync_every: int) -> list[str]:
     return ["--executor", "null", "--algorithm", algorithm, "--sync-every", str(sync_every)]
 
 
-def _unpacked(figures: Figures, algorithm: str, seconds: float) -> float:
+def _unpacked(figures: MeasuredCosts, algorithm: str, seconds: float) -> float:
     """Seconds of a step's compute: `seconds`, measured where no byte moves, less the packing of gradients, which the
     model counts as a part of each exchange."""
     steps = {"sync": 1, "pipe": 1, "local": figures.sync_every}
@@ -172,10 +182,9 @@ def _steps(algorithm: str, about: float, sync_every: int) -> int:
 
 
 @contextmanager
-def _party(task: Task, place: Place, ranks: int, options: Sequence[str]) -> Iterator[Party]:
-    script = ["--model", task.model, "--batch-size", str(task.batch_size), "--device", task.device]
-    script += ["--precision", task.precision, "--data", task.data, "--ranks", str(ranks)]
-    with start(" ".join(options), place, ranks, [*options, "--warmup-steps", str(WARMUP)], script) as party:
+def _party(task: Task, location: Location, ranks: int, options: Sequence[str]) -> Iterator[Party]:
+    settled = [*options, "--warmup-steps", str(WARMUP)]
+    with start(" ".join(options), location, ranks, settled, flags_of(asdict(task))) as party:
         party.train(0, WARMUP + 1)
         yield party
 
@@ -184,7 +193,7 @@ def _turn(party: Party, steps: int, lead: int) -> float:
     return max(worked.seconds for worked in party.train(lead, steps)) / steps
 
 
-def _share(found: Sequence[Found], part: int) -> float:
+def _share(found: Sequence[ProbeResult], part: int) -> float:
     """The share of a step's compute that one part takes, on the slowest rank. part: 0 forward, 1 backward, 2
     optimizer."""
     slowest = max(found, key=lambda each: sum(each.parts))
@@ -201,12 +210,9 @@ def _slowest(tries: Sequence[probe.Times]) -> list[tuple[int, float]]:
 
 def _fit(rows: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
     """a, b of y = a + b x, rows of x, y and what the error of y is measured by."""
-    weights = [1.0 / scale**2 for _, _, scale in rows]
-    total = sum(weights)
-    x = sum(w * row[0] for w, row in zip(weights, rows, strict=True)) / total
-    y = sum(w * row[1] for w, row in zip(weights, rows, strict=True)) / total
-    square = sum(w * (row[0] - x) ** 2 for w, row in zip(weights, rows, strict=True))
-    if square == 0:
-        return 0.0, y / x
-    slope = sum(w * (row[0] - x) * (row[1] - y) for w, row in zip(weights, rows, strict=True)) / square
-    return y - slope * x, slope
+    x, y, scale = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+    if np.ptp(x) == 0:
+        weights = scale**-2.0
+        return 0.0, float((weights @ y) / (weights @ x))
+    slope, intercept = np.polyfit(x, y, 1, w=1.0 / scale)
+    return float(intercept), float(slope)

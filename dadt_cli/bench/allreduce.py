@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,16 +10,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dadt.errors import ConfigError
-from dadt_cli.bench.ranks import TIMEOUT, Ranks
-from dadt_cli.bench.ratio import Interval, interval, ratio
+from dadt_cli.bench.ranks import TIMEOUT, Ranks, slowest, take_turns
+from dadt_cli.bench.ratio import Interval, cell, interval, ratio
+from dadt_cli.terminal.table import short
 
 TENSORS = 60
 """The number of tensors, of unequal sizes, of which a bucket is made."""
-CONTENDERS = ("dadt", "gloo", "memcpy")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AllreduceRow:
     """One size. Seconds are of the slowest rank, with packing from and delivering to separate tensors."""
 
     bytes: int
@@ -48,9 +47,21 @@ class Row:
         return Interval(factor * speed.median, factor * speed.low, factor * speed.high)
 
 
+COLUMNS: dict[str, Callable[[AllreduceRow], str]] = {
+    "bytes": lambda row: f"{row.bytes:,}",
+    "dadt\nµs": lambda row: cell(row.dadt, 1e6),
+    "algbw\nGB/s": lambda row: short(1e-9 * row.algbw(row.dadt).median),
+    "busbw\nGB/s": lambda row: short(1e-9 * row.busbw(row.dadt).median),
+    "wrong": lambda row: str(row.wrong),
+    "gloo\nµs": lambda row: cell(row.gloo, 1e6),
+    "memcpy\nµs": lambda row: short(1e6 * row.memcpy.median),
+    "gloo\n/ dadt": lambda row: cell(row.gloo_per_dadt),
+}
+
+
 def measure(
     *, ranks: int, sizes: Sequence[int], rounds: int, progress: Callable[[str], None] = lambda what: None
-) -> list[Row]:
+) -> list[AllreduceRow]:
     """One row per size in bytes of float32; starts and ends `ranks` processes of one thread each.
 
     Raises ConfigError for arguments out of range, DadtError where a worker fails.
@@ -71,17 +82,15 @@ def measure(
         return rows
 
 
-def _row(size: int, results: Sequence[tuple[dict[str, list[float]], int]]) -> Row:
-    slowest = {who: [max(at) for at in zip(*(times[who] for times, _ in results), strict=True)] for who in CONTENDERS}
-    return Row(
+def _row(size: int, results: Sequence[tuple[dict[str, list[float]], int]]) -> AllreduceRow:
+    seconds = slowest([times for times, _ in results])
+    return AllreduceRow(
         bytes=size,
         count=size // 4,
         ranks=len(results),
-        dadt=interval(slowest["dadt"]),
-        gloo=interval(slowest["gloo"]),
-        memcpy=interval(slowest["memcpy"]),
-        gloo_per_dadt=ratio(slowest["gloo"], slowest["dadt"]),
-        dadt_per_memcpy=ratio(slowest["dadt"], slowest["memcpy"]),
+        **{name: interval(values) for name, values in seconds.items()},
+        gloo_per_dadt=ratio(seconds["gloo"], seconds["dadt"]),
+        dadt_per_memcpy=ratio(seconds["dadt"], seconds["memcpy"]),
         wrong=sum(wrong for _, wrong in results),
     )
 
@@ -137,20 +146,11 @@ class _Bucket:
     def run(self, rounds: int) -> tuple[dict[str, list[float]], int]:
         """Seconds per contender and round, and how many elements were wrong."""
         wrong = self.check()
-        contenders: dict[str, Callable[[], None]] = {
-            "dadt": self.by_dadt,
-            "gloo": self.by_gloo,
-            "memcpy": self.by_memcpy,
-        }
-        times: dict[str, list[float]] = {who: [] for who in contenders}
-        for turn in range(rounds + 3):
-            for who, go in contenders.items():
-                self.engine.allgather(b"", "together").wait(TIMEOUT)
-                start = time.perf_counter()
-                go()
-                if turn >= 3:
-                    times[who].append(time.perf_counter() - start)
-        return times, wrong
+        contenders = {"dadt": self.by_dadt, "gloo": self.by_gloo, "memcpy": self.by_memcpy}
+        return take_turns(contenders, rounds, 3, self.meet), wrong
+
+    def meet(self, name: str, number: int) -> None:
+        self.engine.allgather(b"", "together").wait(TIMEOUT)
 
     def check(self) -> int:
         """Averages once and compares with the mean of what every rank had."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,27 +18,18 @@ from dadt.config.check import flag
 from dadt.config.link import pace_of
 from dadt.errors import ConfigError
 from dadt_cli.bench.conclusion import conclusion, legend, reference
-from dadt_cli.bench.figure import (
-    Figures,
-    Outputs,
-    Table,
-    cell,
-    conditions,
-    csv_option,
-    json_option,
-    plot_option,
-    progress,
-)
+from dadt_cli.bench.figure import Outputs, Results, ResultTable, conditions, progress, writes
 from dadt_cli.bench.models import MODELS
 from dadt_cli.bench.peer import PEERS, absent, parse_peers
-from dadt_cli.bench.place import WHERE, check_hosts, network_of, notes_on, place_of, ranks_of, teller
+from dadt_cli.bench.place import WHERE, check_hosts, location_of, network_of, notes_on, ranks_of
+from dadt_cli.bench.ratio import cell
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
 from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
-    from dadt_cli.bench.startup import Result
-    from dadt_cli.bench.sweep import Block
-    from dadt_cli.bench.training import Measured, Row, Task
+    from dadt_cli.bench.party import Location
+    from dadt_cli.bench.sweep import ContenderGroup
+    from dadt_cli.bench.training import Measured, Task, TrainingRow
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 HOW = ("algorithm", "executor", "compression")
@@ -88,22 +80,15 @@ def bench() -> None:
 
 def _train_command(name: str) -> click.Command:
     """The command of a model; `model`: of any, which --model names."""
-    given = [
-        click.Option(
-            ["--model"], required=True, metavar="MODULE:FACTORY", help="Factory that returns (model, batch, loss)."
-        )
-    ]
-
-    def train(**options: Any) -> int:
-        options.setdefault("model", name)
-        return _train(**options)
-
-    params = [*(given if name == "model" else []), *_train_options.params]
+    given = click.Option(
+        ["--model"], required=True, metavar="MODULE:FACTORY", help="Factory that returns (model, batch, loss)."
+    )
+    assert train.callback is not None
     text = "Train a model of your own" if name == "model" else f"Train {name}"
     return Brief(
         name,
-        params=params,
-        callback=train,
+        params=[*([given] if name == "model" else []), *train.params],
+        callback=train.callback if name == "model" else partial(train.callback, model=name),
         hidden=name == "model",
         short_help=f"{text} on synthetic or real data.",
         help=f"{text}. Compare with one worker alone, as many copies that exchange nothing (plain), and the limit.",
@@ -128,19 +113,12 @@ def _train_command(name: str) -> click.Command:
     metavar="LIST",
     help="Run every combination of settings, such as executor=shm,gloo,np=1,2.",
 )
-@json_option
-@csv_option
-@plot_option
-def _train_options() -> None:
-    """Holds the options that the commands of all models have."""
-
-
-def _train(
-    *, model: str, batch_size: int, accumulate: int, steps: int, rounds: int | None, device: str, precision: str,
-    data: str, against: tuple[str, ...], sweep: tuple[str, ...], json: str | None, csv: str | None,
-    plot: str | None, **given: Any,
+@writes("json", "csv", "plot")
+def train(
+    *, outputs: Outputs, model: str, batch_size: int, accumulate: int, steps: int, rounds: int | None, device: str,
+    precision: str, data: str, against: tuple[str, ...], sweep: tuple[str, ...], **given: Any,
 ) -> int:  # fmt: skip
-    outputs = Outputs(json, csv, plot)
+    """Measure a model; each one's command has these options."""
     config = config_of(given)
     ranks = ranks_of(config, given["np"])
     if batch_size < 1:
@@ -157,14 +135,14 @@ def _train(
         notes.append(absent(peer))
         peers.remove(peer)
     wanted = blocks(config, _chosen(config), parse_sweep(",".join(sweep)), peers, ranks, batch_size)
-    for block in wanted:
-        check(block.contenders, steps, ROUNDS if rounds is None else rounds)
-        check_hosts(config, block.ranks)
+    for group in wanted:
+        check(group.contenders, steps, ROUNDS if rounds is None else rounds)
+        check_hosts(config, group.ranks)
     data = str(Path(data).absolute()) if data else ""
-    tasks = [Task(model, block.batch_size, device, precision, data, accumulate) for block in wanted]
-    measured = _measure(wanted, tasks, place_of(config, given), steps, rounds)
-    figures = _figures(wanted, tasks, measured, notes, ROUNDS if rounds is None else rounds, network_of(config))
-    figures.report(f"{model}, {'; '.join(map(_size, wanted))}{network_of(config)}", outputs)
+    tasks = [Task(model, group.batch_size, device, precision, data, accumulate) for group in wanted]
+    measured = _measure(wanted, tasks, location_of(config, given), steps, rounds)
+    results = _results(wanted, tasks, measured, notes, ROUNDS if rounds is None else rounds, network_of(config))
+    results.report(f"{model}, {'; '.join(map(_size, wanted))}{network_of(config)}", outputs)
     return 0
 
 
@@ -174,34 +152,38 @@ def _chosen(config: Config) -> list[str]:
 
 
 def _measure(
-    wanted: Sequence[Block], tasks: Sequence[Task], place: Any, steps: int, rounds: int | None
+    wanted: Sequence[ContenderGroup], tasks: Sequence[Task], location: Location, steps: int, rounds: int | None
 ) -> list[Measured]:
     from dadt_cli.bench.training import measure
 
-    made = []
     seconds = SECONDS / len(wanted) if rounds is None else math.inf
     rounds = ROUNDS if rounds is None else rounds
-    with progress(sum(2 * len(block.contenders) + rounds for block in wanted)) as step:
-        for block, task in zip(wanted, tasks, strict=True):
-            tell = teller(step, f"{_size(block)}: " if len(wanted) > 1 else "")
+    made = []
+    with progress(sum(2 * len(group.contenders) + rounds for group in wanted)) as tell:
+        for group, task in zip(wanted, tasks, strict=True):
+            say = _prefixed(tell, f"{_size(group)}: " if len(wanted) > 1 else "")
             made.append(
-                measure(block.contenders, task, place, steps=steps, rounds=rounds, seconds=seconds, progress=tell)
+                measure(group.contenders, task, location, steps=steps, rounds=rounds, seconds=seconds, progress=say)
             )
     return made
 
 
-def _size(block: Block) -> str:
-    return f"{block.ranks} worker{'s' if block.ranks > 1 else ''}, batch {block.batch_size} each"
+def _prefixed(tell: Callable[[str], None], prefix: str) -> Callable[[str], None]:
+    return lambda what: tell(prefix + what)
 
 
-def _figures(
-    wanted: Sequence[Block],
+def _size(group: ContenderGroup) -> str:
+    return f"{group.ranks} worker{'s' if group.ranks > 1 else ''}, batch {group.batch_size} each"
+
+
+def _results(
+    wanted: Sequence[ContenderGroup],
     tasks: Sequence[Task],
     measured: Sequence[Measured],
     notes: Sequence[str],
     rounds: int,
     network: str,
-) -> Figures:
+) -> Results:
     hello, task = measured[0].hello, tasks[0]
     rows = [row for each in measured for row in each.rows]
     how = task.precision + (f", {task.accumulate} backwards per step" if task.accumulate > 1 else "")
@@ -235,33 +217,29 @@ def _figures(
         from dadt_cli.bench import plot
 
         where = f", {wanted[0].ranks} workers" if len(wanted) == 1 else ""
-        batch = {block.batch_size for block in wanted}
+        batch = {group.batch_size for group in wanted}
         where += f", batch {batch.pop()} each" if len(batch) == 1 else ""
         return plot.training(rows, hello.unit, f"{task.model}{where}, {hello.device}, {how}{network}")
 
     tables = [
-        _training_table(f"{title}, {_size(block)}", each.rows, hello.unit)
-        for block, each in zip(wanted, measured, strict=True)
+        _training_table(f"{title}, {_size(group)}", each.rows, hello.unit)
+        for group, each in zip(wanted, measured, strict=True)
     ]
-    return Figures(rows, tables, [*notes, *told], about, picture)
+    return Results(rows, tables, [*notes, *told], about, picture)
 
 
-def _training_table(title: str, rows: Sequence[Row], unit: str) -> Table:
+def _training_table(title: str, rows: Sequence[TrainingRow], unit: str) -> ResultTable:
     first = reference(rows)
-    head = ["", f"{unit}/s", "per rank", "scaling\n%", "exposed\n%", f"/ {first.name}", "MB"]
-    lines = [
-        [
-            row.name,
-            cell(row.rate),
-            _range([each.median for each in row.rates]),
-            cell(row.efficiency, 100.0),
-            cell(row.exposed, 100.0),
-            "1" if row is first else cell(row.speed),
-            short(row.memory / 1e6),
-        ]
-        for row in rows
-    ]
-    return Table(title, head, lines)
+    columns: dict[str, Callable[[TrainingRow], str]] = {
+        "": lambda row: row.name,
+        f"{unit}/s": lambda row: cell(row.rate),
+        "per rank": lambda row: _range([each.median for each in row.rates]),
+        "scaling\n%": lambda row: cell(row.efficiency, 100.0),
+        "exposed\n%": lambda row: cell(row.exposed, 100.0),
+        f"/ {first.name}": lambda row: "1" if row is first else cell(row.speed),
+        "MB": lambda row: short(row.memory / 1e6),
+    }
+    return ResultTable.of(title, rows, columns)
 
 
 def _range(values: Sequence[float]) -> str:
@@ -273,34 +251,17 @@ def _range(values: Sequence[float]) -> str:
 @np_option
 @click.option("--sizes", default="64K,1M,100M", show_default=True, help="Sizes in bytes, with K, M or G.")
 @click.option("--rounds", default=50, show_default=True, help="Runs of each contender.")
-@json_option
-@csv_option
-@plot_option
-def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | None, plot: str | None) -> int:
+@writes("json", "csv", "plot")
+def allreduce(outputs: Outputs, ranks: int, sizes: str, rounds: int) -> int:
     """Measure allreduce alone, as nccl-tests does: shared memory against torch's Gloo and a memcpy.
 
     The time includes packing and unpacking 60 float32 tensors. Exits with 1 if an element was wrong.
     """
-    from dadt_cli.bench.allreduce import measure
+    from dadt_cli.bench.allreduce import COLUMNS, measure
 
-    outputs = Outputs(json, csv, plot)
     counts = [parse_size(size) for size in sizes.split(",")]
-    with progress(len(counts)) as step:
-        rows = measure(ranks=ranks, sizes=counts, rounds=rounds, progress=teller(step, ""))
-    head = ["bytes", "dadt\nµs", "algbw\nGB/s", "busbw\nGB/s", "wrong", "gloo\nµs", "memcpy\nµs", "gloo\n/ dadt"]
-    lines = [
-        [
-            f"{row.bytes:,}",
-            cell(row.dadt, 1e6),
-            short(1e-9 * row.algbw(row.dadt).median),
-            short(1e-9 * row.busbw(row.dadt).median),
-            str(row.wrong),
-            cell(row.gloo, 1e6),
-            short(1e6 * row.memcpy.median),
-            cell(row.gloo_per_dadt),
-        ]
-        for row in rows
-    ]
+    with progress(len(counts)) as tell:
+        rows = measure(ranks=ranks, sizes=counts, rounds=rounds, progress=tell)
     title = f"allreduce of float32, {ranks} workers, {rounds} rounds"
 
     def picture() -> Any:
@@ -308,7 +269,7 @@ def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | 
 
         return pictures.allreduce(rows, title)
 
-    Figures(rows, [Table(title, head, lines)], picture=picture).report(title, outputs)
+    Results(rows, [ResultTable.of(title, rows, COLUMNS)], picture=picture).report(title, outputs)
     return 1 if any(row.wrong for row in rows) else 0
 
 
@@ -319,35 +280,28 @@ def allreduce(ranks: int, sizes: str, rounds: int, json: str | None, csv: str | 
 )
 @click.option("--batch-size", default=2, show_default=True, help="Samples per worker and step.")
 @click.option("--rounds", default=20, show_default=True, help="Number of rounds; contenders take turns.")
-@json_option
-@csv_option
-def ddp(ranks: int, width: int, batch_size: int, rounds: int, json: str | None, csv: str | None) -> None:
+@writes("json", "csv")
+def ddp(outputs: Outputs, ranks: int, width: int, batch_size: int, rounds: int) -> None:
     """Measure a step of DistributedDataParallel over backend dadt against torch's Gloo."""
-    from dadt_cli.bench.ddp import measure
+    from dadt_cli.bench.ddp import COLUMNS, measure
 
-    outputs = Outputs(json, csv)
     row = measure(ranks=ranks, width=width, batch_size=batch_size, rounds=rounds)
-    head = ["parameters", "dadt ms", "gloo ms", "alone ms", "gloo / dadt"]
-    lines = [[f"{row.parameters:,}", *(cell(v, 1e3) for v in (row.dadt, row.gloo, row.alone)), cell(row.gloo_per_dadt)]]
     title = f"step of DDP, {ranks} workers, {rounds} rounds"
-    Figures([row], [Table(title, head, lines)]).report(title, outputs)
+    Results([row], [ResultTable.of(title, [row], COLUMNS)]).report(title, outputs)
 
 
 @bench.command(short_help="Measure the time from the command to the first step.")
 @np_option
 @click.option("--rounds", default=5, show_default=True, help="Starts of each contender.")
-@json_option
-@csv_option
-def startup(ranks: int, rounds: int, json: str | None, csv: str | None) -> None:
+@writes("json", "csv")
+def startup(outputs: Outputs, ranks: int, rounds: int) -> None:
     """Measure the time from the command to the first step: `dadt run` against torchrun."""
-    from dadt_cli.bench.startup import measure
+    from dadt_cli.bench.startup import COLUMNS, measure
 
-    outputs = Outputs(json, csv)
-    with progress(2 * (rounds + 1)) as step:
-        rows: list[Result] = measure(ranks=ranks, rounds=rounds, progress=teller(step, ""))
-    lines = [[row.name, cell(row.seconds), cell(row.ratio)] for row in rows]
+    with progress(2 * (rounds + 1)) as tell:
+        rows = measure(ranks=ranks, rounds=rounds, progress=tell)
     title = f"start of {ranks} workers, {rounds} rounds"
-    Figures(rows, [Table(title, ["", "seconds", "ratio"], lines)]).report(title, outputs)
+    Results(rows, [ResultTable.of(title, rows, COLUMNS)]).report(title, outputs)
 
 
 def parse_size(text: str) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dadt_cli.bench.ratio import Interval
 
 if TYPE_CHECKING:
-    from dadt_cli.bench.training import Row
+    from dadt_cli.bench.training import TrainingRow
 
 LEGEND = (
     ("UNIT/s", "of all workers together"),
@@ -20,7 +20,7 @@ LEGEND = (
 )
 
 
-def reference(rows: Sequence[Row]) -> Row:
+def reference(rows: Sequence[TrainingRow]) -> TrainingRow:
     """The contender that others are compared with."""
     return next((row for row in rows if row.speed.low == row.speed.high == 1.0), rows[0])
 
@@ -31,7 +31,7 @@ def legend(first: str, unit: str) -> str:
     return text.replace("NAME", first).replace("UNIT", unit)
 
 
-def conclusion(rows: Sequence[Row]) -> str:
+def conclusion(rows: Sequence[TrainingRow]) -> str:
     """What was found of the contender that others are compared with; empty where there is nothing to compare."""
     first = reference(rows)
     found = [_beside(first.name, row) for row in rows if row is not first and _is_rival(row, first)]
@@ -41,12 +41,12 @@ def conclusion(rows: Sequence[Row]) -> str:
     return "; ".join(found) + "." if found else ""
 
 
-def _is_rival(row: Row, first: Row) -> bool:
+def _is_rival(row: TrainingRow, first: TrainingRow) -> bool:
     """A way to train what `first` trains: neither copies that exchange nothing, nor the limit."""
     return first.ranks > 1 and row.name != "plain" and "null" not in row.options
 
 
-def _beside(name: str, other: Row) -> str:
+def _beside(name: str, other: TrainingRow) -> str:
     speed = Interval(1 / other.speed.median, 1 / other.speed.high, 1 / other.speed.low)
     interval = f"({speed.low:.2f} to {speed.high:.2f})"
     if speed.low <= 1.0 <= speed.high:

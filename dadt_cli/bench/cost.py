@@ -44,7 +44,7 @@ CLOSE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkSpeed:
     """The network between hosts, as measured."""
 
     alpha: float
@@ -66,7 +66,7 @@ class Handling:
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRankBytes:
     """PowerSGD's two halves of one bucket, in bytes."""
 
     first: int
@@ -86,23 +86,23 @@ class LinkCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class BucketCost:
     """Gradients that are exchanged together."""
 
     bytes: int
     ready: float
     """Share of the backward after which they are complete."""
-    low_rank: LowRank | None = None
+    low_rank: LowRankBytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class MeasuredCosts:
     """What was measured of a model and of the machines that train it: all from which the time of a step is computed."""
 
-    network: Network
+    network: NetworkSpeed
     handling: Mapping[str, Handling]
     """The costs of exchanges beside the network, by compression, without powersgd."""
-    buckets: Sequence[Bucket]
+    buckets: Sequence[BucketCost]
     """The buckets in the order in which they are exchanged."""
     buffers: Sequence[int]
     """Bytes of each exchange of BatchNorm's statistics."""
@@ -131,7 +131,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Combination:
     algorithm: str
     compression: str
 
@@ -144,10 +144,10 @@ class Way:
         return self.algorithm if self.compression == "none" else f"{self.algorithm} {self.compression}"
 
 
-WAYS = tuple(Way(algorithm, compression) for algorithm in ALGORITHMS for compression in COMPRESSIONS)
+WAYS = tuple(Combination(algorithm, compression) for algorithm in ALGORITHMS for compression in COMPRESSIONS)
 
 
-def allreduce(figures: Figures, size: int, compression: str, hosts: int) -> float:
+def allreduce(figures: MeasuredCosts, size: int, compression: str, hosts: int) -> float:
     """Seconds of one allreduce of `size` bytes of float32."""
     network, handling = figures.network, figures.handling[compression]
     own = handling.each + handling.per_byte * size
@@ -161,7 +161,7 @@ def allreduce(figures: Figures, size: int, compression: str, hosts: int) -> floa
     return own + chunks * steps * network.alpha + 2 * (hosts - 1) / hosts * wire / network.bandwidth
 
 
-def seconds(figures: Figures, way: Way, hosts: int) -> float:
+def seconds(figures: MeasuredCosts, way: Combination, hosts: int) -> float:
     """Seconds of one training step, as the model predicts them for this way and number of hosts."""
     if way.algorithm == "sync":
         return _sync(figures, way.compression, hosts)
@@ -172,18 +172,18 @@ def seconds(figures: Figures, way: Way, hosts: int) -> float:
     return _gossip(figures, way.compression, hosts)
 
 
-def rates(figures: Figures, hosts: Sequence[int]) -> dict[Way, list[float]]:
+def rates(figures: MeasuredCosts, hosts: Sequence[int]) -> dict[Combination, list[float]]:
     """Steps per second of each way, for these numbers of hosts."""
     return {way: [1.0 / seconds(figures, way, count) for count in hosts] for way in WAYS}
 
 
-def best(found: Mapping[Way, float]) -> Way:
+def best(found: Mapping[Combination, float]) -> Combination:
     """The setting that changes the training least, of those nearly as fast as the fastest."""
     enough = CLOSE * max(found.values())
     return next(way for way in WAYS if found.get(way, 0.0) >= enough)
 
 
-def _sync(figures: Figures, compression: str, hosts: int) -> float:
+def _sync(figures: MeasuredCosts, compression: str, hosts: int) -> float:
     compute = figures.compute["sync"]
     begin, length = compute * figures.forward, compute * figures.backward
     codec, low_rank = _codec(compression)
@@ -200,7 +200,7 @@ def _sync(figures: Figures, compression: str, hosts: int) -> float:
     return under_way + rest + (figures.low_rank + _second(figures, hosts) if low_rank else 0.0)
 
 
-def _pipe(figures: Figures, compression: str, hosts: int) -> float:
+def _pipe(figures: MeasuredCosts, compression: str, hosts: int) -> float:
     compute = figures.compute["pipe"]
     codec, low_rank = _codec(compression)
     exchange = _exchange(figures, compression, hosts)
@@ -209,7 +209,7 @@ def _pipe(figures: Figures, compression: str, hosts: int) -> float:
     return max(compute + _stolen(figures, figures.bytes, codec), exchange)
 
 
-def _local(figures: Figures, compression: str, hosts: int) -> float:
+def _local(figures: MeasuredCosts, compression: str, hosts: int) -> float:
     """The second half of PowerSGD begins where the mean is merged, and is waited for."""
     compute, every = figures.compute["local"], figures.sync_every
     codec, low_rank = _codec(compression)
@@ -220,7 +220,7 @@ def _local(figures: Figures, compression: str, hosts: int) -> float:
     return (round_ + (figures.low_rank + _second(figures, hosts) if low_rank else 0.0)) / every
 
 
-def _gossip(figures: Figures, compression: str, hosts: int) -> float:
+def _gossip(figures: MeasuredCosts, compression: str, hosts: int) -> float:
     """x exchanges a step, of which each takes s of the processor's time: C = c + x s, and x is C / exchange or 1.
 
     What is computed for an exchange takes twice as long where it shares a core with the training.
@@ -240,31 +240,31 @@ def _codec(compression: str) -> tuple[str, bool]:
     return ("none" if low_rank else compression), low_rank
 
 
-def _stolen(figures: Figures, size: int, codec: str) -> float:
+def _stolen(figures: MeasuredCosts, size: int, codec: str) -> float:
     """Seconds that an exchange of `size` bytes takes from the compute beside which it goes on."""
     return figures.busy * figures.handling[codec].processor * size
 
 
-def _halves(bucket: Bucket) -> tuple[int, int]:
+def _halves(bucket: BucketCost) -> tuple[int, int]:
     return (bucket.low_rank.first, bucket.low_rank.second) if bucket.low_rank else (bucket.bytes, 0)
 
 
-def _weights(figures: Figures, compression: str, hosts: int) -> float:
+def _weights(figures: MeasuredCosts, compression: str, hosts: int) -> float:
     """Seconds to average all gradients, or weights of the same size, at once; under PowerSGD its first half."""
     codec, low_rank = _codec(compression)
     sizes = [_halves(bucket)[0] if low_rank else bucket.bytes for bucket in figures.buckets]
     return sum(allreduce(figures, size, codec, hosts) for size in sizes)
 
 
-def _exchange(figures: Figures, compression: str, hosts: int) -> float:
+def _exchange(figures: MeasuredCosts, compression: str, hosts: int) -> float:
     return _weights(figures, compression, hosts) + _buffers(figures, hosts)
 
 
-def _second(figures: Figures, hosts: int) -> float:
+def _second(figures: MeasuredCosts, hosts: int) -> float:
     """Seconds to average the second half of PowerSGD for all buckets."""
     sizes = [_halves(bucket)[1] for bucket in figures.buckets]
     return sum(allreduce(figures, size, "none", hosts) for size in sizes if size)
 
 
-def _buffers(figures: Figures, hosts: int) -> float:
+def _buffers(figures: MeasuredCosts, hosts: int) -> float:
     return sum(allreduce(figures, size, "none", hosts) for size in figures.buffers)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
 
 from dadt.errors import ConfigError
-from dadt_cli.bench.ranks import TIMEOUT, Ranks
-from dadt_cli.bench.ratio import Interval, interval, ratio
+from dadt_cli.bench.ranks import TIMEOUT, Ranks, slowest, take_turns
+from dadt_cli.bench.ratio import Interval, cell, interval, ratio
 
-CONTENDERS = ("dadt", "gloo")
 LAYERS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DdpRow:
     """Seconds of a step, of the slowest rank."""
 
     parameters: int
@@ -29,7 +27,16 @@ class Row:
     gloo_per_dadt: Interval
 
 
-def measure(*, ranks: int, width: int, batch_size: int, rounds: int) -> Row:
+COLUMNS: dict[str, Callable[[DdpRow], str]] = {
+    "parameters": lambda row: f"{row.parameters:,}",
+    "dadt ms": lambda row: cell(row.dadt, 1e3),
+    "gloo ms": lambda row: cell(row.gloo, 1e3),
+    "alone ms": lambda row: cell(row.alone, 1e3),
+    "gloo / dadt": lambda row: cell(row.gloo_per_dadt),
+}
+
+
+def measure(*, ranks: int, width: int, batch_size: int, rounds: int) -> DdpRow:
     """Steps of a perceptron of LAYERS layers of width x width float32; processes of one thread each.
 
     Raises ConfigError for arguments out of range, DadtError where a worker fails.
@@ -39,13 +46,12 @@ def measure(*, ranks: int, width: int, batch_size: int, rounds: int) -> Row:
     if rounds < 6:
         raise ConfigError(f"--rounds {rounds}: an interval needs 6 rounds or more")
     with Ranks(ranks, _worker, width, batch_size, rounds) as workers:
-        seconds = workers.receive(TIMEOUT + 10.0 * rounds)
-    slowest = {name: [max(turn) for turn in zip(*(s[name] for s in seconds), strict=True)] for name in seconds[0]}
-    return Row(
+        seconds = slowest(workers.receive(TIMEOUT + 10.0 * rounds))
+    return DdpRow(
         parameters=LAYERS * (width + 1) * width,
         batch_size=batch_size,
-        **{name: interval(values) for name, values in slowest.items()},
-        gloo_per_dadt=ratio(slowest["gloo"], slowest["dadt"]),
+        **{name: interval(values) for name, values in seconds.items()},
+        gloo_per_dadt=ratio(seconds["gloo"], seconds["dadt"]),
     )
 
 
@@ -61,7 +67,7 @@ def _worker(rank: int, ranks: int, pipe: Connection, store: str, width: int, bat
     patience = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=patience)
 
-    def steps(contender: str) -> Any:
+    def training(contender: str) -> Callable[[], None]:
         torch.manual_seed(0)
         layers = (layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU()))
         model: nn.Module = nn.Sequential(*layers)
@@ -77,14 +83,8 @@ def _worker(rank: int, ranks: int, pipe: Connection, store: str, width: int, bat
 
         return step
 
-    contenders = {name: steps(name) for name in (*CONTENDERS, "alone")}
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 2):
-        for name, step in contenders.items():
-            dist.barrier()
-            begun = time.perf_counter()
-            step()
-            if turn >= 2:  # DDP arranges its buckets again after the first step
-                seconds[name].append(time.perf_counter() - begun)
+    contenders = {name: training(name) for name in ("dadt", "gloo", "alone")}
+    # DDP arranges its buckets again after the first step.
+    seconds = take_turns(contenders, rounds, 2, lambda name, number: dist.barrier())
     dist.barrier()
     pipe.send(seconds)

@@ -9,34 +9,42 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dadt.errors import ConfigError
 from dadt_cli.terminal.options import paths
-from dadt_cli.terminal.table import short
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from dadt_cli.bench.ratio import Interval
 
 CAPTION = "medians; below them, the interval of 95 %"
-json_option = click.option(
-    "--json", metavar="FILE", help="Also write the figures as JSON; - for stdout.", shell_complete=paths("file")
-)
-csv_option = click.option(
-    "--csv", metavar="FILE", help="Also write the figures as CSV; - for stdout.", shell_complete=paths("file")
-)
-plot_option = click.option(
-    "--plot", metavar="FILE", help="Also plot them: .png, .svg, .pdf or .html.", shell_complete=paths("file")
-)
+FILES = {
+    "json": "Also write the figures as JSON; - for stdout.",
+    "csv": "Also write the figures as CSV; - for stdout.",
+    "plot": "Also plot them: .png, .svg, .pdf or .html.",
+}
+"""The flags of a benchmark that name files, and their help."""
+
+
+def writes(*kinds: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a command with these flags of FILES; it gets their values as `outputs`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def command(**given: Any) -> Any:
+            return function(outputs=Outputs(**{kind: given.pop(kind) for kind in kinds}), **given)
+
+        for kind in reversed(kinds):
+            option = click.option(f"--{kind}", metavar="FILE", help=FILES[kind], shell_complete=paths("file"))
+            command = option(command)
+        return command
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,36 +74,46 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """A shown row: cells of one line, or of a figure and its uncertainty."""
+class ResultTable:
+    """A shown table: each cell has one line, or a figure and below it how sure it is."""
 
     title: str
     head: Sequence[str]
     lines: Sequence[Sequence[str]]
+    caption: str = CAPTION
+
+    @classmethod
+    def of(cls, title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]) -> ResultTable:
+        """columns: the cell that a row has under each head."""
+        return cls(title, list(columns), [[cell_of(row) for cell_of in columns.values()] for row in rows])
 
     def rich(self) -> Any:
-        """The first column begins at its left, the others are numbers."""
+        """The first column begins at its left, the others are numbers; a star marks the best."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
         look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
-        made = Table(title=self.title, caption=CAPTION, title_justify="left", **look)
+        made = Table(title=self.title, caption=self.caption, title_justify="left", **look)
         for i, name in enumerate(self.head):
             made.add_column(name, justify="right" if i else "left", no_wrap=True)
         for line in self.lines:
             parts = (each.partition("\n") for each in line)
-            made.add_row(*(Text.assemble(figure, new, (sure, "dim")) for figure, new, sure in parts))
+            cells = (
+                Text.assemble((figure, "bold green" if figure.endswith("*") else ""), new, (sure, "dim"))
+                for figure, new, sure in parts
+            )
+            made.add_row(*cells)
         return made
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class Results:
     """The result of a benchmark."""
 
     rows: Sequence[Any]
     """Dataclass objects, one for each row of the JSON and of the CSV file."""
-    tables: Sequence[Table]
+    tables: Sequence[ResultTable]
     notes: Sequence[str] = ()
     about: dict[str, Any] = field(default_factory=dict)
     """Further entries of the JSON file."""
@@ -178,30 +196,17 @@ def _write(name: str, file: str, text: str) -> None:
         raise ConfigError(f"{name} {file}: cannot write it ({error.strerror})") from error
 
 
-def cell(value: Interval | None, unit: float = 1.0) -> str:
-    """The median, and on a second line the interval."""
-    if value is None:
-        return "-"
-    return f"{short(value.median * unit)}\n{short(value.low * unit)}–{short(value.high * unit)}"
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr while it is measured, where that is a terminal. Yields what is called before each step, with a
+    text that says what is done in it."""
+    if not sys.stderr.isatty():
+        yield lambda what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-
-def progress(total: int) -> AbstractContextManager[tuple[Progress, Any] | None]:
-    """A bar on stderr while it is measured, where that is a terminal."""
-    return _Bar(total) if sys.stderr.isatty() else nullcontext()
-
-
-class _Bar(AbstractContextManager["tuple[Progress, Any] | None"]):
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (BarColumn(bar_width=30), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("starts", total=total)
-
-    def __enter__(self) -> tuple[Progress, Any]:
-        self._progress.start()
-        return self._progress, self._task
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+    columns = (BarColumn(bar_width=30), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        row = bar.add_task("starts", total=total)
+        yield lambda what: bar.update(row, advance=1, description=what)

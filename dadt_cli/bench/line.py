@@ -35,7 +35,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class StepOrder:
     """Steps to take: first those that are not counted."""
 
     lead: int

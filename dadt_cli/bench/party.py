@@ -7,14 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from dadt.errors import ConfigError, DadtError
 from dadt_cli.bench.folder import folder
-from dadt_cli.bench.line import KEY, Hello, Reception, Turn, Worked, listen
+from dadt_cli.bench.line import KEY, Hello, Reception, StepOrder, Worked, listen
 
 START_SECONDS = 300.0
 TURN_SECONDS = 3600.0
@@ -24,34 +24,21 @@ TAIL = 2000
 """Bytes of what a party that failed has said."""
 
 
-class Place(Protocol):
-    """Where workers run, and how they are started."""
-
-    @property
-    def remote(self) -> bool:
-        """Whether some run on other machines: a Unix socket does not lead there."""
-
-    def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
-        """Command lines, a process each, that together start `ranks` workers. run: what follows `dadt run -np N`."""
-
-
 @dataclass(frozen=True, slots=True)
-class Here:
-    """This machine, or where `dadt run` with further options leads."""
+class Location:
+    """Where workers run: this machine, or where `dadt run` with further options leads."""
 
     options: Sequence[str] = ()
     remote: bool = False
-
-    def commands(self, ranks: int, run: Sequence[str]) -> list[list[str]]:
-        return [[sys.executable, "-m", "dadt_cli", "run", "-np", str(ranks), *self.options, *run]]
+    """Whether some run on other machines: a Unix socket does not lead there."""
 
 
 class Party:
     def __init__(
-        self, name: str, processes: Sequence[subprocess.Popen[bytes]], lines: Sequence[Connection], said: IO[bytes]
+        self, name: str, process: subprocess.Popen[bytes], lines: Sequence[Connection], said: IO[bytes]
     ) -> None:
         self._name = name
-        self._processes = processes
+        self._process = process
         self._lines = lines
         self._said = said
         self.hellos: list[Hello] = []
@@ -71,17 +58,16 @@ class Party:
         """Have all workers train `lead` uncounted and then `steps` counted steps, and return what each measured, by
         rank. What an earlier step leaves to the next one ends in the uncounted ones."""
         for line in self._lines:
-            line.send(asdict(Turn(lead, steps)))
+            line.send(asdict(StepOrder(lead, steps)))
         return [Worked(**each) for each in self._receive(self._lines, TURN_SECONDS)]
 
     def dismiss(self) -> None:
         for line in self._lines:
             line.send(None)
-        for process in self._processes:
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                raise self._failure(f"has not ended within {END_SECONDS:g} s of its last step") from None
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise self._failure(f"has not ended within {END_SECONDS:g} s of its last step") from None
 
     def _receive(self, lines: Sequence[Connection], seconds: float) -> list[Any]:
         """The next message of each, in their order. Raises DadtError if one is gone, or silent for `seconds`."""
@@ -100,35 +86,29 @@ class Party:
         return [heard[line] for line in lines]
 
     def _failure(self, what: str) -> DadtError:
-        for process in self._processes:  # they say why on their way out
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                break
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)  # it says why on its way out
         return failure(self._name, what, self._said)
 
 
 @contextmanager
-def start(name: str, place: Place, ranks: int, options: Sequence[str], script: Sequence[str]) -> Iterator[Party]:
+def start(name: str, location: Location, ranks: int, options: Sequence[str], script: Sequence[str]) -> Iterator[Party]:
     """Workers that have said hello. They end with the block; all that they started is gone then.
 
     options: of `dadt run`. script: arguments of the trainer.
     """
     with ExitStack() as stack:
-        reception = stack.enter_context(listen(place.remote, ranks))
+        reception = stack.enter_context(listen(location.remote, ranks))
         inside = stack.enter_context(folder(f"{KEY}={reception.key}"))
         said = stack.enter_context((inside / "said").open("w+b"))
-        run = ["--log-dir", str(inside / "logs"), "--output", "errors", "-x", KEY, *options]
-        run += ["-m", "dadt_cli.bench.trainer", *script, "--ranks", str(ranks), "--connect", reception.where]
+        command = [sys.executable, "-m", "dadt_cli", "run", "-np", str(ranks), *location.options]
+        command += ["--log-dir", str(inside / "logs"), "--output", "errors", "-x", KEY, *options]
+        command += ["-m", "dadt_cli.bench.trainer", *script, "--ranks", str(ranks), "--connect", reception.where]
         env = {**os.environ, KEY: reception.key}  # noqa: TID251 (the child's whole environment, not a knob)
-        processes: list[subprocess.Popen[bytes]] = []
-        stack.callback(end, processes)
-        for command in place.commands(ranks, run):
-            processes.append(
-                subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
-            )
-        lines = [stack.enter_context(accept(reception, processes, name, said)) for _ in range(ranks)]
-        party = Party(name, processes, lines, said)
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
+        stack.callback(end, [process])
+        lines = [stack.enter_context(accept(reception, [process], name, said)) for _ in range(ranks)]
+        party = Party(name, process, lines, said)
         party.greet()
         yield party
         party.dismiss()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dadt.config import Config
 from dadt.config.check import flag
 from dadt.config.link import PACED, pace_of, simulates_hosts
 from dadt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dadt_cli.bench.party import Location
 
 WHERE = ("config", "hosts", "hostfile", "gpu_visibility", "link", "latency", "simulate_hosts")
 """Flags that say where all contenders run."""
@@ -36,15 +39,14 @@ def _flags(given: dict[str, Any], names: Sequence[str]) -> list[str]:
     ]
 
 
-def place_of(config: Config, given: dict[str, Any]) -> Any:
+def location_of(config: Config, given: dict[str, Any]) -> Location:
     from dadt.launch.start import plan
-    from dadt_cli.bench.party import Here
+    from dadt_cli.bench.party import Location
 
-    if simulates(config):
-        return Here(_flags(given, WHERE))
-    hosts = plan.hosts_of(replace(config, np=config.np or 1))
-    remote = not all(host.is_local or not host.name for host in hosts)
-    return Here(_flags(given, WHERE), remote=remote)
+    remote = not simulates(config) and not all(
+        host.is_local or not host.name for host in plan.hosts_of(replace(config, np=config.np or 1))
+    )
+    return Location(_flags(given, WHERE), remote)
 
 
 def check_hosts(config: Config, ranks: int) -> None:
@@ -76,12 +78,3 @@ def notes_on(config: Config) -> list[str]:
         f"connections paced to {config.link.removeprefix(PACED)}: each pair of workers has its own, at this speed in"
         " each direction at once; without latency or loss, or a link that several of them share"
     ]
-
-
-def teller(step: Any, before: str) -> Callable[[str], None]:
-    def tell(what: str) -> None:
-        if step is not None:
-            bar, row = step
-            bar.update(row, advance=1, description=before + what)
-
-    return tell

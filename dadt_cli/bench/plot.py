@@ -14,9 +14,9 @@ from dadt.errors import ConfigError
 from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
-    from dadt_cli.bench.allreduce import Row as AllreduceRow
+    from dadt_cli.bench.allreduce import AllreduceRow as AllreduceRow
     from dadt_cli.bench.ratio import Interval
-    from dadt_cli.bench.training import Row
+    from dadt_cli.bench.training import TrainingRow
 
 KINDS = (".png", ".svg", ".pdf", ".html")
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")
@@ -103,7 +103,7 @@ def _cell(text: str) -> str:
     return f"{first}<br><small>{second}</small>" if second else first
 
 
-def training(rows: Sequence[Row], unit: str, title: str) -> Any:
+def training(rows: Sequence[TrainingRow], unit: str, title: str) -> Any:
     """Against peers, bars; over several numbers of workers, lines."""
     several = len({row.ranks for row in rows if row.ranks > 1}) > 1
     figure, axes = _figure(title)
@@ -125,11 +125,11 @@ def _figure(title: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _over_workers(axes: Any, rows: Sequence[Row], unit: str) -> None:
+def _over_workers(axes: Any, rows: Sequence[TrainingRow], unit: str) -> None:
     """Throughput and efficiency by number of workers; batch sizes, where there are several, are lines of their own."""
     batches = {row.batch_size for row in rows}
     one = {row.batch_size: row for row in reversed(rows) if row.ranks == 1}
-    lines: dict[tuple[str, int], list[Row]] = {}
+    lines: dict[tuple[str, int], list[TrainingRow]] = {}
     for row in rows:
         if row.ranks > 1:
             lines.setdefault((row.name, row.batch_size), []).append(row)
@@ -159,7 +159,7 @@ def _line(axis: Any, x: Sequence[float], values: Sequence[Interval], unit: float
     axis.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def _against(axes: Any, rows: Sequence[Row], unit: str) -> None:
+def _against(axes: Any, rows: Sequence[TrainingRow], unit: str) -> None:
     """Throughput of each contender, and its speed beside the first of DADT's; the whiskers are intervals of 95 %."""
     batches = {row.batch_size for row in rows}
     names = [f"{row.name}, batch {row.batch_size}" if len(batches) > 1 else row.name for row in rows]

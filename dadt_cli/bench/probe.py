@@ -46,7 +46,7 @@ Times = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProbeResult:
     """The measurements of one rank."""
 
     cross_rank: int
@@ -83,7 +83,7 @@ class Found:
     parameters: int
 
 
-def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SECONDS) -> Found:
+def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SECONDS) -> ProbeResult:
     """Runs on every rank at once; computes for `seconds`. Raises ConfigError for what cannot be trained."""
     runtime = worker.ask()
     if runtime.ranks.control is not None:
@@ -99,7 +99,7 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
     for compression in CODECS:
         exchanges[compression], processor[compression] = ranks.exchanges(compression, most, where)
     low_rank_seconds, halves = step.low_rank()
-    found = Found(
+    found = ProbeResult(
         cross_rank=runtime.ranks.world.cross_rank,
         local_size=runtime.ranks.world.local_size,
         cores=_cores(),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,6 +17,34 @@ TIMEOUT = 120.0
 Target = Callable[..., None]
 """What a rank runs: called with its rank, how many there are, its pipe, a file for torch's store, and what else it
 was given."""
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], float | None]],
+    rounds: int,
+    warmup: int,
+    before: Callable[[str, int], object],
+) -> dict[str, list[float]]:
+    """Seconds of each contender, round by round. The first `warmup` rounds are not counted.
+
+    contenders: what is measured; those that return a number have measured themselves. before: called before each turn
+    with the contender's name and the round, which is below 1 while they warm up.
+    """
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(1 - warmup, rounds + 1):
+        for name, take in contenders.items():
+            before(name, number)
+            begun = time.perf_counter()
+            measured = take()
+            seconds = time.perf_counter() - begun if measured is None else measured
+            if number > 0:
+                found[name].append(seconds)
+    return found
+
+
+def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Seconds of each contender on the slowest rank, round by round."""
+    return {name: [max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
 
 
 class Ranks:

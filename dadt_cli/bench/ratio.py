@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dadt_cli.terminal.table import short
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -42,3 +44,10 @@ def interval(values: Sequence[float]) -> Interval:
 def ratio(mine: Sequence[float], other: Sequence[float]) -> Interval:
     """mine / other, pair by pair: what drifts with the machine cancels."""
     return interval([a / b for a, b in zip(mine, other, strict=True)])
+
+
+def cell(value: Interval | None, unit: float = 1.0) -> str:
+    """The median, and on a second line the interval."""
+    if value is None:
+        return "-"
+    return f"{short(value.median * unit)}\n{short(value.low * unit)}–{short(value.high * unit)}"

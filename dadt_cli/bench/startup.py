@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dadt.errors import ConfigError, DadtError
 from dadt_cli.bench.folder import folder
-from dadt_cli.bench.ratio import Interval, interval, ratio
+from dadt_cli.bench.ranks import take_turns
+from dadt_cli.bench.ratio import Interval, cell, interval, ratio
 
 SECONDS = 120.0
 Progress = Callable[[str], None]
@@ -20,7 +22,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class StartupRow:
     """Seconds until the first step, and the ratio to torchrun's, pair by pair."""
 
     name: str
@@ -28,7 +30,14 @@ class Result:
     ratio: Interval
 
 
-def measure(*, ranks: int, rounds: int, progress: Progress = lambda what: None) -> list[Result]:
+COLUMNS: dict[str, Callable[[StartupRow], str]] = {
+    "": lambda row: row.name,
+    "seconds": lambda row: cell(row.seconds),
+    "ratio": lambda row: cell(row.ratio),
+}
+
+
+def measure(*, ranks: int, rounds: int, progress: Progress = lambda what: None) -> list[StartupRow]:
     """Seconds until the last rank has taken its first step; ratios to torchrun's of the same round.
 
     Raises ConfigError for arguments out of range, DadtError where a start fails.
@@ -45,14 +54,13 @@ def measure(*, ranks: int, rounds: int, progress: Progress = lambda what: None) 
             "torchrun": [*python, "torch.distributed.run", f"--nproc-per-node={ranks}", script, str(stamps), "--ddp"],
             "dadt run": [*python, "dadt_cli", "run", "-np", str(ranks), "--log-dir", str(place), script, str(stamps)],
         }
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(rounds + 1):
-            for name, command in ways.items():
-                progress(f"{name}, {f'round {turn} of {rounds}' if turn else 'which warms the disk up'}")
-                seconds = _until_first_step(name, command, stamps, ranks)
-                if turn > 0:  # the first round warms the disk's cache
-                    times[name].append(seconds)
-    return [Result(name, interval(t), ratio(t, times["torchrun"])) for name, t in times.items()]
+
+        def before(name: str, number: int) -> None:
+            progress(f"{name}, {f'round {number} of {rounds}' if number else 'which warms the disk up'}")
+
+        contenders = {name: partial(_until_first_step, name, command, stamps, ranks) for name, command in ways.items()}
+        times = take_turns(contenders, rounds, 1, before)
+    return [StartupRow(name, interval(t), ratio(t, times["torchrun"])) for name, t in times.items()]
 
 
 def _until_first_step(name: str, command: Sequence[str], stamps: Path, ranks: int) -> float:

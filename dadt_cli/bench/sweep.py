@@ -18,7 +18,7 @@ OWN = ("batch", "np")
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ContenderGroup:
     """Contenders that are measured together, in turn: one number of workers and one batch size."""
 
     ranks: int
@@ -54,12 +54,12 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
 
 def blocks(
     config: Config, base: Sequence[str], sweep: dict[str, list[str]], peers: Sequence[str], ranks: int, batch_size: int
-) -> list[Block]:
+) -> list[ContenderGroup]:
     """base: options of `dadt run` for all of DADT's contenders, which `config` has, too."""
     swept = {key: values for key, values in sweep.items() if key not in OWN}
     made = []
     for np, batch in itertools.product(sweep.get("np", [str(ranks)]), sweep.get("batch", [str(batch_size)])):
-        block = Block(int(np), int(batch))
+        block = ContenderGroup(int(np), int(batch))
         own = [
             _contender(config, base, dict(zip(swept, values, strict=True)), block.ranks)
             for values in itertools.product(*swept.values())

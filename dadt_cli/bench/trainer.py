@@ -30,7 +30,7 @@ from dadt.control.pacing import paced
 from dadt.errors import ConfigError, DadtError
 from dadt.inject import worker
 from dadt_cli.bench import models
-from dadt_cli.bench.line import Hello, Turn, Worked, connect
+from dadt_cli.bench.line import Hello, StepOrder, Worked, connect
 from dadt_cli.bench.models.workload import Batch, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,19 +53,19 @@ def main() -> None:
     asked = parser.parse_args()
     with connect(asked.connect) as line:
         try:
-            training = Training(asked)
+            training = BenchTraining(asked)
         except ConfigError as error:
             line.send({"refused": str(error)})
             return
         line.send({"hello": asdict(training.hello)})
         try:
             while (turn := line.recv()) is not None:
-                line.send(asdict(training.work(Turn(**turn))))
+                line.send(asdict(training.work(StepOrder(**turn))))
         except (EOFError, ConnectionError):  # whoever measures is gone
             return
 
 
-class Training:
+class BenchTraining:
     """One worker's model, optimizer and data. Raises ConfigError for what cannot be trained."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
@@ -95,7 +95,7 @@ class Training:
             per_sample=workload.per_sample,
         )
 
-    def work(self, turn: Turn) -> Worked:
+    def work(self, turn: StepOrder) -> Worked:
         """Some steps that are not counted, for what waits since the last turn, then those that are."""
         with self._peer.turn():
             for _ in range(turn.lead):

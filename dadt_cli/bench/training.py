@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import psutil
 
 from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt_cli.bench.line import Hello, Worked
-from dadt_cli.bench.party import Here, Party, Place, start
+from dadt_cli.bench.party import Location, Party, start
 from dadt_cli.bench.ratio import Interval, interval, ratio
 from dadt_cli.terminal.table import duration
 
@@ -76,7 +76,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrainingRow:
     """A contender's figures; each with its interval over rounds."""
 
     name: str
@@ -107,7 +107,7 @@ class Measured:
     """One round of contenders, all with the same number of ranks (or one) and the same batch."""
 
     hello: Hello
-    rows: list[Row]
+    rows: list[TrainingRow]
     turns: list[list[float]] = field(default_factory=list)
     """Seconds of a step for each row, round by round."""
     cpu: list[list[float]] = field(default_factory=list)
@@ -137,7 +137,7 @@ def limit(options: Sequence[str], ranks: int) -> Contender:
 def measure(
     contenders: Sequence[Contender],
     task: Task,
-    place: Place | None = None,
+    location: Location | None = None,
     *,
     steps: int,
     rounds: int,
@@ -152,19 +152,19 @@ def measure(
     check(contenders, steps, rounds)
     begun = time.monotonic()
     with ExitStack() as stack:
-        place, threads, guess = place or Here(), 0, 0.0
+        location, threads, guess = location or Location(), 0, 0.0
         # Those with the most ranks first: one worker alone gets as many threads as one of theirs. DADT's before plain
         # ones: what the first needs is taken for what each needs.
         order = sorted(range(len(contenders)), key=lambda i: (-contenders[i].ranks, contenders[i].plain))
         started: dict[int, Party] = {}
         for at, i in enumerate(order):
             progress(f"{contenders[i].name} starts")
-            started[i] = party = _start(stack, contenders[i], task, place, threads)
+            started[i] = party = _start(stack, contenders[i], task, location, threads)
             threads = threads or party.hellos[0].threads
             progress(f"{contenders[i].name} warms up")
             worked = party.train(contenders[i].warmup + WARMUP - 1, 1)
             guess += (LEAD + steps) * max(each.seconds for each in worked)
-            if party.hellos[0].device == "cpu" and not place.remote:
+            if party.hellos[0].device == "cpu" and not location.remote:
                 _check_memory(worked, sum(contenders[j].ranks for j in order[at + 1 :]))
         parties = [started[i] for i in range(len(contenders))]
         turns: list[list[list[Worked]]] = [[] for _ in contenders]
@@ -208,7 +208,7 @@ def _check_memory(worked: Sequence[Worked], more: int) -> None:
 
 def rows(
     contenders: Sequence[Contender], task: Task, hello: Hello, turns: Sequence[Sequence[list[Worked]]], steps: int
-) -> list[Row]:
+) -> list[TrainingRow]:
     units = task.batch_size * task.accumulate * hello.per_sample
     seconds = [_slowest(each, steps) for each in turns]
     rates = [[c.ranks * units / s for s in each] for c, each in zip(contenders, seconds, strict=True)]
@@ -216,7 +216,7 @@ def rows(
     null = next((i for i, c in enumerate(contenders) if "null" in c.options), None)
     first = next((i for i, c in enumerate(contenders) if c.injected and i != null), 0)
     return [
-        Row(
+        TrainingRow(
             name=c.name,
             ranks=c.ranks,
             batch_size=task.batch_size,
@@ -241,22 +241,16 @@ def _slowest(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
     return [max(worked.seconds for worked in turn) / steps for turn in turns]
 
 
-def _start(stack: ExitStack, contender: Contender, task: Task, place: Place, threads: int) -> Party:
+def _start(stack: ExitStack, contender: Contender, task: Task, location: Location, threads: int) -> Party:
     """threads: the number for each worker; 0: as many as the launcher gives it."""
     options = [*contender.options, "--warmup-steps", str(contender.warmup)] if contender.injected else []
     options += [] if contender.injected else ["--inject", "none"]
     if threads:
         options += ["-x", f"OMP_NUM_THREADS={threads}"]
-    script = [
-        "--name",
-        contender.name,
-        "--model",
-        task.model,
-        "--batch-size",
-        str(task.batch_size),
-        "--device",
-        task.device,
-    ]
-    script += ["--precision", task.precision, "--data", task.data, "--peer", contender.peer]
-    script += ["--accumulate", str(task.accumulate)]
-    return stack.enter_context(start(contender.name, place, contender.ranks, options, script))
+    script = flags_of({"name": contender.name, **asdict(task), "peer": contender.peer})
+    return stack.enter_context(start(contender.name, location, contender.ranks, options, script))
+
+
+def flags_of(values: Mapping[str, object]) -> list[str]:
+    """Arguments of the trainer, from their names and values."""
+    return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]

@@ -14,7 +14,7 @@ import signal
 import sys
 
 from dadt_cli.check_env import SUBJECTS, pairs
-from dadt_cli.check_env.check import Asked
+from dadt_cli.check_env.check import CheckOptions
 from dadt_cli.check_env.probe import of_host
 
 PR_SET_PDEATHSIG = 1
@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     words = sys.argv[1:]
     subject = words.pop(0) if words and words[0] in SUBJECTS else ""
-    asked = Asked(**json.loads(words[0])) if words else Asked()
+    asked = CheckOptions(**json.loads(words[0])) if words else CheckOptions()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever libraries print must not get between
     with out:
@@ -33,7 +33,7 @@ def main() -> None:
             env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
             if not env.get("OMP_NUM_THREADS"):
                 env.pop("OMP_NUM_THREADS", None)
-            ways = pairs.measure(pairs.Order(**json.loads(words[1]))) if len(words) > 1 else []
+            ways = pairs.measure(pairs.PairOrder(**json.loads(words[1]))) if len(words) > 1 else []
             checks = of_host(asked, env=env)
             told = {"checks": [check.to_dict() for check in checks], "ways": [way.to_dict() for way in ways]}
             json.dump(told, out)

@@ -12,7 +12,7 @@ VERDICTS = (PASS, WARN, FAIL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class CheckOptions:
     """The user's question, the same on all hosts."""
 
     full: bool = False

@@ -15,8 +15,8 @@ import dadt
 from dadt.config.check import here
 from dadt.launch.start import plan
 from dadt_cli.check_env import SUBJECTS, probe
-from dadt_cli.check_env.check import FAIL, PASS, VERDICTS, WARN, Asked, Check, worst
-from dadt_cli.check_env.hosts import REACHED_BY, Found, is_checked, look
+from dadt_cli.check_env.check import FAIL, PASS, VERDICTS, WARN, Check, CheckOptions, worst
+from dadt_cli.check_env.hosts import REACHED_BY, HostChecks, is_checked, look
 from dadt_cli.terminal import console
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
 
@@ -33,7 +33,7 @@ SHOWN_VALUES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckRow:
     """One check, or the same outcome of it on several hosts."""
 
     check: Check
@@ -63,11 +63,11 @@ def check_env(full: bool, as_json: bool, strict: bool, **given: Any) -> int:
     config = replace(config_of(given), np=1, nnodes=0, executor="auto", broadcast_executor="", allreduce_executor="")
     if config.launcher == "mpi":
         config = replace(config, launcher="auto")
-    asked = Asked(full=full, cwd=here(), network_interface=config.network_interface, mpirun=config.mpirun)
+    asked = CheckOptions(full=full, cwd=here(), network_interface=config.network_interface, mpirun=config.mpirun)
     if config.python or config.prologue or any(host.name for host in plan.hosts_of(config)):
         found = look(config, asked, console)
     else:
-        found = Found({"": _of_this_host(asked)})
+        found = HostChecks({"": _of_this_host(asked)})
     if as_json:
         console.text(json.dumps(_as_json(found), indent=2), stdout=True)
     else:
@@ -76,7 +76,7 @@ def check_env(full: bool, as_json: bool, strict: bool, **given: Any) -> int:
     return int(verdict == FAIL or (strict and verdict == WARN))
 
 
-def _of_this_host(asked: Asked) -> list[Check]:
+def _of_this_host(asked: CheckOptions) -> list[Check]:
     """The checks of this host; on a terminal, with a line meanwhile that says what is still looked at."""
     if not sys.stderr.isatty():
         return probe.of_host(asked)
@@ -96,10 +96,10 @@ def _of_this_host(asked: Asked) -> list[Check]:
         return probe.of_host(asked, seen)
 
 
-def rows(found: Found) -> Iterator[Row]:
+def rows(found: HostChecks) -> Iterator[CheckRow]:
     """The rows of the table, by subject. A check with the same outcome on all hosts has one row."""
     for subject in TITLES:
-        yield from (Row(check) for check in found.between if check.subject == subject)
+        yield from (CheckRow(check) for check in found.between if check.subject == subject)
         names = dict.fromkeys(
             check.name for checks in found.hosts.values() for check in checks if check.subject == subject
         )
@@ -107,7 +107,7 @@ def rows(found: Found) -> Iterator[Row]:
             yield from _of_name(found, subject, name)
 
 
-def _of_name(found: Found, subject: str, name: str) -> Iterator[Row]:
+def _of_name(found: HostChecks, subject: str, name: str) -> Iterator[CheckRow]:
     owners: dict[Check, list[str]] = {}
     for host, checks in found.hosts.items():
         for check in checks:
@@ -119,12 +119,12 @@ def _of_name(found: Found, subject: str, name: str) -> Iterator[Row]:
     left_out = passed[SHOWN_VALUES:]
     for check, hosts in owners.items():
         if check not in left_out:
-            yield Row(check, ", ".join(hosts) if set(hosts) < asked else "")
+            yield CheckRow(check, ", ".join(hosts) if set(hosts) < asked else "")
     if left_out:
-        yield Row(replace(passed[0], value=f"{len(left_out)} other values, which --json shows"))
+        yield CheckRow(replace(passed[0], value=f"{len(left_out)} other values, which --json shows"))
 
 
-def _lines(found: Found) -> list[str]:
+def _lines(found: HostChecks) -> list[str]:
     """The rows as text: on a terminal in colours and wrapped to its width, otherwise plain and a check a line."""
     from rich.console import Console
 
@@ -138,7 +138,7 @@ def _lines(found: Found) -> list[str]:
     return [*lines, "", _counted(found), "", "for an issue:", "", *_for_issue(found, shown)]
 
 
-def _table(shown: Sequence[Row]) -> Table:
+def _table(shown: Sequence[CheckRow]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -159,14 +159,14 @@ def _table(shown: Sequence[Row]) -> Table:
     return grid
 
 
-def _counted(found: Found) -> str:
+def _counted(found: HostChecks) -> str:
     counts = {verdict: sum(check.verdict == verdict for check in found.all) for verdict in VERDICTS}
     on = f" on {len(found.hosts)} hosts" if len(found.hosts) > 1 else ""
     total, found_so = sum(counts.values()), ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     return f"{total} check{'s' if total != 1 else ''}{on}: {found_so}"
 
 
-def _for_issue(found: Found, shown: Sequence[Row]) -> list[str]:
+def _for_issue(found: HostChecks, shown: Sequence[CheckRow]) -> list[str]:
     """Markdown: what tells this environment from others, and what is not as it should be."""
     facts = [f"{row.check.subject} {row.check.name}: {row.value}" for row in shown if row.check.alike]
     wrong = [
@@ -177,7 +177,7 @@ def _for_issue(found: Found, shown: Sequence[Row]) -> list[str]:
     return ["```text", f"dadt check-env, {_counted(found)}", *facts, *wrong, "```"]
 
 
-def _as_json(found: Found) -> dict[str, Any]:
+def _as_json(found: HostChecks) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "dadt": dadt.__version__,

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dadt
-from dadt_cli.check_env.check import Asked, Check, fail, good, said, warn
+from dadt_cli.check_env.check import Check, CheckOptions, fail, good, said, warn
 
 REINSTALL = "pip install --force-reinstall --no-deps dadt, for this Python"
 GROUP, NAME = "torch.backends", "dadt"
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     yield good("version", dadt.__version__, alike="fail")
     yield good("folder", Path(dadt.__file__).parent)
     yield good("files", _digest(Path(dadt.__file__).parent), alike="warn")

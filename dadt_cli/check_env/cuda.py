@@ -17,7 +17,7 @@ from pathlib import Path
 from dadt.control import machine
 from dadt.launch.ending.failure import last_line
 from dadt_cli.check_env import gpu_links
-from dadt_cli.check_env.check import Asked, Check, fail, good, said, warn
+from dadt_cli.check_env.check import Check, CheckOptions, fail, good, said, warn
 
 MODES = ("index", "persistence_mode", "mig.mode.current")
 QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "compute_mode")
@@ -43,7 +43,7 @@ class Gpu:
     mode: str
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     gpus = _gpus()
     if isinstance(gpus, Check):
         yield gpus

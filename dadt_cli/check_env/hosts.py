@@ -31,8 +31,8 @@ from dadt.launch.start import plan, startup
 from dadt.launch.start.plan import Plan
 from dadt.launch.start.startup import Voice
 from dadt_cli.check_env import SUBJECTS, matrix, training
-from dadt_cli.check_env.check import WARN, Asked, Check, fail, good, refused, warn
-from dadt_cli.check_env.pairs import TOKEN_BYTES, Order, Way
+from dadt_cli.check_env.check import WARN, Check, CheckOptions, fail, good, refused, warn
+from dadt_cli.check_env.pairs import TOKEN_BYTES, HostPair, PairOrder
 from dadt_cli.check_env.probe import longest
 
 REACHED_BY = (
@@ -62,7 +62,7 @@ SSH = "docs/ssh.md says what the other host needs"
 
 
 @dataclass(slots=True)
-class Found:
+class HostChecks:
     """The checks that were made, of each host and between hosts."""
 
     hosts: dict[str, list[Check]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Found:
         return [*self.between, *(check for checks in self.hosts.values() for check in checks)]
 
 
-def look(config: Config, asked: Asked, voice: Voice) -> Found:
+def look(config: Config, asked: CheckOptions, voice: Voice) -> HostChecks:
     """Raises DadtError where nothing can be looked at."""
     the_plan = plan.make(config, [sys.executable])
     folder = Folder.reserve(Path(config.log_dir))
@@ -103,13 +103,15 @@ def look(config: Config, asked: Asked, voice: Voice) -> Found:
     return found
 
 
-def _look(the_plan: Plan, asked: Asked, agents: Agents, job: str, voice: Voice, ready: Mapping[str, float]) -> Found:
+def _look(
+    the_plan: Plan, asked: CheckOptions, agents: Agents, job: str, voice: Voice, ready: Mapping[str, float]
+) -> HostChecks:
     config = the_plan.config
     nodes = list(agents.nodes)
     failures, _ = startup.await_agents(
         agents, lambda node: _order(the_plan, job, node), config.start_timeout, job, voice
     )
-    found = Found({node.name: [] for node in nodes})
+    found = HostChecks({node.name: [] for node in nodes})
     for node, reason in failures.items():
         subject, hint = ("ssh", SSH) if node.name else ("python", "")
         found.hosts[node.name] = [refused("agent", reason, hint).of(subject)]
@@ -202,16 +204,16 @@ def _link(node: Node) -> float:
     return 1e6 * max(speeds, default=0)
 
 
-def _orders(nodes: Sequence[Node], asked: Asked) -> list[Order]:
+def _orders(nodes: Sequence[Node], asked: CheckOptions) -> list[PairOrder]:
     """An order for each host, to measure the ways between hosts; none where some have no address for the others."""
     if len(nodes) < 2 or not all(node.address for node in nodes):
         return []
     addresses = [(node.address, node.report["port"]) for node in nodes]
     token = os.urandom(TOKEN_BYTES).hex()
-    return [Order(index=index, addresses=addresses, token=token, speed=asked.full) for index in range(len(nodes))]
+    return [PairOrder(index=index, addresses=addresses, token=token, speed=asked.full) for index in range(len(nodes))]
 
 
-def _results(agents: Agents, asked: Asked, job: str) -> tuple[dict[Node, list[Check]], list[Way]]:
+def _results(agents: Agents, asked: CheckOptions, job: str) -> tuple[dict[Node, list[Check]], list[HostPair]]:
     """The findings on each host, and the ways between them, by their places in the agents."""
     orders = _orders(agents.nodes, asked)
     peers = dict.fromkeys(name for node in agents.nodes for name in (node.name, node.address) if name and orders)
@@ -239,17 +241,17 @@ def _results(agents: Agents, asked: Asked, job: str) -> tuple[dict[Node, list[Ch
                 waiting.discard(node)
     late = f"no answer within {seconds:.0f} s"
     checks: dict[Node, list[Check]] = {}
-    ways: list[Way] = []
+    ways: list[HostPair] = []
     for node in agents.nodes:
         checks[node], seen = _parsed(outs[node], late if node in waiting else errors.get(node, "no result"))
         ways += seen
     return checks, ways
 
 
-def _parsed(out: bytes, error: str) -> tuple[list[Check], list[Way]]:
+def _parsed(out: bytes, error: str) -> tuple[list[Check], list[HostPair]]:
     try:
         told = json.loads(out)
-        return [Check(**fields) for fields in told["checks"]], [Way(**fields) for fields in told["ways"]]
+        return [Check(**fields) for fields in told["checks"]], [HostPair(**fields) for fields in told["ways"]]
     except (ValueError, TypeError, KeyError):  # nothing, or what another version of DADT says
         return [fail("checks", error, "run dadt check-env on that host").of("hosts")], []
 
@@ -292,7 +294,7 @@ def _between(config: Config, hosts: Sequence[Host]) -> list[Check]:
     names = ",".join(_typed(host) for host in hosts)
     settings: dict[str, Any] = {name: getattr(config, name) for name in REACHED_BY}
     settings |= {"executor": "gloo", "workdir": "/"}
-    asked = Asked(full=True, hosts=len(hosts))
+    asked = CheckOptions(full=True, hosts=len(hosts))
     return [
         training.train("training", asked, len(hosts), names, **settings).of("hosts"),
         training.exchange("speed", len(hosts), names, **settings).of("hosts"),

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator
 
 from dadt.launch.local_jobs import Trace, traces
-from dadt_cli.check_env.check import Asked, Check, good, warn
+from dadt_cli.check_env.check import Check, CheckOptions, good, warn
 
 ENDING_SECONDS = 6.0
 """How long a job that is just ending may take until its last process is gone."""
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     found = _abandoned()
     deadline = time.monotonic() + ENDING_SECONDS
     while found and time.monotonic() < deadline:

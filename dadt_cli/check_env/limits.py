@@ -12,7 +12,7 @@ from dadt.control.job_folder import root
 from dadt.errors import LaunchError
 from dadt.launch.ending.failure import size
 from dadt_cli.check_env import rdma
-from dadt_cli.check_env.check import Asked, Check, fail, good, refused, warn
+from dadt_cli.check_env.check import Check, CheckOptions, fail, good, refused, warn
 
 SHARED = Path("/dev/shm")
 LEAST_SHARED, ENOUGH_SHARED = 64 << 20, 1 << 30
@@ -22,7 +22,7 @@ ENOUGH_PROCESSES = 1024
 LEAST_DISK = 1 << 30
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     yield _shared_memory()
     yield _files()
     yield _processes()

@@ -10,7 +10,7 @@ import psutil
 
 from dadt.control import machine
 from dadt.launch.ending.failure import size
-from dadt_cli.check_env.check import Asked, Check, good, warn
+from dadt_cli.check_env.check import Check, CheckOptions, good, warn
 
 LEAST_FREE = 1 << 30
 """Bytes: torch alone needs a few hundred MiB in each worker."""
@@ -18,7 +18,7 @@ BUSY = 1.5
 """Processes that want to run, for each core."""
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     cores, installed = machine.cores(), os.cpu_count() or 1
     of = "" if cores == installed else f" of {installed} (affinity, or the cgroup's quota)"
     yield good("cores", f"{cores}{of}, {_model()}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dadt_cli.check_env.check import Check, fail, good, warn
-from dadt_cli.check_env.pairs import Way
+from dadt_cli.check_env.pairs import HostPair
 
 SLOW_SECONDS = 5e-3
 """Seconds from which on a round trip counts as slow: hosts of one site need less than 1 ms."""
@@ -17,7 +17,7 @@ SHOWN = 6
 """Most pairs that a line names."""
 
 
-def judged(ways: Sequence[Way], names: Sequence[str], links: Sequence[float]) -> list[Check]:
+def judged(ways: Sequence[HostPair], names: Sequence[str], links: Sequence[float]) -> list[Check]:
     """names, links: of each host, and the bits per second of its card, 0 where it does not tell."""
     found = []
     if failed := [way for way in ways if way.error]:
@@ -32,7 +32,7 @@ def judged(ways: Sequence[Way], names: Sequence[str], links: Sequence[float]) ->
     return found
 
 
-def as_pairs(ways: Sequence[Way], names: Sequence[str]) -> list[dict[str, Any]]:
+def as_pairs(ways: Sequence[HostPair], names: Sequence[str]) -> list[dict[str, Any]]:
     """The matrix, for JSON: who from, who to, and all that is known of that way."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for way in sorted(ways, key=lambda way: (way.source, way.target)):
@@ -46,7 +46,7 @@ def as_pairs(ways: Sequence[Way], names: Sequence[str]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _trip(trips: Sequence[Way], names: Sequence[str]) -> Check:
+def _trip(trips: Sequence[HostPair], names: Sequence[str]) -> Check:
     """trips: the slowest first."""
     slow = [way for way in trips if (way.seconds or 0.0) > SLOW_SECONDS]
     value = _range([_ms(way.seconds) for way in reversed(trips)])
@@ -57,7 +57,7 @@ def _trip(trips: Sequence[Way], names: Sequence[str]) -> Check:
     return good("round trip", f"{value} ms" + (f", longest {_pair(trips[0], names)}" if len(trips) > 1 else ""))
 
 
-def _jitter(trips: Sequence[Way], names: Sequence[str]) -> Check:
+def _jitter(trips: Sequence[HostPair], names: Sequence[str]) -> Check:
     """trips: the most unsteady first."""
     value = _range([_ms(way.jitter) for way in reversed(trips)])
     unsteady = [way for way in trips if (way.jitter or 0.0) > JITTER_SECONDS]
@@ -67,7 +67,7 @@ def _jitter(trips: Sequence[Way], names: Sequence[str]) -> Check:
     return good("jitter", f"{value} ms")
 
 
-def _speed(speeds: Sequence[Way], names: Sequence[str], links: Sequence[float]) -> Check:
+def _speed(speeds: Sequence[HostPair], names: Sequence[str], links: Sequence[float]) -> Check:
     """speeds: the slowest first."""
     slow = []
     for way in speeds:
@@ -83,7 +83,7 @@ def _speed(speeds: Sequence[Way], names: Sequence[str], links: Sequence[float]) 
     return good("bandwidth", value + cards)
 
 
-def _pair(way: Way, names: Sequence[str]) -> str:
+def _pair(way: HostPair, names: Sequence[str]) -> str:
     return f"{names[way.source]}-{names[way.target]}"
 
 
@@ -101,5 +101,5 @@ def _ms(seconds: float | None) -> str:
     return f"{1e3 * (seconds or 0.0):.3g}"
 
 
-def _gbit(way: Way) -> str:
+def _gbit(way: HostPair) -> str:
     return f"{8e-9 * (way.speed or 0.0):.3g}"

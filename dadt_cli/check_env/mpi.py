@@ -16,7 +16,7 @@ from dadt.control import mpi_library
 from dadt.errors import ConfigError
 from dadt.launch.launchers import mpi
 from dadt_cli.check_env import training
-from dadt_cli.check_env.check import Asked, Check, good, refused, warn
+from dadt_cli.check_env.check import Check, CheckOptions, good, refused, warn
 
 PATTERNS = ("mpirun", "mpirun.*", "mpiexec", "mpiexec.*")
 VERSION = re.compile(r"\d+\.\d+[\w.]*")
@@ -26,7 +26,7 @@ AWARE = {"1": "CUDA-aware", "0": "not CUDA-aware"}
 UNUSED = "none; only --executor mpi and --launcher mpi need one"
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     chosen = mpi.located(asked.mpirun)
     found = _programs(chosen)
     for path in found:
@@ -79,7 +79,7 @@ def _chosen(name: str, chosen: str | None, others: bool) -> Generator[Check, Non
     return False
 
 
-def _mpi4py(asked: Asked, mpirun: Path) -> Iterator[Check]:
+def _mpi4py(asked: CheckOptions, mpirun: Path) -> Iterator[Check]:
     """Under this mpirun, as `dadt run` would let it load its library."""
     libraries = list(mpi_library.beside(mpirun))
     with tempfile.TemporaryDirectory() as folder:

@@ -12,14 +12,14 @@ from typing import Any
 import psutil
 
 from dadt.control import network
-from dadt_cli.check_env.check import Asked, Check, fail, good, warn
+from dadt_cli.check_env.check import Check, CheckOptions, fail, good, warn
 
 PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LEAST_PORTS = 1000
 BY_NAME = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     yield _name(asked)
     yield from _addresses(asked)
     for variable in BY_NAME:
@@ -32,7 +32,7 @@ def checks(asked: Asked) -> Iterator[Check]:
         yield good("free ports", f"{first} to {last}")
 
 
-def _name(asked: Asked) -> Check:
+def _name(asked: CheckOptions) -> Check:
     name = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -46,7 +46,7 @@ def _name(asked: Asked) -> Check:
     return good("host name", value)
 
 
-def _addresses(asked: Asked) -> Iterator[Check]:
+def _addresses(asked: CheckOptions) -> Iterator[Check]:
     found = network.addresses()
     listed = ", ".join(f"{entry['interface']} {entry['address']}" for entry in found)
     if not found:

@@ -38,7 +38,7 @@ STRANGER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class PairOrder:
     """An order to a host's process. addresses: [address, port] of each host."""
 
     index: int
@@ -60,7 +60,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class HostPair:
     """The way from one host to another, by their indices; what could not be measured is None, and error says why."""
 
     source: int
@@ -89,7 +89,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def measure(order: Order) -> list[Way]:
+def measure(order: PairOrder) -> list[HostPair]:
     """This host's findings on its pairs. Never raises for what the network does."""
     address, port = order.addresses[order.index]
     try:
@@ -98,7 +98,7 @@ def measure(order: Order) -> list[Way]:
     except OSError as error:
         others = (other for other in range(len(order.addresses)) if other != order.index)
         text = f"{address} port {port}: {error.strerror}"
-        return [Way(source=order.index, target=other, error=text) for other in others]
+        return [HostPair(source=order.index, target=other, error=text) for other in others]
     with server:
         host = _Host(order, server)
         try:
@@ -108,7 +108,7 @@ def measure(order: Order) -> list[Way]:
 
 
 class _Host:
-    def __init__(self, order: Order, server: socket.socket) -> None:
+    def __init__(self, order: PairOrder, server: socket.socket) -> None:
         self._order = order
         self._token = bytes.fromhex(order.token)
         self._server = server
@@ -121,14 +121,14 @@ class _Host:
             for connection in connections:
                 connection.close()
 
-    def ways(self) -> Iterator[Way]:
+    def ways(self) -> Iterator[HostPair]:
         for pairs in rounds(len(self._order.addresses)):
             self._deadline += self._order.round_seconds
             for low, high in pairs:
                 if self._order.index in (low, high):
                     yield from self._pair(low, high)
 
-    def _pair(self, low: int, high: int) -> Iterator[Way]:
+    def _pair(self, low: int, high: int) -> Iterator[HostPair]:
         """The lower one calls, and measures round trips. Who receives measures a speed."""
         mine = self._order.index
         other = low if mine == high else high
@@ -136,17 +136,17 @@ class _Host:
             if mine == low:
                 with self._call(high, ECHO) as line:
                     seconds, jitter = _trips(line)
-                yield Way(source=low, target=high, seconds=seconds, jitter=jitter)
+                yield HostPair(source=low, target=high, seconds=seconds, jitter=jitter)
             else:
                 with self._answer(low, ECHO) as line:
                     _echo(line)
             if self._order.speed:
                 for kind in (UP, DOWN):
                     if (speed := self._flow(other, kind, calls=mine == low)) is not None:
-                        yield Way(source=other, target=mine, speed=speed)
+                        yield HostPair(source=other, target=mine, speed=speed)
         except OSError as error:
             text = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
-            yield Way(source=mine, target=other, error=text)
+            yield HostPair(source=mine, target=other, error=text)
 
     def _flow(self, other: int, kind: int, *, calls: bool) -> float | None:
         """Up goes from who calls to who answers. Bytes per second, where this host receives."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from dadt.launch.ending.failure import last_line, signal_name
 from dadt_cli.check_env import SUBJECTS
-from dadt_cli.check_env.check import Asked, Check, fail
+from dadt_cli.check_env.check import Check, CheckOptions, fail
 
 AT_ONCE = 4
 KILL_SECONDS = 2.0
@@ -24,7 +24,7 @@ SLOW = 3.0
 
 
 def of_host(
-    asked: Asked,
+    asked: CheckOptions,
     seen: Callable[[str, list[Check]], None] = lambda subject, checks: None,
     env: Mapping[str, str] = os.environ,
 ) -> list[Check]:
@@ -52,12 +52,12 @@ def of_host(
     return [check for subject in SUBJECTS if subject in found for check in found[subject]]
 
 
-def longest(asked: Asked) -> float:
+def longest(asked: CheckOptions) -> float:
     """Seconds after which `of_host` is over, whatever hangs."""
     return (SLOW if asked.full else 1.0) * sum(SUBJECTS.values()) + KILL_SECONDS * len(SUBJECTS)
 
 
-def of_subject(subject: str, asked: Asked, env: Mapping[str, str] = os.environ) -> list[Check]:
+def of_subject(subject: str, asked: CheckOptions, env: Mapping[str, str] = os.environ) -> list[Check]:
     """The findings; a failed check if the subject did not come to its end."""
     seconds = SUBJECTS[subject] * (SLOW if asked.full else 1.0)
     command = [sys.executable, "-m", "dadt_cli.check_env", subject, json.dumps(asked.to_dict())]

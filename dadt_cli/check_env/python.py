@@ -9,14 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 
-from dadt_cli.check_env.check import Asked, Check, fail, good, warn
+from dadt_cli.check_env.check import Check, CheckOptions, fail, good, warn
 
 NEEDED = (3, 10)
 SUPPORTED_UNTIL = {(3, 10): "2026-10", (3, 11): "2027-10", (3, 12): "2028-10", (3, 13): "2029-10", (3, 14): "2030-10"}
 """The month with which security fixes end, by version of Python (https://devguide.python.org/versions)."""
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     yield _version()
     yield _bits()
     yield good("executable", f"{sys.executable} ({_environment()})")

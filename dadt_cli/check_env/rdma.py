@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dadt_cli.check_env.check import Asked, Check, good, warn
+from dadt_cli.check_env.check import Check, CheckOptions, good, warn
 
 FOLDER = Path("/sys/class/infiniband")
 MODULES = Path("/sys/module")
@@ -13,7 +13,7 @@ PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     found = devices()
     if not found:
         yield good("devices", "none")

@@ -12,7 +12,7 @@ from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.launch.hosts.ray import IN_JOB, survey
 from dadt.launch.hosts.slurm import slurm_hosts
-from dadt_cli.check_env.check import Asked, Check, fail, good, refused, warn
+from dadt_cli.check_env.check import Check, CheckOptions, fail, good, refused, warn
 
 OTHERS = {
     "PBS_JOBID": ("PBS", "dadt run --hostfile with the hosts of $PBS_NODEFILE, each once"),
@@ -23,7 +23,7 @@ OTHERS = {
 """Other schedulers and what to do under them, by the variable that each sets."""
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     found = False
     if "SLURM_JOB_ID" in os.environ:
         found = True

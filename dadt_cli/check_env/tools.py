@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dadt_cli.check_env.check import Asked, Check, good, warn
+from dadt_cli.check_env.check import Check, CheckOptions, good, warn
 
 TOOLS = {
     "py-spy": ("--version", "pip install py-spy, to see where a process is that `dadt stacks` gets no answer from"),
@@ -24,7 +24,7 @@ NOBODY = 3
 """The value of ptrace_scope at which not even root may attach, until the next boot."""
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     for name, (flag, hint) in TOOLS.items():
         yield _tool(name, flag, hint)
     yield _numactl()

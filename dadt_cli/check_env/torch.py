@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 
-from dadt_cli.check_env.check import Asked, Check, fail, good, said, warn
+from dadt_cli.check_env.check import Check, CheckOptions, fail, good, said, warn
 
 NEEDED, CALLS_ENTRY_POINTS = (2, 1), (2, 5)
 SLOW_SECONDS = 20.0
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     spec = importlib.util.find_spec("torch")
     if spec is None:
         yield fail("import", f"there is no torch for {sys.executable}", "pip install torch, or --python PATH")

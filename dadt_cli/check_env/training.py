@@ -11,7 +11,7 @@ from typing import Any
 
 from dadt.errors import DadtError
 from dadt.launch.start import environment
-from dadt_cli.check_env.check import Asked, Check, fail, good, refused, said, warn
+from dadt_cli.check_env.check import Check, CheckOptions, fail, good, refused, said, warn
 
 STEPS = 3
 MIB = 1 << 20
@@ -28,7 +28,7 @@ SETTINGS = {
 HINT = "dadt run -np 2 with a script of yours says more; its logs, too"
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     if find_spec("torch") is None:
         yield warn("two workers", "not tried: there is no torch", "install torch first")
         return
@@ -44,7 +44,7 @@ def checks(asked: Asked) -> Iterator[Check]:
         yield exchange("shared memory", 2, "", **settings)
 
 
-def train(name: str, asked: Asked, np: int = 2, hosts: str = "", **settings: Any) -> Check:
+def train(name: str, asked: CheckOptions, np: int = 2, hosts: str = "", **settings: Any) -> Check:
     """Ranks that begin with other weights and read other data must end with the same weights."""
     begin = time.monotonic()
     weights = _job(name, _steps, np, hosts, settings)

@@ -18,7 +18,7 @@ from dadt.config.check import variable
 from dadt.config.config import Config, given_by_env
 from dadt.config.spelling import misspelt
 from dadt.errors import ConfigError
-from dadt_cli.check_env.check import Asked, Check, fail, good, warn
+from dadt_cli.check_env.check import Check, CheckOptions, fail, good, warn
 
 RANKS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|NODE_RANK|MASTER_ADDR|MASTER_PORT"
@@ -33,7 +33,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 HERE, NAMED = ("localhost", "127.0.0.1"), 6
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: CheckOptions) -> Iterator[Check]:
     left = sorted(name for name in os.environ if RANKS.fullmatch(name))
     if left:
         yield warn("of a launcher", ", ".join(left), f"unset {' '.join(left)}, unless you are within its job")

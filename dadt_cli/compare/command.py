@@ -17,7 +17,7 @@ from dadt_cli.terminal.table import table
 
 if TYPE_CHECKING:
     from dadt_cli.compare.difference import Difference
-    from dadt_cli.compare.stored import Stored
+    from dadt_cli.compare.stored import WeightFile
 
 SHOWN = 10
 """Rows of each kind, unless all are wanted."""
@@ -53,7 +53,7 @@ def compare(a: str, b: str, tolerance: float, ignore_dtype: bool, everything: bo
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedName:
     """A name that is in both, or in one alone."""
 
     names: tuple[str, ...]
@@ -73,7 +73,7 @@ class Row:
 class Comparison:
     """The comparison of two files. In each kind of rows, those with the largest differences come first."""
 
-    def __init__(self, a: Stored, b: Stored, tolerance: float, ignore_dtype: bool) -> None:
+    def __init__(self, a: WeightFile, b: WeightFile, tolerance: float, ignore_dtype: bool) -> None:
         self.files = (a, b)
         self.tolerance = tolerance
         kinds = list(PLURALS)
@@ -149,7 +149,7 @@ class Comparison:
         }
 
 
-def _rows(a: Stored, b: Stored, tolerance: float, ignore_dtype: bool) -> Iterator[Row]:
+def _rows(a: WeightFile, b: WeightFile, tolerance: float, ignore_dtype: bool) -> Iterator[ComparedName]:
     from dadt_cli.compare.difference import Difference, describe, difference
 
     tied = {names for names in map(frozenset, a.tied) if names in set(map(frozenset, b.tied))}
@@ -159,19 +159,19 @@ def _rows(a: Stored, b: Stored, tolerance: float, ignore_dtype: bool) -> Iterato
         if name != names[0]:
             continue
         if name not in b.values:
-            yield Row(names, a.kinds[name], Difference(), (describe(a.values[name]), None))
+            yield ComparedName(names, a.kinds[name], Difference(), (describe(a.values[name]), None))
         elif name not in a.values:
-            yield Row(names, b.kinds[name], Difference(), (None, describe(b.values[name])))
+            yield ComparedName(names, b.kinds[name], Difference(), (None, describe(b.values[name])))
         else:
             one, other = a.values[name], b.values[name]
             try:
                 found = difference(one, other, tolerance, ignore_dtype)
             except ConfigError as error:
                 raise ConfigError(f"{a.name} and {b.name}: {name}: {error}") from error
-            yield Row(names, a.kinds[name], found, (describe(one), describe(other)))
+            yield ComparedName(names, a.kinds[name], found, (describe(one), describe(other)))
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ComparedName) -> list[str]:
     one, other = row.sides
     kind = one if one == other or other is None else other if one is None else f"{one} -> {other}"
     name = " = ".join(row.names)
@@ -185,7 +185,7 @@ def _cells(row: Row) -> list[str]:
     return [name, row.kind, kind or "", text, relative, count]
 
 
-def _in_words(rows: Sequence[Row]) -> str:
+def _in_words(rows: Sequence[ComparedName]) -> str:
     counts = Counter(row.result for row in rows)
     unlike = counts["different"]
     compared = unlike + counts["equal"]
@@ -198,7 +198,7 @@ def _in_words(rows: Sequence[Row]) -> str:
     return "; ".join(parts)
 
 
-def _row_data(row: Row) -> dict[str, Any]:
+def _row_data(row: ComparedName) -> dict[str, Any]:
     one, other = row.sides
     difference = row.difference
     data: dict[str, Any] = {"names": row.names, "kind": row.kind, "result": row.result, "a": one, "b": other}

@@ -34,7 +34,7 @@ SECOND_SENTENCE = re.compile(r"(?<=[^.])\. |\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class WeightFile:
     """Names are keys and indices, with / between them."""
 
     name: str
@@ -48,7 +48,7 @@ class Stored:
     """Names of one and the same tensor."""
 
 
-def read(text: str) -> Stored:
+def read(text: str) -> WeightFile:
     """Read FILE; of FILE:PART only the values whose names begin with PART, which is taken off their names.
 
     Raises ConfigError where there is no such file or part, or it cannot be read without running code.
@@ -76,7 +76,7 @@ def read(text: str) -> Stored:
             )
         values = {name[len(start) :]: values[name] for name in found}
         kinds = {name[len(start) :]: kinds[name] for name in found}
-    return Stored(text, f"{path}:{start}", values, kinds, _tied(values))
+    return WeightFile(text, f"{path}:{start}", values, kinds, _tied(values))
 
 
 def path_of(text: str) -> Path:

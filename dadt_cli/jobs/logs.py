@@ -34,7 +34,7 @@ def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
     files = _files(folder, ranks)
     with ExitStack() as stack:
         line = stack.enter_context(called) if trace and follow and (called := trace.call()) else None
-        tails = [stack.enter_context(Tail(path)) for path in files]
+        tails = [stack.enter_context(LogTail(path)) for path in files]
         while line is not None:
             ended = line.ended(LOOK_SECONDS)
             for tail in tails:
@@ -54,7 +54,7 @@ def _called_again(trace: Trace) -> Line | None:
     return None
 
 
-class Tail:
+class LogTail:
     """A rank's file, shown as far as it has been written."""
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +62,7 @@ class Tail:
         self._prefix = f"[{path.stem.removeprefix('rank')}] ".encode()
         self._printed = Printed()
 
-    def __enter__(self) -> Tail:
+    def __enter__(self) -> LogTail:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dadt_cli.report.record import Record, verdict
+from dadt_cli.report.record import JobRecord, verdict
 from dadt_cli.terminal.table import moment
 
 EVENTS = "events.jsonl"
@@ -19,7 +19,7 @@ def folders(log_dir: Path, running: Collection[str]) -> list[Path]:
 
 def facts(folder: Path) -> dict[str, Any]:
     """When it began, its workers, steps, end, command and logs; what is not known is left out."""
-    report = Record.read(folder, running=False).report
+    report = JobRecord.read(folder, running=False).report
     ranks = report.get("ranks", [])
     hosts = len({rank.get("host") for rank in ranks})
     steps = [rank["steps"] for rank in ranks if rank.get("steps") is not None]
@@ -36,6 +36,6 @@ def facts(folder: Path) -> dict[str, Any]:
 
 def sentence(folder: Path) -> str:
     """How the job ended, and where there is more."""
-    job, report = folder.name, Record.read(folder, running=False).report
+    job, report = folder.name, JobRecord.read(folder, running=False).report
     at = f" at {moment(report['end'])}" if "end" in report else ""
     return f"job {job} has ended{at}: {verdict(report, running=False)[0]}; dadt report {folder} says how it went"

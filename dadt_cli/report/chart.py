@@ -33,7 +33,7 @@ class Tick(NamedTuple):
 
 
 @dataclass
-class Line:
+class ChartLine:
     """A path, and which of the colours it has."""
 
     label: str
@@ -46,7 +46,7 @@ class Chart:
     """A drawing in the square of SIDE, y downwards, and the text beside it."""
 
     title: str
-    lines: list[Line] = field(default_factory=list)
+    lines: list[ChartLine] = field(default_factory=list)
     band: str = ""
     bars: list[tuple[float, float, float, str]] = field(default_factory=list)
     """For each bar its x, width and height, and what it says."""
@@ -67,17 +67,19 @@ def over_time(title: str, curves: Mapping[int, Curve], end: float, top: float | 
     chart.xs = [Tick(100 * x / end, _seconds(x, end)) for x in time_ticks(end)]
     if len(known) <= LINES:
         for colour, (rank, curve) in enumerate(known.items()):
-            chart.lines.append(Line(f"rank {rank}: {_number(curve.mean, unit)}", _path(curve.points, end, top), colour))
+            chart.lines.append(
+                ChartLine(f"rank {rank}: {_number(curve.mean, unit)}", _path(curve.points, end, top), colour)
+            )
         chart.note = "Beside the ranks stand their means."
         return chart
     low, middle, high = _spread([curve.points for curve in known.values()], end)
     back = _path(list(reversed(low)), end, top).replace("M", "L", 1)
     chart.band = f"{_path(high, end, top)} {back} Z"
-    chart.lines.append(Line(f"median of {len(known)} ranks", _path(middle, end, top), 0))
+    chart.lines.append(ChartLine(f"median of {len(known)} ranks", _path(middle, end, top), 0))
     by_mean = sorted(known, key=lambda rank: known[rank].mean)
     for colour, (word, rank) in enumerate((("least", by_mean[0]), ("most", by_mean[-1])), 1):
         label = f"rank {rank}, the {word}: {_number(known[rank].mean, unit)}"
-        chart.lines.append(Line(label, _path(known[rank].points, end, top), colour))
+        chart.lines.append(ChartLine(label, _path(known[rank].points, end, top), colour))
     chart.note = "The band goes from the least rank to the most at each moment."
     return chart
 

@@ -28,13 +28,13 @@ def report(job: str, output: str | None, log_dir: str) -> None:
     JOB is a job's id or folder. The page is a single file that needs no network.
     """
     from dadt_cli.report.page import page
-    from dadt_cli.report.record import Record
+    from dadt_cli.report.record import JobRecord
 
     trace, folder = folder_of(job, Path(log_dir), "events.jsonl")
     if not any(any(folder.glob(pattern)) for pattern in ("events.jsonl", "report.json", "rank*.log")):
         raise ConfigError(f"{folder}: holds nothing of a job of dadt's; give its id, or its folder in dadt-logs")
     path = Path(output) if output else folder / "report.html"
-    text = page(Record.read(folder, trace is not None), trace is not None)
+    text = page(JobRecord.read(folder, trace is not None), trace is not None)
     try:
         with private_files.open_file(path, "w", inner=not output, encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)

@@ -21,7 +21,7 @@ from dadt.launch.ending.failure import signal_name, size
 from dadt.launch.monitor.watch import ESCAPES
 from dadt.launch.start import saved_start
 from dadt_cli.report import chart, progress
-from dadt_cli.report.record import Record, placed_in, verdict
+from dadt_cli.report.record import JobRecord, placed_in, verdict
 from dadt_cli.report.timeline import Summary, parts, read
 from dadt_cli.terminal.table import Table, figure
 
@@ -36,7 +36,7 @@ LATER_SECONDS = 300.0
 """A timeline is written at the end of its job; one that is younger by more than this many seconds is another job's."""
 
 
-def page(record: Record, running: bool) -> str:
+def page(record: JobRecord, running: bool) -> str:
     """HTML. Raises ConfigError where the template library is not there."""
     report = record.report
     return _template().render(
@@ -159,7 +159,7 @@ def _end(code: int | None) -> str:
     return "done" if code == 0 else signal_name(-code) if code < 0 else f"exit code {code}"
 
 
-def _snapshots(record: Record, running: bool) -> dict[str, Any] | None:
+def _snapshots(record: JobRecord, running: bool) -> dict[str, Any] | None:
     """The steps of the whole snapshots, and the command that goes on with the job, also where it was killed with its
     launcher; None where there is neither."""
     config = record.report.get("config") or {}
@@ -184,7 +184,7 @@ def _path(told: Any) -> str:
     return told if isinstance(told, str) and "\0" not in told else ""
 
 
-def _failure(record: Record) -> dict[str, Any]:
+def _failure(record: JobRecord) -> dict[str, Any]:
     """What the page shows of the failure of the rank that failed first."""
     told = record.report["failure"]
     rank, code, message = told.get("rank"), told.get("exit_code"), told.get("message") or ""
@@ -232,7 +232,7 @@ def _is_borne(event: Mapping[str, Any]) -> bool:
 
 
 def _events(
-    record: Record, wanted: Callable[[Mapping[str, Any]], bool] = lambda event: True
+    record: JobRecord, wanted: Callable[[Mapping[str, Any]], bool] = lambda event: True
 ) -> Iterator[tuple[str, str, str, str]]:
     """When, who, what, and whether it is a warning or a failure."""
     begin = record.report.get("begin", 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 from dadt.control.step_times import PER_DOUBLING, bound
 from dadt_cli.report import chart
 from dadt_cli.report.chart import Chart, Curve
-from dadt_cli.report.record import LARGEST, Moment, Record
+from dadt_cli.report.record import LARGEST, JobRecord, Moment
 from dadt_cli.terminal.table import Table
 
 POINTS = 240
@@ -21,13 +21,13 @@ SIZES = range(-240, 240)
 """Sizes of steps: from a nanosecond to years."""
 
 
-def over_time(record: Record) -> list[Chart]:
+def over_time(record: JobRecord) -> list[Chart]:
     """Throughput and waiting of each rank; without those of which nothing is known."""
     end = record.report.get("seconds") or _last(record) - record.report.get("begin", 0.0)
     return [each for each in (_throughput(record, end), _waiting(record, end)) if each is not None]
 
 
-def _throughput(record: Record, end: float) -> Chart | None:
+def _throughput(record: JobRecord, end: float) -> Chart | None:
     counted = any(moments[-1].samples for moments in record.series.values())
     of, words = ("samples", "samples") if counted else ("step", "steps")
     curves = {}
@@ -37,7 +37,7 @@ def _throughput(record: Record, end: float) -> Chart | None:
     return chart.over_time(f"Throughput of each rank: {words} per second", curves, end, None, "")
 
 
-def _waiting(record: Record, end: float) -> Chart | None:
+def _waiting(record: JobRecord, end: float) -> Chart | None:
     curves = {
         rank: Curve([(x, min(1.0, y)) for x, y in _rates(record, moments, "waited")], _mean(moments, "waited"))
         for rank, moments in record.series.items()
@@ -45,7 +45,7 @@ def _waiting(record: Record, end: float) -> Chart | None:
     return chart.over_time("Waiting: share of the time that training stood still", curves, end, 1.0, "%")
 
 
-def _rates(record: Record, moments: list[Moment], of: str) -> list[tuple[float, float]]:
+def _rates(record: JobRecord, moments: list[Moment], of: str) -> list[tuple[float, float]]:
     """Per second of the rank's own clock, between moments at which it had come further. x: seconds from the start."""
     known = moments[:1] + [after for before, after in itertools.pairwise(moments) if after.clock > before.clock]
     every = max(1, len(known) // POINTS)
@@ -64,7 +64,7 @@ def _mean(moments: Sequence[Moment], of: str) -> float:
 
 
 def _silence(
-    record: Record, moments: Sequence[Moment], points: Sequence[tuple[float, float]], end: float
+    record: JobRecord, moments: Sequence[Moment], points: Sequence[tuple[float, float]], end: float
 ) -> list[tuple[float, float]]:
     """The points of a rate of zero from the last step on, where the rank went on reporting without one."""
     last = next((moment for moment in moments if moment.clock == moments[-1].clock), moments[-1])
@@ -73,7 +73,7 @@ def _silence(
     return [(begin, 0.0), (end, 0.0)] if moments[-1].time - last.time > max(SILENT_SECONDS, 3 * usual) else []
 
 
-def _last(record: Record) -> float:
+def _last(record: JobRecord) -> float:
     """The newest time of which the record tells, in seconds since 1970; 0: there is none."""
     times = [event["time"] for event in record.events] + [moments[-1].time for moments in record.series.values()]
     return max(times, default=0.0)

@@ -95,7 +95,7 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class Record:
+class JobRecord:
     """What the log folder of a job records about it."""
 
     folder: Path
@@ -108,7 +108,7 @@ class Record:
     """A sentence for each thing that should be there and is not."""
 
     @classmethod
-    def read(cls, folder: Path, running: bool) -> Record:
+    def read(cls, folder: Path, running: bool) -> JobRecord:
         """running: the job is not over, so that no report can be there yet."""
         record = cls(folder)
         record.events = [event for event in record._lines("events.jsonl") if _is_event(event)]

@@ -93,7 +93,7 @@ def events(path: Path, torn: list[str]) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(slots=True)
-class Rank:
+class RankTimes:
     """Sums of one rank, in microseconds, without its first step, in which the ranks meet and the script warms up."""
 
     host: str = ""
@@ -115,7 +115,7 @@ class Summary:
     """A summary of all ranks' events, which may be added in any order of ranks."""
 
     def __init__(self) -> None:
-        self.ranks: dict[int, Rank] = {}
+        self.ranks: dict[int, RankTimes] = {}
         self.longest: list[tuple[float, int, int, str, float]] = []
         """For each of the longest waits its duration, rank and step, for what it was, and when."""
         self.clock_error = 0.0
@@ -124,7 +124,7 @@ class Summary:
         self._begun: dict[str, float] = {}
 
     def add(self, event: dict[str, Any]) -> None:
-        rank = self.ranks.setdefault(event["pid"], Rank())
+        rank = self.ranks.setdefault(event["pid"], RankTimes())
         if event["ph"] == "M":
             self._describe(rank, event)
         elif event["ph"] == "b":
@@ -144,7 +144,7 @@ class Summary:
         elif event["cat"] not in ("step", "compute", "wait", "gpu"):
             rank.operations += 1
 
-    def _describe(self, rank: Rank, event: dict[str, Any]) -> None:
+    def _describe(self, rank: RankTimes, event: dict[str, Any]) -> None:
         if event["name"] == "process_name":
             rank.host = event["args"]["name"].partition("(")[2].rstrip(")")
         elif event["name"] == "dadt":

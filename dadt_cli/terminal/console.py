@@ -27,14 +27,14 @@ class ReaderGone(DadtError):
     exit_code = 141
 
 
-class View(Protocol):
+class ScreenView(Protocol):
     """Something at the bottom of the screen that must be asked to make room."""
 
     def above(self, stream: int, data: bytes) -> None:
         """Print bytes that end with a line's end, unaltered."""
 
 
-_view: View | None = None
+_view: ScreenView | None = None
 _meanwhile: Callable[[], None] | None = None
 _grows = False
 """Whether the last line that we wrote may get further parts."""
@@ -50,7 +50,7 @@ def meanwhile(act: Callable[[], None]) -> None:
     _meanwhile = act
 
 
-def show_above(view: View | None) -> None:
+def show_above(view: ScreenView | None) -> None:
     """Print everything above this view from now on; None: there is no view any more."""
     global _view
     _view = view

@@ -171,19 +171,20 @@ def test_a_report_pairs_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[st
         for seed, value in enumerate(found):
             append(path, {**Run("cnn", method, 2, 0.1, seed)._asdict(), **outcome(value)})
     append(path, {**Run("cnn", "sync", 2, 0.1, 1000)._asdict(), **outcome(0.5)})  # of the sweep: no pair
-    page = path.with_suffix(".md")
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write(path)
+    page = tmp_path / "accuracy.md"
+    page.write_text("before\n<!-- trainings -->\nold\n<!-- end of trainings -->\nafter\n")
+    report.write(path, page)
     lines = page.read_text().splitlines()
     assert lines[0] == "before" and lines[-1] == "after" and "old" not in lines
     half = 4.303 * math.sqrt(1e-6 / 3) / math.sqrt(3)
     low, high = 0.002 / 3 - half, 0.002 / 3 + half
     both = f"0.0007 ({low:.4f} to {high:.4f})"
     assert f"| cnn | 0.1 | 2 | pipe | 0.9693 | 0.0307 | 3 | sync | {both} | {both} | 0.003 | yes | 0 |" in lines
-    (plain,) = [line for line in lines if "| plain |" in line]
-    assert plain.endswith("| no | 1 |")
+    printed = capsys.readouterr().out.splitlines()
+    (plain,) = [line for line in printed if "| plain |" in line]
+    assert plain.endswith("| no | 1 |") and plain not in lines
     assert path.with_name("results-cnn.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.strip() in page.read_text()
+    assert path.with_suffix(".csv").read_text().startswith("family,rate,workers,method,")
 
 
 def test_a_report_compares_compression_with_what_is_compressed(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from harness import ROOT
 from harness.patience import PATIENCE
 
 from benchmarks.peers.__main__ import main
-from benchmarks.peers.measurement import LINK, MEASUREMENTS, contender, exchange
+from benchmarks.peers.measurement import LINK, MEASUREMENTS, USUAL, contender, exchange
+from benchmarks.peers.measurement import found as measured
 from benchmarks.peers.page import page
 from benchmarks.peers.target import TARGETS, Target, slow_link, speed, verdict
 from dadt_cli.bench.peer import PEERS
@@ -38,9 +39,9 @@ def measurement(seconds: dict[str, list[float]], busy: float = 1.0, limit: float
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Cells of all tables of a page, by the first of a row."""
+    """Cells of all tables of a page, by the first of a row, or by the contender in the table of measurements."""
     cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    return {first: rest for first, *rest in cells}
+    return {rest[0] if first in MEASUREMENTS else first: rest for first, *rest in cells}
 
 
 def test_each_target_is_computed_from_the_rounds_and_judged() -> None:
@@ -54,15 +55,14 @@ def test_each_target_is_computed_from_the_rounds_and_judged() -> None:
     # A link that needs 0.95 s lets nobody be faster.
     limited = found["asleep-even: speed of pipe over plain's, or what the link allows"]
     assert limited[1:] == ["0.95", "0.95 (0.80 to 0.95)", "by its median"]
-    assert found["pipe"][:3] == ["1000 (1000 to 2000)", "0.80 (0.80 to 0.80)", "1.10 (1.00 to 1.30)"]
-    assert found["plain"][1] == found["ddp-view"][2] == "1"
-    assert "Horovod is left out: it is not here." in text and "peers-resnet50.png" in text
+    assert found["pipe"][1:4] == ["1000 (1000 to 2000)", "0.80 (0.80 to 0.80)", "1.10 (1.00 to 1.30)"]
+    assert found["plain"][2] == found["ddp-view"][3] == "1"
     assert "no results" not in text
 
 
 def test_a_busy_machine_is_told_of_first() -> None:
     text = page({"resnet50": measurement(SECONDS, busy=55.0)}, {})
-    assert "these figures are no results" in text.partition("## Targets")[0] and "55 % before resnet50" in text
+    assert "these figures are no results" in text.partition("|")[0] and "55 % before resnet50" in text
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,22 @@ def test_what_cannot_be_asked_for_is_one_sentence(
 
 @pytest.mark.slow
 def test_a_measurement_is_made_once_and_goes_on_the_page(tmp_path: Path) -> None:
-    study = {name: measurement(SECONDS) for name in MEASUREMENTS if name != "shm-mlp"}
+    study = {name: measurement(SECONDS) for name in USUAL if name != "shm-mlp"}
     (tmp_path / "a.json").write_text(json.dumps(study))
     command = [sys.executable, "-m", "benchmarks.peers", "--rounds", "2"]
     command += ["--json", str(tmp_path / "a.json"), "--write", str(tmp_path / "a.md")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=5 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "a.json").read_text())
-    assert set(found) == set(MEASUREMENTS) and found["resnet50"] == study["resnet50"]
+    assert set(found) == set(USUAL) and found["resnet50"] == study["resnet50"]
     assert list(found["shm-mlp"]["contenders"]) == MEASUREMENTS["shm-mlp"].contenders.split()
     assert (tmp_path / "a-shm-mlp.png").read_bytes().startswith(b"\x89PNG")
-    assert "A small perceptron on one host" in (tmp_path / "a.md").read_text()
+    assert "| shm-mlp | pipe |" in (tmp_path / "a.md").read_text()
+
+
+@pytest.mark.slow
+def test_what_auto_chooses_is_measured_beside_choices_by_hand(tmp_path: Path) -> None:
+    asked = MEASUREMENTS["auto-shm"]._replace(contenders="auto sync", steps=4, every=4)
+    found = measured(asked, 2, tmp_path / "a.png", print)
+    assert list(found["contenders"]) == ["auto", "sync"] and " chooses " in found["choice"]
+    assert rows(page({"auto-shm": found}, {}))["auto-shm: speed of auto over the best choice's by hand"][0] == "0.95"

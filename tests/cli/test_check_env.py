@@ -21,7 +21,7 @@ from harness.patience import PATIENCE, await_that
 from harness.run import DADT
 
 from dadt_cli.check_env import SUBJECTS, gpu_links, training
-from dadt_cli.check_env.check import Asked, Check, good, worst
+from dadt_cli.check_env.check import Check, CheckOptions, good, worst
 from dadt_cli.check_env.hosts import differences
 from dadt_cli.check_env.probe import of_subject
 from dadt_cli.check_env.tools import SCOPE
@@ -29,9 +29,9 @@ from dadt_cli.check_env.tools import SCOPE
 Torch = Callable[[str], dict[str, str]]
 
 
-def found(subject: str, name: str = "", asked: Asked | None = None, **env: str) -> Check:
+def found(subject: str, name: str = "", asked: CheckOptions | None = None, **env: str) -> Check:
     """The check of this name, or the only one that is not well."""
-    all = of_subject(subject, asked or Asked(), {**os.environ, **env})
+    all = of_subject(subject, asked or CheckOptions(), {**os.environ, **env})
     chosen = [check for check in all if (check.name == name if name else check.verdict != "pass")]
     assert len(chosen) == 1, all
     return chosen[0]
@@ -102,13 +102,13 @@ def test_no_mpirun_in_the_path(tmp_path: Path) -> None:
     check = found("mpi", "mpirun", PATH=str(tmp_path))
     assert (check.verdict, check.value) == ("warn", "none in PATH, though mpi4py is installed")
     assert "pip install" in check.hint
-    check = found("mpi", "mpirun", Asked(mpirun="/opt/no/mpirun"), PATH=str(tmp_path))
+    check = found("mpi", "mpirun", CheckOptions(mpirun="/opt/no/mpirun"), PATH=str(tmp_path))
     assert (check.verdict, check.value) == ("fail", "there is no /opt/no/mpirun")
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI is installed")
 def test_the_mpi_that_a_job_would_take_is_named() -> None:
-    all = of_subject("mpi", Asked())
+    all = of_subject("mpi", CheckOptions())
     assert worst(all) == "pass", all
     taken = [check for check in all if check.value.endswith(", taken by dadt run")]
     assert len(taken) == 1 and taken[0].alike
@@ -133,7 +133,7 @@ def test_a_gpu_and_a_torch_without_cuda(tmp_path: Path) -> None:
     tool.write_text("#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 70000, Default'\n")
     tool.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    told = {check.name: check for check in of_subject("cuda", Asked(), env)}
+    told = {check.name: check for check in of_subject("cuda", CheckOptions(), env)}
     assert (told["driver"].value, told["GPUs"].value) == ("550.54.15", "NVIDIA H100 80GB HBM3")
     assert (told["memory of GPU 0"].verdict, told["visible"].verdict) == ("warn", "warn")
     assert told["torch"].verdict == "fail" and "without CUDA" in told["torch"].value
@@ -195,7 +195,7 @@ def test_how_gpus_are_joined(tmp_path: Path) -> None:
 
     def told(text: str, **more: str) -> dict[str, Check]:
         tool.with_name("nvidia-smi.topo").write_text(text)
-        return {check.name: check for check in of_subject("cuda", Asked(), {**env, **more})}
+        return {check.name: check for check in of_subject("cuda", CheckOptions(), {**env, **more})}
 
     first = told(APART)
     assert (first["GPU links"].verdict, first["GPU links"].value.partition(":")[0]) == ("warn", "SYS alone")
@@ -212,7 +212,7 @@ def test_how_gpus_are_joined(tmp_path: Path) -> None:
 
 
 def test_a_proxy_that_would_be_asked_for_the_hosts() -> None:
-    asked = Asked(hosts=2, peers=("h0", "10.7.0.1", "h1.lab", "10.7.0.2"))
+    asked = CheckOptions(hosts=2, peers=("h0", "10.7.0.1", "h1.lab", "10.7.0.2"))
     env = {"https_proxy": "http://user:secret@proxy:3128", "HTTP_PROXY": "http://proxy:3128", "no_proxy": "localhost"}
     check = found("variables", "proxies", asked, **env)
     left = "127.0.0.1, h0, 10.7.0.1, h1.lab, 10.7.0.2"
@@ -229,7 +229,7 @@ def test_a_tool_that_is_broken_and_one_that_is_not_there(tmp_path: Path) -> None
     broken = tmp_path / "py-spy"
     broken.write_text("#!/bin/sh\necho 'error while loading shared libraries: libunwind.so' >&2\nexit 127\n")
     broken.chmod(0o755)
-    told = {check.name: check for check in of_subject("tools", Asked(), {**os.environ, "PATH": str(tmp_path)})}
+    told = {check.name: check for check in of_subject("tools", CheckOptions(), {**os.environ, "PATH": str(tmp_path)})}
     assert (told["py-spy"].verdict, "libunwind.so" in told["py-spy"].value) == ("warn", True)
     assert (told["gdb"].verdict, told["gdb"].value) == ("pass", "none") and "apt-get install gdb" in told["gdb"].hint
     assert told["numactl"].value.startswith("none")
@@ -302,7 +302,7 @@ def test_a_machine_that_is_well() -> None:
 
 @pytest.mark.slow
 def test_workers_that_train_each_for_itself_are_found_out() -> None:
-    check = training.train("two workers", Asked(), executor="shm", launcher="local", inject="none")
+    check = training.train("two workers", CheckOptions(), executor="shm", launcher="local", inject="none")
     assert check.verdict == "fail" and check.value.startswith("trained each for itself")
 
 
@@ -335,7 +335,7 @@ def test_what_a_job_has_left_running() -> None:
     finally:
         left.send_signal(signal.SIGKILL)
         left.wait()
-    assert not [check for check in of_subject("leftovers", Asked()) if "zz22" in check.name]
+    assert not [check for check in of_subject("leftovers", CheckOptions()) if "zz22" in check.name]
 
 
 @pytest.mark.slow

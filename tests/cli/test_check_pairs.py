@@ -16,7 +16,7 @@ from harness.patience import PATIENCE
 from dadt.control.machine import free_port
 from dadt_cli.check_env import pairs
 from dadt_cli.check_env.matrix import as_pairs, judged
-from dadt_cli.check_env.pairs import Order, Way, measure, rounds
+from dadt_cli.check_env.pairs import HostPair, PairOrder, measure, rounds
 
 NAMES = ("a", "b", "c", "d")
 UP = "ip link set lo up mtu 1500"
@@ -31,12 +31,12 @@ tc filter add dev lo parent 1: protocol ip prio 1 u32 match ip dst 127.0.0.2/32 
 """Packets to the second host come late, once as many bytes as BURST have been sent."""
 
 
-def of_hosts(count: int, speed: bool = False, absent: int | None = None) -> list[Way]:
+def of_hosts(count: int, speed: bool = False, absent: int | None = None) -> list[HostPair]:
     """What all see together; each has an address of its own. The absent one never comes."""
     addresses = [(f"127.0.0.{index + 1}", free_port()) for index in range(count)]
     token = os.urandom(pairs.TOKEN_BYTES).hex()
-    orders = [Order(index=index, addresses=addresses, token=token, speed=speed) for index in range(count)]
-    found: dict[int, list[Way]] = {}
+    orders = [PairOrder(index=index, addresses=addresses, token=token, speed=speed) for index in range(count)]
+    found: dict[int, list[HostPair]] = {}
     threads = [
         threading.Thread(target=lambda order=order: found.update({order.index: measure(order)}))
         for order in orders
@@ -49,7 +49,7 @@ def of_hosts(count: int, speed: bool = False, absent: int | None = None) -> list
     return [way for index in sorted(found) for way in found[index]]
 
 
-def behind(setting: str, speed: bool) -> list[Way]:
+def behind(setting: str, speed: bool) -> list[HostPair]:
     """Two hosts in a network namespace of their own with that setting."""
     ask = ["unshare", "--net", "sh", "-e", "-c"]
     if subprocess.run([*ask, setting], capture_output=True).returncode:
@@ -57,7 +57,7 @@ def behind(setting: str, speed: bool) -> list[Way]:
     command = [*ask, f'{setting}\nexec "$@"', "sh", sys.executable, __file__, str(int(speed))]
     env = {**os.environ, "PYTHONPATH": str(TESTS)}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True, env=env)
-    return [Way(**fields) for fields in json.loads(done.stdout)]
+    return [HostPair(**fields) for fields in json.loads(done.stdout)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
@@ -113,7 +113,7 @@ def test_a_host_that_never_comes_is_named_and_waited_for_no_longer_than_said(mon
 def test_strangers_are_not_taken_for_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "STRANGER_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        host = pairs._Host(Order(index=0, addresses=[("", 0)] * 2, token="11" * 16, speed=False), server)
+        host = pairs._Host(PairOrder(index=0, addresses=[("", 0)] * 2, token="11" * 16, speed=False), server)
         callers = [socket.create_connection(server.getsockname()) for _ in range(3)]
         callers[1].sendall(pairs.HELLO.pack(b"2" * 16, 1, pairs.ECHO))
         callers[2].sendall(pairs.HELLO.pack(bytes.fromhex("11" * 16), 1, pairs.ECHO))

@@ -21,7 +21,7 @@ from harness.run import DADT
 
 import dadt_cli
 from dadt_cli.report.page import page
-from dadt_cli.report.record import REPORT, Record
+from dadt_cli.report.record import REPORT, JobRecord
 
 EVIL = "<script>alert('&amp;')</script>\"'>"
 FAILING = """\
@@ -95,7 +95,7 @@ class Page(HTMLParser):
 
 
 def read(folder: Path, running: bool = False) -> Page:
-    found = Page(page(Record.read(folder, running), running))
+    found = Page(page(JobRecord.read(folder, running), running))
     assert "script" not in found.tags and not found.outside
     return found
 

@@ -29,6 +29,8 @@ from harness.machine import Machine, Network, missing
 from harness.patience import PATIENCE, await_that
 from harness.run import DADT, left_of
 
+from benchmarks.page import put, table
+
 SCRIPT = """
 import os, signal, sys, time, torch
 from pathlib import Path
@@ -360,8 +362,6 @@ def try_out(fault: Fault) -> Row:
 
 def page(rows: Sequence[Row]) -> str:
     lines = [
-        "# Faults, and what the user sees of them",
-        "",
         f"Made on {date.today()} with `make faults` (as root), on a shared virtual machine of {os.cpu_count()} cores,",
         "with simulated hosts. Each fault strikes a job of two ranks. Told: from the fault to the first line",
         "that names it; over: to the end of the job. Waits were shortened:",
@@ -369,18 +369,17 @@ def page(rows: Sequence[Row]) -> str:
         "with the defaults (300, 60, 10 and 30 s), which cuts of 5 s had, what hangs on one of them takes as much",
         "longer. What is left was looked for on all hosts after the end.",
         "",
-        "| Where | Executor | Fault | What the user sees | Told (s) | Over (s) | Exit code | Left |",
-        "|---|---|---|---|---|---|---|---|",
     ]
+    cells = []
     for row in rows:
         fault = row.fault
         sees = f"not tried: {row.skipped}" if row.skipped else f"`{shortened(row.line)}`" if row.line else "nothing"
         told, over = ("" if value is None else f"{value:.1f}" for value in (row.told, row.over))
         left = "" if row.skipped else "; ".join(row.left) or "nothing"
         code = "" if row.code is None else str(row.code)
-        cells = [fault.place, fault.executor, fault.name, sees, told, over, code, left]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        cells.append([fault.place, fault.executor, fault.name, sees, told, over, code, left])
+    head = ["Where", "Executor", "Fault", "What the user sees", "Told (s)", "Over (s)", "Exit code", "Left"]
+    return "\n".join([*lines, table(head, cells)])
 
 
 def shortened(line: str) -> str:
@@ -391,7 +390,7 @@ def shortened(line: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="PATTERN", help="of the faults, by place, executor and name")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, too")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="page whose section `faults` gets the table")
     options = parser.parse_args()
     if reason := missing():
         sys.exit(reason)
@@ -407,7 +406,7 @@ def main() -> None:
         print(f"{title}: {verdict}: {came}", file=sys.stderr, flush=True)
     print(page(rows))
     if options.write:
-        options.write.write_text(page(rows))
+        put(options.write, "faults", page(rows))
     wrong = [row.fault.name for row in rows if not row.as_expected]
     sys.exit(f"not as expected: {', '.join(wrong)}" if wrong else 0)
 

@@ -43,7 +43,7 @@ class Shown(NamedTuple):
 
 
 SHOWN = {"sgd": Shown(("none", "bf16", "int8"), 32), "adam": Shown(("none", "int8"), 0)}
-"""What meets the target on all models of a kind of optimizer in docs/results/convergence.md, with four workers. bf16
+"""What meets the target on all models of a kind of optimizer in docs/results/accuracy.md, with four workers. bf16
 misses it on the GPT by a little, and `local` on the GPT and the MLP by far. (DiLoCo's outer optimizer misses it with
 SGD.)"""
 

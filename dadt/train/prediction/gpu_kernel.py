@@ -1,6 +1,6 @@
 """The next weights of a GPU's parameters, all in one launch: one pass over weights, gradients and optimizer state.
 
-As tensor operations these are some 12 launches for each parameter (docs/results/gpu.md).
+As tensor operations these are some 12 launches for each parameter (docs/results/speed.md).
 """
 
 from __future__ import annotations

@@ -15,20 +15,20 @@ from harness.patience import PATIENCE
 from dadt.api.run import run
 from dadt.errors import ConfigError
 from dadt_cli.bench import adviser, cost
-from dadt_cli.bench.cost import Bucket, Figures, Handling, LinkCost, LowRank, Network, Way
-from dadt_cli.bench.probe import Found, probe
+from dadt_cli.bench.cost import BucketCost, Combination, Handling, LinkCost, LowRankBytes, MeasuredCosts, NetworkSpeed
+from dadt_cli.bench.probe import ProbeResult, probe
 
 FREE = Handling(0.0, 0.0, 0.0)
 MB = 1_000_000
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="networks can be made by root only")
 
 
-def figures(**other) -> Figures:
+def figures(**other) -> MeasuredCosts:
     """100 MB of gradients in two buckets, a step of 1 s, a link of 100 MB/s."""
-    made = Figures(
-        network=Network(alpha=0.0, bandwidth=100.0 * MB),
+    made = MeasuredCosts(
+        network=NetworkSpeed(alpha=0.0, bandwidth=100.0 * MB),
         handling={"none": FREE, "bf16": FREE, "int8": FREE},
-        buckets=[Bucket(60 * MB, 0.5), Bucket(40 * MB, 1.0)],
+        buckets=[BucketCost(60 * MB, 0.5), BucketCost(40 * MB, 1.0)],
         buffers=[],
         forward=0.25,
         backward=0.75,
@@ -45,7 +45,7 @@ def figures(**other) -> Figures:
 
 
 def seconds(algorithm: str, compression: str = "none", hosts: int = 2, **other) -> float:
-    return cost.seconds(figures(**other), Way(algorithm, compression), hosts)
+    return cost.seconds(figures(**other), Combination(algorithm, compression), hosts)
 
 
 def test_an_allreduce_sends_what_a_ring_does():
@@ -57,7 +57,7 @@ def test_an_allreduce_sends_what_a_ring_does():
 
 
 def test_latency_counts_for_each_step_of_the_way():
-    slow = figures(network=Network(0.001, 1e12))
+    slow = figures(network=NetworkSpeed(0.001, 1e12))
     assert cost.allreduce(slow, MB, "none", 8) == pytest.approx(0.014, rel=1e-3)
     assert cost.allreduce(slow, MB, "int8", 8) == pytest.approx(0.008, rel=1e-3)
     assert cost.allreduce(slow, 1000, "none", 8) == pytest.approx(0.007, rel=1e-3)
@@ -69,9 +69,9 @@ def test_sync_hides_what_goes_while_the_backward_still_computes():
     # The first bucket goes from 0.625 to 1.225 s, so the second one from there on, to 1.625 s.
     assert seconds("sync") == pytest.approx(1.625)
     # Of one bucket nothing is hidden.
-    assert seconds("sync", buckets=[Bucket(100 * MB, 0.9)]) == pytest.approx(2.0)
+    assert seconds("sync", buckets=[BucketCost(100 * MB, 0.9)]) == pytest.approx(2.0)
     # Statistics go before the last one.
-    assert seconds("sync", buckets=[Bucket(100 * MB, 0.9)], buffers=[10 * MB]) == pytest.approx(2.1)
+    assert seconds("sync", buckets=[BucketCost(100 * MB, 0.9)], buffers=[10 * MB]) == pytest.approx(2.1)
 
 
 def test_pipe_takes_the_longer_of_compute_and_exchange():
@@ -85,52 +85,52 @@ def test_pipe_takes_the_longer_of_compute_and_exchange():
 def test_local_hides_half_a_round():
     assert seconds("local") == pytest.approx(1.0)
     # 100 MB over 2 MB/s are 50 s, of which 16 are hidden in a round of 32.
-    assert seconds("local", network=Network(0.0, 2.0 * MB)) == pytest.approx((32 + 34) / 32)
+    assert seconds("local", network=NetworkSpeed(0.0, 2.0 * MB)) == pytest.approx((32 + 34) / 32)
 
 
 def test_gossip_waits_for_nobody_but_shares_the_processor():
-    assert seconds("gossip", network=Network(0.0, 1.0 * MB)) == 1.0
+    assert seconds("gossip", network=NetworkSpeed(0.0, 1.0 * MB)) == 1.0
     # 0.3 s of the processor for each exchange of 2 s on the wire, and 0.4 s of computing that takes twice as long.
     shared = {"link_costs": {"none": LinkCost(100 * MB, 0.1, 0.2)}, "busy": 1.0}
     assert seconds("gossip", **shared) == pytest.approx(1.0 / (1 - 0.3 / 2.8))
     # On a faster network there is one for each step, and not more.
-    assert seconds("gossip", network=Network(0.0, 1e12), **shared) == pytest.approx(1.3)
-    assert seconds("gossip", network=Network(0.0, 1e12), mail=1e-9, **shared) == pytest.approx(1.4)
+    assert seconds("gossip", network=NetworkSpeed(0.0, 1e12), **shared) == pytest.approx(1.3)
+    assert seconds("gossip", network=NetworkSpeed(0.0, 1e12), mail=1e-9, **shared) == pytest.approx(1.4)
     assert seconds("gossip", hosts=1, **shared) == pytest.approx(1.3)
 
 
 def test_low_rank_sends_two_thin_halves():
-    buckets = [Bucket(100 * MB, 1.0, LowRank(2 * MB, 3 * MB))]
+    buckets = [BucketCost(100 * MB, 1.0, LowRankBytes(2 * MB, 3 * MB))]
     assert seconds("sync", "powersgd:4", buckets=buckets, low_rank=0.2) == pytest.approx(1.0 + 0.02 + 0.03 + 0.2)
     assert seconds("pipe", "powersgd:4", buckets=buckets, low_rank=0.2) == pytest.approx(1.2)
-    slow = Network(0.0, 1.0 * MB)
+    slow = NetworkSpeed(0.0, 1.0 * MB)
     assert seconds("pipe", "powersgd:4", buckets=buckets, network=slow, low_rank=0.2) == pytest.approx(2 + 3)
 
 
 def test_the_best_changes_the_training_least_of_those_nearly_as_fast():
-    sync, pipe, gossip = Way("sync", "none"), Way("pipe", "none"), Way("gossip", "none")
+    sync, pipe, gossip = Combination("sync", "none"), Combination("pipe", "none"), Combination("gossip", "none")
     assert cost.best({sync: 9.6, pipe: 9.9, gossip: 10.0}) == sync
     assert cost.best({sync: 9.0, pipe: 9.9, gossip: 10.0}) == pipe
     assert cost.best({sync: 1.0, pipe: 1.5, gossip: 10.0}) == gossip
 
 
 def test_rates_go_up_to_1024_hosts_and_fall_with_their_number():
-    rates = cost.rates(figures(network=Network(1e-4, 100.0 * MB)), cost.HOSTS)
+    rates = cost.rates(figures(network=NetworkSpeed(1e-4, 100.0 * MB)), cost.HOSTS)
     assert len(rates) == 16
-    for way in (Way("sync", "none"), Way("pipe", "none")):
+    for way in (Combination("sync", "none"), Combination("pipe", "none")):
         assert rates[way] == sorted(rates[way], reverse=True)
-    assert rates[Way("gossip", "none")][-1] == 1.0
+    assert rates[Combination("gossip", "none")][-1] == 1.0
 
 
-def found(hosts: int, alpha: float, bandwidth: float, each: float, per_byte: float) -> list[Found]:
+def found(hosts: int, alpha: float, bandwidth: float, each: float, per_byte: float) -> list[ProbeResult]:
     """What ranks would measure on such a network."""
     sizes = (MB, 4 * MB, 16 * MB)
 
     def exchange(compression: str) -> list[tuple[int, float]]:
-        network = figures(network=Network(alpha, bandwidth), handling={compression: Handling(each, per_byte, 0.0)})
+        network = figures(network=NetworkSpeed(alpha, bandwidth), handling={compression: Handling(each, per_byte, 0.0)})
         return [(size, cost.allreduce(network, size, compression, hosts)) for size in sizes]
 
-    one = Found(
+    one = ProbeResult(
         cross_rank=0,
         local_size=1,
         cores=1,
@@ -199,8 +199,8 @@ def test_workers_measure_the_link_between_them(tmp_path):
     assert bucket.low_rank is not None
     assert bucket.low_rank.first + bucket.low_rank.second < bucket.bytes / 50
     # 16.3 MB at 25 MB/s: nothing else of a step takes that long.
-    assert cost.seconds(made, Way("sync", "none"), 2) > 0.5
-    assert made.bytes / MB / cost.seconds(made, Way("pipe", "none"), 2) < 1.15 * 25
+    assert cost.seconds(made, Combination("sync", "none"), 2) > 0.5
+    assert made.bytes / MB / cost.seconds(made, Combination("pipe", "none"), 2) < 1.15 * 25
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from dadt.errors import ConfigError
-from dadt_cli.bench.allreduce import Row, measure
+from dadt_cli.bench.allreduce import AllreduceRow, measure
 from dadt_cli.bench.command import bench, parse_size
 from dadt_cli.bench.ratio import Interval
 
@@ -31,7 +31,7 @@ def test_allreduce_reports_every_size_and_no_wrong_element(tmp_path: Path) -> No
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
     seconds = Interval(0.5, 0.4, 1.0)
-    row = Row(1000, 250, 4, *[seconds] * 5, wrong=0)
+    row = AllreduceRow(1000, 250, 4, *[seconds] * 5, wrong=0)
     assert row.algbw(seconds) == Interval(2000.0, 1000.0, 2500.0)
     assert row.busbw(seconds) == Interval(3000.0, 1500.0, 3750.0)
 

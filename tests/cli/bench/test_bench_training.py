@@ -25,7 +25,7 @@ from dadt_cli.bench.conclusion import conclusion
 from dadt_cli.bench.data import Images, Text
 from dadt_cli.bench.line import Hello, Worked
 from dadt_cli.bench.models import resnet, transformer, vgg
-from dadt_cli.bench.place import place_of
+from dadt_cli.bench.place import location_of
 from dadt_cli.bench.ratio import Interval
 from dadt_cli.bench.sweep import blocks, parse_sweep
 from dadt_cli.bench.training import Contender, Task, alone, copies, limit, rows
@@ -225,8 +225,8 @@ def test_a_sweep_is_every_combination_beside_the_same_peers() -> None:
 def test_other_machines_alone_are_reached_over_the_network(
     given: dict[str, Any], remote: bool, options: list[str]
 ) -> None:
-    place = place_of(config_of(given), given)
-    assert (place.remote, place.options) == (remote, options)
+    location = location_of(config_of(given), given)
+    assert (location.remote, location.options) == (remote, options)
 
 
 def test_whatever_chooses_local_its_rounds_must_hold_an_average(monkeypatch: pytest.MonkeyPatch) -> None:

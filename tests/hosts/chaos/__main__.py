@@ -11,6 +11,8 @@ from harness.machine import missing
 from hosts.chaos.page import page
 from hosts.chaos.trial import Row, drawn, try_out
 
+from benchmarks.page import put
+
 AT_ONCE = 4
 """Jobs that run at the same time."""
 
@@ -20,7 +22,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0-259", metavar="N-M")
     parser.add_argument("--only", default="", metavar="TEXT", help="of the faults, by what is in name or training")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, metavar="N", help="jobs at the same time")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, too")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="page whose section `chaos` gets the tables")
     options = parser.parse_args()
     if reason := missing():
         sys.exit(reason)
@@ -35,10 +37,10 @@ def main() -> None:
             came += f", equal {row.equal}, saved {row.saved}, left {row.left}"
             text = [] if row.kept else [row.text]
             print(f"{_title(row.seed)}: {verdict}: {came}", *text, sep="\n", file=sys.stderr, flush=True)
-    table = page(rows, options.at_once)
-    print(table)
+    text = page(rows, options.at_once)
+    print(text)
     if options.write:
-        options.write.write_text(table)
+        put(options.write, "chaos", text)
     sys.exit(not all(row.kept for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""docs/results/chaos.md."""
+"""The section of docs/results/faults.md about chaos."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hosts.chaos.kind import KINDS
 from hosts.chaos.struck import BATCH, OPTIONS, RANKS, STEPS, TRAININGS, WAITS
 from hosts.chaos.trial import Row
 
+from benchmarks.page import table
+
 
 def page(rows: Sequence[Row], at_once: int) -> str:
     """at_once: how many jobs ran at the same time."""
     tried = [row for row in rows if not row.skipped]
     lines = [
-        "# Chaos: faults in jobs that train on",
-        "",
         f"Made on {date.today()} with `make chaos` (as root), on a shared virtual machine of {os.cpu_count()} cores,",
         f"with {at_once} jobs at a time, each of four workers on one or two simulated hosts joined by SSH. Faults,",
         "moments and trainings are drawn by seed. Settings:",
@@ -32,9 +32,8 @@ def page(rows: Sequence[Row], at_once: int) -> str:
         "",
         f"**{sum(row.kept for row in tried)} of {len(tried)} promises were kept.**",
         "",
-        "| Fault | Kept | Told, median (s) | worst | Back, median (s) | worst | Steps lost | Samples, median | most |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
+    kinds = []
     for kind in KINDS:
         mine = [row for row in tried if row.kind is kind]
         if mine:
@@ -43,24 +42,25 @@ def page(rows: Sequence[Row], at_once: int) -> str:
             cells.append(str(max((row.steps for row in mine if row.steps is not None), default="")))
             samples = [row.samples for row in mine if row.samples is not None]
             cells += [f"{statistics.median(samples):.0f}", f"{max(samples)}"] if samples else ["", ""]
-            lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| Training | Kept |", "|---|---|"]
-    for training in TRAININGS:
-        if mine := [row for row in tried if row.training is training]:
-            lines.append(f"| {training.name} | {sum(row.kept for row in mine)} of {len(mine)} |")
+            kinds.append(cells)
+    head = ["Fault", "Kept", "Told, median (s)", "worst", "Back, median (s)", "worst", "Steps lost"]
+    trainings = [
+        [training.name, f"{sum(row.kept for row in mine)} of {len(mine)}"]
+        for training in TRAININGS
+        if (mine := [row for row in tried if row.training is training])
+    ]
+    lines += [table([*head, "Samples, median", "most"], kinds), table(["Training", "Kept"], trainings)]
     if skipped := {row.kind.name: row.skipped for row in rows if row.skipped}:
-        lines += ["", *(f"Not tried: {name} ({why})." for name, why in skipped.items())]
+        lines += [*(f"Not tried: {name} ({why})." for name, why in skipped.items()), ""]
     if broken := [row for row in tried if not row.kept]:
-        lines += [
-            "",
-            "| Seed | Fault | Training | Promised | Came | Exit code | Equal | Saved | Left |",
-            "|---|" + "---|" * 8,
-        ]
+        broken_rows = []
         for row in broken:
             ranks = [", ".join(map(str, sorted(each))) or "none" for each in (row.promised, row.survivors)]
             came = [str(row.code), *("yes" if each else "no" for each in (row.equal, row.saved))]
-            cells = [str(row.seed), row.kind.name, row.training.name, *ranks, *came, "; ".join(row.left) or "nothing"]
-            lines.append(f"| {' | '.join(cells)} |")
+            left = "; ".join(row.left) or "nothing"
+            broken_rows.append([row.seed, row.kind.name, row.training.name, *ranks, *came, left])
+        head = ["Seed", "Fault", "Training", "Promised", "Came", "Exit code", "Equal", "Saved", "Left"]
+        lines.append(table(head, broken_rows))
     return "\n".join([*lines, ""])
 
 

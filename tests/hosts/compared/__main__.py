@@ -14,12 +14,14 @@ from hosts.compared.page import page
 from hosts.compared.system import SYSTEMS
 from hosts.compared.trial import Row, try_out
 
+from benchmarks.page import put
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="hosts.compared", description="Faults under DADT, torchrun and torchft.")
     parser.add_argument("--only", default="", metavar="PATTERN", help="of the trials, by system, fault and step")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings at the same time")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there, too")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="page whose section `faults-compared` gets it")
     options = parser.parse_args()
     if reason := missing():
         sys.exit(reason)
@@ -34,7 +36,7 @@ def main() -> None:
             text = [row.text] if row.back is None else []
             print(f"{title}, {came}", *text, sep="\n", file=sys.stderr, flush=True)
             if options.write:
-                options.write.write_text(page(rows))
+                put(options.write, "faults-compared", page(rows))
     print(page(rows))
 
 

@@ -1,4 +1,4 @@
-"""docs/results/faults-compared.md."""
+"""The section of docs/results/faults.md about other programs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from importlib.metadata import version
 from hosts.compared.fault import FAULTS
 from hosts.compared.system import SYSTEMS, System
 from hosts.compared.trial import STEPS, Row
+
+from benchmarks.page import table
 
 OUTCOMES = ("goes on", "restarts", "ends", "hangs")
 TEXT = f"""
@@ -40,21 +42,18 @@ def page(rows: Sequence[Row]) -> str:
     head = ["System", "Lines added, removed", *(name.capitalize() for name in OUTCOMES)]
     head += ["Standstill, median (s)", "worst", "Again, median", "worst"]
     lines = [
-        "# The same faults under DADT, torchrun and torchft",
-        "",
         f"Made on {date.today()} with `make faults-compared` (as root), on a shared virtual machine of {cores},",
         f"with torch {version('torch')} and the torchft of `tests/hosts/compared/requirements.txt`.",
         TEXT,
-        *_table(head, [_summed(system, [row for row in rows if row.system is system]) for system in SYSTEMS]),
-        "",
+        table(head, [_summed(system, [row for row in rows if row.system is system]) for system in SYSTEMS]),
     ]
     cells = []
     for fault in FAULTS:
         found = {row.system: _cell(row) for row in rows if row.fault is fault}
         if found:
             cells.append([fault.name, str(fault.step), *(found.get(system, "") for system in SYSTEMS)])
-    lines += _table(["Fault", "at step", *(system.name for system in SYSTEMS)], cells)
-    return "\n".join([*lines, ""])
+    lines.append(table(["Fault", "at step", *(system.name for system in SYSTEMS)], cells))
+    return "\n".join(lines)
 
 
 def _summed(system: System, rows: Sequence[Row]) -> list[str]:
@@ -64,10 +63,6 @@ def _summed(system: System, rows: Sequence[Row]) -> list[str]:
     spread = [f"{statistics.median(backs):.2f}", f"{max(backs):.2f}"] if backs else ["", ""]
     spread += [f"{statistics.median(again):g}", str(max(again))] if again else ["", ""]
     return [system.name, "{}, {}".format(*system.changed), *(str(outcomes[name]) for name in OUTCOMES), *spread]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def _cell(row: Row) -> str:

@@ -28,7 +28,7 @@ from dadt.launch.members.rendezvous import Rendezvous
 from dadt.launch.monitor import series
 from dadt.launch.monitor.metrics.metric import METRICS
 from dadt.launch.monitor.watch import Watch
-from dadt_cli.report.record import Record
+from dadt_cli.report.record import JobRecord
 
 STEPS = 60
 TRAIN = f"""\
@@ -179,7 +179,7 @@ def _report_of_a_running_job(run: Run) -> None:
     await_that(told, "a report with all steps but the last")
 
     await_that(lambda: min(map(len, _moments(run).values())) > 1, "two moments of each rank, of which a curve is made")
-    words = Words(dadt_cli.report.page.page(Record.read(folder, True), True))
+    words = Words(dadt_cli.report.page.page(JobRecord.read(folder, True), True))
     for word in ("still runs", "rank: samples per second", "Step times: steps of all ranks", "Hosts", "--warmup-steps"):
         assert word in words.text, word
     assert words.tags.count("figure") == 3 and "Not all of it is there" not in words.text

@@ -1,0 +1,31 @@
+"""Tables of Markdown, and the sections of docs/results that commands write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+
+
+def spread(middle: float, low: float, high: float, form: str = ".2f") -> str:
+    """A figure with its interval: 1.02 (0.98 to 1.13)."""
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def put(page: Path, section: str, text: str) -> None:
+    """Write the section of this name between its two comments on the page, in place of what stood there. A page that
+    does not exist becomes one of this section.
+
+    Raises ValueError where the page has no such section.
+    """
+    begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
+    old = page.read_text() if page.exists() else f"{begin}{end}\n"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.S)
+    if not pattern.search(old):
+        raise ValueError(f"{page}: has no section between {begin} and {end}")
+    page.write_text(pattern.sub(lambda _: f"{begin}\n{text.strip()}\n{end}", old))
