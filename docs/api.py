@@ -39,6 +39,8 @@ SECTIONS = {
 HEAD = """\
 # Python API
 
+*For scripts that control the exchange themselves: every name that `import dadt` offers. Reading time: 12 minutes.*
+
 <!-- Written by docs/api.py from the docstrings: `make format` brings it up to date. -->
 
 An unmodified script needs none of this. A script that controls the exchange itself looks like this:

@@ -18,6 +18,8 @@ GROUPS = (
 HEAD = """\
 # Configuration
 
+*For looking up a setting: its flag, its variable, its default and what it does. Reading time: 9 minutes.*
+
 <!-- Written by docs/configuration.py from dadt.config.Config: `make format` brings it up to date. -->
 
 Every setting is a flag of `dadt run`, an environment variable, and a key of the YAML file that `--config` names. The

@@ -88,25 +88,25 @@ def test_each_kind_that_the_launcher_may_send_has_its_row(world: OneHost) -> Non
 def test_workers_are_stopped_gently_and_then_killed(world: OneHost) -> None:
     world.order("stop", grace=2.0, stacks=True)
     assert isinstance(world.actions[-1], DumpStacks)
-    world.wait(0.0)
-    world.wait(1.9)
+    world.later(0.0)
+    world.later(1.9)
     assert isinstance(world.actions[-1], TerminateAll)
-    world.wait(0.2)
+    world.later(0.2)
     assert world.actions[-1] == KillAll(spares_trackers=True)
-    world.wait(3.0, left=(7,))
+    world.later(3.0, left=(7,))
     assert world.host.over and world.host.stop is not None and world.host.stop.stuck == (7,)
 
 
 def test_a_host_whose_workers_have_ended_is_over(world: OneHost) -> None:
     for rank in (4, 5):
         world.host.ended(rank, 0, FACTS)
-    world.wait(0.0, left=())
+    world.later(0.0, left=())
     assert [frame["rank"] for frame in world.told("exit")] == [4, 5]
     assert world.host.over and world.host.stop is not None and not world.host.stop.signalled
 
 
 def test_workers_end_with_a_launcher_that_is_gone(world: OneHost) -> None:
-    world.wait(0.0, launcher_gone=True)
+    world.later(0.0, launcher_gone=True)
     assert isinstance(world.actions[-1], TerminateAll)
 
 
@@ -138,9 +138,9 @@ def test_a_preempted_host_saves_and_names_who_cannot() -> None:
     assert world.answers(4)[-1] == Frame("save", {"patience": 0.0})
     assert world.told("unheeded") == [Frame("unheeded", {"number": 10, "ranks": [5]})]
     assert not any(isinstance(each, SignalProcess) for each in world.actions)
-    world.wait(39.0)
+    world.later(39.0)
     assert not any(isinstance(each, TerminateAll) for each in world.actions)
-    world.wait(2.0)
+    world.later(2.0)
     assert isinstance(world.actions[-1], TerminateAll)
 
 
@@ -151,7 +151,7 @@ def test_a_rank_waits_for_the_file_that_the_first_one_writes(world: OneHost) -> 
     world.hear(4, "saved", path="/x", count=1, number=1)
     assert world.answers(5) == [Frame("saved", {"verdict": "there"})]
     world.hear(5, "await_save", **{**asks, "path": "/y", "number": 2})
-    world.wait(0.0, step=4)
+    world.later(0.0, step=4)
     assert world.answers(5)[-1] == Frame("saved", {"verdict": "write"}), "the first one is past that step"
 
 

@@ -199,9 +199,7 @@ MOST_METHODS = 20
 MORE_METHODS = {
     "Backend": "torch shapes it",
     "Overlay": "a table of the functions of `os` and `open` that it stands for",
-    # To be split.
-    "Control": "",
-    "StoreClient": "",
+    **dict.fromkeys(("WorkerLine", "Control", "StoreClient"), "a table of what a worker may say, and ask for"),
 }
 
 

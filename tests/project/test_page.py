@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -20,6 +21,11 @@ from harness.patience import PATIENCE
 from dadt_cli import COMMANDS, dadt_command
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SITE = [*PAGES[1:], *sorted((ROOT / "docs" / "results").glob("*.md"))]
+INCLUDED = runpy.run_path(str(ROOT / "docs" / "include.py"))["included"]
+READING = re.compile(r"\A# .+\n\n\*([^*]+?)\s+Reading\s+time:\s+(\d+)\s+minutes?\.\*\n")
+WORDS_PER_MINUTE = 220
+WIDTH = 120
 BLOCK = re.compile(r"<!-- (?P<mark>runnable|file): ?(?P<value>.*?) ?-->\n```\w+\n(?P<text>.*?)```", re.S)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 EXAMPLE_FLAGS = {"--epochs"}
@@ -108,7 +114,7 @@ class Command:
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
-    text = page.read_text().replace("<!-- runnable -->", "<!-- runnable: -->")
+    text = INCLUDED(page.read_text()).replace("<!-- runnable -->", "<!-- runnable: -->")
     return [(m["mark"], m["value"], m["text"]) for m in BLOCK.finditer(text)]
 
 
@@ -298,3 +304,26 @@ def test_results_are_listed() -> None:
     listed = (ROOT / "docs" / "benchmarks.md").read_text()
     missing = [p.name for p in (ROOT / "docs" / "results").glob("*") if p.name not in listed]
     assert not missing, "name each file of docs/results in docs/benchmarks.md"
+
+
+def without_code(text: str) -> str:
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M)
+    return re.sub(r"^    (?! *[-*\d]).*$", "", text, flags=re.M)
+
+
+@pytest.mark.parametrize("page", SITE, ids=lambda page: page.name)
+def test_pages_begin_with_what_they_are_for_and_how_long_they_take(page: Path) -> None:
+    text = page.read_text()
+    found = READING.match(text)
+    assert found, "after the title: *What it is for. Reading time: N minutes.*"
+    assert len(found[1].split()) >= 4
+    minutes = len(without_code(text).split()) / WORDS_PER_MINUTE
+    assert abs(int(found[2]) - minutes) <= max(1.0, 0.3 * minutes), f"about {max(1, round(minutes))} minutes"
+
+
+@pytest.mark.parametrize("page", [*SITE, ROOT / "README.md"], ids=lambda page: page.name)
+def test_no_line_of_prose_is_too_long(page: Path) -> None:
+    """Tables, code, and what cannot be broken, as a link, are left alone."""
+    long = [line for line in without_code(page.read_text()).splitlines() if len(line) > WIDTH and line[:1] != "|"]
+    whole = re.compile(r" *(?:[-*] |\d+\. )?(?:`[^`]*`|\[[^\]]*\]\([^)]*\)|[^\s`])+")
+    assert not [line for line in long if not whole.fullmatch(line)]
