@@ -194,7 +194,7 @@ MIDDLE = """
             optimizer.zero_grad()
 
     def look():
-        a = runtime.attachments[0]
+        a = next(iter(runtime.attachments))
         rows = [row for fragment in a.algorithm._fragments.values() for row in fragment.rows.values()]
         anchors = {str(i): row.anchor.clone() for i, row in enumerate(rows)}
         return anchors, t.values(model), sum(len(bucket.flats) for bucket in a.schema.buckets)

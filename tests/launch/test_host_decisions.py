@@ -56,7 +56,7 @@ class OneHost:
         self.host.order(Frame(kind, facts), self.now)
         self.take()
 
-    def wait(
+    def later(
         self, seconds: float, step: int = -1, left: tuple[int, ...] = (1,), *, launcher_gone: bool = False
     ) -> None:
         self.now += seconds
