@@ -202,7 +202,6 @@ class Attachment:
         note: what a checkpoint says beside that algorithm's state, so that the one which loads it switches, too.
         """
         self.algorithm, self.switch_note = algorithm, note
-        self.prediction.end()
         self.measure.late = 0
 
     def average_gradients(self) -> None:

@@ -56,7 +56,9 @@ class Runtime:
         self.events = Events()
         self.script = Script(world)
         self.replay = ReplayState(config)
-        self.ranks = ranks = self._ranks_of(world, config, control)
+        self.optimizers: Optimizers
+        together, names = lambda: self.optimizers.algorithm.together, lambda: self.optimizers.parameter_names()
+        self.ranks = ranks = Ranks(world, config, control, together, names)
         self.optimizers = optimizers = Optimizers(ranks, self.script, self.replay, find)
         self.attachments = attachments = Attachments()
         self.buffers = optimizers.buffers
@@ -85,15 +87,6 @@ class Runtime:
         ranks.requests.interruption.abort = self._interrupt
         self.events.on_skipped.append(self.prediction_scope.stepped)
         self.events.on_end.append(self.verification.finish)
-
-    def _ranks_of(self, world: World, config: Config, control: WorkerLine | None) -> Ranks:
-        return Ranks(
-            world,
-            config,
-            control,
-            lambda: self.optimizers.algorithm.together,
-            lambda: self.optimizers.parameter_names(),
-        )
 
     def _interrupt(self) -> None:
         if self.ranks.connection is not None:

@@ -18,6 +18,7 @@ from dadt.algorithms.local.local import Local
 from dadt.algorithms.pipe.pipe import Pipe
 from dadt.config.check import LEAST_MEASURED
 from dadt.control.machine import cores
+from dadt.train.algorithm import Algorithm
 from dadt.train.measure import milliseconds
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
     from dadt.train.exchange.exchange import Exchange
     from dadt.train.gathering import Gathering
+    from dadt.train.restored import RestoredExchange
 
 TRIES = 3
 """Synchronous steps that try a compression: the first one makes its buffers, and the median leaves it out."""
@@ -34,27 +36,30 @@ LATE = 8
 """Late steps whose median has to keep what was predicted of `pipe`."""
 
 
-class Auto(Pipe):
+class Auto(Algorithm):
     """What `--algorithm auto` and `--compression auto` leave open is chosen at the end of the synchronous steps.
 
     The last of them try compressions, since what these cost depends on the processor as much as on the network. The
-    ranks send each other their times beside the exchange of the last one, and all choose by the slowest. From then on
-    it is what `Pipe` is, or does what `sync` does, or gives way to `local`. What `pipe` costs shows in late steps
-    alone: where it is chosen, its first ones are measured, and all choose once more.
+    ranks send each other their times beside the exchange of the last one, and all choose by the slowest. Then `sync`,
+    `pipe` or `local` takes over. What `pipe` costs shows in late steps alone: where it is chosen, its first ones are
+    measured, and all choose once more.
     """
+
+    survives = True
+
+    attachment: Attachment
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         attachment.compression = given_compression(attachment) or "none"
+        self._pipe, self._local = Pipe(attachment), Local(attachment)
+        """The algorithms that may take over. Until then steps are the synchronous ones of the first."""
+        self._pipe.waits = True
         self._way: Way | None = None
         """The choice, once it is made."""
-        self._local = Local(attachment)
-        """Takes over where `local` is chosen."""
         self._record = Record()
         self._until = 0
         """The step with which the synchronous ones end; 0 before the first one."""
-        self._seconds = 0.0
-        """Seconds in which the bytes of the last synchronous exchange moved."""
         self._told: Gathering | None = None
         """The gathering of all ranks' measured times; None: none is under way or to be read."""
         self._backwards = self._backwards_before = 0
@@ -68,8 +73,29 @@ class Auto(Pipe):
         self._ends_of_steps: deque[float] = deque(maxlen=LATE + 1)
 
     @property
-    def _warming_up(self) -> bool:
-        return self._way is None or super()._warming_up
+    def tracks(self) -> bool:
+        return self._pipe.tracks
+
+    @property
+    def holds(self) -> bool:
+        return self._pipe.holds
+
+    @property
+    def launched(self) -> Exchange | None:
+        return self._pipe.launched
+
+    @property
+    def pending(self) -> Exchange | RestoredExchange | None:
+        return self._pipe.pending
+
+    def regroup(self, behind: bool, keep: bool) -> Exchange | None:
+        return self._pipe.regroup(behind, keep)
+
+    def rounds(self) -> dict[str, list[int]]:
+        return self._local.rounds()
+
+    def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Relaunched]:
+        return self._local.follow(rounds)
 
     # Measuring -------------------------------------------------------------------------------------------------
 
@@ -79,8 +105,8 @@ class Auto(Pipe):
 
     def before_step(self) -> None:
         a, record = self.attachment, self._record
-        if self._way is not None or not self._measures:
-            super().before_step()
+        if not self._measures:
+            self._pipe.before_step()
             return
         if not self._until:
             untried = [name for name in compressions(a) if not record.moving(name)]
@@ -91,8 +117,19 @@ class Auto(Pipe):
         self._backwards_before = a.optimizers.script.backwards
         self._try()
         record.computed()
-        super().before_step()
-        record.exchanged(a.compression if a.compresses else "none", self._seconds)
+        exchange = self._pipe.launch()
+        if a.step + 1 >= self._until:
+            # While the exchange is under way, so that the step can begin again where ranks are lost.
+            self._gather("times", asdict(self._times))
+        self._pipe.apply(exchange)
+        record.exchanged(a.compression if a.compresses else "none", exchange.seconds)
+
+    def _gather(self, name: str, value: Any) -> None:
+        """Bring each rank's value to all, once also where the step begins again. Raises CommError."""
+        ranks = self.attachment.ranks
+        if self._told is None or not self._told.complete:
+            self._told = ranks.allgather(f"{name}{self.attachment.name}", json.dumps(value).encode())
+        ranks.wait(self._told)
 
     def _try(self) -> None:
         """Set the compression that this step tries."""
@@ -111,16 +148,6 @@ class Auto(Pipe):
             a.compression = name
             a.schema.compress(name)
 
-    def _step_synchronously(self, exchange: Exchange) -> None:
-        a = self.attachment
-        if self._way is None and self._told is None and a.step + 1 >= self._until and self._measures:
-            # While the exchange is under way, so that the step can begin again where ranks are lost.
-            self._told = a.ranks.allgather(f"times{a.name}", json.dumps(asdict(self._times)).encode())
-        if self._told is not None:
-            a.ranks.wait(self._told)
-        super()._step_synchronously(exchange)
-        self._seconds = exchange.seconds
-
     @property
     def _times(self) -> Times:
         a = self.attachment
@@ -132,27 +159,12 @@ class Auto(Pipe):
             backwards=max(self._backwards, 1),
         )
 
-    def regroup(self, behind: bool, keep: bool) -> Exchange | None:
-        if self._told is not None and not self._told.complete:
-            self._told = None
-        return super().regroup(behind, keep)
-
-    def rounds(self) -> dict[str, list[int]]:
-        return self._local.rounds()
-
-    def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Relaunched]:
-        return self._local.follow(rounds)
-
     def after_step(self) -> None:
-        super().after_step()
+        self._pipe.after_step()
         a = self.attachment
-        if self._found:
-            self._ends_of_steps.append(perf_counter())
-            if self._told is not None:
-                self._choose_anew(self._told)
-        elif self._way is None and self._told is not None:
+        if self._told is not None:
             self._choose([Times(**json.loads(lane)) for lane in self._told.lanes])
-        elif self._way is None and not self._measures and a.step + 1 >= a.warmup_steps:
+        elif not self._measures and a.step + 1 >= a.warmup_steps:
             self._choose_unmeasured()
 
     # Choosing --------------------------------------------------------------------------------------------------
@@ -174,6 +186,7 @@ class Auto(Pipe):
         if way.algorithm == "pipe" and others:
             self._found = {each: found[each] for each in found if each == way or each in others}
             self._review = a.step + LATE + 2
+            self._pipe.ends, self._pipe.stepped = self._ends, self._late_step_ends
 
     @property
     def _measures(self) -> bool:
@@ -190,14 +203,17 @@ class Auto(Pipe):
             self._take(Way("local", "none"))
 
     def _ends(self) -> bool:
-        a = self.attachment
-        if not self._found or a.step < self._review:
+        if not self._found or self.attachment.step < self._review:
             return False
-        if self._told is None:
-            mine = statistics.median(after - before for before, after in pairwise(self._ends_of_steps))
-            self._told = a.ranks.allgather(f"late steps{a.name}", json.dumps(mine).encode())
-        a.ranks.wait(self._told)
+        self._gather("late steps", statistics.median(after - before for before, after in pairwise(self._ends_of_steps)))
+        assert self._told is not None
         return choice.best(self._corrected(self._told)) != self._way
+
+    def _late_step_ends(self) -> None:
+        if self._found:
+            self._ends_of_steps.append(perf_counter())
+            if self._told is not None:
+                self._choose_anew(self._told)
 
     def _corrected(self, told: Gathering) -> dict[Way, float]:
         """The predicted seconds; those of the current choice as the slowest rank has measured them."""
@@ -215,42 +231,39 @@ class Auto(Pipe):
     def _take(self, way: Way) -> None:
         """Train in this way from the next step on. All ranks call it, while no exchange is under way."""
         a = self.attachment
-        self._way, self._told, self._warmed_up = way, None, True
-        self.switch_note = {"way": list(way)}
-        self.tries, a.measure.why = False, ""
+        self._way, self._told = way, None
+        self._pipe.switch_note = note = {"way": list(way)}
+        self._pipe.begin()
         self._compress(way.compression)
         if known := self._record.moving(way.compression):
             a.measure.load_state({**a.measure.state(), "exchange": known})
         if way.algorithm == "sync":
-            self.step_synchronously("" if given_algorithm(a) else f"{_flags(a)} chose sync")
+            self._pipe.step_synchronously("" if given_algorithm(a) else f"{_flags(a)} chose sync")
         elif way.algorithm == "local":
-            a.switch_to(self._local, **self.switch_note)
+            a.prediction.end()
+            a.switch_to(self._local, **note)
             self._local.begin(way.compression)
+        else:
+            a.switch_to(self._pipe, **note)
 
     # Checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        if self._way is None:
-            return {**super().state(), "record": self._record.state()}
-        return {**super().state(), **self.switch_note}
+        return {**self._pipe.state(), "record": self._record.state()}
 
     def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
         return self._local.by_parameter(state)
 
     def load_state(self, state: dict[str, Any]) -> None:
         a = self.attachment
-        if self._way is None and "way" in state:
+        if "way" in state:
             algorithm, compression = state["way"]
             self._take(Way(algorithm, given_compression(a) or compression))
-        if a.algorithm is not self:
             a.algorithm.load_state(state)
-        elif "synchronous" not in state:
-            self._pending = None  # of `local`: nothing was in flight
-        else:
-            super().load_state(state)
-            self._warmed_up = self._way is not None
-            if self._way is None and "record" in state:
-                self._record.load_state(state["record"])
+            return
+        self._pipe.load_state(state)
+        if "record" in state:
+            self._record.load_state(state["record"])
 
 
 class Record:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,12 +63,19 @@ class Pipe(Algorithm):
         self._changes = 0
         """Points for changes of what is trained: see _PARTS."""
         self._warmed_up = False
-        """Whether the result of the synchronous steps has been reported, and acted on."""
+        """Whether the result of the synchronous steps has been reported."""
+        self.waits = False
+        """Whether steps stay synchronous until `begin` is called."""
+        self.ends: Callable[[], bool] = lambda: False
+        """Returns whether a late step is to become a synchronous one, on all ranks: what was in flight is dropped."""
+        self.stepped: Callable[[], None] = lambda: None
+        """Called after each step."""
         attachment.measure.why = f"the first {attachment.warmup_steps} steps are synchronous"
 
     @property
     def _warming_up(self) -> bool:
-        return self.attachment.step < self.attachment.warmup_steps or self.attachment.has_closure
+        a = self.attachment
+        return self.waits or a.step < a.warmup_steps or a.has_closure
 
     @property
     def predicts(self) -> bool:
@@ -87,25 +94,29 @@ class Pipe(Algorithm):
         return self._holds
 
     def before_step(self) -> None:
-        a = self.attachment
         if not self._warmed_up and not self._warming_up:
-            self._warmed_up = True
-            a.measure.why = ""
-            self.warmed_up()
+            self.begin()
+            self._report()
         if self._missed is not None:
             self._catch_up(self._missed)
             return
+        exchange = self.launch()
+        if self._warming_up:
+            self.apply(exchange)
+        else:
+            self._step_late(exchange)
+        self._before = None
+
+    def launch(self) -> Exchange:
+        """Send off the gradients of this step."""
+        a = self.attachment
         if self._pending is not None:
             # Else its second half would queue behind the new exchange.
             self._pending.go_on()
         exchange = a.new_exchange()
         a.close(exchange, value=self._alarm())
         self._launched, self._before = exchange, self._pending
-        if self._warming_up:
-            self._step_synchronously(exchange)
-        else:
-            self._step_late(exchange)
-        self._before = None
+        return exchange
 
     @property
     def launched(self) -> Exchange | None:
@@ -140,9 +151,14 @@ class Pipe(Algorithm):
 
     def after_step(self) -> None:
         self._holds = False
+        self.stepped()
 
-    def warmed_up(self) -> None:
+    def begin(self) -> None:
         """The synchronous steps are over, on all ranks at the same step."""
+        self._warmed_up, self.waits = True, False
+        self.attachment.measure.why = ""
+
+    def _report(self) -> None:
         a = self.attachment
         if a.index == 0 and a.step > 1 and a.ranks.device is None:  # the host does not see how long a GPU takes
             exchange = sum(each.measure.exchange for each in a.siblings)
@@ -152,6 +168,7 @@ class Pipe(Algorithm):
         """Do what `sync` does, from now on and for good."""
         a = self.attachment
         a.measure.why = why
+        a.prediction.end()
         a.switch_to(Sync(a, watches=True), **self.switch_note, synchronous=True, in_flight=[])
         a.watch_gradients()
 
@@ -167,10 +184,13 @@ class Pipe(Algorithm):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        if "synchronous" not in state:  # that of `local`, which `auto` had chosen: nothing was in flight
+            self._pending = None
+            return
         if state["synchronous"]:
             self.step_synchronously("as before its checkpoint was written")
             return
-        self._warmed_up = not state["measured"]
+        self._warmed_up = not (state["measured"] or self.waits)
         if self._warmed_up:
             self.attachment.measure.why = ""
         if state["measured"]:
@@ -184,7 +204,8 @@ class Pipe(Algorithm):
         if self._divergence is not None and state["divergence"]:
             self._divergence.load_state(state["divergence"])
 
-    def _step_synchronously(self, exchange: Exchange) -> None:
+    def apply(self, exchange: Exchange) -> None:
+        """Make this step, which has launched the exchange, a synchronous one."""
         a = self.attachment
         # Where a closure comes late, what is in flight is older than what it has computed.
         self._pending = None
@@ -217,19 +238,15 @@ class Pipe(Algorithm):
         if alarm or self._changes >= _PATIENCE:
             a.agree(lanes, oldest)
             self._fall_back(exchange, alarm)
-        elif self._ends():
+        elif self.ends():
             a.agree(lanes, oldest)
-            self._step_synchronously(exchange)
+            self.apply(exchange)
         elif applies:
             self._deliver(oldest, late=True)
             a.agree(lanes, oldest)
         else:
             a.agree(lanes, oldest)
             self._hold()
-
-    def _ends(self) -> bool:
-        """Whether this late step is to become a synchronous one, on all ranks: what was in flight before is dropped."""
-        return False
 
     def _hold(self) -> None:
         """Apply nothing in this step."""
