@@ -18,7 +18,7 @@ GROUPS = (
 HEAD = """\
 # Configuration
 
-*For looking up a setting: its flag, its variable, its default and what it does. Reading time: 9 minutes.*
+*For looking up a setting: its flag, its variable, its default and what it does. Reading time: 7 minutes.*
 
 <!-- Written by docs/configuration.py from dadt.config.Config: `make format` brings it up to date. -->
 

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: puts a file in place of a line `--8<-- "path"`, as pages share scripts."""
+"""A hook of mkdocs: puts a file in place of a line `# include: path`, as pages share scripts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LINE = re.compile(r'^--8<-- "(.+)"$', re.M)
+LINE = re.compile(r"^# include: (\S+)$", re.M)
 
 
 def included(text: str) -> str:
