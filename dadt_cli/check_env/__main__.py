@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 
 from dadt_cli.check_env import SUBJECTS, pairs
 from dadt_cli.check_env.check import CheckOptions
@@ -35,7 +36,7 @@ def main() -> None:
                 env.pop("OMP_NUM_THREADS", None)
             ways = pairs.measure(pairs.PairOrder(**json.loads(words[1]))) if len(words) > 1 else []
             checks = of_host(asked, env=env)
-            told = {"checks": [check.to_dict() for check in checks], "ways": [way.to_dict() for way in ways]}
+            told = {"checks": [asdict(check) for check in checks], "ways": [asdict(way) for way in ways]}
             json.dump(told, out)
             return
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -44,7 +45,7 @@ def main() -> None:
             for name in [name for name in os.environ if name.startswith("DADT_")]:
                 del os.environ[name]
         for check in importlib.import_module(f"dadt_cli.check_env.{subject}").checks(asked):
-            print(json.dumps(check.to_dict()), file=out, flush=True)
+            print(json.dumps(asdict(check)), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The finding of a subject: a verdict, a value, and what to do."""
+"""The finding of a subject: a verdict, a value, and what to do; and asking a program for it."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+
+from dadt.launch.ending.failure import last_line
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 VERDICTS = (PASS, WARN, FAIL)
@@ -25,9 +27,6 @@ class CheckOptions:
     network_interface: str = ""
     mpirun: str = "mpirun"
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
@@ -44,9 +43,6 @@ class Check:
 
     def of(self, subject: str) -> Check:
         return replace(self, subject=subject)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def good(name: str, value: object, hint: str = "", alike: str = "") -> Check:
@@ -77,3 +73,16 @@ def said(error: BaseException) -> str:
     """An exception in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def ask(command: Sequence[str], seconds: float) -> tuple[str, str]:
+    """What a program prints, and why it cannot be relied on: what stands behind the program's name in a sentence; empty
+    if it can."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f" has not answered within {seconds:g} s"
+    except OSError as error:
+        return "", f" cannot be run ({error.strerror})"
+    wrong = f": {last_line(done.stderr) or last_line(done.stdout)}" if done.returncode else ""
+    return done.stdout.decode(errors="replace"), wrong

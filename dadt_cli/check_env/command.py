@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -183,10 +183,10 @@ def _as_json(found: HostChecks) -> dict[str, Any]:
         "dadt": dadt.__version__,
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "verdict": worst(found.all),
-        "between": [check.to_dict() for check in found.between],
+        "between": [asdict(check) for check in found.between],
         "pairs": found.pairs,
         "hosts": [
-            {"name": name, "verdict": worst(checks), "checks": [check.to_dict() for check in checks]}
+            {"name": name, "verdict": worst(checks), "checks": [asdict(check) for check in checks]}
             for name, checks in found.hosts.items()
         ],
     }

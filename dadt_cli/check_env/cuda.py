@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from itertools import combinations
 from pathlib import Path
 
 from dadt.control import machine
-from dadt.launch.ending.failure import last_line
 from dadt_cli.check_env import gpu_links
-from dadt_cli.check_env.check import Check, CheckOptions, fail, good, said, warn
+from dadt_cli.check_env.check import Check, CheckOptions, ask, fail, good, said, warn
 
 MODES = ("index", "persistence_mode", "mig.mode.current")
 QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "compute_mode")
@@ -80,17 +78,11 @@ def _gpus() -> list[Gpu] | Check:
         return []
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     hint = "`nvidia-smi` must work first: load the driver, or restart after its update"
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=SMI_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return fail("GPUs", f"nvidia-smi has not answered within {SMI_SECONDS:g} s", hint)
-    except OSError as error:
-        return fail("GPUs", f"nvidia-smi cannot be run ({error.strerror})", hint)
-    text = done.stdout.decode(errors="replace")
-    if done.returncode:
-        if "No devices were found" in text:
-            return []
-        return fail("GPUs", f"nvidia-smi: {last_line(done.stderr) or last_line(done.stdout)}", hint)
+    text, wrong = ask(command, SMI_SECONDS)
+    if "No devices were found" in text:
+        return []
+    if wrong:
+        return fail("GPUs", f"nvidia-smi{wrong}", hint)
     return [_gpu(line) for line in text.splitlines() if line.strip()]
 
 
@@ -141,13 +133,10 @@ def _state(gpus: Sequence[Gpu]) -> Iterator[Check]:
 def _modes() -> Iterator[Check]:
     """What older drivers do not know: then nothing is said."""
     command = ["nvidia-smi", f"--query-gpu={','.join(MODES)}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+    text, wrong = ask(command, SMI_SECONDS)
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
     rows = [row for row in rows if len(row) == len(MODES)]
-    if done.returncode or not rows:
+    if wrong or not rows:
         return
     if divided := [index for index, _, mig in rows if mig == "Enabled"]:
         hint = "one instance for each worker, and --executor shm: NCCL does not join instances of one GPU"
@@ -170,11 +159,7 @@ def _without_peers(gpus: Sequence[Gpu]) -> Iterator[Check]:
 def _users(index: str) -> str:
     """The processes that hold its memory; a container may hide them."""
     command = ["nvidia-smi", "-i", index, "--query-compute-apps=pid", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    pids = [line.strip() for line in done.stdout.splitlines() if line.strip().isdigit()]
+    pids = [line.strip() for line in ask(command, SMI_SECONDS)[0].splitlines() if line.strip().isdigit()]
     return f" by processes {', '.join(pids)}" if pids else ""
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from itertools import combinations
 
-from dadt.launch.ending.failure import last_line
-from dadt_cli.check_env.check import Check, fail, good, warn
+from dadt_cli.check_env.check import Check, ask, fail, good, warn
 
 SECONDS = 20.0
 GPU = re.compile(r"GPU\d+")
@@ -28,16 +26,12 @@ NAME = "GPU links"
 
 
 def checked() -> Check:
-    try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return fail(NAME, f"nvidia-smi topo -m has not answered within {SECONDS:g} s", "look into dmesg")
-    except OSError as error:
-        return fail(NAME, f"nvidia-smi cannot be run ({error.strerror})", "`nvidia-smi topo -m` must work first")
-    if done.returncode:
-        said = last_line(done.stderr) or last_line(done.stdout)
-        return warn(NAME, f"nvidia-smi topo -m: {said}", "not every container may ask: run it on the host itself")
-    return judged(parsed(done.stdout.decode(errors="replace")))
+    text, wrong = ask(["nvidia-smi", "topo", "-m"], SECONDS)
+    if "cannot be run" in wrong:
+        return fail(NAME, f"nvidia-smi{wrong}", "`nvidia-smi topo -m` must work first")
+    if wrong.startswith(":"):
+        return warn(NAME, f"nvidia-smi topo -m{wrong}", "not every container may ask: run it on the host itself")
+    return fail(NAME, f"nvidia-smi topo -m{wrong}", "look into dmesg") if wrong else judged(parsed(text))
 
 
 def parsed(text: str) -> dict[tuple[str, str], str]:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +223,8 @@ def _results(agents: Agents, asked: CheckOptions, job: str) -> tuple[dict[Node, 
     errors: dict[Node, str] = {}
     waiting = set(agents.nodes)
     for rank, node in enumerate(agents.nodes):
-        command = [node.report["executable"], "-m", "dadt_cli.check_env", json.dumps(asked.to_dict())]
-        command += [json.dumps(order.to_dict()) for order in orders[rank : rank + 1]]
+        command = [node.report["executable"], "-m", "dadt_cli.check_env", json.dumps(asdict(asked))]
+        command += [json.dumps(asdict(order)) for order in orders[rank : rank + 1]]
         worker = {"rank": rank, "local_rank": 0, "command": command, "env": {"DADT_JOB": job, "DADT_THREADS": ""}}
         node.ranks = frozenset([rank])
         agents.send(node, Frame("job", {"job": job, "env": {}, "workers": [worker], "cwd": "/", **NOTHING_ELSE}))

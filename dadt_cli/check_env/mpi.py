@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from dadt.control import mpi_library
 from dadt.errors import ConfigError
 from dadt.launch.launchers import mpi
 from dadt_cli.check_env import training
-from dadt_cli.check_env.check import Check, CheckOptions, good, refused, warn
+from dadt_cli.check_env.check import Check, CheckOptions, ask, good, refused, warn
 
 PATTERNS = ("mpirun", "mpirun.*", "mpiexec", "mpiexec.*")
 VERSION = re.compile(r"\d+\.\d+[\w.]*")
@@ -37,7 +36,11 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
     elif usable:
         yield from _mpi4py(asked, Path(chosen or "").resolve())
     else:
-        yield good("mpi4py", _version("mpi4py"), "it needs an MPI of its own: the lines above say which is found")
+        yield good(
+            "mpi4py",
+            version("mpi4py"),
+            "it needs an MPI of its own: the lines above say which is found",
+        )
 
 
 def _programs(chosen: str | None) -> list[Path]:
@@ -51,16 +54,15 @@ def _programs(chosen: str | None) -> list[Path]:
 
 
 def _implementation(path: Path, is_chosen: bool) -> Check:
-    name = f"{path.name}"
     try:
         _, flavour = mpi.find(str(path))
     except ConfigError as error:
-        return warn(name, error, "not taken by dadt run unless --mpirun names it")
-    version = VERSION.search(mpi.said_version(str(path)))
+        return warn(path.name, error, "not taken by dadt run unless --mpirun names it")
+    number = VERSION.search(mpi.said_version(str(path)))
     libraries = list(dict.fromkeys(mpi_library.beside(path)))
     aware = _cuda(libraries[0]) if libraries else "its library is not beside it"
-    value = f"{flavour} {version[0] if version else ''}, {aware}, {path}"
-    return good(name, value + (", taken by dadt run" if is_chosen else ""), alike="warn" if is_chosen else "")
+    value = f"{flavour} {number[0] if number else ''}, {aware}, {path}"
+    return good(path.name, value + (", taken by dadt run" if is_chosen else ""), alike="warn" if is_chosen else "")
 
 
 def _chosen(name: str, chosen: str | None, others: bool) -> Generator[Check, None, bool]:
@@ -91,7 +93,7 @@ def _mpi4py(asked: CheckOptions, mpirun: Path) -> Iterator[Check]:
         except ConfigError as error:
             yield refused("mpi4py", str(error), mpi_library.INSTALL)
             return
-    value = f"{_version('mpi4py')}, loads {loaded.partition(', package')[0]}"
+    value = f"{version('mpi4py')}, loads {loaded.partition(', package')[0]}"
     flavour = mpi.find(str(mpirun))[1]
     if flavour in mpi.FLAVOURS and flavour != "Slurm" and not any(mark in loaded for mark in mpi.FLAVOURS[flavour]):
         hint = f"unset {mpi_library.CHOICE}, or let it name the library of {mpirun}: with another, each rank is alone"
@@ -106,18 +108,5 @@ def _mpi4py(asked: CheckOptions, mpirun: Path) -> Iterator[Check]:
 
 def _cuda(path: Path) -> str:
     """Asked in a process of its own: two MPI libraries do not go into one."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", ASK_CUDA, str(path)],
-            capture_output=True,
-            text=True,
-            timeout=ASK_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "does not tell whether it is CUDA-aware"
-    return AWARE.get(done.stdout.strip(), "does not tell whether it is CUDA-aware")
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)
+    out, _ = ask([sys.executable, "-c", ASK_CUDA, str(path)], ASK_SECONDS)
+    return AWARE.get(out.strip(), "does not tell whether it is CUDA-aware")

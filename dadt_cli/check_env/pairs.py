@@ -10,11 +10,11 @@ import errno
 import socket
 import statistics
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 TOKEN_BYTES = 16
@@ -55,9 +55,6 @@ class PairOrder:
     def round_seconds(self) -> float:
         return ROUND_SECONDS + (2 * SPEED_SECONDS + ROUND_SECONDS if self.speed else 0.0)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPair:
@@ -72,9 +69,6 @@ class HostPair:
     speed: float | None = None
     """Bytes per second from source to target."""
     error: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -290,8 +284,5 @@ def _receive(lines: Sequence[socket.socket]) -> float:
 
 
 def _each(work: Callable[[socket.socket], None], lines: Sequence[socket.socket]) -> None:
-    threads = [threading.Thread(target=work, args=(line,), daemon=True) for line in lines]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(lines)) as pool:
+        list(pool.map(work, lines))

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from dadt.launch.ending.failure import last_line, signal_name
@@ -60,7 +61,7 @@ def longest(asked: CheckOptions) -> float:
 def of_subject(subject: str, asked: CheckOptions, env: Mapping[str, str] = os.environ) -> list[Check]:
     """The findings; a failed check if the subject did not come to its end."""
     seconds = SUBJECTS[subject] * (SLOW if asked.full else 1.0)
-    command = [sys.executable, "-m", "dadt_cli.check_env", subject, json.dumps(asked.to_dict())]
+    command = [sys.executable, "-m", "dadt_cli.check_env", subject, json.dumps(asdict(asked))]
     try:
         process = subprocess.Popen(
             command,

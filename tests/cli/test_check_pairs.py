@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 
 import pytest
 from harness import TESTS
@@ -127,4 +128,4 @@ def test_strangers_are_not_taken_for_hosts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 if __name__ == "__main__":
-    print(json.dumps([way.to_dict() for way in of_hosts(2, speed=sys.argv[1] == "1")]))
+    print(json.dumps([asdict(way) for way in of_hosts(2, speed=sys.argv[1] == "1")]))
