@@ -22,11 +22,11 @@ from dadt.api.lifecycle import (
 )
 from dadt.api.state import allgather_object, broadcast_object
 from dadt.errors import ConfigError
-from dadt.frontends.keras import callbacks, fit
+from dadt.frontends.keras import callbacks, hook
 from dadt.frontends.keras.operations import allgather, allreduce, broadcast, broadcast_variables
 from dadt.frontends.keras.optimizer import DistributedOptimizer
 
-if keras.backend.backend() not in fit.BACKENDS:
+if keras.backend.backend() not in hook.BACKENDS:
     raise ConfigError(
         f"dadt.keras: Keras's backend is {keras.backend.backend()} here, and DADT trains it on torch and TensorFlow;"
         ' set os.environ["KERAS_BACKEND"] = "torch" before `import keras`'

@@ -22,7 +22,7 @@ COMMANDS = {
     "logs": ("dadt_cli.jobs.logs", "Print what the workers of a job have printed."),
     "stacks": ("dadt_cli.jobs.stacks", "Print the Python stacks of every rank of a running job."),
     "timeline": ("dadt_cli.report.timeline", "Summarize a recorded timeline."),
-    "report": ("dadt_cli.report.command", "Write a page about how a job went."),
+    "report": ("dadt_cli.jobs.report", "Write a page about how a job went."),
     "compare": ("dadt_cli.compare.command", "Compare the weights in two files."),
     "kill": ("dadt_cli.jobs.kill", "End a job."),
     "bench": ("dadt_cli.bench.command", "Measure how fast a model trains, and what communication costs."),

@@ -66,7 +66,7 @@ MODULES = {module_of(path): path for path in SOURCES}
 
 
 def own_imports(path: Path) -> dict[str, int]:
-    """Modules of ours that a file imports anywhere, also for types alone and in functions, with the line."""
+    """Modules of ours that a file imports anywhere, also by name, for types alone and in functions, with the line."""
     found: dict[str, int] = {}
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -74,6 +74,8 @@ def own_imports(path: Path) -> dict[str, int]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [each.value for each in node.args if isinstance(each, ast.Constant)]
         for name in names:
             while name and name not in MODULES and name != "dadt._core":
                 name = name.rpartition(".")[0]
@@ -110,6 +112,28 @@ def test_no_files_import_each_other_in_a_circle() -> None:
             if other in left
         ]
         pytest.fail("a circle is among these:\n" + "\n".join(lines))
+
+
+TIED = [["dadt.launch.agent", "dadt.launch.hosts"]]
+"""Folders of one package that still import each other; there shall be none."""
+
+
+def test_no_folders_of_a_package_import_each_other_in_a_circle() -> None:
+    folders = {module for module, path in MODULES.items() if path.name == "__init__.py"}
+    graph: dict[str, set[str]] = {folder: set() for folder in folders}
+    for module, path in MODULES.items():
+        own = [folder for folder in folders if f"{module}.".startswith(f"{folder}.")]
+        for other in own_imports(path):
+            theirs = [folder for folder in folders if f"{other}.".startswith(f"{folder}.")]
+            for folder in own:
+                beside = {each for each in theirs if each.rpartition(".")[0] == folder.rpartition(".")[0]}
+                graph[folder] |= beside - {folder}
+    reached = {folder: set(graph[folder]) for folder in folders}
+    for middle in folders:
+        for folder in folders:
+            reached[folder] |= reached[middle] if middle in reached[folder] else set()
+    circles = {tuple(sorted(other for other in reached[f] if f in reached[other])) for f in folders if f in reached[f]}
+    assert sorted(map(list, circles)) == TIED
 
 
 CORE_LAYERS = (("base",), ("kernels",), ("engine",), ("shm", "negotiation"), ("bindings",))

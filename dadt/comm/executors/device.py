@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,9 +15,6 @@ from dadt.comm.compression.base import BLOCK
 from dadt.comm.compression.feedback import Feedback
 from dadt.comm.compression.half import narrowed
 from dadt.errors import CommTimeout, PeerLost
-
-if TYPE_CHECKING:
-    from dadt.comm.trace.gpu import GpuTrack
 
 ABORT_SECONDS = 30.0
 """Seconds that a library, and then the device, may take after an abort to end what is under way."""
@@ -71,8 +68,8 @@ class Device:
         self.sent = (0, 0)
         """Bytes that this rank has sent so far, and bytes that it would have sent without compression."""
         self.device = device
-        self.track: GpuTrack | None = None
-        """Records in a timeline when the device computed; None without a timeline."""
+        self.on_computed: Callable[[str, Any, Any], None] | None = None
+        """Called with a name and the events around what the device computes; None without a timeline."""
         self._executor = executor
         self._engine = engine
         self._world_size = world_size
@@ -148,8 +145,8 @@ class Device:
             else:
                 self._sum_compressed(sums, *coding)
             ended.record(self._stream)
-            if self.track is not None:
-                self.track.add(name, began, ended)
+            if self.on_computed is not None:
+                self.on_computed(name, began, ended)
             keep = coding[1] if coding is not None and isinstance(coding[1], torch.Tensor) else flat
             for tensor in (flat, sums, keep, *(value for _, value in moved)):
                 if tensor.is_cuda:  # its memory is not given to others before this stream has gone on

@@ -80,8 +80,8 @@ class Timeline:
             from dadt.comm.trace.gpu import GpuTrack
 
             self._name("thread_name", self._tracks, name=f"{name} on {device.device}")
-            device.track = GpuTrack(device.device, self.world.rank, self._tracks, self.clock.origin)
-            self._gpus.append(device.track)
+            self._gpus.append(GpuTrack(device.device, self.world.rank, self._tracks, self.clock.origin))
+            device.on_computed = self._gpus[-1].add
             self._tracks += 1
 
     def _record(self, engine: Engine, name: str) -> None:

@@ -19,7 +19,8 @@ import torch
 
 from dadt.config.check import predict_factors
 from dadt.errors import ConfigError, DadtError
-from dadt.frontends.keras import fit, order
+from dadt.frontends.keras import order
+from dadt.frontends.keras.fit import KerasTraining, inner_of, momentum_of, nothing
 from dadt.frontends.tensorflow.memory import to_numpy, to_torch
 from dadt.inject import worker
 from dadt.inject.foreign import Carrier
@@ -67,7 +68,7 @@ class Mirror:
             self.error = error
             raise
         finally:
-            self._carrier.run = _nothing
+            self._carrier.run = nothing
         if not self._begun:
             self._begun = True
             for variable, parameter in zip(self.variables, self._parameters, strict=True):
@@ -78,33 +79,183 @@ class Mirror:
         return [True, late, *map(to_numpy, averages)]
 
 
-def _nothing() -> None: ...
+class TensorFlowTraining(KerasTraining):
+    """Each list of variables that an optimizer is given has a Mirror."""
 
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self._tf = importlib.import_module("tensorflow")
+        self._prediction: Any = importlib.import_module("dadt.frontends.tensorflow.prediction")
+        self._begun: list[bool] = []
+        """Whether each `fit` under way has begun with its data."""
+        self._mirrors: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Mirror]] = weakref.WeakKeyDictionary()
+        """The Mirrors of each optimizer: one for each list of variables that it was given, by the ids of the
+        variables."""
 
-_begun: list[bool] = []
-"""Whether each `fit` under way has begun with its data."""
-_mirrors: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Mirror]] = weakref.WeakKeyDictionary()
-"""The Mirrors of each optimizer: one for each list of variables that it was given, by the ids of the variables."""
+    def install(self, keras: Any) -> None:
+        arrays = importlib.import_module("keras.src.trainers.data_adapters.array_data_adapter").ArrayDataAdapter
+        arrays.get_tf_dataset = _permuted_alike(arrays.get_tf_dataset, self._tf)
+        self._prediction.install(lambda: [m.displacement for m in self._every() if m.displacement])
+        super().install(keras)
+        trainer = importlib.import_module("keras.src.trainers.trainer").Trainer
+        trainer.compile = self._without_xla(trainer.compile)  # Keras looks whether a model's is another
+        iterator = importlib.import_module("keras.src.backend.tensorflow.trainer").TFEpochIterator
+        iterator.reset = self._divided(iterator.reset)
 
+    def _every(self) -> list[Mirror]:
+        return [mirror for mirrors in self._mirrors.values() for mirror in mirrors.values()]
 
-def install(runtime: Runtime) -> None:
-    """Hook into keras, once."""
-    keras = importlib.import_module("keras")
-    tf = importlib.import_module("tensorflow")
-    arrays = importlib.import_module("keras.src.trainers.data_adapters.array_data_adapter").ArrayDataAdapter
-    arrays.get_tf_dataset = _permuted_alike(arrays.get_tf_dataset, tf)
-    prediction = importlib.import_module("dadt.frontends.tensorflow.prediction")
-    prediction.install(lambda: [m.displacement for ms in _mirrors.values() for m in ms.values() if m.displacement])
-    for kind in fit.optimizers_of(keras):
-        _average_at(kind, runtime, tf, prediction)
-    trainer = importlib.import_module("keras.src.trainers.trainer").Trainer  # Keras looks whether a model's is another
-    trainer.compile = _without_xla(trainer.compile, runtime)
-    keras.Model.fit = _fit(keras.Model.fit, runtime)
-    keras.Model.evaluate = fit.whole(keras.Model.evaluate, runtime)
-    keras.Model.predict = fit.whole(keras.Model.predict, runtime)
-    keras.callbacks.CallbackList.on_epoch_end = fit.told_alike(keras.callbacks.CallbackList.on_epoch_end, runtime)
-    iterator = importlib.import_module("keras.src.backend.tensorflow.trainer").TFEpochIterator
-    iterator.reset = _divided(iterator.reset, runtime, tf)
+    def _check(self) -> None:
+        """Raises ConfigError for what goes by weights, or divides batches."""
+        config = self.runtime.ranks.config
+        if config.algorithm not in ALGORITHMS:
+            raise ConfigError(f"--algorithm {config.algorithm}: Keras on TensorFlow trains by sync and pipe")
+        if config.min_np:
+            raise ConfigError(
+                f"--min-np {config.min_np}: Keras on TensorFlow does not train on without a worker; use --max-restarts"
+            )
+        if config.verify_every:
+            raise ConfigError(
+                "--verify-every: Keras on TensorFlow keeps weights that DADT cannot compare; leave it out"
+            )
+        if config.batch == "global" and not self.runtime.script.explicit:
+            raise ConfigError("--batch global: Keras on TensorFlow divides epochs, not batches; leave it out")
+
+    def _displacement(self, optimizer: Any, variables: Sequence[Any]) -> Any:
+        """The Displacement that predicts the optimizer's variables; None if nothing predicts them."""
+        if self.runtime.ranks.config.algorithm != "pipe" or inner_of(optimizer).gradient_accumulation_steps:
+            return None
+        factors = predict_factors(self.runtime.ranks.config.predict) or factors_by(**momentum_of(optimizer))
+        return self._prediction.Displacement(variables, *factors) if any(factors) else None
+
+    def _others(self, mirror: Mirror) -> list[Any]:
+        """The Displacements that predict some of these variables for another optimizer or list: this step replaces
+        them."""
+        ids = set(map(id, mirror.variables))
+        others = [m for m in self._every() if m is not mirror and ids & set(map(id, m.variables))]
+        return [m.displacement for m in others if m.displacement]
+
+    def _mirror_of(self, optimizer: Any, variables: Sequence[Any]) -> Mirror:
+        mirrors, which = self._mirrors.setdefault(optimizer, {}), tuple(map(id, variables))
+        if which not in mirrors:
+            self._check()
+            with self._tf.init_scope():
+                if not optimizer.built:
+                    optimizer.build(variables)
+                displacement = self._displacement(optimizer, variables)
+                wrapped = self.factor_of(optimizer) is not None
+                mirrors[which] = Mirror(self.runtime, optimizer, variables, wrapped, displacement)
+            if displacement is not None and not self._tf.executing_eagerly():
+                self._prediction.trace_once_more()
+        return mirrors[which]
+
+    def average_at(self, optimizers: Any) -> None:
+        original, tf = optimizers.apply, self._tf
+
+        @functools.wraps(original)
+        def apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+            if self.left_alone(optimizer):
+                return original(optimizer, grads, trainable_variables)
+            variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+            mirror = self._mirror_of(optimizer, variables)
+            displacement = mirror.displacement
+            self._prediction.show_true_weights()
+            dense = [
+                tf.zeros_like(v) if g is None else tf.convert_to_tensor(g)
+                for g, v in zip(grads, variables, strict=True)
+            ]
+            dtypes = [tf.bool, tf.bool, *(g.dtype for g in dense)]
+            there, late, *averages = tf.py_function(mirror.average, dense, dtypes)
+            for other in self._others(mirror):
+                other.ahead.assign(False)
+            if displacement is not None:
+                displacement.ahead.assign(late)
+            factor = self.factor_of(optimizer) or 1
+            for i, gradient in enumerate(dense):
+                averages[i].set_shape(gradient.shape)
+                averages[i] = averages[i] if factor == 1 else averages[i] * factor
+
+            given = [None if g is None else average for g, average in zip(grads, averages, strict=True)]
+
+            def step() -> Any:
+                before = displacement.weights() if displacement is not None else []
+                count = tf.identity(optimizer.iterations)
+                with self.within(optimizer):
+                    original(optimizer, given, variables)
+                if displacement is not None:
+                    displacement.stepped(before, optimizer.iterations > count)
+                return tf.constant(True)
+
+            tf.cond(there, step, lambda: tf.constant(False))
+            return None
+
+        optimizers.apply = apply
+
+    def _without_xla(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Make `compile` of a model leave XLA off, as XLA cannot call back to Python."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            if given.arguments.get("jit_compile") is True and not self.runtime.ranks.world.rank:
+                text = "compile(jit_compile=True): XLA compiles no step that averages gradients, so it is left out"
+                self.runtime.ranks.say(text)
+            given.arguments["jit_compile"] = False
+            return original(*given.args, **given.kwargs)
+
+        return compile
+
+    def fits(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        run = super().fits(original)
+
+        @functools.wraps(original)
+        def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.runtime.script.explicit:
+                self._check()
+                if worker.streams is not None:
+                    worker.streams.enabled = False  # data is divided by batches, so all ranks have to draw the same
+            self._begun.append(False)
+            try:
+                return run(model, *args, **kwargs)
+            except Exception:
+                optimizer = getattr(model, "optimizer", None)
+                for mirror in self._mirrors.get(optimizer, {}).values() if optimizer is not None else ():
+                    if mirror.error is not None:
+                        raise mirror.error from None
+                raise
+            finally:
+                self._begun.pop()
+
+        return fit
+
+    def _divided(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Give each rank one of every `world_size` batches. What is left over is left out, so that all take as many
+        steps."""
+        ranks, rank, tf = self.runtime.ranks.world.world_size, self.runtime.ranks.world.rank, self._tf
+
+        @functools.wraps(original)
+        def reset(iterator: Any) -> None:
+            original(iterator)
+            if self.runtime.script.explicit or not self._begun or self._begun[-1]:
+                return
+            self._begun[-1] = True  # what follows within this `fit` is its validation
+            known = iterator._num_batches
+            self.divide_steps(iterator)
+            is_tuple = isinstance(iterator._distributed_dataset.element_spec, tuple)
+
+            def mine(*parts: Any) -> Any:
+                return tf.data.Dataset.zip(parts if is_tuple else parts[0]).skip(rank).take(1)
+
+            if known is not None and known < ranks:
+                raise ConfigError(f"fit: an epoch of {known} batches cannot be divided among {ranks} workers")
+            ordered = tf.data.Options()
+            ordered.deterministic = True  # else each rank reads in an order of its own
+            data = iterator._distributed_dataset.with_options(ordered)
+            iterator._distributed_dataset = data.window(ranks, drop_remainder=True).flat_map(mine)
+            iterator._num_batches = None if known is None else known // ranks
+
+        return reset
 
 
 def _permuted_alike(original: Callable[..., Any], tf: Any) -> Callable[..., Any]:
@@ -125,156 +276,3 @@ def _permuted_alike(original: Callable[..., Any], tf: Any) -> Callable[..., Any]
             tf.random.shuffle = usual
 
     return get_tf_dataset
-
-
-def _check(runtime: Runtime) -> None:
-    """Raises ConfigError for what goes by weights, or divides batches."""
-    if runtime.ranks.config.algorithm not in ALGORITHMS:
-        raise ConfigError(f"--algorithm {runtime.ranks.config.algorithm}: Keras on TensorFlow trains by sync and pipe")
-    if runtime.ranks.config.min_np:
-        raise ConfigError(
-            f"--min-np {runtime.ranks.config.min_np}: Keras on TensorFlow does not train on without a worker;"
-            " use --max-restarts"
-        )
-    if runtime.ranks.config.verify_every:
-        raise ConfigError("--verify-every: Keras on TensorFlow keeps weights that DADT cannot compare; leave it out")
-    if runtime.ranks.config.batch == "global" and not runtime.script.explicit:
-        raise ConfigError("--batch global: Keras on TensorFlow divides epochs, not batches; leave it out")
-
-
-def _displacement(optimizer: Any, variables: Sequence[Any], runtime: Runtime, prediction: Any) -> Any:
-    """The Displacement that predicts the optimizer's variables; None if nothing predicts them."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if runtime.ranks.config.algorithm != "pipe" or inner.gradient_accumulation_steps:
-        return None
-    factors = predict_factors(runtime.ranks.config.predict) or factors_by(**fit.momentum_of(optimizer))
-    return prediction.Displacement(variables, *factors) if any(factors) else None
-
-
-def _others(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """The Displacements that predict some of these variables for another optimizer or list: this step replaces them."""
-    ids = set(map(id, variables))
-    which = _mirrors[optimizer].get(tuple(map(id, variables)))
-    every = [mirror for mirrors in _mirrors.values() for mirror in mirrors.values()]
-    return [m.displacement for m in every if m.displacement and m is not which and ids & set(map(id, m.variables))]
-
-
-def _average_at(optimizers: Any, runtime: Runtime, tf: Any, prediction: Any) -> None:
-    original = optimizers.apply
-
-    @functools.wraps(original)
-    def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
-        if fit.left_alone(self, runtime):
-            return original(self, grads, trainable_variables)
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        mirrors, which = _mirrors.setdefault(self, {}), tuple(map(id, variables))
-        if which not in mirrors:
-            _check(runtime)
-            with tf.init_scope():
-                if not self.built:
-                    self.build(variables)
-                displacement = _displacement(self, variables, runtime, prediction)
-                mirrors[which] = Mirror(runtime, self, variables, fit.factor_of(self) is not None, displacement)
-            if displacement is not None and not tf.executing_eagerly():
-                prediction.trace_once_more()
-        displacement = mirrors[which].displacement
-        prediction.show_true_weights()
-        dense = [
-            tf.zeros_like(v) if g is None else tf.convert_to_tensor(g) for g, v in zip(grads, variables, strict=True)
-        ]
-        dtypes = [tf.bool, tf.bool, *(g.dtype for g in dense)]
-        there, late, *averages = tf.py_function(mirrors[which].average, dense, dtypes)
-        for other in _others(self, variables):
-            other.ahead.assign(False)
-        if displacement is not None:
-            displacement.ahead.assign(late)
-        factor = fit.factor_of(self) or 1
-        for i, gradient in enumerate(dense):
-            averages[i].set_shape(gradient.shape)
-            averages[i] = averages[i] if factor == 1 else averages[i] * factor
-
-        given = [None if g is None else average for g, average in zip(grads, averages, strict=True)]
-
-        def step() -> Any:
-            before, count = displacement.weights() if displacement is not None else [], tf.identity(self.iterations)
-            with fit.within(self):
-                original(self, given, variables)
-            if displacement is not None:
-                displacement.stepped(before, self.iterations > count)
-            return tf.constant(True)
-
-        tf.cond(there, step, lambda: tf.constant(False))
-        return None
-
-    optimizers.apply = apply
-
-
-def _without_xla(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Make `compile` of a model leave XLA off, as XLA cannot call back to Python."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def compile(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        if given.arguments.get("jit_compile") is True and not runtime.ranks.world.rank:
-            runtime.ranks.say(
-                "compile(jit_compile=True): XLA compiles no step that averages gradients, so it is left out"
-            )
-        given.arguments["jit_compile"] = False
-        return original(*given.args, **given.kwargs)
-
-    return compile
-
-
-def _fit(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    run = fit.fitting(original, runtime)
-
-    @functools.wraps(original)
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not runtime.script.explicit:
-            _check(runtime)
-            if worker.streams is not None:
-                worker.streams.enabled = False  # data is divided by batches, so all ranks have to draw the same
-        _begun.append(False)
-        try:
-            return run(self, *args, **kwargs)
-        except Exception:
-            optimizer = getattr(self, "optimizer", None)
-            for mirror in _mirrors.get(optimizer, {}).values() if optimizer is not None else ():
-                if mirror.error is not None:
-                    raise mirror.error from None
-            raise
-        finally:
-            _begun.pop()
-
-    return train
-
-
-def _divided(original: Callable[..., None], runtime: Runtime, tf: Any) -> Callable[..., None]:
-    """Give each rank one of every `world_size` batches. What is left over is left out, so that all take as many
-    steps."""
-    ranks, rank = runtime.ranks.world.world_size, runtime.ranks.world.rank
-
-    @functools.wraps(original)
-    def reset(self: Any) -> None:
-        original(self)
-        if runtime.script.explicit or not _begun or _begun[-1]:
-            return
-        _begun[-1] = True  # what follows within this `fit` is its validation
-        known = self._num_batches
-        fit.divide_steps(self, ranks)
-        fit.tell_of_schedule(fit.fitted().optimizer, runtime)
-        is_tuple = isinstance(self._distributed_dataset.element_spec, tuple)
-
-        def mine(*parts: Any) -> Any:
-            return tf.data.Dataset.zip(parts if is_tuple else parts[0]).skip(rank).take(1)
-
-        if known is not None and known < ranks:
-            raise ConfigError(f"fit: an epoch of {known} batches cannot be divided among {ranks} workers")
-        ordered = tf.data.Options()
-        ordered.deterministic = True  # else each rank reads in an order of its own
-        data = self._distributed_dataset.with_options(ordered)
-        self._distributed_dataset = data.window(ranks, drop_remainder=True).flat_map(mine)
-        self._num_batches = None if known is None else known // ranks
-
-    return reset

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import keras  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
 from dadt.api.lifecycle import session, size
-from dadt.frontends.keras import fit
+from dadt.frontends.keras import hook
 
 T = TypeVar("T")
 
@@ -27,8 +27,7 @@ def DistributedOptimizer(optimizer: T, *, reduction: str = "mean") -> T:
     if reduction not in ("mean", "sum"):
         raise ValueError(f"DistributedOptimizer: reduction {reduction}: choose mean or sum")
     if not runtime.ranks.alone:
-        fit.install(runtime)
-        fit.enlist(optimizer, size() if reduction == "sum" else 1)
+        hook.install(runtime).enlist(optimizer, size() if reduction == "sum" else 1)
     return optimizer
 
 

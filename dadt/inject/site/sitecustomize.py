@@ -108,5 +108,5 @@ if os.environ.get("DADT_HOOK") == "sitecustomize":
     sys.meta_path.insert(0, _After("torch", "dadt.inject"))
 if os.environ.get("DADT_HOROVOD", "none") != "none":
     sys.meta_path.insert(0, _Horovod())
-sys.meta_path.insert(0, _After("keras", "dadt.frontends.keras.fit"))
+sys.meta_path.insert(0, _After("keras", "dadt.frontends.keras.hook"))
 _run_next()

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-from dadt.frontends.horovod.common.exceptions import horovods
+from dadt.frontends.horovod.errors import horovods
 from dadt.frontends.horovod.keras import callbacks as callbacks
 from dadt.frontends.horovod.torch import Adasum as Adasum
 from dadt.frontends.horovod.torch import Average as Average

@@ -2,7 +2,7 @@
 
 import sys
 
-from dadt.frontends.horovod.common.exceptions import HorovodInternalError as HorovodInternalError
+from dadt.frontends.horovod.errors import HorovodInternalError as HorovodInternalError
 from dadt.frontends.horovod.torch import elastic as elastic
 from dadt.frontends.horovod.torch.basics import ccl_built as ccl_built
 from dadt.frontends.horovod.torch.basics import cuda_built as cuda_built

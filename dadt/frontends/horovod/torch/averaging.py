@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dadt.api import lifecycle
-from dadt.frontends.horovod.common.exceptions import HorovodInternalError
+from dadt.frontends.horovod.errors import HorovodInternalError
 from dadt.frontends.horovod.torch import operations as hvd
 from dadt.train.measure import Measure
 from dadt.train.progress import Progress

@@ -10,7 +10,7 @@ import torch
 from dadt import world as environment
 from dadt.api import lifecycle
 from dadt.config import Config
-from dadt.frontends.horovod.common.exceptions import horovods
+from dadt.frontends.horovod.errors import horovods
 from dadt.frontends.horovod.torch import place
 from dadt.frontends.horovod.torch import process_sets as sets
 from dadt.frontends.horovod.torch.process_sets import ProcessSet

@@ -17,7 +17,7 @@ from dadt.comm.collectives import operation
 from dadt.comm.collectives.operation import Operation
 from dadt.comm.collectives.process_set import Handle, Handles
 from dadt.errors import DadtError
-from dadt.frontends.horovod.common.exceptions import HorovodInternalError, horovods
+from dadt.frontends.horovod.errors import HorovodInternalError, horovods
 from dadt.frontends.horovod.torch import adasum
 from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
 from dadt.frontends.horovod.torch.reduce_op import REDUCTIONS, ReduceOp, chosen, factor_of, scale_, scale_all_, scaled

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from dadt.api import lifecycle
 from dadt.comm.collectives import process_set as own
-from dadt.frontends.horovod.common.exceptions import horovods
+from dadt.frontends.horovod.errors import horovods
 from dadt.frontends.horovod.torch import place
 
 

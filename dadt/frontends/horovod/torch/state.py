@@ -9,7 +9,7 @@ import torch
 
 from dadt.api import state as own
 from dadt.comm.collectives import object as objects
-from dadt.frontends.horovod.common.exceptions import horovods
+from dadt.frontends.horovod.errors import horovods
 from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
 
 

@@ -1,8 +1,8 @@
 """States, samplers and `run` for scripts written for Horovod Elastic."""
 
-from dadt.frontends.horovod.common.elastic import ObjectState as ObjectState
-from dadt.frontends.horovod.common.elastic import State as State
-from dadt.frontends.horovod.common.elastic import run as run
+from dadt.frontends.horovod.torch.elastic.object_state import ObjectState as ObjectState
+from dadt.frontends.horovod.torch.elastic.object_state import State as State
+from dadt.frontends.horovod.torch.elastic.object_state import run as run
 from dadt.frontends.horovod.torch.elastic.sampler import ElasticSampler as ElasticSampler
 from dadt.frontends.horovod.torch.elastic.state import TorchState as TorchState
 

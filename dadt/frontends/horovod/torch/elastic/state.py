@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dadt.frontends.horovod.common.elastic import ObjectState
+from dadt.frontends.horovod.torch.elastic.object_state import ObjectState
 from dadt.frontends.horovod.torch.elastic.sampler import ElasticSampler
 from dadt.frontends.horovod.torch.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 

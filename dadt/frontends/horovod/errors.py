@@ -1,0 +1,29 @@
+"""The errors that scripts for Horovod catch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dadt.errors import DadtError
+
+
+class HorovodInternalError(RuntimeError):
+    """An operation between ranks failed. The cause is DADT's own error."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Hosts have come or gone. DADT never raises it: hosts change when a job starts again."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__()
+        self.skip_sync = skip_sync
+
+
+@contextmanager
+def horovods() -> Iterator[None]:
+    """Raise Horovod's error in place of DADT's."""
+    try:
+        yield
+    except DadtError as error:
+        raise HorovodInternalError(str(error)) from error

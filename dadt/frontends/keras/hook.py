@@ -1,0 +1,36 @@
+"""Hooks into Keras once a script has imported it, or wraps an optimizer of it: on torch, or on TensorFlow."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch  # noqa: F401 (first, as its own hook starts this rank)
+
+from dadt.frontends.keras import order
+from dadt.frontends.keras.fit import KerasTraining
+from dadt.frontends.keras.on_tensorflow import TensorFlowTraining
+from dadt.frontends.keras.on_torch import TorchTraining
+from dadt.inject import worker
+from dadt.train.runtime import Runtime
+
+BACKENDS: dict[str, Callable[[Runtime], KerasTraining]] = {"torch": TorchTraining, "tensorflow": TensorFlowTraining}
+_installed: list[KerasTraining] = []
+
+
+def hook() -> None:
+    """Call it once keras is imported. Does nothing with another backend than BACKENDS, and in a world of one."""
+    keras = importlib.import_module("keras")
+    runtime = worker.runtime
+    if keras.backend.backend() in BACKENDS and runtime is not None and not runtime.ranks.alone:
+        install(runtime)
+
+
+def install(runtime: Runtime) -> KerasTraining:
+    """Hook into keras, once."""
+    if not _installed:
+        keras = importlib.import_module("keras")
+        order.install()
+        _installed.append(BACKENDS[keras.backend.backend()](runtime))
+        _installed[0].install(keras)
+    return _installed[0]

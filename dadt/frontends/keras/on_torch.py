@@ -1,0 +1,101 @@
+"""Keras on torch, in scripts that say nothing of DADT: optimizers average where they apply gradients."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dadt.frontends.keras.fit import KerasTraining, momentum_of, nothing
+from dadt.inject import worker
+from dadt.inject.foreign import Carrier
+from dadt.train.runtime import Runtime
+
+
+class KerasCarrier(Carrier):
+    """A carrier whose state is the variables of Keras's optimizer."""
+
+    def __init__(self, owner: Any, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(weakref.proxy(owner), list(parameters), momentum_of(owner))
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        return {f"{number} {v.path}": v.value.data for number, v in enumerate(self.owner.variables)}
+
+
+class TorchTraining(KerasTraining):
+    """Each of Keras's optimizers has a carrier, an optimizer of torch over the same parameters."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self._carriers: weakref.WeakKeyDictionary[Any, KerasCarrier] = weakref.WeakKeyDictionary()
+
+    def install(self, keras: Any) -> None:
+        super().install(keras)
+        iterator = importlib.import_module("keras.src.trainers.epoch_iterator").EpochIterator
+        iterator.reset = self._divided(iterator.reset)
+
+    def average_at(self, optimizers: Any) -> None:
+        original = optimizers.apply
+
+        @functools.wraps(original)
+        def apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+            if self.left_alone(optimizer):
+                return original(optimizer, grads, trainable_variables)
+            variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+            parameters = [v.value for v in variables]
+            for parameter, gradient in zip(parameters, grads, strict=True):
+                if gradient is not parameter.grad:
+                    parameter.grad = gradient
+            carrier = self._carrier_of(optimizer, variables)
+
+            def run() -> None:
+                """Apply the averages. Where averages come a step late, the first step has none, and applies nothing."""
+                gradients = [p.grad for p in parameters]
+                if (factor := self.factor_of(optimizer) or 1) != 1:
+                    gradients = [None if g is None else g * factor for g in gradients]
+                if any(each is not None for each in gradients):
+                    with self.within(optimizer):
+                        original(optimizer, gradients, variables)
+
+            carrier.run = run
+            try:
+                carrier.step()
+                return None
+            finally:
+                carrier.run = nothing  # else it would keep its optimizer alive
+
+        optimizers.apply = apply
+
+    def _carrier_of(self, optimizer: Any, variables: Sequence[Any]) -> KerasCarrier:
+        if optimizer not in self._carriers:
+            if not optimizer.built:
+                optimizer.build(variables)
+            carrier = self._carriers[optimizer] = KerasCarrier(optimizer, [v.value for v in variables])
+            if self.factor_of(optimizer) is not None:
+                worker.wrap(carrier)
+        return self._carriers[optimizer]
+
+    def _divided(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The number of batches of an epoch is that of a rank. Its data is divided as the optimizer is known by now."""
+
+        @functools.wraps(original)
+        def reset(iterator: Any) -> None:
+            original(iterator)
+            if not self.fitting or not torch.is_grad_enabled():
+                return
+            model = self.fitting[-1]
+            if model.optimizer is not None and model.trainable_variables:
+                self._carrier_of(model.optimizer, model.trainable_variables)
+            if self.runtime.ranks.config.batch == "global":
+                return
+            self.divide_steps(iterator)
+            # The length of a script's own DataLoader is that of a rank already.
+            counted = type(iterator.data_adapter).__name__ == "TorchDataLoaderAdapter"
+            if iterator._num_batches and not counted:
+                iterator._num_batches = -(-iterator._num_batches // self.runtime.ranks.world.world_size)
+
+        return reset
