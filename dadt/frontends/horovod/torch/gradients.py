@@ -7,16 +7,23 @@ comes back as the average, or the sum, of what the ranks have made of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Function
 
 from dadt.frontends.horovod.torch import operations, place
-from dadt.frontends.horovod.torch.compression import Compression, Compressor
+from dadt.frontends.horovod.torch.arguments import (
+    ALLREDUCE,
+    COMPRESSED_ALLREDUCE,
+    COMPRESSED_REDUCESCATTER,
+    ReduceArguments,
+    takes,
+)
 from dadt.frontends.horovod.torch.operations import synchronize
 from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
-from dadt.frontends.horovod.torch.reduce_op import ReduceOp, chosen
+from dadt.frontends.horovod.torch.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,90 +38,54 @@ def _applied(function: Any, *arguments: Any) -> Any:
 
 
 class _Allreduce(Function):
-    """How: op, prescale and postscale factor, process set."""
-
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, how: tuple[Any, ...]) -> Any:
-        ctx.how = how
-        return synchronize(operations.allreduce_async(tensor, None, name, *how))
+    def forward(ctx: Any, tensor: Tensor, asked: ReduceArguments) -> Any:
+        ctx.asked = asked
+        return synchronize(operations.start_allreduce(tensor, torch.empty_like(tensor), asked))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _applied(_Allreduce, gradients[0], None, ctx.how), None, None
+        return _applied(_Allreduce, gradients[0], replace(ctx.asked, name=None)), None
 
 
 class _GroupedAllreduce(Function):
     @staticmethod
-    def forward(ctx: Any, name: str | None, how: tuple[Any, ...], *tensors: Tensor) -> Any:
-        ctx.how = how
-        return tuple(synchronize(operations.grouped_allreduce_async(tensors, None, name, *how)))
+    def forward(ctx: Any, asked: ReduceArguments, *tensors: Tensor) -> Any:
+        ctx.asked = asked
+        outputs = [torch.empty_like(t) for t in tensors]
+        return tuple(synchronize(operations.start_grouped_allreduce(tensors, outputs, asked)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (None, None, *_applied(_GroupedAllreduce, None, ctx.how, *gradients))
+        return (None, *_applied(_GroupedAllreduce, replace(ctx.asked, name=None), *gradients))
 
 
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
+@takes(COMPRESSED_ALLREDUCE)
+def allreduce(tensor: Tensor, asked: ReduceArguments) -> Tensor:
     """Return the reduction of the tensors of all ranks, as allreduce_async does."""
-    sent, context = compression.compress(tensor)
-    how = (chosen(op, average), prescale_factor, postscale_factor, process_set)
-    return compression.decompress(_applied(_Allreduce, sent, name, how), context)
+    sent, context = asked.compression.compress(tensor)
+    return asked.compression.decompress(_applied(_Allreduce, sent, asked), context)
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
+@takes(ALLREDUCE)
+def allreduce_(tensor: Tensor, asked: ReduceArguments) -> Tensor:
     """Like allreduce, but overwrites the tensor and returns it."""
-    handle = operations.allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    result: Tensor = synchronize(handle)
+    result: Tensor = synchronize(operations.start_allreduce(tensor, tensor, asked))
     return result
 
 
-def grouped_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+@takes(COMPRESSED_ALLREDUCE)
+def grouped_allreduce(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
     """Return the reductions of several tensors, as grouped_allreduce_async does."""
-    sent = [compression.compress(t) for t in tensors]
-    how = (chosen(op, average), prescale_factor, postscale_factor, process_set)
-    results = _applied(_GroupedAllreduce, name, how, *(t for t, _ in sent))
-    return [compression.decompress(t, context) for t, (_, context) in zip(results, sent, strict=True)]
+    sent = [asked.compression.compress(t) for t in tensors]
+    results = _applied(_GroupedAllreduce, asked, *(t for t, _ in sent))
+    return [asked.compression.decompress(t, context) for t, (_, context) in zip(results, sent, strict=True)]
 
 
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+@takes(ALLREDUCE)
+def grouped_allreduce_(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
     """Like grouped_allreduce, but overwrites the tensors and returns them."""
-    factors = (prescale_factor, postscale_factor)
-    handle = operations.grouped_allreduce_async_(tensors, average, name, op, *factors, process_set)
-    results: list[Tensor] = synchronize(handle)
+    results: list[Tensor] = synchronize(operations.start_grouped_allreduce(tensors, tensors, asked))
     return results
 
 
@@ -224,49 +195,35 @@ def alltoall(
 
 
 class _Reducescatter(Function):
-    """How: op, process set, prescale and postscale factor."""
-
     @staticmethod
-    def forward(ctx: Any, name: str | None, how: tuple[Any, ...], *tensors: Tensor) -> Any:
-        ctx.how = how
+    def forward(ctx: Any, asked: ReduceArguments, *tensors: Tensor) -> Any:
+        ctx.asked = asked
         if len(tensors) == 1:
-            return synchronize(operations.reducescatter_async(tensors[0], name, *how))
-        return tuple(synchronize(operations.grouped_reducescatter_async(tensors, name, *how)))
+            return synchronize(operations.start_reducescatter(tensors[0], asked))
+        return tuple(synchronize(operations.start_grouped_reducescatter(tensors, asked)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        op, process_set, pre, post = ctx.how
-        factor = pre * post * (process_set.size() if op == ReduceOp.Sum else 1)
+        op, pre, post, process_set = ctx.asked.how
+        factor = pre * post * (process_set.size() if op is ReduceOp.Sum else 1)
         whole = grouped_allgather([g * factor for g in gradients], process_set=process_set)
-        return (None, None, *whole)
+        return (None, *whole)
 
 
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int = ReduceOp.Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
+@takes(COMPRESSED_REDUCESCATTER)
+def reducescatter(tensor: Tensor, asked: ReduceArguments) -> Tensor:
     """Return this rank's part of the reduction, as reducescatter_async does."""
-    results = grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)
-    return results[0]
+    return _reducescattered([tensor], asked)[0]
 
 
-def grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: int = ReduceOp.Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Tensor]:
+@takes(COMPRESSED_REDUCESCATTER)
+def grouped_reducescatter(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
     """Return this rank's parts of several reductions, as grouped_reducescatter_async does."""
-    sent = [compression.compress(t) for t in tensors]
-    how = (op, process_set, prescale_factor, postscale_factor)
-    results = _applied(_Reducescatter, name, how, *(t for t, _ in sent))
+    return _reducescattered(tensors, asked)
+
+
+def _reducescattered(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
+    sent = [asked.compression.compress(t) for t in tensors]
+    results = _applied(_Reducescatter, asked, *(t for t, _ in sent))
     parts = [results] if len(tensors) == 1 else results
-    return [compression.decompress(t, context) for t, (_, context) in zip(parts, sent, strict=True)]
+    return [asked.compression.decompress(t, context) for t, (_, context) in zip(parts, sent, strict=True)]

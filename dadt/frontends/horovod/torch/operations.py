@@ -19,6 +19,7 @@ from dadt.comm.collectives.process_set import Handle, Handles
 from dadt.errors import DadtError
 from dadt.frontends.horovod.errors import HorovodInternalError, horovods
 from dadt.frontends.horovod.torch import adasum
+from dadt.frontends.horovod.torch.arguments import ALLREDUCE, REDUCESCATTER, ReduceArguments, takes
 from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
 from dadt.frontends.horovod.torch.reduce_op import REDUCTIONS, ReduceOp, chosen, factor_of, scale_, scale_all_, scaled
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dadt.comm.collectives.process_set import ProcessSet as Ranks
 
     Finish = Callable[[Any], Any]
+    How = tuple[ReduceOp, float, float, ProcessSet]
     Prepared = tuple[Operation, Finish | None]
     """An operation, and what makes its result from that of the core."""
 
@@ -35,66 +37,32 @@ if TYPE_CHECKING:
 # Allreduce ------------------------------------------------------------------------------------------------------------
 
 
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle[Tensor]:
+@takes(ALLREDUCE)
+def allreduce_async(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
     """Start to reduce the tensors of all ranks; the result is a new tensor of the same shape and dtype.
 
     average: deprecated, use op. op: Average (the default), Sum, Adasum, Min, Max or Product. prescale_factor,
     postscale_factor: factors before and after the reduction; averages of integers are truncated.
     """
-    output = torch.empty_like(tensor, requires_grad=False)
-    return _allreduce(tensor, output, chosen(op, average), name, (prescale_factor, postscale_factor), process_set)
+    return start_allreduce(tensor, torch.empty_like(tensor, requires_grad=False), asked)
 
 
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle[Tensor]:
+@takes(ALLREDUCE)
+def allreduce_async_(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
     """Like allreduce_async, but the result overwrites the tensor."""
-    return _allreduce(tensor, tensor, chosen(op, average), name, (prescale_factor, postscale_factor), process_set)
+    return start_allreduce(tensor, tensor, asked)
 
 
-def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handles:
+@takes(ALLREDUCE)
+def grouped_allreduce_async(tensors: Sequence[Tensor], asked: ReduceArguments) -> Handles:
     """Like allreduce_async for several tensors: nothing moves before every rank has submitted all of them."""
-    outputs = [torch.empty_like(t, requires_grad=False) for t in tensors]
-    return _grouped_allreduce(
-        tensors, outputs, chosen(op, average), name, (prescale_factor, postscale_factor), process_set
-    )
+    return start_grouped_allreduce(tensors, [torch.empty_like(t, requires_grad=False) for t in tensors], asked)
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handles:
+@takes(ALLREDUCE)
+def grouped_allreduce_async_(tensors: Sequence[Tensor], asked: ReduceArguments) -> Handles:
     """Like grouped_allreduce_async, but the results overwrite the tensors."""
-    return _grouped_allreduce(
-        tensors, tensors, chosen(op, average), name, (prescale_factor, postscale_factor), process_set
-    )
+    return start_grouped_allreduce(tensors, tensors, asked)
 
 
 def allreduce_together_(
@@ -192,36 +160,20 @@ def alltoall_async(
     return _submit("alltoall", name, process_set, prepare)
 
 
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: int = ReduceOp.Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle[Tensor]:
+@takes(REDUCESCATTER)
+def reducescatter_async(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
     """Start to reduce the tensors of all ranks and to give each rank its part of the result.
 
     Parts are slices of the first dimension, by rank; the first ranks get one row more where it cannot be divided.
     op: Average (the default), Sum, Min, Max or Product.
     """
-    factors = (prescale_factor, postscale_factor)
-    return _submit("reducescatter", name, process_set, lambda among: _reducescatter(tensor, op, factors, among))
+    return start_reducescatter(tensor, asked)
 
 
-def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: int = ReduceOp.Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handles:
+@takes(REDUCESCATTER)
+def grouped_reducescatter_async(tensors: Sequence[Tensor], asked: ReduceArguments) -> Handles:
     """Like reducescatter_async for several tensors: nothing moves before every rank has submitted all of them."""
-    factors = (prescale_factor, postscale_factor)
-    return _submit_group(
-        "reducescatter", name, process_set, lambda among: [_reducescatter(t, op, factors, among) for t in tensors]
-    )
+    return start_grouped_reducescatter(tensors, asked)
 
 
 # Handles and meetings -------------------------------------------------------------------------------------------------
@@ -286,49 +238,50 @@ def _submit_group(
         )
 
 
-def _allreduce(
-    tensor: Tensor,
-    output: Tensor,
-    op: ReduceOp,
-    name: str | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-) -> Handle[Tensor]:
-    return _submit("allreduce", name, process_set, lambda among: _reduced(tensor, output, op, factors, among))
+def start_allreduce(tensor: Tensor, output: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
+    """Start to reduce the tensor into the output, which may be the same."""
+    how = asked.how
+    return _submit("allreduce", asked.name, asked.process_set, lambda among: _reduced(tensor, output, how, among))
 
 
-def _grouped_allreduce(
-    tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    op: ReduceOp,
-    name: str | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-) -> Handles:
+def start_grouped_allreduce(tensors: Sequence[Tensor], outputs: Sequence[Tensor], asked: ReduceArguments) -> Handles:
+    """Like start_allreduce for several tensors."""
     if len({t.device.type == "cpu" for t in tensors}) > 1:
         raise ValueError("grouped_allreduce: give tensors of one kind of device")
+    how, pairs = asked.how, list(zip(tensors, outputs, strict=True))
     return _submit_group(
-        "allreduce",
-        name,
-        process_set,
-        lambda among: [_reduced(t, o, op, factors, among) for t, o in zip(tensors, outputs, strict=True)],
+        "allreduce", asked.name, asked.process_set, lambda among: [_reduced(*pair, how, among) for pair in pairs]
     )
 
 
-def _reduced(tensor: Tensor, output: Tensor, op: ReduceOp, factors: tuple[float, float], among: Ranks) -> Prepared:
-    pre, post = factors
+def start_reducescatter(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
+    """Start to reduce the tensor, and to fetch this rank's part."""
+    how = asked.how
+    return _submit("reducescatter", asked.name, asked.process_set, lambda among: _reducescatter(tensor, how, among))
+
+
+def start_grouped_reducescatter(tensors: Sequence[Tensor], asked: ReduceArguments) -> Handles:
+    """Like start_reducescatter for several tensors."""
+    how = asked.how
+    return _submit_group(
+        "reducescatter", asked.name, asked.process_set, lambda among: [_reducescatter(t, how, among) for t in tensors]
+    )
+
+
+def _reduced(tensor: Tensor, output: Tensor, how: How, among: Ranks) -> Prepared:
+    op, pre, post, _ = how
     source = tensor if pre == 1.0 else scaled(tensor, pre)
     if op is ReduceOp.Adasum:
         call, combine = adasum.prepare(source, among)
         return call, lambda received: scale_(operation.deliver(combine(received), output), post)
     call = operation.all_reduce(source, output, REDUCTIONS[op], among.size)
-    call.signature = _signature(call.signature, op, factors)
+    call.signature = _signature(call.signature, op, (pre, post))
     factor = factor_of(op, post, among.size)
     return call, lambda _: scale_(output, factor)
 
 
-def _reducescatter(tensor: Tensor, op: int, factors: tuple[float, float], among: Ranks) -> Prepared:
-    wanted, (pre, post) = ReduceOp(op), factors
+def _reducescatter(tensor: Tensor, how: How, among: Ranks) -> Prepared:
+    wanted, pre, post, _ = how
     if wanted is ReduceOp.Adasum:
         raise NotImplementedError("reducescatter: Adasum is not supported")
     if tensor.dim() == 0:
@@ -336,7 +289,7 @@ def _reducescatter(tensor: Tensor, op: int, factors: tuple[float, float], among:
     parts = list(torch.split(scaled(tensor.detach(), pre), _shares(len(tensor), among.size)))
     output = torch.empty_like(parts[among.rank], memory_format=torch.contiguous_format)
     call = operation.reduce_scatter(parts, output, REDUCTIONS[wanted], among.rank, among.size)
-    call.signature = _signature(call.signature, wanted, factors)
+    call.signature = _signature(call.signature, wanted, (pre, post))
     factor = factor_of(wanted, post, among.size)
     return call, lambda _: scale_(output, factor)
 

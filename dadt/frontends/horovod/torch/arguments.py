@@ -1,0 +1,61 @@
+"""What the reductions of Horovod's API are asked for: the same parameters in many functions, in an order of each."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dadt.frontends.horovod.torch.compression import Compression, Compressor
+from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
+from dadt.frontends.horovod.torch.reduce_op import ReduceOp, chosen
+
+R = TypeVar("R")
+ALLREDUCE = "average name op prescale_factor postscale_factor process_set"
+COMPRESSED_ALLREDUCE = ALLREDUCE.replace("op", "compression op", 1)
+REDUCESCATTER = "name op process_set prescale_factor postscale_factor"
+COMPRESSED_REDUCESCATTER = REDUCESCATTER.replace("op", "compression op", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceArguments:
+    """All that a reduction may be asked for beside its tensors."""
+
+    average: bool | None = None
+    name: str | None = None
+    compression: type[Compressor] = Compression.none
+    op: int | None = None
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    process_set: ProcessSet = global_process_set
+
+    @property
+    def how(self) -> tuple[ReduceOp, float, float, ProcessSet]:
+        """The operation, both factors, and the ranks. Raises ValueError if op and average are both given."""
+        return chosen(self.op, self.average), self.prescale_factor, self.postscale_factor, self.process_set
+
+
+def takes(names: str) -> Callable[[Callable[[Any, ReduceArguments], R]], Callable[..., R]]:
+    """Give a function, in place of its second parameter, these fields of ReduceArguments as parameters, in this
+    order."""
+    known = inspect.signature(ReduceArguments).parameters
+    shared = [known[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names.split()]
+
+    def decorate(function: Callable[[Any, ReduceArguments], R]) -> Callable[..., R]:
+        tensor = next(iter(inspect.signature(function).parameters.values()))
+        signature = inspect.Signature([tensor, *shared])
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}: {error}") from None
+            return function(given.pop(tensor.name), ReduceArguments(**given))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
