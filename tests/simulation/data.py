@@ -1,0 +1,149 @@
+"""What workers do together without the launcher: operations that end once all ranks of a connection have come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from dadt.errors import CommError, Mismatch
+from simulation.world import Network, Process, World
+
+LATENCY = 0.002
+"""Seconds that a message between two hosts takes."""
+CLOSED = "the connection was closed by a peer"
+
+Then = Callable[[Any], None]
+"""Takes what an operation gives, or the error that it raises."""
+
+
+class Rank(Protocol):
+    """A worker, as the others see it."""
+
+    rank: int
+    host: int
+    process: Process
+
+
+class Operation:
+    """The n-th operation of all ranks of a connection."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values: dict[int, Any] = {}
+        self.done = False
+
+
+class Connection:
+    """The ranks of one generation, connected with each other. Once it has failed for a rank, it does so for good."""
+
+    def __init__(self, world: World, network: Network, generation: int, size: int, done: Callable[..., None]) -> None:
+        """done: called with each operation that all ranks have come to."""
+        self._world, self._network, self.generation, self._size = world, network, generation, size
+        self.ranks: dict[int, Rank] = {}
+        self._done = done
+        self._operations: list[Operation] = []
+        self._begun: dict[int, int] = {}
+        """Rank to the number of operations that it has begun."""
+        self._waits: dict[int, tuple[Operation, Then]] = {}
+        self._errors: dict[int, CommError] = {}
+        self._left: set[int] = set()
+        network.changed.append(self.settle)
+
+    def join(self, worker: Rank) -> None:
+        self.ranks[worker.rank] = worker
+
+    def begin(self, rank: int, name: str, value: Any, then: Then) -> None:
+        """Begin the next operation of this rank."""
+        if rank in self._errors:
+            then(self._errors[rank])
+            return
+        number = self._begun[rank] = self._begun.get(rank, 0) + 1
+        if number > len(self._operations):
+            self._operations.append(Operation(name))
+        operation = self._operations[number - 1]
+        self._waits[rank] = operation, then
+        if operation.name != name:
+            text = f"rank {rank} is in {name}, rank {next(iter(operation.values))} in {operation.name}"
+            for each in [rank, *operation.values]:
+                self._fail(each, Mismatch(f"{text}: the ranks do not run the same steps"))
+            return
+        operation.values[rank] = value
+        self.settle()
+
+    def settle(self) -> None:
+        """End the operations to which all ranks have come, where their data go through."""
+        for operation in {id(each): each for each, _ in self._waits.values()}.values():
+            if operation.done or len(operation.values) < self._size or not self._goes_through():
+                continue
+            operation.done = True
+            values = [operation.values[rank] for rank in sorted(operation.values)]
+            self._done(self, operation)
+            for rank in operation.values:
+                slow = max((self._network.slow.get(each.host, 0.0) for each in self.ranks.values()), default=0.0)
+                self._world.after(self._world.spread(LATENCY) + slow, self._end(rank, operation, values))
+
+    def _end(self, rank: int, operation: Operation, values: Sequence[Any]) -> Callable[[], None]:
+        def end() -> None:
+            waits = self._waits.get(rank)
+            if waits is not None and waits[0] is operation:
+                del self._waits[rank]
+                waits[1](values)
+
+        return end
+
+    def _goes_through(self) -> bool:
+        if not all(worker.process.runs or worker.rank in self._left for worker in self.ranks.values()):
+            return False
+        hosts = {worker.host for worker in self.ranks.values()}
+        return self._network.whole or all(self._network.reaches(a, b) for a in hosts for b in hosts if a != b)
+
+    def abort(self, rank: int, error: CommError) -> None:
+        """This rank gives up: all that it waits for fails, and the others see its connection closed."""
+        self._fail(rank, error)
+        self.leave(rank)
+
+    def leave(self, rank: int, *, silent: bool = False, gentle: bool = False) -> None:
+        """This rank is gone. silent: with its machine, so that the others do not see it. gentle: all that it has sent
+        still comes."""
+        if rank in self._left or rank not in self.ranks:
+            return
+        self._left.add(rank)
+        self._errors.setdefault(rank, CommError(CLOSED))
+        for other in [] if silent else self.ranks.values():
+            if self._network.joined(other.host, self.ranks[rank].host):
+                self._world.after(self._world.spread(LATENCY), self._notice(other, gentle=gentle))
+
+    def _notice(self, other: Rank, *, gentle: bool) -> Callable[[], None]:
+        def notice() -> None:
+            waits = self._waits.get(other.rank)
+            done = waits is not None and waits[0].done
+            if other.rank not in self._left and not (done and (gentle or self._world.random.random() < 0.5)):
+                other.process.get(lambda: self._fail(other.rank, CommError(CLOSED)))
+
+        return notice
+
+    def _fail(self, rank: int, error: CommError) -> None:
+        self._errors.setdefault(rank, error)
+        if (waits := self._waits.pop(rank, None)) is not None:
+            waits[1](error)
+
+
+class Connections:
+    """All connections of a job, each for those that have met at the launcher with the same words."""
+
+    def __init__(self, world: World, network: Network, done: Callable[..., None]) -> None:
+        self._world, self._network, self._done = world, network, done
+        self._all: dict[tuple[int, bytes], Connection] = {}
+
+    def join(self, worker: Rank, generation: int, met: Sequence[bytes]) -> Connection:
+        """Connect this worker with those that it has met."""
+        key = generation, b" ".join(met)
+        if key not in self._all:
+            self._all[key] = Connection(self._world, self._network, generation, len(met), self._done)
+        self._all[key].join(worker)
+        return self._all[key]
+
+
+def mixed(weights: int, step: int, ranks: Sequence[int]) -> int:
+    """Weights after a step of these ranks: a number that differs wherever anything has."""
+    return hash((weights, step, tuple(sorted(ranks))))

@@ -1,0 +1,173 @@
+"""What has to hold in every job, whatever goes wrong, after each turn of the launcher and at the end."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from dadt.launch.failure import Failure
+from simulation.faults import FOR_GOOD, Struck
+from simulation.world import BEGIN, Broken
+
+if TYPE_CHECKING:
+    from simulation.data import Connection, Operation
+    from simulation.job import SimulatedJob
+    from simulation.launcher import Launcher
+    from simulation.worker import Worker
+
+MARGIN_SECONDS = 4.0
+"""What a pause may take beside its own length, as it is noticed later and ends later."""
+SOON_SECONDS = 2.5
+"""A failure within this time after the first one may come before it is known."""
+GOES_ON = re.compile(r"^(?:rank (?P<rank>\d+) |host(?P<host>\d+): ).*: training goes on without (?:it|them)$")
+
+
+class Invariants:
+    """Knows all that has really happened, and compares."""
+
+    def __init__(self, job: SimulatedJob) -> None:
+        self._job = job
+        self.struck: list[Struck] = []
+        """All faults that have happened, in the order of time."""
+        self._trained = 0
+        """The newest generation in which all ranks have taken a step together."""
+        self._read = 0
+        """How many lines to the user have been looked at."""
+        self._lost: set[int] = set()
+
+    def is_long(self, seconds: float) -> bool:
+        """Whether something that lasts so long, beside all else that lasts, may end a rank or the job."""
+        config = self._job.config
+        total = sum(fault.seconds for fault in self._job.scenario.faults)
+        patience = min(config.timeout, config.orphan_timeout, config.start_timeout)
+        if config.on_stall == "abort":
+            patience = min(patience, config.stall_warning)
+        return seconds == FOR_GOOD or total + MARGIN_SECONDS > patience
+
+    @property
+    def guilty_ranks(self) -> set[int]:
+        return {rank for each in self.struck for rank in each.ranks}
+
+    @property
+    def guilty_hosts(self) -> set[int]:
+        return {host for each in self.struck for host in each.hosts}
+
+    # While it runs -------------------------------------------------------------------------------------------------
+
+    def turned(self, launcher: Launcher) -> None:
+        """The launcher has done all that was due."""
+        said, self._read = launcher.said[self._read :], len(launcher.said)
+        for _, _, text in said:
+            self._check_line(text)
+
+    def _check_line(self, text: str) -> None:
+        if (found := GOES_ON.match(text)) is not None:
+            innocent = int(found["rank"]) not in self.guilty_ranks if found["rank"] else (
+                int(found["host"]) not in self.guilty_hosts)  # fmt: skip
+            if innocent:
+                raise Broken(f"the user is told of one that has done nothing: {text}")
+
+    def trains(self, worker: Worker) -> None:
+        """A rank begins to take steps."""
+
+    def completed(self, connection: Connection, operation: Operation) -> None:
+        """All ranks of a connection have come to an operation."""
+        if not operation.name.startswith("step "):
+            return
+        if connection.generation < self._trained:
+            raise Broken(f"generation {connection.generation} trains beside generation {self._trained}")
+        self._trained = connection.generation
+        if len({value[2] for value in operation.values.values()}) > 1:
+            raise Broken(f"ranks train on with different weights in {operation.name}: {operation.values}")
+
+    def agree(self, worker: Worker, told: list[Any]) -> None:
+        """A rank has found out how far the others are, and is as far."""
+        ranks = [each[0] for each in told]
+        if ranks != list(worker.members):
+            raise Broken(f"rank {worker.rank} believes in {worker.members}, but trains with {ranks}")
+        if worker.averaged != max(each[1] for each in told):
+            raise Broken(f"rank {worker.rank} trains on from step {worker.averaged}, others are elsewhere: {told}")
+
+    # At the end ----------------------------------------------------------------------------------------------------
+
+    def ended(self) -> None:
+        """Nothing is left to happen."""
+        self._check_left()
+        self._check_numbers()
+        launcher = self._job.launcher
+        if launcher.outcome is None and launcher.error is None:
+            return  # it was killed
+        self._check_lost()
+        self._check_outcome(launcher)
+
+    def _check_left(self) -> None:
+        for worker in self._job.workers:
+            agent = worker.agent
+            if worker.process.alive and not agent.process.stops:
+                raise Broken(f"rank {worker.rank} (pid {worker.pid}) is left on host{agent.index}")
+        for agent in self._job.agents:
+            if agent.process.alive and not agent.process.stops:
+                raise Broken(f"the agent of host{agent.index} is left")
+
+    def _check_numbers(self) -> None:
+        job = self._job
+        seconds = job.world.now - BEGIN
+        each = 40 + 12 * seconds
+        most = each * (job.hosts + job.size) + 40 * job.size * (1 + len(job.launcher.job.watch.generations))
+        if job.world.frames > most:
+            raise Broken(f"{job.world.frames} frames in {seconds:.0f} s, {most:.0f} are the most")
+
+    def _check_lost(self) -> None:
+        for loss in self._job.launcher.job.watch.losses:
+            if loss.rank not in self.guilty_ranks:
+                raise Broken(f"rank {loss.rank} was lost and had done nothing: {loss.why}")
+
+    def _check_outcome(self, launcher: Launcher) -> None:
+        outcome, error = launcher.outcome, launcher.error
+        by_user = any(each.user for each in self.struck)
+        if outcome is not None and (outcome.signal or outcome.preemption is not None):
+            if not by_user:
+                raise Broken("it ended as if the user had ended it")
+            return
+        if error is not None:
+            self._check_error(str(error))
+        elif outcome is not None and outcome.failure is not None:
+            self._check_blame(outcome.failure)
+        elif not self.struck:
+            if warnings := [text for _, level, text in launcher.said if level == "warning"]:
+                raise Broken(f"nothing was wrong, and the user was warned: {warnings[0]}")
+        elif not self._job.config.min_np and (fatal := [each for each in self.struck if each.fatal]) and not by_user:
+            raise Broken(f"it ended well, though {fatal[0].text}")
+
+    def _names_guilty(self, text: str) -> bool:
+        """Whether what a rank says that has waited for others names one of those for whom it was in vain."""
+        ranks = {int(each) for each in re.findall(r"rank (\d+)", text)}
+        hosts = {int(each) for each in re.findall(r"host(\d+)", text)}
+        return bool(ranks & self.guilty_ranks or hosts & self.guilty_hosts)
+
+    def _check_error(self, text: str) -> None:
+        named = re.match(r"host(\d+): ", text)
+        lone = self._job.hosts == 1
+        if not self.guilty_hosts or (not lone and (named is None or int(named[1]) not in self.guilty_hosts)):
+            raise Broken(f"it blames a host that has done nothing: {text}")
+
+    def _check_blame(self, failure: Failure) -> None:
+        rank = failure.ending.rank
+        if failure.record is not None and failure.record.type == "StartTimeout":  # its message says who did not come
+            named = {int(each) for each in re.findall(r"rank (\d+) \(", failure.record.message)}
+            if not named & self.guilty_ranks:
+                raise Broken(f"it blames ranks that have done nothing: {failure.record.message}")
+            return
+        told = " / ".join(failure.lines()[:3])
+        if not self.guilty_ranks:
+            raise Broken(f"it failed, though nothing was wrong: {told}")
+        waited = failure.record is not None and failure.record.secondary
+        if rank not in self.guilty_ranks and not (waited and self._names_guilty(told)):
+            raise Broken(f"it blames rank {rank}, which has done nothing: {told}")
+        fatal = [each for each in self.struck if each.fatal]
+        if self._job.config.min_np or not fatal:
+            return
+        first = fatal[0]
+        since = [each.at for each in self.struck if rank in each.ranks]
+        if since and min(since) > first.at + SOON_SECONDS:
+            raise Broken(f"it blames rank {rank}, though before that {first.text}: {told}")

@@ -1,0 +1,112 @@
+"""A job in the simulated world, from the start of its workers until nothing is left of it."""
+
+from __future__ import annotations
+
+from signal import SIGKILL
+from typing import Any
+
+from dadt.config import Config
+from dadt.control import schema
+from dadt.launch.signals import of_checkpoint
+from simulation.agent import Agent
+from simulation.data import Connection, Connections, Operation
+from simulation.invariants import Invariants
+from simulation.launcher import Launcher
+from simulation.scenario import Scenario
+from simulation.worker import Worker
+from simulation.world import Broken, Network, Wire, World
+
+CONTROL_LATENCY = 0.004
+LEFT_SECONDS = 30.0
+"""Time after which nothing may be left, beyond what ending it may take."""
+
+
+class SimulatedJob:
+    """The world, the hosts, the workers and the launcher of one scenario."""
+
+    def __init__(self, scenario: Scenario, *, logs: bool = False) -> None:
+        self.scenario = scenario
+        self.config: Config = scenario.config
+        self.hosts, self.per_host = scenario.hosts, scenario.per_host
+        self.size = self.hosts * self.per_host
+        self.checkpoint_signal = of_checkpoint(self.config)
+        self.world = world = World(scenario.seed, logs=logs)
+        self.network = Network(world)
+        self.invariants = Invariants(self)
+        self.connections = Connections(world, self.network, self._completed)
+        self.workers: list[Worker] = []
+        """All processes of workers there have been."""
+        self.agents = [Agent(world, self, index, scenario.clocks[index]) for index in range(self.hosts)]
+        self.launcher = Launcher(self, self.invariants.turned)
+        for node, agent in zip(self.launcher.nodes, self.agents, strict=True):
+            agent.up = Wire(
+                world, schema.AGENT, CONTROL_LATENCY,
+                lambda frame, node=node: self.launcher.hear(node, frame),
+                lambda why, node=node: self.launcher.end_of(node, why),
+            )  # fmt: skip
+            self.launcher.down[node] = Wire(world, schema.LAUNCHER, CONTROL_LATENCY, agent.hear, agent.hang_up)
+
+    def run(self) -> None:
+        """Raises Broken if something does not hold that has to."""
+        world = self.world
+        for fault in self.scenario.faults:
+            world.after(fault.at, lambda fault=fault: fault.strike(self))
+        for agent in self.agents:
+            agent.begin()
+        self.launcher.begin()
+        if not world.run(lambda: self.launcher.ended_at is not None, world.now + self.scenario.limit):
+            raise Broken(f"the job has not ended within {self.scenario.limit:.0f} s")
+        world.run(lambda: not any(self._runs), world.now + self.config.orphan_timeout + 2 * self.config.grace + 30.0)
+        self.invariants.ended()
+
+    @property
+    def _runs(self) -> list[bool]:
+        return [agent.process.alive for agent in self.agents]
+
+    # What the parts ask of the job ---------------------------------------------------------------------------------
+
+    def spawn(self, agent: Agent, rank: int, *, joins: bool) -> Worker:
+        pid = 1000 + len(self.workers)
+        worker = Worker(self.world, agent, rank, pid, self.scenario.script, self.config, joins=joins)
+        self.workers.append(worker)
+        return worker
+
+    def alone(self, here: int) -> bool:
+        """Whether the other hosts train on where one with so many workers is preempted."""
+        return 0 < self.config.min_np <= self.size - here
+
+    @property
+    def quiet(self) -> bool:
+        """Whether all hosts hear each other."""
+        return self.network.whole and all(agent.process.runs for agent in self.agents)
+
+    def hears(self, host: int, other: int) -> bool:
+        """Whether heartbeats of the other host reach this one."""
+        return self.network.reaches(other, host) and self.agents[other].process.runs
+
+    def trains(self, worker: Worker) -> None:
+        self.invariants.trains(worker)
+
+    def agree(self, worker: Worker, told: list[Any]) -> None:
+        self.invariants.agree(worker, told)
+
+    def _completed(self, connection: Connection, operation: Operation) -> None:
+        self.invariants.completed(connection, operation)
+
+    # What faults do ------------------------------------------------------------------------------------------------
+
+    def kill(self, rank: int) -> bool:
+        """Kill the process of a rank. Returns whether there was one."""
+        worker = self.agents[rank // self.per_host].workers.get(rank)
+        if worker is None or not worker.process.alive:
+            return False
+        worker.die(-SIGKILL)
+        return True
+
+    def worker(self, rank: int) -> Worker | None:
+        """The living process of a rank."""
+        worker = self.agents[rank // self.per_host].workers.get(rank)
+        return worker if worker is not None and worker.process.alive else None
+
+    def ranks_of(self, host: int) -> range:
+        return range(host * self.per_host, (host + 1) * self.per_host)

@@ -1,0 +1,218 @@
+"""What drives the decisions of a launcher in the simulated world, as dadt/launch/attempt.py and agents.py do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dadt.control.frame import Frame
+from dadt.errors import DadtError
+from dadt.launch.contact import Contact
+from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.slot import Slot
+from dadt.launch.job import Job
+from dadt.launch.node import Node
+from dadt.launch.outbox import Event, SayText, SendFrame, WriteJournal
+from dadt.launch.outcome import Outcome
+from dadt.launch.replacement import replaces
+from simulation.world import Process, Timer, Wire
+
+if TYPE_CHECKING:
+    from simulation.job import SimulatedJob
+
+READ_SECONDS = 0.0005
+"""What comes within this time is read at once."""
+
+
+class Launcher:
+    """One `dadt run`, once all agents are ready."""
+
+    def __init__(self, simulated: SimulatedJob, watch: Callable[[Launcher], None]) -> None:
+        """watch: called after each turn."""
+        self.world, self._simulated, self._watch = simulated.world, simulated, watch
+        world, config, hosts = self.world, simulated.config, simulated.hosts
+        self.process = Process(world, "launcher")
+        names = [f"host{index}" if hosts > 1 else "" for index in range(hosts)]
+        self.slots = [
+            Slot(rank=rank, world_size=simulated.size, local_rank=rank % simulated.per_host, host=names[place],
+                 local_size=simulated.per_host, cross_rank=place)
+            for rank in range(simulated.size) for place in [rank // simulated.per_host]
+        ]  # fmt: skip
+        report = {"pid": 100, "version": "1"}
+        self.nodes = [Node(index, Host(name=name), report=report, heard=world.now) for index, name in enumerate(names)]
+        for node in self.nodes:
+            node.is_child, node.address = hosts == 1, f"10.0.{node.index >> 8}.{node.index & 255}" if hosts > 1 else ""
+        self._contact = Contact(self.nodes, config.orphan_timeout, world.now)
+        self.down: dict[Node, Wire] = {}
+        self.said: list[tuple[float, str, str]] = []
+        """Time, level and text of each line that the user reads."""
+        self.outcome: Outcome | None = None
+        self.error: DadtError | None = None
+        """What `dadt run` raised in place of an outcome."""
+        self.ended_at: float | None = None
+        self._caught: set[int] = set()
+        self._events: list[Event] = []
+        self._timer: Timer | None = None
+        self._turns_at = float("inf")
+        self.turns = 0
+        self.job = Job(config, self.nodes, self.slots, Path("logs"), world.now, world.epoch)
+
+    def begin(self) -> None:
+        for node in self.nodes:
+            self._contact.hear(node, Frame("ready", {"clock": self._simulated.agents[node.index].epoch}), self._epoch)
+        self.job.start([self._order(node) for node in self.nodes], self.world.now, self.world.epoch)
+        self._turn()
+
+    @property
+    def _epoch(self) -> float:
+        return self.world.epoch
+
+    def _order(self, node: Node) -> Frame:
+        simulated, config = self._simulated, self._simulated.config
+        mine = [slot for slot in self.slots if slot.cross_rank == node.index]
+        workers = [
+            {"rank": slot.rank, "local_rank": slot.local_rank, "env": {}, "command": ["python", "train.py"]}
+            for slot in mine
+        ]
+        header = {
+            "job": "job", "env": {}, "workers": workers, "cwd": "/work", "terminal": None, "adopt": 0.0,
+            "stays": replaces(config), "secret": "00" * 32,
+        }  # fmt: skip
+        if number := simulated.checkpoint_signal:
+            header["checkpoint"] = {"number": number, "grace": config.grace, "alone": simulated.alone(len(mine))}
+        if simulated.hosts > 1:
+            beats = {"index": node.index, "address": node.address, "timeout": config.heartbeat_timeout}
+            header["heartbeat"] = beats
+        return Frame("job", header)
+
+    # What comes ----------------------------------------------------------------------------------------------------
+
+    def hear(self, node: Node, frame: Frame) -> None:
+        self.process.get(lambda: self._hear(node, frame))
+
+    def _hear(self, node: Node, frame: Frame) -> None:
+        if node.ended:
+            return
+        node.heard = self.world.now
+        if refusal := self._contact.hear(node, frame, self.world.epoch):
+            self._lose(node, refusal)
+        else:
+            self._put(node, frame)
+
+    def end_of(self, node: Node, why: str) -> None:
+        """The connection to an agent has ended."""
+        self.process.get(lambda: self._end_of(node, why))
+
+    def _end_of(self, node: Node, why: str) -> None:
+        if node.ended:
+            return
+        if node.done and not why:
+            node.ended = True
+        else:
+            self._lose(node, why or "the connection was closed")
+
+    def _lose(self, node: Node, why: str) -> None:
+        node.ended = True
+        self.down[node].close()
+        self._put(node, Frame("lost", {"message": why, "time": self.world.epoch}))
+
+    def signal(self, number: int) -> None:
+        """The user signals `dadt run`."""
+        self.world.note("user", f"sends signal {number} to dadt run")
+        self.process.get(lambda: self._catch(number))
+
+    def _catch(self, number: int) -> None:
+        self._caught.add(number)
+        self._wake(0.0)
+
+    def _put(self, node: Node, frame: Frame) -> None:
+        self._events.append(Event(node, frame, self.world.now))
+        self._wake(READ_SECONDS)
+
+    def _wake(self, seconds: float) -> None:
+        at = self.world.now + seconds
+        if at < self._turns_at and self.process.runs:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._turns_at = at
+            self._timer = self.process.after(seconds, self._turn)
+
+    # What is done about it -----------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        if not self.process.alive or self.outcome is not None or self.error is not None:
+            return
+        now, job, contact = self.world.now, self.job, self._contact
+        self.turns += 1
+        contact.excuse(now)
+        if contact.is_beat_due(now):
+            self._send_all(Frame("beat"))
+        if self._caught:
+            caught, self._caught = self._caught, set()
+            job.signal(caught, now)
+            self._carry_out()
+        for node, why in contact.silent(now):
+            self._lose(node, why)
+        events, self._events = self._events, []
+        for event in events:
+            if self.world.log is not None and event.frame.kind not in ("beat", "numbers"):
+                self.world.note("launcher", f"hears from {event.node.name or 'the host'}: {_shown(event.frame)}")
+            job.take(event)
+            self._carry_out()
+        job.turn(now)
+        self._carry_out()
+        self._watch(self)
+        if job.over:
+            self._finish()
+            return
+        self._turns_at = float("inf")
+        self._wake(max(0.001, min(job.patience(now), contact.beat_seconds)))
+
+    def _carry_out(self) -> None:
+        while (action := self.job.outbox.take()) is not None:
+            if isinstance(action, SendFrame):
+                self.world.note("launcher", f"sends {_shown(action.frame)}")
+                if action.node is None:
+                    self._send_all(action.frame)
+                else:
+                    self._send(action.node, action.frame)
+            elif isinstance(action, SayText):
+                self.world.note("user", f"reads: {action.text}")
+                self.said.append((self.world.now, action.level, action.text))
+            elif isinstance(action, WriteJournal):
+                self.world.note("launcher", f"writes down {action.kind}: {action.facts}")
+
+    def _send(self, node: Node, frame: Frame) -> None:
+        if not node.ended:
+            self.down[node].send(frame)
+
+    def _send_all(self, frame: Frame) -> None:
+        for node in self.nodes:
+            self._send(node, frame)
+
+    def _finish(self) -> None:
+        """Attempt._close, and the judgement."""
+        try:
+            self.outcome = self.job.judge(self.world.now, [], [])
+        except DadtError as error:
+            self.error = error
+        self.die()
+        shown = self.error or (self.outcome.failure.lines()[:3] if self.outcome and self.outcome.failure else "ends")
+        self.world.note("launcher", f"{shown}, exit code {self.exit_code}")
+
+    def die(self) -> None:
+        """The process ends, and its connections with it."""
+        self.process.alive, self.ended_at = False, self.world.now
+        for wire in self.down.values():
+            wire.close()
+
+    @property
+    def exit_code(self) -> int | None:
+        if self.error is not None:
+            return self.error.exit_code
+        return self.outcome.exit_code if self.outcome is not None else None
+
+
+def _shown(frame: Frame) -> str:
+    return f"{frame.kind} {', '.join(f'{name} {value}' for name, value in frame.header.items())}"[:300]

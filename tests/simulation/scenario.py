@@ -1,0 +1,84 @@
+"""What a seed decides before a job begins: its size, its options, its script, and what goes wrong when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from dadt.config import Config
+from simulation import faults
+from simulation.faults import Fault
+from simulation.worker import Script
+
+MOST_HOSTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A job and its faults."""
+
+    seed: int
+    hosts: int
+    per_host: int
+    clocks: tuple[float, ...]
+    """For each host the seconds by which its clock is ahead."""
+    config: Config
+    script: Script
+    faults: tuple[Fault, ...]
+
+    @property
+    def limit(self) -> float:
+        """Seconds within which the job has to end, whatever goes wrong."""
+        config, script = self.config, self.script
+        trains = 2 * (script.start_seconds + script.steps * (script.step_seconds + script.save_seconds))
+        each = config.timeout + config.start_timeout + config.orphan_timeout + 2 * config.grace + 60.0
+        return trains + (1 + len(self.faults)) * each + sum(fault.seconds for fault in self.faults)
+
+    def lines(self) -> list[str]:
+        """What it is, for those who read of it."""
+        knobs = {name: getattr(self.config, name) for name in KNOBS}
+        told = [f"{self.hosts} hosts with {self.per_host} ranks each; {knobs}", f"{self.script}"]
+        return told + [f"fault: {fault}" for fault in self.faults]
+
+
+KNOBS = (
+    "algorithm", "min_np", "timeout", "start_timeout", "stall_warning", "on_stall", "grace", "orphan_timeout",
+    "heartbeat_timeout", "checkpoint_signal", "snapshot_every",
+)  # fmt: skip
+
+
+def draw(seed: int) -> Scenario:
+    random = Random(seed)
+    hosts = random.choices([1, 2, 3, 4, 5, 6, 8, 16, MOST_HOSTS], [8, 8, 8, 12, 8, 6, 4, 1, 0.1])[0]
+    per_host = random.choices([1, 2, 4], [6, 3, 1 if hosts < 16 else 0])[0]
+    size = hosts * per_host
+    gossip = random.random() < 0.2
+    knobs: dict[str, Any] = {
+        "algorithm": "gossip" if gossip else random.choice(["pipe", "sync"]),
+        "min_np": random.choice([0, 0, 1, max(1, size - 1), random.randint(1, size)]),
+        "timeout": random.choice([10.0, 15.0, 30.0]),
+        "start_timeout": random.choice([15.0, 30.0]),
+        "stall_warning": random.choice([5.0, 8.0, 20.0]),
+        "on_stall": random.choice(["warn", "warn", "dump", "abort"]),
+        "grace": random.choice([0.0, 1.0, 5.0]),
+        "orphan_timeout": random.choice([5.0, 10.0, 30.0]),
+        "heartbeat_timeout": random.choice([2.0, 5.0, 10.0]),
+        "checkpoint_signal": random.choice(["", "", "USR1"]),
+        "snapshot_every": "never",
+    }
+    script = Script(
+        steps=random.randint(1, 12),
+        step_seconds=random.choice([0.1, 0.5, 1.0]),
+        start_seconds=random.choice([0.5, 2.0]),
+        on_interrupt=random.choice(["end", "save", "ignore"]),
+        on_terminate=random.choice(["end", "end", "save", "ignore"]),
+        save_seconds=random.choice([0.1, 0.1, 2.0]),
+        ends_when_saved=random.random() < 0.5,
+    )
+    span = 1.25 * script.start_seconds + script.steps * script.step_seconds + 2.0
+    number = random.choices(range(7), [2, 3, 3, 4, 3, 2, 1])[0]
+    ats = sorted(random.uniform(0.0, span) for _ in range(number))
+    clocks = tuple(random.uniform(-2.0, 2.0) for _ in range(hosts))
+    drawn = tuple(faults.draw(random, at, hosts, size) for at in ats)
+    return Scenario(seed, hosts, per_host, clocks, Config(**knobs), script, drawn)

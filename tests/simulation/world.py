@@ -1,0 +1,237 @@
+"""A world of its own: virtual time, processes, connections of control, and the network between hosts."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from random import Random
+
+from dadt.control.frame import Frame, Parser
+from dadt.control.schema import Speaker
+from dadt.errors import DadtError
+
+EPOCH = 1_700_000_000.0
+"""Seconds since the epoch when the world's time is 0."""
+BEGIN = 1000.0
+"""The time (as time.monotonic) at which each world begins."""
+MOST_EVENTS = 400_000
+"""Events in a job, far above what the largest takes: more of them is a fault by itself."""
+
+Do = Callable[[], None]
+
+
+class Broken(AssertionError):
+    """Something does not hold that has to hold in every job."""
+
+
+class Timer:
+    """Something that happens at a time, unless it is cancelled before."""
+
+    __slots__ = ("at", "do", "number")
+
+    def __init__(self, at: float, number: int, do: Do | None) -> None:
+        self.at, self.number, self.do = at, number, do
+
+    def cancel(self) -> None:
+        self.do = None
+
+    def __lt__(self, other: Timer) -> bool:
+        return (self.at, self.number) < (other.at, other.number)
+
+
+class World:
+    """Events in the order of their time. What is left open is decided by a seed."""
+
+    def __init__(self, seed: int, *, logs: bool = False) -> None:
+        self.random = Random(seed)
+        self.now = BEGIN
+        self.events = self.frames = 0
+        self.exact = self.random.random() < 0.1
+        """Whether each frame is really encoded and parsed, as in a part of all worlds, since that takes most of their
+        time."""
+        self.log: list[tuple[float, str, str]] | None = [] if logs else None
+        self._heap: list[Timer] = []
+        self._count = 0
+
+    @property
+    def epoch(self) -> float:
+        return EPOCH + self.now
+
+    def note(self, who: str, text: str) -> None:
+        """Add a line to the log."""
+        if self.log is not None:
+            self.log.append((self.now - BEGIN, who, text))
+
+    def after(self, seconds: float, do: Do) -> Timer:
+        self._count += 1
+        timer = Timer(self.now + seconds, self._count, do)
+        heapq.heappush(self._heap, timer)
+        return timer
+
+    def run(self, until: Callable[[], bool], deadline: float) -> bool:
+        """Let time pass. Returns whether `until` came true by the deadline."""
+        heap = self._heap
+        while heap and not until():
+            timer = heapq.heappop(heap)
+            if timer.do is None:
+                continue
+            if timer.at > deadline:
+                heapq.heappush(heap, timer)
+                break
+            self.now = timer.at
+            self.events += 1
+            if self.events > MOST_EVENTS:
+                raise Broken(f"more than {MOST_EVENTS:,} events")
+            timer.do()
+        return until()
+
+    def due(self) -> Iterator[Timer]:
+        """The timers that are not cancelled."""
+        return (timer for timer in self._heap if timer.do is not None)
+
+    def spread(self, seconds: float) -> float:
+        """About so many seconds."""
+        return seconds * (0.5 + self.random.random())
+
+
+class Process:
+    """Something that runs, stops, goes on and ends. While it is stopped, what comes to it waits in order."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.alive, self.stops = True, 0
+        self._held: list[Do] = []
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.stops
+
+    def get(self, do: Do) -> None:
+        """Do this now, or once the process goes on."""
+        if self.stops:
+            self._held.append(do)
+        elif self.alive:
+            do()
+
+    def after(self, seconds: float, do: Do) -> Timer:
+        return self.world.after(seconds, lambda: self.get(do))
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def go_on(self) -> None:
+        self.stops -= 1
+        held, self._held = ([], self._held) if self.stops else (self._held, [])
+        for place, do in enumerate(held):
+            if self.stops:
+                self._held = held[place:]
+                return
+            self.get(do)
+
+
+class Wire:
+    """One direction of a connection. Frames come in order; a cut holds them up until it is mended, as TCP does."""
+
+    def __init__(
+        self, world: World, speaker: Speaker, latency: float, hear: Callable[[Frame], None], end: Callable[[str], None]
+    ) -> None:
+        """hear: takes each frame. end: called once at the end of the connection, with the reason; empty where the other
+        side has closed it."""
+        self._world, self._speaker, self._latency = world, speaker, latency
+        self._hear, self._end = hear, end
+        self._parser = Parser(speaker)
+        self._last = 0.0
+        self._held: list[Frame | bytes | None] = []
+        self.cuts = 0
+        self.slow = 0.0
+        """Seconds that each frame takes more."""
+        self.open = True
+
+    def send(self, frame: Frame | bytes) -> None:
+        """Send a frame, or the bytes of a stranger."""
+        if self.open:
+            self._world.frames += 1
+            self._pass(frame)
+
+    def close(self) -> None:
+        """The sender is gone: what it has sent still comes, and then the end."""
+        if self.open:
+            self.open = False
+            self._pass(None)
+
+    def vanish(self) -> None:
+        """The sender's machine is gone: nothing more comes, and no end."""
+        self.open = False
+
+    def cut(self) -> None:
+        self.cuts += 1
+
+    def mend(self) -> None:
+        self.cuts -= 1
+        if not self.cuts:
+            held, self._held = self._held, []
+            for frame in held:
+                self._pass(frame)
+
+    def delay(self, seconds: float) -> None:
+        """What is sent next is late, and all after it."""
+        self._last = max(self._last, self._world.now + seconds)
+
+    def _pass(self, frame: Frame | bytes | None) -> None:
+        if self.cuts:
+            self._held.append(frame)
+            return
+        world = self._world
+        self._last = max(self._last, world.now + world.spread(self._latency) + self.slow)
+        world.after(self._last - world.now, lambda: self._come(frame))
+
+    def _come(self, frame: Frame | bytes | None) -> None:
+        if frame is None:
+            self._end("")
+        elif isinstance(frame, bytes) or self._world.exact:
+            try:
+                for each in self._parser.feed(frame if isinstance(frame, bytes) else frame.encode()):
+                    self._hear(each)
+            except DadtError as error:
+                self._end(str(error))
+        else:
+            self._hear(Frame(frame.kind, dict(frame.header), frame.body))
+
+
+class Network:
+    """The ways between hosts over which data and heartbeats go, apart from control."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._cuts: dict[tuple[int, int], int] = {}
+        self.slow: dict[int, float] = {}
+        """Host to the seconds that each message of it takes more."""
+        self.changed: list[Do] = []
+        """Called whenever a way is cut or mended."""
+
+    def cut(self, ways: list[tuple[int, int]]) -> None:
+        for way in ways:
+            self._cuts[way] = self._cuts.get(way, 0) + 1
+        self._tell()
+
+    def mend(self, ways: list[tuple[int, int]]) -> None:
+        for way in ways:
+            self._cuts[way] -= 1
+            if not self._cuts[way]:
+                del self._cuts[way]
+        self._tell()
+
+    @property
+    def whole(self) -> bool:
+        return not self._cuts
+
+    def reaches(self, sender: int, receiver: int) -> bool:
+        return not self._cuts or not self._cuts.get((sender, receiver))
+
+    def joined(self, one: int, other: int) -> bool:
+        """Whether data go both ways."""
+        return self.reaches(one, other) and self.reaches(other, one)
+
+    def _tell(self) -> None:
+        for do in list(self.changed):
+            do()
