@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.control.schema import AGENT
+from dadt.errors import LaunchError
 from dadt.launch.actions import Action, Event, SayText, SendFrame
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot
@@ -119,3 +122,44 @@ def test_ctrl_c_is_gentle_and_the_second_time_it_is_not() -> None:
     world.later()
     assert [frame["grace"] for frame in world.sent("stop")] == [0.0]
     assert world.said() == ["stopping the workers after SIGINT (once more: at once)"]
+
+
+FAILED = {"frames": [], "step": 5, "thread": "", "around": [], "pid": 11}
+WAITED = {**FAILED, "type": "CommError", "message": "the connection was closed by a peer", "secondary": True}
+
+
+def test_a_lost_host_is_the_cause_though_others_have_noticed_it_first() -> None:
+    world = World(2)
+    world.train(1)
+    world.say(1, "beat", steps={}, memory={}, conditions={}, clock=0.0)
+    world.say(1, "failed", rank=1, time=0.9, **WAITED)
+    world.say(0, "lost", message="the connection was closed", time=1.0)
+    world.say(1, "exit", rank=1, code=1, **ENDED)
+    world.say(1, "end", stuck=[], signal=0)
+    with pytest.raises(LaunchError, match="host0: the connection was closed; all its workers were stopped"):
+        world.job.judge(world.now, [], [])
+
+
+def test_an_agent_that_was_told_to_end_is_the_cause_though_ranks_have_waited_for_its_own() -> None:
+    world = World(2)
+    late = {**FAILED, "type": "StartTimeout", "message": "rank 0 cannot arrive any more", "secondary": False}
+    world.say(0, "exit", rank=0, code=-15, **{**ENDED, "stopped": True})
+    world.say(1, "failed", rank=1, time=0.9, **late)
+    world.say(1, "exit", rank=1, code=1, **ENDED)
+    world.say(0, "end", stuck=[], signal=15)
+    world.say(1, "end", stuck=[], signal=0)
+    with pytest.raises(LaunchError, match=r"the agent of this host .* was told to end by signal 15"):
+        world.job.judge(world.now, [], [])
+
+
+def test_a_rank_that_has_waited_is_not_blamed_for_one_of_which_nobody_knows() -> None:
+    world = World(2)
+    world.train(1)
+    world.say(1, "failed", rank=1, time=0.9, **WAITED)
+    world.say(1, "exit", rank=1, code=1, **ENDED)
+    world.say(1, "end", stuck=[], signal=0)
+    world.later(1.5)
+    world.later(10.0)
+    assert world.job.overdue
+    with pytest.raises(LaunchError, match="host0: it is not known how rank 0 has ended: its agent has not told"):
+        world.job.judge(world.now, [], [])

@@ -47,6 +47,8 @@ class Connection:
         self._waits: dict[int, tuple[Operation, Then]] = {}
         self._errors: dict[int, CommError] = {}
         self._left: set[int] = set()
+        self._broken = False
+        """Whether a rank has left in the midst of it, so that no operation can end that needs it."""
         network.changed.append(self.settle)
 
     def join(self, worker: Rank) -> None:
@@ -92,7 +94,7 @@ class Connection:
         return end
 
     def _goes_through(self) -> bool:
-        if not all(worker.process.runs or worker.rank in self._left for worker in self.ranks.values()):
+        if self._broken or not all(worker.process.runs or worker.rank in self._left for worker in self.ranks.values()):
             return False
         hosts = {worker.host for worker in self.ranks.values()}
         return self._network.whole or all(self._network.reaches(a, b) for a in hosts for b in hosts if a != b)
@@ -108,6 +110,7 @@ class Connection:
         if rank in self._left or rank not in self.ranks:
             return
         self._left.add(rank)
+        self._broken = self._broken or not gentle
         self._errors.setdefault(rank, CommError(CLOSED))
         for other in [] if silent else self.ranks.values():
             if self._network.joined(other.host, self.ranks[rank].host):

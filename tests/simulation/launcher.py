@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from dadt.control.frame import Frame
 from dadt.errors import DadtError
+from dadt.launch.actions import Event, SayText, SendFrame, WriteJournal
 from dadt.launch.contact import Contact
+from dadt.launch.ending.outcome import Outcome
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
-from dadt.launch.node import Node
-from dadt.launch.outbox import Event, SayText, SendFrame, WriteJournal
-from dadt.launch.outcome import Outcome
-from dadt.launch.replacement import replaces
+from dadt.launch.members.node import Node
+from dadt.launch.members.replacement import replaces
 from simulation.world import Process, Timer, Wire
 
 if TYPE_CHECKING:

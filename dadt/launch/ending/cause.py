@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from dadt.errors import LaunchError
+from dadt.errors import LaunchError, StartTimeout
 from dadt.launch.actions import Event
 from dadt.launch.ending.failure import Blame, Ending, Failure, find_cause, last_line
 from dadt.launch.ending.record import Record
@@ -116,14 +116,22 @@ class Cause:
         """The failure; None if the job ended well. begun: time at which the job began. stacks: files with the ranks'
         stacks. Raises LaunchError if the job failed but no worker is the cause."""
         cause = self._find()
-        if cause is not None:
+        known = self._excused | self.endings.keys()
+        untold = [slot for slot in self._slots if slot.rank not in known]
+        if cause is not None and not ((self._error or untold) and self._is_consequence(*cause)):
             return self._failure(*cause, begun, stacks)
         if self._error:
             raise LaunchError(self._error)
-        known = self._excused | self.endings.keys()
-        if lost := [slot.rank for slot in self._slots if slot.rank not in known]:
-            raise LaunchError(f"it is not known how rank {lost[0]} has ended: its agent has not told")
+        if untold:
+            where = f"{untold[0].host}: " if untold[0].host else ""
+            raise LaunchError(f"{where}it is not known how rank {untold[0].rank} has ended: its agent has not told")
         return None
+
+    def _is_consequence(self, ending: Ending, record: Record | None) -> bool:
+        """Whether this rank only tells that it has waited in vain for others, and not what has become of them."""
+        waited = record is not None and (record.secondary or record.type == StartTimeout.__name__)
+        told = record is not None and record.type in ("Mismatch", "WeightsDiffer")
+        return waited and not told and self._blame_of(ending, record) is None
 
     def _find(self) -> tuple[Ending, Record | None] | None:
         endings = [ending for rank, ending in self.endings.items() if rank not in self._excused]
