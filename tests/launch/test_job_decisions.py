@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,20 @@ def test_a_rank_that_has_waited_is_not_blamed_for_one_of_which_nobody_knows() ->
     assert world.job.overdue
     with pytest.raises(LaunchError, match="host0: it is not known how rank 0 has ended: its agent has not told"):
         world.job.judge(world.now, [], [])
+
+
+def test_ranks_that_wait_in_vain_for_a_connection_at_the_start_learn_who_is_stopped() -> None:
+    world = World(3, min_np=1)
+    for rank in range(3):
+        world.say(rank, "claim", rank=rank, pid=10 + rank, line=1)
+    world.say(1, "beat", steps={"1": [-1, 3.0]}, memory={}, conditions={"1": "stopped"}, clock=0.0)
+    for rank in (0, 2):
+        told = {"generation": 0, "timeout": 25.0 + rank, "text": "timed out", "line": 2, "pid": 10 + rank}
+        world.say(rank, "reconnect", rank=rank, **told)
+    world.later(25.5)
+    world.say(0, "failed", rank=0, time=1.0, **{**WAITED, "pid": 10})
+    world.say(0, "exit", rank=0, code=1, **ENDED)
+    world.later()
+    answers = [frame["answer"] for frame in world.sent("answer")]
+    assert len(answers) == 2, "the job ends for all once it does so for one"
+    assert all(not each["anew"] and re.match(r"rank 1 \(on host1, is stopped", each["text"]) for each in answers)

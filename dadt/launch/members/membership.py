@@ -231,9 +231,9 @@ class Membership:
             self._give_up_silent(now)
             self._connect_anew(now)
         if not (self._least and goes_on):
-            self._answer_all(False, self._cut(now), now)
+            self._answer_all(False, self._obstacle(now), now)
         for rank in [rank for rank, request in self._requests.items() if now >= request.deadline]:
-            self._requests.pop(rank).answer(False, self._cut(now), now)
+            self._requests.pop(rank).answer(False, self._obstacle(now), now)
         if self._replacements is not None and goes_on and not self._told_to_end:
             self._replace(self._replacements, now)
         for rank in [rank for rank, at in self._overdue.items() if now >= at]:
@@ -321,6 +321,11 @@ class Membership:
         """What is known of a cut between hosts whose ranks are in the job, of which a library says less; else empty."""
         places = {self._slots[member.rank].cross_rank for member in self._rendezvous.present}
         return cut[1] if (cut := self._silences.cut_off(places, now, now)) is not None else ""
+
+    def _obstacle(self, now: float) -> str:
+        """What keeps ranks from connecting, as far as it is known: a cut, or ranks that cannot go on; else empty."""
+        held = ", ".join(member.named for member in self._here if member.held)
+        return self._cut(now) or (f"{held} did not connect"[: schema.TEXT] if held else "")
 
     def _give_up_held(self, here: Sequence[Member], since: float, now: float) -> None:
         """Where no rank waits for another, lose those that are stopped for too long, and those that make no step while
