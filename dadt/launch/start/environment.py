@@ -16,7 +16,7 @@ from dadt.config import Config, document
 from dadt.errors import ConfigError
 from dadt.launch.hosts.slot import Slot
 
-SITE = Path(__file__).parents[1] / "inject" / "site"
+SITE = Path(__file__).parents[2] / "inject" / "site"
 """The folder whose sitecustomize.py has scripts find DADT in Horovod's place, and hooks DADT into a torch that has no
 entry points."""
 FORWARDED = (
