@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from dadt.control.frame import Frame
 from dadt.launch.members.node import Node
 
+T = TypeVar("T")
 Reply = Callable[[Frame, float], None]
 """Takes the answer to a question of a worker, and the time."""
 
@@ -20,6 +21,16 @@ class Event(NamedTuple):
     frame: Frame
     now: float
     """When it came (time.monotonic)."""
+
+
+class Tick(NamedTuple):
+    """Nothing has come, but time has passed."""
+
+    now: float
+
+
+Steps = Generator[float, Event | Tick, T]
+"""Decisions that follow each other: each yields the time until which it waits, and gets what has come."""
 
 
 class SendFrame(NamedTuple):
@@ -35,6 +46,14 @@ class SayText(NamedTuple):
     text: str
     level: str
     """One of info and warning."""
+
+
+class SayPart(NamedTuple):
+    """Append to the line that the user sees last."""
+
+    text: str
+    last: bool = False
+    """Whether it ends the line."""
 
 
 class WriteJournal(NamedTuple):
@@ -97,6 +116,12 @@ class GiveUpHost(NamedTuple):
     node: Node
 
 
+class DismissHosts(NamedTuple):
+    """End the agents of these hosts, which get no workers."""
+
+    nodes: Sequence[Node]
+
+
 class StartWorkers(NamedTuple):
     """Order the agent of a host that has come to start the workers of its place."""
 
@@ -107,6 +132,7 @@ class StartWorkers(NamedTuple):
 Action = (
     SendFrame
     | SayText
+    | SayPart
     | WriteJournal
     | PrintOutput
     | EndOutput
@@ -116,6 +142,7 @@ Action = (
     | ReachHost
     | AskHost
     | GiveUpHost
+    | DismissHosts
     | StartWorkers
 )
 
@@ -156,9 +183,10 @@ class Outbox:
 
         return answer
 
-    def take(self) -> Action | None:
-        """The next action; None where nothing is left to do."""
-        return self._actions.popleft() if self._actions else None
+    def empty(self, perform: Callable[[Action], None]) -> None:
+        """Have all actions carried out, in their order."""
+        while self._actions:
+            perform(self._actions.popleft())
 
     def take_quiet(self) -> Sequence[Action]:
         """All actions that do not wait for the user to read the output, ahead of the others."""

@@ -7,16 +7,18 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from dadt.control.frame import Frame
 from dadt.errors import DadtError, LaunchError
+from dadt.launch.actions import Action, Event, Outbox, Steps, Tick
 from dadt.launch.channel import Channel, Launcher, Noted
 from dadt.launch.contact import Contact
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.members.node import Node
 
+T = TypeVar("T")
 EXPLAIN_SECONDS = 2.0
 """How long to wait for the reason of an agent's end."""
 
@@ -74,10 +76,26 @@ class Agents:
             self._flush(node)
         for node, why in self._contact.silent(time.monotonic()):
             self._lose(node, why, 0.0)
-        events, self._events = self._events, []
-        for node, frame in events:
+        while self._events:  # what nobody takes now is there the next time
+            node, frame = self._events.pop(0)
             self._see(node.name, frame)
             yield node, frame
+
+    def go_through(self, steps: Steps[T], outbox: Outbox, perform: Callable[[Action], None]) -> T:
+        """Wait for what these steps wait for, and have their actions carried out. Returns what comes of them."""
+        try:
+            until = next(steps)
+            while True:
+                outbox.empty(perform)
+                for node, frame in self.turn(until - time.monotonic()):
+                    until = steps.send(Event(node, frame, time.monotonic()))
+                    outbox.empty(perform)
+                until = steps.send(Tick(time.monotonic()))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            outbox.empty(perform)
 
     def _watch_writes(self, node: Node) -> None:
         """Wake up when the bytes that did not fit can be written."""
@@ -112,7 +130,6 @@ class Agents:
         """End the agents of these hosts, which get no workers."""
         for node in nodes:
             self._finish(node, EXPLAIN_SECONDS)
-            self.nodes.remove(node)
             if (future := self._futures.pop(node, None)) is not None and not future.cancel():
                 future.add_done_callback(_hang_up)
         self._events = [(node, frame) for node, frame in self._events if node in self.nodes]

@@ -11,7 +11,7 @@ from typing import Any
 from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
 from dadt.launch import actions
-from dadt.launch.actions import Action, Event, unknown
+from dadt.launch.actions import Action, Event, Outbox, Steps, unknown
 from dadt.launch.agents import Agents
 from dadt.launch.channel import Launcher
 from dadt.launch.ending.outcome import Outcome, end_early
@@ -94,19 +94,17 @@ class Attempt:
         config, interrupts = self._plan.config, self._interrupts
         if interrupts is not None:
             self._agents.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(config)))
-        gather(
-            self._agents,
-            self._look,
-            config.start_timeout,
-            self._folder.job,
-            self._voice,
-            self._blame,
-            all_needed=not config.min_np,
-        )
-        where = replace(place_workers(self._plan, self._agents, self._folder.job, self._voice), restarts=self._number)
+        where = self._agents.go_through(self._startup(outbox := Outbox()), outbox, self._perform)
+        where = replace(where, restarts=self._number)
         if interrupts is not None:
             self._agents.forget(interrupts)
         return replace(where, config=resume.settled(where.config, len(where.slots), self._number))
+
+    def _startup(self, outbox: Outbox) -> Steps[Placed]:
+        config, job, nodes, now = self._plan.config, self._folder.job, self._agents.nodes, time.monotonic()
+        candidates, all_needed = self._discovery.candidates, not config.min_np
+        now = yield from gather(nodes, config.start_timeout, job, candidates, outbox, now, all_needed=all_needed)
+        return (yield from place_workers(self._plan, nodes, job, outbox, now))
 
     def _prepare(self, where: Placed) -> None:
         """Make the job, and all that shows, records and asks what becomes of it."""
@@ -152,8 +150,7 @@ class Attempt:
         return max(0.0, min(seconds, *(view.tick() for view in self._views)))
 
     def _carry_out(self) -> None:
-        while (action := self._job.outbox.take()) is not None:
-            self._perform(action)
+        self._job.outbox.empty(self._perform)
 
     def _attend(self) -> None:
         """Handle heartbeats and signals while the output is blocked. Raises Preempted or Unread if the user has asked
@@ -200,6 +197,8 @@ class Attempt:
                     self._agents.send(node, frame)
             case actions.SayText(text, level):
                 self._voice.say(text, level)
+            case actions.SayPart(text, last):
+                self._voice.part(text, last)
             case actions.WriteJournal(kind, facts):
                 self._report.journal.write(kind, **facts)
             case actions.PrintOutput(rank, stream, data):
@@ -219,6 +218,8 @@ class Attempt:
                 self._agents.send(node, Frame("look", about))
             case actions.GiveUpHost(node):
                 self._agents.give_up(node)
+            case actions.DismissHosts(nodes):
+                self._agents.dismiss(nodes)
             case actions.StartWorkers(node, place):
                 self._agents.send(node, order_to_join(self._where, place))
             case _:

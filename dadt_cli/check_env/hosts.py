@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
 from dadt.errors import LaunchError
+from dadt.launch import actions
+from dadt.launch.actions import Action, Outbox
 from dadt.launch.agents import Agents
 from dadt.launch.attempt import HANG_UP_SECONDS
 from dadt.launch.channel import Request
@@ -108,17 +110,35 @@ def _look(
 ) -> HostChecks:
     config = the_plan.config
     nodes = list(agents.nodes)
-    failures, _ = startup.await_agents(
-        agents, lambda node: _order(the_plan, job, node), config.start_timeout, job, voice
-    )
+    outbox = Outbox()
+    steps = startup.await_agents(agents.nodes, config.start_timeout, job, outbox, time.monotonic())
+
+    def perform(action: Action) -> None:
+        match action:
+            case actions.SendFrame(frame, Node() as node):
+                agents.send(node, frame)
+            case actions.AskHost(node, place):
+                about = {**_order(the_plan, job, node), "index": place, "hosts": len(agents.nodes)}
+                agents.send(node, Frame("look", about))
+            case actions.SayText(text, level):
+                voice.say(text, level)
+            case actions.SayPart(text, last):
+                voice.part(text, last)
+            case actions.DismissHosts(dismissed):
+                agents.dismiss(dismissed)
+            case _:
+                raise AssertionError(action)
+
+    failures, _, _ = agents.go_through(steps, outbox, perform)
     found = HostChecks({node.name: [] for node in nodes})
     for node, reason in failures.items():
         subject, hint = ("ssh", SSH) if node.name else ("python", "")
         found.hosts[node.name] = [refused("agent", reason, hint).of(subject)]
-    agents.dismiss(list(failures))
+    startup.dismiss(agents.nodes, list(failures), outbox)
+    outbox.empty(perform)
     for node in agents.nodes:
         found.hosts[node.name] = [_agent(node, ready[node.name]), *_shell(agents.preface(node)), _clock(node)]
-    found.between += [*_names(agents.nodes), *_addresses(agents, config.network_interface)]
+    found.between += [*_names(agents.nodes), *_addresses(agents, config.network_interface, outbox, perform)]
     if agents.nodes:
         how_long = "some minutes" if asked.full else "up to a minute"
         voice.say(f"checking {', '.join(node.name for node in agents.nodes)}: this takes {how_long}")
@@ -179,7 +199,7 @@ def _names(nodes: Sequence[Node]) -> Iterator[Check]:
             yield fail("host names", value, hint).of("hosts")
 
 
-def _addresses(agents: Agents, wanted: str) -> list[Check]:
+def _addresses(agents: Agents, wanted: str, outbox: Outbox, perform: Callable[[Action], None]) -> list[Check]:
     """Gives each node its address, if all can reach each other."""
     if len(agents.nodes) < 2:
         return []
@@ -192,7 +212,7 @@ def _addresses(agents: Agents, wanted: str) -> list[Check]:
             hint = "name it once, with all of its slots"
             found.append(warn("machines", f"{' and '.join(names)} are one machine", hint).of("hosts"))
     try:
-        startup.agree(agents, wanted)
+        agents.go_through(startup.agree(agents.nodes, wanted, outbox, time.monotonic()), outbox, perform)
     except LaunchError as error:
         return [*found, refused("connections", str(error), "open the firewall between them").of("hosts")]
     return [*found, good("connections", f"each of {len(agents.nodes)} hosts reaches all others").of("hosts")]

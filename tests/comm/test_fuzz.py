@@ -29,7 +29,7 @@ from dadt.control.frame import LENGTHS, Frame, Parser
 from dadt.control.schema import AGENT
 from dadt.control.seal import Seal
 from dadt.errors import DadtError, LaunchError
-from dadt.launch.actions import Event, WriteJournal
+from dadt.launch.actions import Action, Event, WriteJournal
 from dadt.launch.contact import Contact
 from dadt.launch.hosts import host
 from dadt.launch.hosts.host import Host
@@ -188,6 +188,11 @@ def test_what_agents_say_to_the_launcher(inputs: int, tmp_path: Path) -> None:
     """A frame that the schema lets through does no harm either: a job, its watch and its journal take it."""
     job, node = a_job(tmp_path)
     contact, journal = Contact([node], 30.0, 0.0), Journal(tmp_path / "events.jsonl", lambda text: None)
+
+    def perform(action: Action) -> None:
+        if isinstance(action, WriteJournal):
+            journal.write(action.kind, **action.facts)
+
     tokens = [
         b'"rank": 1',
         b'"rank": 0',
@@ -207,9 +212,7 @@ def test_what_agents_say_to_the_launcher(inputs: int, tmp_path: Path) -> None:
                 journal.see(node.name, frame)
                 job.take(Event(node, frame, now))
                 job.turn(now)
-                while (action := job.outbox.take()) is not None:
-                    if isinstance(action, WriteJournal):
-                        journal.write(action.kind, **action.facts)
+                job.outbox.empty(perform)
                 json.dumps([gauge.describe(now) for gauge in job.watch.gauges])
 
     headers = [json.dumps({"kind": frame.kind, **frame.header}).encode() for frame in FROM_AGENTS]

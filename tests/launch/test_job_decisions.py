@@ -46,8 +46,7 @@ class World:
     def later(self, seconds: float = 0.0) -> None:
         self.now += seconds
         self.job.turn(self.now)
-        while (action := self.job.outbox.take()) is not None:
-            self.actions.append(action)
+        self.job.outbox.empty(self.actions.append)
 
     def sent(self, kind: str) -> list[Frame]:
         return [each.frame for each in self.actions if isinstance(each, SendFrame) and each.frame.kind == kind]

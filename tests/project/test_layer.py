@@ -169,6 +169,8 @@ def test_a_file_can_be_read_at_once(path: Path) -> None:
 
 
 DECISIONS = (
+    "launch.start.host_report",
+    "launch.start.startup",
     "launch.agent.actions",
     "launch.agent.host_job",
     "launch.agent.registry",

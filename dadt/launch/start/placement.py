@@ -11,12 +11,12 @@ from pathlib import Path
 from dadt.config import Config
 from dadt.config.executor import Place, choose
 from dadt.errors import LaunchError
-from dadt.launch.agents import Agents
+from dadt.launch.actions import Outbox, Steps
 from dadt.launch.hosts.slot import Slot, place, share_out
 from dadt.launch.members.node import Node
 from dadt.launch.start.host_report import differences, room
 from dadt.launch.start.plan import Plan
-from dadt.launch.start.startup import Voice, agree, find_shared_folders
+from dadt.launch.start.startup import agree, dismiss, find_shared_folders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,39 +40,39 @@ class Placed:
     """How often the job has been started again."""
 
 
-def place_workers(the_plan: Plan, agents: Agents, job: str, voice: Voice) -> Placed:
+def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, now: float) -> Steps[Placed]:
     """Place the workers, once all hosts have reported. Agents that get no workers are ended."""
     config = the_plan.config
-    rooms = [room(node, config) for node in agents.nodes]
-    missing = len(the_plan.hosts) - len(agents.nodes)
+    rooms = [room(node, config) for node in nodes]
+    missing = len(the_plan.hosts) - len(nodes)
     fit = sum(each.places for each in rooms)
     if fit < config.min_np:
         absent = f", without the {missing} that cannot be reached" if missing else ""
         raise LaunchError(f"--min-np {config.min_np}: the hosts have room for {fit} workers{absent}")
     if fit < config.np and config.min_np and not missing:
-        voice.say(f"the hosts have room for {fit} of {config.np} workers: training begins with these", "warning")
+        outbox.say(f"the hosts have room for {fit} of {config.np} workers: training begins with these", "warning")
     shares = share_out(min(config.np, fit) if config.min_np else config.np, rooms)
-    idle = [node for node, share in zip(list(agents.nodes), shares, strict=True) if not share]
+    idle = [node for node, share in zip(nodes, shares, strict=True) if not share]
     if idle:
-        voice.say(f"{', '.join(node.name for node in idle)} not used: {sum(shares)} workers fit on the other hosts")
-        agents.dismiss(idle)
-    for text in differences(agents.nodes):
-        voice.say(text, "warning")
-    agree(agents, config.network_interface)
-    find_shared_folders(agents)
+        outbox.say(f"{', '.join(node.name for node in idle)} not used: {sum(shares)} workers fit on the other hosts")
+        dismiss(nodes, idle, outbox)
+    for text in differences(nodes):
+        outbox.say(text, "warning")
+    now = yield from agree(nodes, config.network_interface, outbox, now)
+    yield from find_shared_folders(nodes, outbox, now)
     rooms = [room for room, share in zip(rooms, shares, strict=True) if share]
     shares = [share for share in shares if share]
-    slots = place(shares, rooms, [node.address for node in agents.nodes])
-    config, why = _resolved(config, slots, agents.nodes)
+    slots = place(shares, rooms, [node.address for node in nodes])
+    config, why = _resolved(config, slots, nodes)
     return Placed(
         plan=the_plan,
         config=config,
         why=why,
         job=job,
         logs=Path(config.log_dir) / job,
-        nodes=agents.nodes,
+        nodes=nodes,
         slots=slots,
-        master=_master(config, agents.nodes[0]),
+        master=_master(config, nodes[0]),
         secret=secrets.token_hex(32),
     )
 

@@ -1,16 +1,18 @@
-"""The startup of a job, in which every agent reports about its host and the hosts agree on addresses."""
+"""The startup of a job, in which every agent reports about its host and the hosts agree on addresses.
+
+It goes in steps that do no I/O: each yields the time until which it waits, and gets an event, or the time alone.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from dadt.control import network
 from dadt.control.frame import Frame
 from dadt.errors import LaunchError, StartTimeout
-from dadt.launch.agents import Agents
-from dadt.launch.hosts.host import Host
+from dadt.launch.actions import AskHost, DismissHosts, Outbox, SayPart, Steps, Tick
+from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.members.node import Node
 from dadt.launch.start.host_report import problem_of, target_of
 
@@ -45,123 +47,134 @@ class Voice(Protocol):
 
 
 def gather(
-    agents: Agents,
-    look: Callable[[Node], Mapping[str, Any]],
+    nodes: list[Node],
     timeout: float,
     job: str,
-    voice: Voice,
-    failed: Callable[[Host], None] = lambda host: None,
+    candidates: Candidates,
+    outbox: Outbox,
+    now: float,
     *,
     all_needed: bool = True,
-) -> None:
-    """Wait for all agents. Reports each one that fails, and then raises LaunchError or StartTimeout.
+) -> Steps[float]:
+    """Wait for all agents. Reports each one that fails, and then raises LaunchError or StartTimeout. Returns the time.
 
-    failed: called with each host that cannot be used.
     all_needed: else hosts that cannot be reached are left out, as long as there are others.
     """
-    failures, late = await_agents(agents, look, timeout, job, voice)
+    failures, late, now = yield from await_agents(nodes, timeout, job, outbox, now)
     for node in failures:
-        failed(node.host)
+        candidates.failed(node.host, now)
     away = [node for node in failures if not node.reached]
-    if failures and (all_needed or len(away) < len(failures) or len(away) == len(agents.nodes)):
-        _refuse(failures, late, timeout, voice)
+    if failures and (all_needed or len(away) < len(failures) or len(away) == len(nodes)):
+        _refuse(failures, late, timeout, outbox)
     for node in away:
-        voice.say(f"{node.name}: {failures[node]}: training begins without it", "warning")
-    agents.dismiss(away)
+        outbox.say(f"{node.name}: {failures[node]}: training begins without it", "warning")
+    dismiss(nodes, away, outbox)
+    return now
+
+
+def dismiss(nodes: list[Node], idle: Sequence[Node], outbox: Outbox) -> None:
+    """Have the agents of these hosts ended, which get no workers."""
+    for node in idle:
+        nodes.remove(node)
+    outbox.put(DismissHosts(idle))
 
 
 def await_agents(
-    agents: Agents, look: Callable[[Node], Mapping[str, Any]], timeout: float, job: str, voice: Voice
-) -> tuple[dict[Node, str], bool]:
+    nodes: Sequence[Node], timeout: float, job: str, outbox: Outbox, now: float
+) -> Steps[tuple[dict[Node, str], bool, float]]:
     """Wait until each agent has reported about its host or failed. Returns the reasons by node that cannot take part,
-    and whether the timeout passed."""
-    named = any(node.name for node in agents.nodes)
-    begin = time.monotonic()
-    deadline = begin + timeout
+    whether the timeout passed, and the time."""
+    named = any(node.name for node in nodes)
+    many = len(nodes) > NAMED_HOSTS
+    begin, deadline = now, now + timeout
     failures: dict[Node, str] = {}
-    waiting = set(agents.nodes)
+    waiting = set(nodes)
     if named:
-        voice.part(f"job {job}: starting {_agents(len(agents.nodes))} ...")
-    while waiting and (now := time.monotonic()) < deadline:
-        for node, frame in agents.turn(deadline - now):
-            if frame.kind == "connected":
-                agents.send(node, Frame("look", {**look(node), "index": node.index, "hosts": len(agents.nodes)}))
-            elif frame.kind == "lost" or (node in waiting and frame.kind == "ready"):
-                waiting.discard(node)
-                problem = frame["message"] if frame.kind == "lost" else problem_of(frame, node.name)
-                node.report, node.state = frame.header, "is ready"
-                if problem:
-                    failures[node] = problem
-                    deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
-                if named and (problem or len(agents.nodes) <= NAMED_HOSTS):
-                    voice.part(
-                        f"  {node.name} " + ("failed" if problem else f"ready ({time.monotonic() - begin:.1f} s)")
-                    )
+        outbox.put(SayPart(f"job {job}: starting {_agents(len(nodes))} ..."))
+    while waiting and now < deadline:
+        event = yield deadline
+        now = event.now
+        if isinstance(event, Tick):
+            continue
+        node, frame = event.node, event.frame
+        if frame.kind == "connected":
+            outbox.put(AskHost(node, node.index))
+        elif frame.kind == "lost" or (node in waiting and frame.kind == "ready"):
+            waiting.discard(node)
+            problem = frame["message"] if frame.kind == "lost" else problem_of(frame, node.name)
+            node.report, node.state = frame.header, "is ready"
+            if problem:
+                failures[node] = problem
+                deadline = min(deadline, now + STRAGGLER_SECONDS)
+            if named and (problem or not many):
+                outcome = "failed" if problem else f"ready ({now - begin:.1f} s)"
+                outbox.put(SayPart(f"  {node.name} {outcome}"))
     if named:
-        count = (
-            "" if len(agents.nodes) <= NAMED_HOSTS else f"  {len(agents.nodes) - len(failures) - len(waiting)} ready"
-        )
-        voice.part(count, last=True)
-    for node in agents.nodes:
+        ready = len(nodes) - len(failures) - len(waiting)
+        outbox.put(SayPart(f"  {ready} ready" if many else "", last=True))
+    for node in nodes:
         for text in node.notes:
-            voice.say(f"{node.name}: {text}")
-    late = time.monotonic() >= begin + timeout
-    for node in agents.nodes:
+            outbox.say(f"{node.name}: {text}")
+    late = now >= begin + timeout
+    for node in nodes:
         if node in waiting:
-            failures[node] = (
-                f"{node.state} after {time.monotonic() - begin:.0f} s" if late else f"{node.state}, given up"
-            )
-    return failures, late and bool(waiting)
+            failures[node] = f"{node.state} after {now - begin:.0f} s" if late else f"{node.state}, given up"
+    return failures, late and bool(waiting), now
 
 
-def agree(agents: Agents, wanted: str) -> None:
-    """Give each node the address at which all others reach it. Raises LaunchError if there is none."""
-    nodes = agents.nodes
+def agree(nodes: Sequence[Node], wanted: str, outbox: Outbox, now: float) -> Steps[float]:
+    """Give each node the address at which all others reach it. Raises LaunchError if there is none. Returns
+    the time."""
     if len(nodes) < 2:
-        return
+        return now
     if len({node.report["machine"] for node in nodes}) == 1 and not wanted:
         for node in nodes:
             node.address = network.SAME_MACHINE
-        return
+        return now
     reports = [{**node.report, "addresses": network.allowed(node.report["addresses"], wanted)} for node in nodes]
     if absent := [node for node, report in zip(nodes, reports, strict=True) if wanted and not report["addresses"]]:
         raise LaunchError(f"--network-interface {wanted}: matches nothing on {'; '.join(map(_offer, absent))}")
     for node in nodes:
         # By place: hosts before it may have been left out.
         targets = [target_of(place, reports[place]) for place, other in enumerate(nodes) if other is not node]
-        agents.send(node, Frame("probe", {"targets": targets}))
-    reached = {node: frame["reached"] for node, frame in _await_probes(agents).items()}
+        outbox.send(node, Frame("probe", {"targets": targets}))
+    answers, now = yield from _await_probes(nodes, now)
+    reached = {node: frame["reached"] for node, frame in answers.items()}
     chosen = network.agree([node.name for node in nodes], reports, [reached[node] for node in nodes])
     for node, (address, interface) in zip(nodes, chosen, strict=True):
         node.address, node.interface = address, interface
+    return now
 
 
-def find_shared_folders(agents: Agents) -> None:
+def find_shared_folders(nodes: Sequence[Node], outbox: Outbox, now: float) -> Steps[None]:
     """Find out which hosts see the same working folder. Each has made a file there when it reported."""
-    nodes = agents.nodes
     made = [(place, node.report.get("marker")) for place, node in enumerate(nodes[:MARKERS])]
     markers = [{**marker, "index": place} for place, marker in made if marker]
     if len(nodes) < 2 or not markers:
         return
     for node in nodes:
-        agents.send(node, Frame("probe", {"targets": [], "markers": markers}))
-    for node, frame in _await_probes(agents).items():
+        outbox.send(node, Frame("probe", {"targets": [], "markers": markers}))
+    answers, _ = yield from _await_probes(nodes, now)
+    for node, frame in answers.items():
         node.folder = min(frame.get("seen", ()), default=None)
 
 
-def _await_probes(agents: Agents) -> dict[Node, Frame]:
-    deadline = time.monotonic() + PROBE_SECONDS
+def _await_probes(nodes: Sequence[Node], now: float) -> Steps[tuple[dict[Node, Frame], float]]:
+    deadline = now + PROBE_SECONDS
     reached: dict[Node, Frame] = {}
-    while len(reached) < len(agents.nodes):
-        if time.monotonic() >= deadline:
-            late = ", ".join(node.name for node in agents.nodes if node not in reached)
+    while len(reached) < len(nodes):
+        if now >= deadline:
+            late = ", ".join(node.name for node in nodes if node not in reached)
             raise LaunchError(f"{late}: did not tell within {PROBE_SECONDS:g} s what it reaches of other hosts")
-        for node, frame in agents.turn(deadline - time.monotonic()):
-            if frame.kind == "probed":
-                reached[node] = frame
-            elif frame.kind == "lost":
-                raise LaunchError(f"{node.name}: {frame['message']}")
-    return reached
+        event = yield deadline
+        now = event.now
+        if isinstance(event, Tick):
+            continue
+        if event.frame.kind == "probed":
+            reached[event.node] = event.frame
+        elif event.frame.kind == "lost":
+            raise LaunchError(f"{event.node.name}: {event.frame['message']}")
+    return reached, now
 
 
 def _offer(node: Node) -> str:
@@ -169,15 +182,15 @@ def _offer(node: Node) -> str:
     return f"{node.name}, which has {found or 'no address for other hosts'}"
 
 
-def _refuse(failures: Mapping[Node, str], late: bool, timeout: float, voice: Voice) -> None:
+def _refuse(failures: Mapping[Node, str], late: bool, timeout: float, outbox: Outbox) -> None:
     kind: Callable[[str], LaunchError | StartTimeout] = StartTimeout if late else LaunchError
     texts = [f"{node.name}: {text}" if node.name else text for node, text in failures.items()]
     if len(texts) == 1 and not next(iter(failures)).name:
         raise kind(texts[0])
     for text in texts[:LISTED_HOSTS]:
-        voice.say(text, "error")
+        outbox.say(text, "error")
     if len(texts) > LISTED_HOSTS:
-        voice.say(f"... and {len(texts) - LISTED_HOSTS:,} other hosts", "error")
+        outbox.say(f"... and {len(texts) - LISTED_HOSTS:,} other hosts", "error")
     after = f" within --start-timeout {timeout:g} s" if late else ""
     raise kind(f"nothing was started{after}; exit code {kind('').exit_code}")
 
