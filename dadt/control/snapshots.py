@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from dadt.control import private_files
+from dadt.control import private_files, schema
+from dadt.control.schema import MOST_RANKS
 from dadt.errors import NotResumed
 
 VERSION = 2
 KEPT = 2
 """Number of whole snapshots that are kept. Training goes on from the last one."""
 FOLDER = "snapshots"
-MOST_RANKS = 1 << 20
 _BLOCK = 1 << 20
 _SYNCED = 32 << 20
 """Bytes written after which the disk is waited for."""
@@ -128,31 +127,23 @@ def _is_file(path: Path) -> bool:
     return stat.S_ISREG(path.stat().st_mode)
 
 
-def _is_number(value: Any, least: int, most: int = 1 << 62) -> bool:
-    return type(value) is int and least <= value <= most
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _are_ranks(value: Any) -> bool:
-    ranks = value if isinstance(value, list) else []
-    return all(_is_number(each, 0, MOST_RANKS) for each in ranks) and 0 < len(ranks) == len({*ranks})
+    return schema.listed(schema.whole(0, MOST_RANKS), MOST_RANKS)(value) and 0 < len(value) == len({*value})
 
 
-ABOUT: Mapping[str, Callable[[Any], bool]] = {
-    "sha256": _is_text,
-    "step": lambda value: _is_number(value, 0),
-    "seed": lambda value: _is_number(value, 0),
-    "began": lambda value: type(value) in (int, float) and math.isfinite(value),
+_TEXT = schema.text(_LARGEST)
+ABOUT: Mapping[str, schema.Check] = {
+    "sha256": _TEXT,
+    "step": schema.whole(),
+    "seed": schema.whole(),
+    "began": schema.number,
     "members": _are_ranks,
-    "shares": lambda value: _is_number(value, 1, MOST_RANKS),
-    "world": lambda value: _is_number(value, 1, MOST_RANKS),
-    "common": lambda value: isinstance(value, bool),
-    "script": _is_text,
-    "arguments": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "next": _is_text,
+    "shares": schema.whole(1, MOST_RANKS),
+    "world": schema.whole(1, MOST_RANKS),
+    "common": schema.flag,
+    "script": _TEXT,
+    "arguments": schema.listed(_TEXT, _LARGEST),
+    "next": _TEXT,
 }
 """What a part has to say of the job, with a check for each value; it may say more."""
 
