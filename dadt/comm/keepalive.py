@@ -12,7 +12,7 @@ _FEW = 64
 _forever: list[Any] = []
 
 
-class Ending(Protocol):
+class Completion(Protocol):
     """An operation, or a handle to one."""
 
     @property
@@ -30,13 +30,13 @@ class KeepAlive:
         """failed: whether there was an error; if so, from a time before any operation is done by it."""
         self._failed = failed
         self._lock = threading.Lock()
-        self._held: deque[tuple[Ending, Any]] = deque()
+        self._held: deque[tuple[Completion, Any]] = deque()
         self._most = _FEW
 
-    def add(self, ending: Ending, needed: Any) -> None:
+    def add(self, ending: Completion, needed: Any) -> None:
         """Keep what is needed until that is done."""
         with self._lock:
-            gone = deque[tuple[Ending, Any]]()  # outlives the lock: what is let go may run code of its owner's
+            gone = deque[tuple[Completion, Any]]()  # outlives the lock: what is let go may run code of its owner's
             self._held.append((ending, needed))
             if len(self._held) > self._most:
                 gone = self._held
@@ -54,7 +54,7 @@ class KeepAlive:
             self._keep_if_failed(gone)
         del gone
 
-    def _keep_if_failed(self, gone: deque[tuple[Ending, Any]]) -> None:
+    def _keep_if_failed(self, gone: deque[tuple[Completion, Any]]) -> None:
         """After an error, keep for good what is about to be released, and what is held. Call it after looking at
         `done`: what was done before there was an error has ended."""
         if self._failed():

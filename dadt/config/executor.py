@@ -15,7 +15,7 @@ _FLAGS = ("executor", "broadcast_executor", "allreduce_executor")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HostWorkers:
     """One host of a job."""
 
     name: str
@@ -25,7 +25,7 @@ class Place:
     """NVIDIA GPUs that the workers may use; 0 if torch has no CUDA."""
 
 
-def choose(config: Config, places: Sequence[Place]) -> tuple[Config, str]:
+def choose(config: Config, places: Sequence[HostWorkers]) -> tuple[Config, str]:
     """Resolve `auto`. Returns the configuration and the reason in a sentence.
 
     Raises ConfigError for an executor that cannot work on these hosts.
@@ -46,7 +46,7 @@ def choose(config: Config, places: Sequence[Place]) -> tuple[Config, str]:
     return config, f"executor {shown(config)}: {reason}"
 
 
-def pick(places: Sequence[Place]) -> tuple[str, str]:
+def pick(places: Sequence[HostWorkers]) -> tuple[str, str]:
     """The executor that `auto` means on these hosts, and why."""
     if all(place.gpus >= place.workers for place in places):
         return "nccl", "every worker has a GPU of its own"
@@ -69,7 +69,7 @@ def shown(config: Config) -> str:
     return allreduce if broadcast == allreduce else f"{allreduce} (broadcasts: {broadcast})"
 
 
-def _check(asked: str, name: str, places: Sequence[Place]) -> None:
+def _check(asked: str, name: str, places: Sequence[HostWorkers]) -> None:
     if name == "shm" and len(places) > 1:
         raise ConfigError(f"{asked} shm: works on one host only, not on {len(places)}; leave it out, or give gloo")
     if name not in ("nccl", "mpicuda"):

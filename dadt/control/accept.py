@@ -96,7 +96,7 @@ class Entrance:
         self._spare = _spare()
 
 
-class Peer(NamedTuple):
+class PeerCredentials(NamedTuple):
     """The process at the other end of a Unix socket, as the kernel reports it."""
 
     pid: int
@@ -104,8 +104,8 @@ class Peer(NamedTuple):
     gid: int
 
 
-def peer_of(line: socket.socket) -> Peer:
-    return Peer(*PEER.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)))
+def peer_of(line: socket.socket) -> PeerCredentials:
+    return PeerCredentials(*PEER.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)))
 
 
 def _spare() -> int | None:

@@ -83,7 +83,7 @@ def check(wanted: str) -> None:
                 raise ConfigError(f"--network-interface {wanted}: {error}; give eth0 or 10.0.0.0/8") from None
 
 
-class Listener:
+class ProbeListener:
     """Answers every connection with this agent's token. Without it, an address that several hosts have (a container
     network) would look like a way between them."""
 

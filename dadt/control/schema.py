@@ -18,7 +18,8 @@ BLOB = 64 << 20  # most bytes that a rank gives to the others in one exchange
 RESULT = 1 << 30  # most bytes of the function of `dadt.run` with its arguments, and of its result
 OUTPUT = 1 << 20  # most bytes of a worker's output or stacks in one frame
 MOST_RANKS = 1 << 20
-SIZE = re.compile(r"-?[0-9]{1,6}")
+RANKS = re.compile("[0-9]{1,7}")
+SIZES = re.compile("-?[0-9]{1,6}")
 MARK = re.compile(r"\.dadt-\w+(-[0-9]+){4}-")
 RAISED = ("DadtError", "StartTimeout", "PeerLost", "CommTimeout", "NotResumed")
 TOKEN = re.compile(r"([0-9a-f]{2}){1,32}")
@@ -71,21 +72,14 @@ def listed(check: Check, most: int) -> Check:
     return lambda value: isinstance(value, list) and len(value) <= most and all(map(check, value))
 
 
-def mapped(check: Check, most: int = 4096) -> Check:
-    """A dictionary with any names as keys."""
-    return lambda value: isinstance(value, dict) and len(value) <= most and all(map(check, value.values()))
-
-
-def by_rank(check: Check) -> Check:
-    """A dictionary with ranks as keys, which JSON writes as text."""
-    values = mapped(check, MOST_RANKS)
-    return lambda value: values(value) and all(name.isascii() and name.isdigit() and len(name) < 8 for name in value)
-
-
-def by_size(check: Check) -> Check:
-    """A dictionary with whole numbers as keys, as text."""
-    values = mapped(check)
-    return lambda value: values(value) and all(SIZE.fullmatch(str(name)) for name in value)
+def mapped(check: Check, most: int = 4096, names: re.Pattern[str] = re.compile(".*", re.DOTALL)) -> Check:
+    """A dictionary whose keys, as JSON writes them, fit the pattern."""
+    return lambda value: (
+        isinstance(value, dict)
+        and len(value) <= most
+        and all(map(check, value.values()))
+        and all(names.fullmatch(str(name)) for name in value)
+    )
 
 
 def pair(first: Check, second: Check) -> Check:
@@ -118,7 +112,7 @@ def misfit(facts: Mapping[str, Check], header: Mapping[str, Any]) -> str | None:
     return next((name[:80] for name in header if name not in known), None)
 
 
-class Kind(NamedTuple):
+class FrameKind(NamedTuple):
     facts: Mapping[str, Check] | None
     """Checks by field; None allows any fields of bounded depth, for a frame that is only shown."""
     body: int = 0
@@ -131,7 +125,7 @@ class Speaker:
 
     name: str
     """Name for messages, such as "a worker"."""
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, FrameKind]
     header: int = 1 << 20
     """Most bytes of a header."""
 
@@ -168,20 +162,21 @@ ARGUMENTS = listed(text(1 << 20), 1 << 16)
 VARIABLES = mapped(text(1 << 20), 1 << 16)
 TERMINAL = maybe(pair(whole(0, 65535), whole(0, 65535)))
 
-DEATH = Kind({"text": text(TEXT), "steps_": COUNT})
+DEATH = FrameKind({"text": text(TEXT), "steps_": COUNT})
 """Says which rank has ended and how, with its steps if it ended well."""
 
 _ranks, _writers = listed(RANK, MOST_RANKS), listed(STEP, MOST_RANKS)
-APPROACH = Kind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # of a new worker
-REGROUP = Kind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "writers_": _writers, "text": text(TEXT),
+APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # of a new worker
+REGROUP = FrameKind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "writers_": _writers, "text": text(TEXT),
                 "handed_": COUNT})  # fmt: skip
 """Says which ranks train on together, which of them are the first of their hosts, and who has ended."""
 
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
 _question: dict[str, Check] = {**_process, "timeout": SECONDS, "generation_": COUNT}
+_save: dict[str, Check] = {"path": PATH, "count": COUNT, "number": COUNT}
 _numbers = record(
     samples_=number, waited_=number, clock_=number, sent_=number, plain_=number, late_=number, fell_back_=number,
-    differed_=number, step_times_=record(counts=by_size(COUNT), seconds=number),
+    differed_=number, step_times_=record(counts=mapped(COUNT, names=SIZES), seconds=number),
 )  # fmt: skip
 _source = record(file=text(), line=maybe(COUNT), function_=maybe(text()), text_=maybe(text()))
 _failed: dict[str, Check] = {
@@ -190,27 +185,27 @@ _failed: dict[str, Check] = {
     "around_": listed(text(), MOST_AROUND),
 }  # fmt: skip
 
-_wrote = Kind({**_process, "path": PATH, "size_": whole(-2), "count_": COUNT, "number_": COUNT})
+_wrote = FrameKind({**_process, "path": PATH, "size_": whole(-2), "count_": COUNT, "number_": COUNT})
 _marker = record(index_=RANK, name=text(256), content=text(64))
 
-_passed_on: dict[str, Kind] = {
-    "hello": Kind({**_process, "torch": text(100)}),
-    "claim": Kind(_question),
-    "exchange": Kind({**_question, "key": KEY}, BLOB),
-    "put": Kind({**_question, "key": KEY}, 16 << 20),
-    "get": Kind({**_question, "keys": listed(KEY, 1 << 16)}),
-    "say": Kind({**_process, "text": text(TEXT), "level": one_of("info", "warning")}),
-    "numbers": Kind({**_process, "step": STEP, "numbers": _numbers}),
-    "failed": Kind(_failed),
-    "exits": Kind({**_process, "text": text(TEXT), "frames": listed(_source, 1), "step": STEP}),
-    "ending": Kind({**_process, "steps": COUNT}),
-    "done": Kind({**_process, "summary": mapped(either(number, flag, text()), 64)}),
-    "result": Kind(_question, RESULT),
-    "reconnect": Kind({**_question, "text": text(TEXT)}),
-    "approach": Kind({**_question, "known": COUNT, "last": flag}),
-    "give": Kind({**_question, "number": COUNT, "last": flag, "text": text(TEXT)}, BLOB),
-    "peers": Kind({**_question, "starts_": flag}),
-    "dump": Kind(_process),
+_passed_on: dict[str, FrameKind] = {
+    "hello": FrameKind({**_process, "torch": text(100)}),
+    "claim": FrameKind(_question),
+    "exchange": FrameKind({**_question, "key": KEY}, BLOB),
+    "put": FrameKind({**_question, "key": KEY}, 16 << 20),
+    "get": FrameKind({**_question, "keys": listed(KEY, 1 << 16)}),
+    "say": FrameKind({**_process, "text": text(TEXT), "level": one_of("info", "warning")}),
+    "numbers": FrameKind({**_process, "step": STEP, "numbers": _numbers}),
+    "failed": FrameKind(_failed),
+    "exits": FrameKind({**_process, "text": text(TEXT), "frames": listed(_source, 1), "step": STEP}),
+    "ending": FrameKind({**_process, "steps": COUNT}),
+    "done": FrameKind({**_process, "summary": mapped(either(number, flag, text()), 64)}),
+    "result": FrameKind(_question, RESULT),
+    "reconnect": FrameKind({**_question, "text": text(TEXT)}),
+    "approach": FrameKind({**_question, "known": COUNT, "last": flag}),
+    "give": FrameKind({**_question, "number": COUNT, "last": flag, "text": text(TEXT)}, BLOB),
+    "peers": FrameKind({**_question, "starts_": flag}),
+    "dump": FrameKind(_process),
     "wrote": _wrote,
 }
 """Frames of workers that the agent forwards to the launcher."""
@@ -219,15 +214,15 @@ WORKER = Speaker(
     "a worker",
     {
         **_passed_on,
-        "stacks": Kind({**_process, "path": PATH, "signal": SIGNAL}),
-        "listen": Kind(_process),
-        "writes": Kind({**_process, "path": PATH, "mark": matching(MARK)}),
-        "saved": Kind({**_process, "path": PATH, "count": COUNT, "number": COUNT}),
-        "await_save": Kind({**_question, "path": PATH, "count": COUNT, "number": COUNT, "step": STEP, "far_": flag}),
-        "shim": Kind({**_process, "local_rank": RANK}),
-        "spawned": Kind(_process),
-        "unspawned": Kind({"rank": RANK, "message": text(TEXT)}),
-        "ended": Kind({"rank": RANK, "status": whole(0, 1 << 16), "peak_memory": COUNT}),
+        "stacks": FrameKind({**_process, "path": PATH, "signal": SIGNAL}),
+        "listen": FrameKind(_process),
+        "writes": FrameKind({**_process, "path": PATH, "mark": matching(MARK)}),
+        "saved": FrameKind({**_process, **_save}),
+        "await_save": FrameKind({**_question, **_save, "step": STEP, "far_": flag}),
+        "shim": FrameKind({**_process, "local_rank": RANK}),
+        "spawned": FrameKind(_process),
+        "unspawned": FrameKind({"rank": RANK, "message": text(TEXT)}),
+        "ended": FrameKind({"rank": RANK, "status": whole(0, 1 << 16), "peak_memory": COUNT}),
     },
 )
 """Frames from a worker or shim to the agent of its host."""
@@ -237,20 +232,20 @@ _member = record(rank=RANK, host=text(), pid=COUNT, state=text(TEXT), said=text(
 ANSWERS = Speaker(
     "the agent",
     {
-        "claimed": Kind({"signal": either(SIGNAL, whole(0, 0)), "saves": COUNT}, 64),
-        "exchanged": Kind({"sizes": listed(COUNT, MOST_RANKS)}, 4 << 30),
-        "taken": Kind({}),
-        "peers": Kind({"peers": listed(_member, MOST_RANKS)}),
-        "reconnect": Kind({"anew": flag, "text": text(TEXT)}),
-        "saved": Kind({"verdict": one_of("there", "write", "yours")}),
-        "error": Kind({"type": one_of(*RAISED), "message": text(1 << 22)}),
+        "claimed": FrameKind({"signal": either(SIGNAL, whole(0, 0)), "saves": COUNT}, 64),
+        "exchanged": FrameKind({"sizes": listed(COUNT, MOST_RANKS)}, 4 << 30),
+        "taken": FrameKind({}),
+        "peers": FrameKind({"peers": listed(_member, MOST_RANKS)}),
+        "reconnect": FrameKind({"anew": flag, "text": text(TEXT)}),
+        "saved": FrameKind({"verdict": one_of("there", "write", "yours")}),
+        "error": FrameKind({"type": one_of(*RAISED), "message": text(1 << 22)}),
         "death": DEATH,
         "regroup": REGROUP,
         "approach": APPROACH,
-        "preempted": Kind({}),
-        "save": Kind({"patience": SECONDS}),
-        "interrupt": Kind({"patience": SECONDS}),
-        "order": Kind(
+        "preempted": FrameKind({}),
+        "save": FrameKind({"patience": SECONDS}),
+        "interrupt": FrameKind({"patience": SECONDS}),
+        "order": FrameKind(
             {"command": ARGUMENTS, "env": VARIABLES, "cwd": PATH, "terminal": TERMINAL, "out": PATH, "err": PATH}
         ),
     },
@@ -264,8 +259,8 @@ _address = record(interface=text(64), address=is_address, speed=number)
 AGENT = Speaker(
     "the agent",
     {
-        **{name: Kind({**(kind.facts or {}), "line": LINE}, kind.body) for name, kind in _passed_on.items()},
-        "ready": Kind(
+        **{name: FrameKind({**(kind.facts or {}), "line": LINE}, kind.body) for name, kind in _passed_on.items()},
+        "ready": FrameKind(
             {
                 **dict.fromkeys(("version", "python", "torch"), text(100)),
                 **dict.fromkeys(("hostname", "machine"), text(256)),
@@ -282,24 +277,24 @@ AGENT = Speaker(
                 "clock": number,
             }
         ),
-        "probed": Kind({"reached": mapped(mapped(number), 1 << 16), "seen_": listed(RANK, 1 << 16)}),
-        "beat": Kind(
+        "probed": FrameKind({"reached": mapped(mapped(number), 1 << 16), "seen_": listed(RANK, 1 << 16)}),
+        "beat": FrameKind(
             {
-                "steps": by_rank(pair(STEP, number)),
-                "memory": by_rank(COUNT),
-                "conditions": by_rank(one_of("stopped", "traced", "hanging", "swapping", "busy")),
+                "steps": mapped(pair(STEP, number), MOST_RANKS, RANKS),
+                "memory": mapped(COUNT, MOST_RANKS, RANKS),
+                "conditions": mapped(one_of("stopped", "traced", "hanging", "swapping", "busy"), MOST_RANKS, RANKS),
                 "clock": number,
             }
         ),
-        "heartbeat": Kind({"port": PORT}),
-        "silent": Kind(_about_a_peer),
-        "heard": Kind(_about_a_peer),
-        "unheard": Kind(_about_a_peer),
-        "started": Kind(_process),
-        "unstarted": Kind({"message": text(TEXT)}),
-        "out": Kind({"rank": RANK}, OUTPUT),
-        "err": Kind({"rank": RANK}, OUTPUT),
-        "exit": Kind(
+        "heartbeat": FrameKind({"port": PORT}),
+        "silent": FrameKind(_about_a_peer),
+        "heard": FrameKind(_about_a_peer),
+        "unheard": FrameKind(_about_a_peer),
+        "started": FrameKind(_process),
+        "unstarted": FrameKind({"message": text(TEXT)}),
+        "out": FrameKind({"rank": RANK}, OUTPUT),
+        "err": FrameKind({"rank": RANK}, OUTPUT),
+        "exit": FrameKind(
             {
                 "rank": RANK,
                 "code": whole(-255, 255),
@@ -309,12 +304,12 @@ AGENT = Speaker(
                 "stopped": flag,
             }
         ),
-        "stacks": Kind(_process, OUTPUT),
-        "stack": Kind({"number": COUNT, "rank": RANK, "problem": text(TEXT)}, OUTPUT),
-        "refused": Kind({"rank": RANK, "why": text(TEXT)}),
-        "preempted": Kind({}),
-        "unheeded": Kind({"number": SIGNAL, "ranks": _ranks}),
-        "end": Kind({"stuck": listed(PID, 1 << 16), "signal": whole(0, 64)}),
+        "stacks": FrameKind(_process, OUTPUT),
+        "stack": FrameKind({"number": COUNT, "rank": RANK, "problem": text(TEXT)}, OUTPUT),
+        "refused": FrameKind({"rank": RANK, "why": text(TEXT)}),
+        "preempted": FrameKind({}),
+        "unheeded": FrameKind({"number": SIGNAL, "ranks": _ranks}),
+        "end": FrameKind({"stuck": listed(PID, 1 << 16), "signal": whole(0, 64)}),
     },
     header=8 << 20,
 )
@@ -326,7 +321,7 @@ _target = record(index=RANK, port=whole(1, 65535), token=matching(TOKEN), addres
 LAUNCHER = Speaker(
     "the launcher",
     {
-        "look": Kind(
+        "look": FrameKind(
             {
                 "job": text(64),
                 "index": RANK,
@@ -339,8 +334,8 @@ LAUNCHER = Speaker(
                 "env": VARIABLES,
             }
         ),
-        "probe": Kind({"targets": listed(_target, 1 << 16), "markers_": listed(_marker, 1 << 16)}),
-        "job": Kind(
+        "probe": FrameKind({"targets": listed(_target, 1 << 16), "markers_": listed(_marker, 1 << 16)}),
+        "job": FrameKind(
             {
                 "job": text(64),
                 "env": VARIABLES,
@@ -355,33 +350,33 @@ LAUNCHER = Speaker(
             },
             RESULT,
         ),
-        "stop": Kind({"grace_": number, "stacks_": flag, "natural_": number}),
-        "interrupt": Kind({"grace": number}),
-        "preempt": Kind({}),
-        "answer": Kind({"line": LINE, "answer": anything}, 4 << 30),
-        "stacks": Kind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),
-        "signal": Kind({"number": SIGNAL, "rank_": RANK}),
-        "worker": Kind({"rank": RANK}),
+        "stop": FrameKind({"grace_": number, "stacks_": flag, "natural_": number}),
+        "interrupt": FrameKind({"grace": number}),
+        "preempt": FrameKind({}),
+        "answer": FrameKind({"line": LINE, "answer": anything}, 4 << 30),
+        "stacks": FrameKind({"number": COUNT, "ranks": listed(RANK, MOST_RANKS)}),
+        "signal": FrameKind({"number": SIGNAL, "rank_": RANK}),
+        "worker": FrameKind({"rank": RANK}),
         "wrote": _wrote,
-        "heartbeat": Kind({"hosts": listed(record(index=RANK, address=text(64), port=PORT), 1 << 16)}),
+        "heartbeat": FrameKind({"hosts": listed(record(index=RANK, address=text(64), port=PORT), 1 << 16)}),
         "death": DEATH,
         "regroup": REGROUP,
         "approach": APPROACH,
-        "beat": Kind({}),
+        "beat": FrameKind({}),
     },
     header=64 << 20,
 )
 """Frames from the launcher to an agent."""
 
-VERDICT = Speaker("node0", {"verdict": Kind({"code": whole(0, 255), "lines": listed(text(TEXT), 100)})})
+VERDICT = Speaker("node0", {"verdict": FrameKind({"code": whole(0, 255), "lines": listed(text(TEXT), 100)})})
 """Frames from node 0 to the `dadt run` of the other nodes, in a job started by hand."""
 
 CALLER = Speaker(
     "a caller",
     {
-        "describe": Kind({}),
-        "stacks": Kind({"ranks": maybe(listed(RANK, MOST_RANKS))}),
-        "kill": Kind({}),
+        "describe": FrameKind({}),
+        "stacks": FrameKind({"ranks": maybe(listed(RANK, MOST_RANKS))}),
+        "kill": FrameKind({}),
     },
     header=8 << 20,
 )
@@ -390,10 +385,10 @@ CALLER = Speaker(
 TOLD = Speaker(
     "the launcher",
     {
-        "description": Kind(None),
-        "stack": Kind(None, OUTPUT),
-        "end": Kind({}),
-        "killed": Kind({"workers": listed(text(), MOST_RANKS), "grace": number}),
+        "description": FrameKind(None),
+        "stack": FrameKind(None, OUTPUT),
+        "end": FrameKind({}),
+        "killed": FrameKind({"workers": listed(text(), MOST_RANKS), "grace": number}),
     },
     header=64 << 20,
 )

@@ -20,7 +20,7 @@ NONCE = struct.Struct(">4xQ")
 
 
 @dataclass(slots=True)
-class Way:
+class Direction:
     """One direction of a connection: its key, and the number of its next record."""
 
     key: bytes
@@ -36,16 +36,16 @@ class Way:
 class Seal:
     """One side's view of a connection. Not thread-safe."""
 
-    sent: Way
-    received: Way
+    sent: Direction
+    received: Direction
     _buffer: bytearray = field(default_factory=bytearray)
 
     @classmethod
     def between(cls, key: bytes, transcript: bytes, mine: bytes, theirs: bytes) -> Seal:
         """Derive the keys of one connection. transcript: both sides' nonces. mine, theirs: the names of the sides."""
 
-        def way(side: bytes) -> Way:
-            return Way(hmac.digest(key, b"dadt seal " + side + b"\0" + transcript, "sha256"))
+        def way(side: bytes) -> Direction:
+            return Direction(hmac.digest(key, b"dadt seal " + side + b"\0" + transcript, "sha256"))
 
         return cls(way(mine), way(theirs))
 
@@ -56,7 +56,10 @@ class Seal:
     @classmethod
     def from_text(cls, text: str) -> Seal:
         sent, sent_number, received, received_number = text.split()
-        return cls(Way(bytes.fromhex(sent), int(sent_number)), Way(bytes.fromhex(received), int(received_number)))
+        return cls(
+            Direction(bytes.fromhex(sent), int(sent_number)),
+            Direction(bytes.fromhex(received), int(received_number)),
+        )
 
     def closed(self, data: bytes) -> bytes:
         """Encrypt the data into records."""

@@ -29,7 +29,7 @@ def merge_all(ranks: Ranks) -> None:
         ranks.say(text)
 
 
-def _peers(ranks: Ranks, timeout: float) -> trace.Peers:
+def _peers(ranks: Ranks, timeout: float) -> trace.TimelinePeers:
     if ranks.connection is None:
         return trace.Alone()
     return trace.Through(ranks.connection.engine, ranks.group.world_size, timeout)

@@ -357,10 +357,10 @@ def executors_name(config: Any, world: Any, hosts: list[int]) -> str:
     """The name of the executor for the user: what `auto` has become."""
     if config.executor != "auto":
         return str(config.executor)
-    from dadt.config.executor import Place, pick
+    from dadt.config.executor import HostWorkers, pick
 
     gpus = torch.cuda.device_count()
-    return pick([Place("", hosts.count(host), gpus) for host in sorted(set(hosts))])[0]
+    return pick([HostWorkers("", hosts.count(host), gpus) for host in sorted(set(hosts))])[0]
 
 
 def _sizes(most: int) -> list[int]:

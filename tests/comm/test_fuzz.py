@@ -20,7 +20,7 @@ import torch
 from harness.mutation import Mutator
 from safetensors.torch import save_file
 
-from dadt.comm.trace.clock import Clock
+from dadt.comm.trace.clock import ClockOffset
 from dadt.comm.trace.merge import _shifted
 from dadt.config import Config
 from dadt.config.check import variable
@@ -337,7 +337,7 @@ def _parts() -> list[bytes]:
 
 @amounts(5_000, 100_000)
 def test_timelines(inputs: int, path: Path) -> None:
-    begin, end = Clock(0.0, 0.0, 1.0, 1e-6), Clock(0.5, 0.0, 9.0, 1e-6)
+    begin, end = ClockOffset(0.0, 0.0, 1.0, 1e-6), ClockOffset(0.5, 0.0, 9.0, 1e-6)
 
     def take(data: bytes) -> None:
         lines = data.partition(b"\n")[2]

@@ -19,7 +19,7 @@ from harness.trace import check_format
 from dadt import _core
 from dadt.comm.trace import clock
 from dadt.comm.trace import merge as merging
-from dadt.comm.trace.clock import Clock, align
+from dadt.comm.trace.clock import ClockOffset, align
 from dadt.comm.trace.gather import Through
 from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
@@ -42,7 +42,7 @@ def _set_clock(rank: int, rate: float = 1.0) -> None:
     clock.perf_counter = lambda: perf_counter() * rate + rank * AHEAD  # type: ignore[assignment]
 
 
-def _align(engine: _core.Engine, rank: int, world_size: int, hosts: bool) -> Clock:
+def _align(engine: _core.Engine, rank: int, world_size: int, hosts: bool) -> ClockOffset:
     if hosts:
         _set_clock(rank)
     return align(Through(engine, world_size, 30.0), world(rank, world_size, hosts))
@@ -60,11 +60,14 @@ def test_clocks_are_compared_with_rank_0s(hosts: bool) -> None:
 
 
 def test_clocks_that_run_unlike_are_brought_together() -> None:
-    begin, end = Clock(offset=5.0, error=1e-5, at=100.0, origin=90.0), Clock(offset=5.02, error=1e-5, at=300.0)
+    begin, end = (
+        ClockOffset(offset=5.0, error=1e-5, at=100.0, origin=90.0),
+        ClockOffset(offset=5.02, error=1e-5, at=300.0),
+    )
     lines = b'{"ts":10000000.000,"x":1},\n{"ts":210000000.000,"dur":3},\n'
     # The first was when they were compared first, the second when they were compared last.
     assert merging._shifted(lines, begin, end) == b'{"ts":10000000.000,"x":1},\n{"ts":210020000.000,"dur":3},\n'
-    unmoved = Clock(offset=5.00001, error=1e-5, at=300.0)
+    unmoved = ClockOffset(offset=5.00001, error=1e-5, at=300.0)
     assert merging._shifted(lines, begin, unmoved) is lines
 
 

@@ -7,11 +7,12 @@ import os
 import pytest
 
 from dadt.control.frame import LENGTHS, MAGIC, NOISE_LIMIT, Frame, Link, Parser
-from dadt.control.schema import AGENT, WORKER, Kind, Speaker, anything, listed
+from dadt.control.schema import AGENT, WORKER, FrameKind, Speaker, anything, listed
 from dadt.control.seal import Seal
 from dadt.errors import DadtError
 
-SPEAKER = Speaker("a tester", {"a": Kind({"x": listed(anything, 9)}, 1000), "b": Kind({}), "c": Kind({}, 1)})
+KINDS = {"a": FrameKind({"x": listed(anything, 9)}, 1000), "b": FrameKind({}), "c": FrameKind({}, 1)}
+SPEAKER = Speaker("a tester", KINDS)
 FRAMES = [Frame("a", {"x": [1, None, "é"]}, b"\0\xff" * 50), Frame("b"), Frame("c", {}, b"x")]
 WIRE = b"".join(frame.encode() for frame in FRAMES)
 

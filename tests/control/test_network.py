@@ -16,7 +16,7 @@ from harness.patience import PATIENCE, await_that
 from dadt.control import network
 from dadt.control.accept import MOST_AT_ONCE
 from dadt.control.frame import Frame
-from dadt.control.network import Listener, Probe
+from dadt.control.network import Probe, ProbeListener
 from dadt.launch.launchers.local import LocalChannel
 
 TOKEN = b"t" * network.TOKEN_BYTES
@@ -24,12 +24,12 @@ TOKEN = b"t" * network.TOKEN_BYTES
 
 @pytest.fixture
 def listener():
-    listener = Listener(TOKEN)
+    listener = ProbeListener(TOKEN)
     yield listener
     listener.close()
 
 
-def call(listener: Listener) -> socket.socket:
+def call(listener: ProbeListener) -> socket.socket:
     return socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE)
 
 

@@ -15,12 +15,12 @@ from dataclasses import replace
 import pytest
 from harness.patience import PATIENCE
 
-from dadt.comm.rendezvous.values import Asked, Held, Server
+from dadt.comm.rendezvous.values import LocalValues, RemoteValues, Server
 from dadt.control.connection import Listener, dial
 from dadt.control.frame import LENGTHS, Frame
 from dadt.errors import DadtError, PeerLost
 
-Ask = Callable[[], Asked]
+Ask = Callable[[], RemoteValues]
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def server() -> Iterator[Server]:
 def ask(request: pytest.FixtureRequest, server: Server) -> Iterator[Ask]:
     if request.param == "a socket of this host":
 
-        def ask() -> Asked:
+        def ask() -> RemoteValues:
             ours, theirs = socket.socketpair()
             server.admit(ours, None)
-            return Asked(theirs, None, 5.0)
+            return RemoteValues(theirs, None, 5.0)
 
         yield ask
         return
@@ -45,9 +45,9 @@ def ask(request: pytest.FixtureRequest, server: Server) -> Iterator[Ask]:
     listener = Listener(key, 5.0, lambda hello: {}, lambda hello, connection: server.admit(*connection))
     reach = replace(listener.reach(), addresses=["127.0.0.1"])
 
-    def ask() -> Asked:
+    def ask() -> RemoteValues:
         connection, _, _ = dial(lambda: reach, {}, time.monotonic() + PATIENCE)
-        return Asked(connection.socket, connection.seal, 5.0)
+        return RemoteValues(connection.socket, connection.seal, 5.0)
 
     yield ask
     listener.close()
@@ -82,7 +82,7 @@ def test_many_ask_at_once(ask: Ask) -> None:
 
 def test_what_is_too_large_is_refused_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dadt.comm.rendezvous.values.MOST_BYTES", 1000)
-    asked = Held()
+    asked = LocalValues()
     with pytest.raises(DadtError, match="'a': 2,000 bytes are more than ranks may give"):
         asked.set("a", b"x" * 2000)
     asked.set("a", b"x" * 900)
@@ -92,8 +92,8 @@ def test_what_is_too_large_is_refused_and_nothing_else(monkeypatch: pytest.Monke
 
 ASKER = """
 import socket, sys, time
-from dadt.comm.rendezvous.values import Asked
-asked = Asked(socket.socket(fileno=int(sys.argv[1])), None, 9.0)
+from dadt.comm.rendezvous.values import RemoteValues
+asked = RemoteValues(socket.socket(fileno=int(sys.argv[1])), None, 9.0)
 asked.set("a", b"b")
 print(time.monotonic())
 """
@@ -114,7 +114,7 @@ def test_whoever_says_something_else_is_hung_up_on_and_nobody_else(server: Serve
     theirs.sendall(said)
     theirs.settimeout(PATIENCE)
     assert theirs.recv(1) == b""
-    Asked(asks, None, 5.0).set("a", b"b")
+    RemoteValues(asks, None, 5.0).set("a", b"b")
     assert server.asked(5.0).get("a") == b"b"
 
 
@@ -135,7 +135,7 @@ def test_who_asks_without_reading_is_hung_up_on(server: Server) -> None:
 def test_letters_that_are_none_end_nothing(server: Server) -> None:
     ours, theirs = socket.socketpair()
     server.admit(ours, None)
-    asked = Asked(theirs, None, 5.0)
+    asked = RemoteValues(theirs, None, 5.0)
     with pytest.raises(DadtError, match="surrogates"):
         asked.compare_set("a", "\ud800", "x")
     assert not asked.check(["a"])
@@ -158,7 +158,7 @@ def test_a_rank_in_a_library_that_locks_the_interpreter_answers_all_the_same(ser
 
 def test_the_end_of_rank_0_is_told() -> None:
     ours, theirs = socket.socketpair()
-    asked = Asked(theirs, None, 5.0)
+    asked = RemoteValues(theirs, None, 5.0)
     ours.close()
     with pytest.raises(PeerLost, match="rank 0, which holds what the ranks tell each other, is gone"):
         asked.get("a")
@@ -167,4 +167,4 @@ def test_the_end_of_rank_0_is_told() -> None:
 def test_a_rank_0_that_does_not_answer_is_not_awaited_for_ever() -> None:
     ours, theirs = socket.socketpair()
     with ours, pytest.raises(PeerLost, match=r"did not answer within 0\.2 s"):
-        Asked(theirs, None, 0.2).check(["a"])
+        RemoteValues(theirs, None, 0.2).check(["a"])

@@ -10,7 +10,7 @@ from torch import distributed
 from dadt.comm.executors.base import Connection, together
 from dadt.comm.executors.meet import Apart, Meet
 from dadt.config import Config
-from dadt.config.executor import Place, choose, executors_of
+from dadt.config.executor import HostWorkers, choose, executors_of
 from dadt.config.extensions import EXECUTORS
 from dadt.world import World
 
@@ -47,11 +47,9 @@ def connect_one(name: str, config: Config, world: World, meet: Meet) -> Connecti
     return connection
 
 
-def places(world: World, meet: Meet, key: str) -> list[Place]:
+def places(world: World, meet: Meet, key: str) -> list[HostWorkers]:
     """The properties of each host, as its ranks see them."""
     gpus = torch.cuda.device_count() if distributed.is_nccl_available() else 0
     told = [list(map(int, blob.split())) for blob in meet.exchange(key, f"{world.cross_rank} {gpus}".encode())]
-    return [
-        Place(f"host {host}", sum(each[0] == host for each in told), min(each[1] for each in told if each[0] == host))
-        for host in sorted({host for host, _ in told})
-    ]
+    by_host = {host: [gpus for there, gpus in told if there == host] for host in sorted({host for host, _ in told})}
+    return [HostWorkers(f"host {host}", len(each), min(each)) for host, each in by_host.items()]

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 from dadt.comm.executors import proof, pull
 from dadt.comm.executors.base import Connection
-from dadt.comm.executors.c10d_message import Message
+from dadt.comm.executors.c10d_message import C10dMessage
 from dadt.comm.executors.framed import FramedMessages
 from dadt.comm.executors.keys import Keys
 from dadt.comm.executors.meet import Meet, attend
@@ -195,7 +195,7 @@ class C10d:
         self._device = device
         self._aborted = False
         self._kept = KeepAlive(lambda: False)  # each ends by itself, be it by an error
-        self._messages: weakref.WeakSet[Message] = weakref.WeakSet()
+        self._messages: weakref.WeakSet[C10dMessage] = weakref.WeakSet()
         self._waiters = Waiters("dadt-message")
         self._lock = threading.Lock()
         self._letters = FramedMessages(group, rank)
@@ -268,7 +268,7 @@ class C10d:
         for receive, part in zip(receives, torch.split(moved, lengths[0]), strict=True):
             receive.copy_(part)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Message:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> C10dMessage:
         self._check()
         if self._device is not None:
             return self._keep(self._send(tensor, peer, tag), f"a message to {_named(peer, tag)}")
@@ -276,10 +276,10 @@ class C10d:
             letter = self._letters.send(tensor, peer, tag)
         except RuntimeError as error:  # the connection is known to be closed
             raise PeerLost(f"a message to {_named(peer, tag)} was not delivered: {error}") from error
-        message = Message(self._waiters, letter, self._rank, tensor, tensor)
+        message = C10dMessage(self._waiters, letter, self._rank, tensor, tensor)
         return self._keep(message, f"a message to {_named(peer, tag)}")
 
-    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Message:
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> C10dMessage:
         self._check()
         if self._device is not None:
             return self._keep(self._receive(tensor, peer, tag), f"a message from {_named(peer, tag)}")
@@ -287,7 +287,7 @@ class C10d:
             letter = self._letters.receive(tensor, peer, tag)
         except RuntimeError as error:  # as in `send`
             raise PeerLost(f"a message from {_named(peer, tag)} was not received: {error}") from error
-        message = Message(self._waiters, letter, peer, tensor, tensor)
+        message = C10dMessage(self._waiters, letter, peer, tensor, tensor)
         message.begin()
         return self._keep(message, f"a message from {_named(peer, tag)}")
 
@@ -295,7 +295,7 @@ class C10d:
         if self._aborted:
             raise PeerLost("no message is sent or received any more: the job has failed")
 
-    def _keep(self, message: Message, what: str) -> Message:
+    def _keep(self, message: C10dMessage, what: str) -> C10dMessage:
         """Keep the message alive, as it would else not be delivered. what: what errors call it."""
         message.what = what
         self._kept.add(message, message)
@@ -305,15 +305,15 @@ class C10d:
             message.give_up(_GIVE_UP_SECONDS)
         return message
 
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> C10dMessage:
         moved = tensor if self._device is None else tensor.to(self._device)
-        return Message(self._waiters, self._group.send([moved], peer, tag), self._rank, moved, moved)
+        return C10dMessage(self._waiters, self._group.send([moved], peer, tag), self._rank, moved, moved)
 
-    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> C10dMessage:
         moved = tensor if self._device is None else torch.empty_like(tensor, device=self._device)
         if peer is None:
-            return Message(self._waiters, self._group.recv_anysource([moved], tag), None, moved, tensor)
-        return Message(self._waiters, self._group.recv([moved], peer, tag), peer, moved, tensor)
+            return C10dMessage(self._waiters, self._group.recv_anysource([moved], tag), None, moved, tensor)
+        return C10dMessage(self._waiters, self._group.recv([moved], peer, tag), peer, moved, tensor)
 
     def abort(self) -> None:
         self._aborted = True

@@ -16,7 +16,7 @@ from dadt.errors import CommTimeout, Mismatch, PeerLost
 _LONG = datetime.timedelta(days=30)
 
 
-class Message:
+class C10dMessage:
     """A torch.distributed Work as a P2PWork. What was moved goes to its target when it has come."""
 
     def __init__(

@@ -26,7 +26,7 @@ class FramedMessages:
         self._rank = rank
         self._numbers = itertools.count()
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Sent:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> SentMessage:
         if peer == self._rank:
             raise ValueError(f"rank {peer} sends a message to itself: this executor has messages between ranks only")
         body = _BODY + next(self._numbers) % _BODY
@@ -34,20 +34,20 @@ class FramedMessages:
         works = [self._group.send([head], peer, tag)]
         if tensor.nbytes:
             works.append(self._group.send([tensor], peer, body))
-        return Sent(works, head, self._rank)
+        return SentMessage(works, head, self._rank)
 
-    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Received:
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> ReceivedMessage:
         head = torch.zeros(2, dtype=_HEADS, device="cpu")
         if peer is None:
-            return Received(self._group, self._group.recv_anysource([head], tag), head, tensor, None)
-        return Received(self._group, self._group.recv([head], peer, tag), head, tensor, peer)
+            return ReceivedMessage(self._group, self._group.recv_anysource([head], tag), head, tensor, None)
+        return ReceivedMessage(self._group, self._group.recv([head], peer, tag), head, tensor, peer)
 
     def close(self) -> None:
         """Let go of the group."""
         self._group = None
 
 
-class Sent:
+class SentMessage:
     """A message that is being sent. It has the methods of a torch.distributed Work that Message needs."""
 
     def __init__(self, works: list[Any], head: torch.Tensor, rank: int) -> None:
@@ -63,7 +63,7 @@ class Sent:
         return self._rank
 
 
-class Received:
+class ReceivedMessage:
     """A message that is being received. It has the methods of a torch.distributed Work that Message needs."""
 
     def __init__(self, group: Any, work: Any, head: torch.Tensor, tensor: torch.Tensor, peer: int | None) -> None:

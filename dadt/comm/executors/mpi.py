@@ -169,22 +169,22 @@ class Mpi:
             receives[rank].copy_(sends[rank])
             self._mpi.Request.Waitall(requests)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Message:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> MpiMessage:
         """A message of at most 1 GiB. Raises ValueError for more, and for a tag that is too high for MPI."""
         self._check(tensor, tag)
         with self._serial:
             request = self._mail.Isend(self._bytes(tensor), peer, tag)
-        return self._keep(Message(self, tensor, request, False))
+        return self._keep(MpiMessage(self, tensor, request, False))
 
-    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Message:
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> MpiMessage:
         """A message of at most 1 GiB. Raises ValueError for more, and for a tag that is too high for MPI."""
         self._check(tensor, tag)
         source = self._mpi.ANY_SOURCE if peer is None else peer
         with self._serial:
             request = self._mail.Irecv(self._bytes(tensor), source, tag)
-        return self._keep(Message(self, tensor, request, True))
+        return self._keep(MpiMessage(self, tensor, request, True))
 
-    def _keep(self, message: Message) -> Message:
+    def _keep(self, message: MpiMessage) -> MpiMessage:
         self._kept.add(message, message)
         return message
 
@@ -257,7 +257,7 @@ class Mpi:
             raise ValueError(f"tag {tag}: MPI takes tags from 0 to {self._highest_tag}")
 
 
-class Message:
+class MpiMessage:
     """A request of MPI's as a P2PWork."""
 
     def __init__(self, mpi: Mpi, tensor: torch.Tensor, request: Any, receives: bool) -> None:

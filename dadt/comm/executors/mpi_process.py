@@ -14,7 +14,7 @@ from dadt.control import mpi_library
 from dadt.errors import ConfigError
 
 
-class Process:
+class MpiProcess:
     """MPI in this process: begun at most once, and ended once nothing is open and the interpreter is about to end."""
 
     def __init__(self) -> None:
@@ -97,4 +97,4 @@ class Process:
             self._mpi.Finalize()
 
 
-process = Process()
+process = MpiProcess()

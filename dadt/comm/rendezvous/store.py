@@ -23,7 +23,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from dadt import world as environment
-from dadt.comm.rendezvous.values import Asked, Server, Values
+from dadt.comm.rendezvous.values import RemoteValues, Server, SharedValues
 from dadt.control import mpi_library, schema
 from dadt.control.accept import peer_of
 from dadt.control.connection import Connection, Listener, Reach, Refused, Unreached, Words, dial
@@ -50,7 +50,7 @@ Tell = Callable[[Words], AbstractContextManager[Words]]
 class Found:
     """The store that a rank has found."""
 
-    values: Values
+    values: SharedValues
     own: str = LOOPBACK
     """This host's address on the way to rank 0."""
     other: str = LOOPBACK
@@ -96,7 +96,7 @@ def _on_this_host(world: World, timeout: float) -> Found:
         _accept(path, server, secret, world, deadline, timeout)
         return Found(server.asked(timeout), secret=secret, server=server)
     line, secret = _line_to(path, world, deadline, timeout)
-    return Found(Asked(line, None, timeout), secret=secret)
+    return Found(RemoteValues(line, None, timeout), secret=secret)
 
 
 def _accept(path: Path, server: Server, secret: bytes, world: World, deadline: float, timeout: float) -> None:
@@ -218,7 +218,7 @@ def _come(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
                 f"rank {world.rank} does not reach rank 0 ({error}) -> open the firewall between the hosts, and give "
                 f"all ranks the same {SECRET}, or none"
             ) from error
-    asked = Asked(connection.socket, connection.seal, timeout)
+    asked = RemoteValues(connection.socket, connection.seal, timeout)
     own, other = connection.socket.getsockname()[0], connection.socket.getpeername()[0]
     return Found(asked, own, other, secret)
 

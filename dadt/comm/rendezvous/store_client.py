@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 from dadt import world as environment
 from dadt.comm.rendezvous import store as stores
-from dadt.comm.rendezvous.values import Values
+from dadt.comm.rendezvous.values import SharedValues
 from dadt.config import Config
 from dadt.config.check import flag
-from dadt.config.executor import Place, choose, shown
+from dadt.config.executor import HostWorkers, choose, shown
 from dadt.control import machine, network, shared_folder, written_files
 from dadt.control.worker_line import WorkerLine
 from dadt.errors import ConfigError, DadtError, StartTimeout
@@ -255,7 +255,7 @@ class StoreClient(WorkerLine):
     def _get(self, key: str) -> bytes:
         return self._use(lambda values: values.get(key))
 
-    def _use(self, action: Callable[[Values], T]) -> T:
+    def _use(self, action: Callable[[SharedValues], T]) -> T:
         self._check_process()
         return action(self._values)
 
@@ -301,7 +301,8 @@ def _resolved(everyone: Sequence[Mapping[str, Any]]) -> tuple[Config, str]:
     gpus: dict[str, list[int]] = {}
     for each in everyone:
         gpus.setdefault(each["machine"], []).append(each["gpus"])
-    return choose(config, [Place(f"host {host}", len(each), min(each)) for host, each in enumerate(gpus.values())])
+    hosts = [HostWorkers(f"host {host}", len(each), min(each)) for host, each in enumerate(gpus.values())]
+    return choose(config, hosts)
 
 
 def _refuse_code(own: Config, first: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from dadt.control.frame import Frame, Link
-from dadt.control.schema import BLOB, KEY, Kind, Speaker, flag, listed, number, text, whole
+from dadt.control.schema import BLOB, KEY, FrameKind, Speaker, flag, listed, number, text, whole
 from dadt.control.seal import Seal
 from dadt.errors import DadtError, PeerLost
 
@@ -30,22 +30,22 @@ PLAIN = "plain"
 ASKS = Speaker(
     "a rank",
     {
-        "set": Kind({"key": KEY}, BLOB),
-        "get": Kind({"key": KEY}),
-        "check": Kind({"keys": listed(KEY, 1 << 16)}),
-        "compare_set": Kind({"key": KEY, "expected": text(), "desired": text()}),
-        "add": Kind({"key": KEY, "amount": whole(-(1 << 40), 1 << 40)}),
+        "set": FrameKind({"key": KEY}, BLOB),
+        "get": FrameKind({"key": KEY}),
+        "check": FrameKind({"keys": listed(KEY, 1 << 16)}),
+        "compare_set": FrameKind({"key": KEY, "expected": text(), "desired": text()}),
+        "add": FrameKind({"key": KEY, "amount": whole(-(1 << 40), 1 << 40)}),
     },
     header=64 << 20,
 )
 ANSWERS = Speaker(
     "rank 0",
-    {"value": Kind({}, BLOB), "number": Kind({"number": number}), "truth": Kind({"truth": flag}),
-     "error": Kind({"message": text()})},
+    {"value": FrameKind({}, BLOB), "number": FrameKind({"number": number}), "truth": FrameKind({"truth": flag}),
+     "error": FrameKind({"message": text()})},
 )  # fmt: skip
 
 
-class Values(Protocol):
+class SharedValues(Protocol):
     """The interface of both sides. Thread-safe. Raises PeerLost where the one who holds them is gone, DadtError where a
     value is too large or not there."""
 
@@ -63,7 +63,7 @@ class Values(Protocol):
         """Count it up, from 0; gives the sum."""
 
 
-class Held:
+class LocalValues:
     """Values in the process that holds them."""
 
     def __init__(self) -> None:
@@ -135,11 +135,11 @@ class Server:
         with connection:
             socket.send_fds(self._line, [text.encode()], [connection.fileno()])
 
-    def asked(self, timeout: float) -> Asked:
+    def asked(self, timeout: float) -> RemoteValues:
         """This process's own way to the values."""
         ours, theirs = socket.socketpair()
         self.admit(theirs, None)
-        return Asked(ours, None, timeout)
+        return RemoteValues(ours, None, timeout)
 
     def close(self) -> None:
         """End the process that holds the values, and wait for its end. May be called again."""
@@ -152,7 +152,7 @@ class Service:
 
     def __init__(self, line: socket.socket) -> None:
         """line: by which whoever is to be answered comes; its end is that of the process."""
-        self._values = Held()
+        self._values = LocalValues()
         self._line = line
         self._selector = selectors.DefaultSelector()
         self._selector.register(line, selectors.EVENT_READ)
@@ -195,12 +195,12 @@ class Service:
             return Frame("error", {"message": str(error)[:4096]})
 
 
-def _set(values: Held, question: Frame) -> Frame:
+def _set(values: LocalValues, question: Frame) -> Frame:
     values.set(question["key"], question.body)
     return Frame("truth", {"truth": True})
 
 
-QUESTIONS: Mapping[str, Callable[[Held, Frame], Frame]] = {
+QUESTIONS: Mapping[str, Callable[[LocalValues, Frame], Frame]] = {
     "set": _set,
     "get": lambda values, asked: Frame("value", {}, values.get(asked["key"])),
     "check": lambda values, asked: Frame("truth", {"truth": values.check(asked["keys"])}),
@@ -211,7 +211,7 @@ QUESTIONS: Mapping[str, Callable[[Held, Frame], Frame]] = {
 }
 
 
-class Asked:
+class RemoteValues:
     """Values of another process: each call is a question, and waits for its answer."""
 
     def __init__(self, connection: socket.socket, seal: Seal | None, timeout: float) -> None:

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dadt.comm.trace.gather import Peers
+    from dadt.comm.trace.gather import TimelinePeers
     from dadt.world import World
 
 _PAIR = struct.Struct("<dd")
@@ -16,7 +16,7 @@ _ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class ClockOffset:
     """How this rank's perf_counter compares with rank 0's, in seconds."""
 
     offset: float = 0.0
@@ -29,7 +29,7 @@ class Clock:
     """When rank 0 began to compare, by this rank's."""
 
 
-def align(peers: Peers, world: World) -> Clock:
+def align(peers: TimelinePeers, world: World) -> ClockOffset:
     """Compare this rank's clock with rank 0's. All ranks call it. Raises CommError.
 
     Nobody leaves an allgather before everybody has entered it. So rank 0's entry was before this rank's exit, and this
@@ -50,6 +50,6 @@ def align(peers: Peers, world: World) -> Clock:
             low, high = max(low, first[0] - mine[1]), min(high, first[1] - mine[0])
         mine = (entered, left)
     if one_host:  # the kernel's clock, the same for all
-        return Clock(at=now, origin=origin)
+        return ClockOffset(at=now, origin=origin)
     offset = 0.0 if world.rank == 0 else (low + high) / 2
-    return Clock(offset, 0.0 if world.rank == 0 else (high - low) / 2, now, origin - offset)
+    return ClockOffset(offset, 0.0 if world.rank == 0 else (high - low) / 2, now, origin - offset)

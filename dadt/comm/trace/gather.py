@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dadt._core import Engine, Work
 
 
-class Peers(Protocol):
+class TimelinePeers(Protocol):
     """All ranks call the same in the same order. Raises CommError."""
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:

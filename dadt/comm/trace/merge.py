@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
-from dadt.comm.trace.clock import Clock, align
+from dadt.comm.trace.clock import ClockOffset, align
 from dadt.comm.trace.recorder import Timeline
 from dadt.control import private_files
 from dadt.control.timeline_file import HEAD, PART_HEAD
 from dadt.errors import CommError
 
 if TYPE_CHECKING:
-    from dadt.comm.trace.gather import Peers
+    from dadt.comm.trace.gather import TimelinePeers
 
 _EVENT = re.compile(rb'\{"ts":(-?[0-9]{1,20}(?:\.[0-9]{1,20})?),(.*)', re.DOTALL)
 _PIECE_BYTES = 4 * 2**20
@@ -25,7 +25,7 @@ _ALL_PIECES_BYTES = 64 * 2**20
 """Most bytes of all ranks' parts that rank 0 holds in memory at a time."""
 
 
-def merge(timeline: Timeline, peers: Peers, members: Sequence[int]) -> str:
+def merge(timeline: Timeline, peers: TimelinePeers, members: Sequence[int]) -> str:
     """Stop it, and merge the parts of all ranks into the file; what the user should know of it. Empty when called
     again. members: the ranks that are left, which are those of `peers`.
 
@@ -41,7 +41,7 @@ def merge(timeline: Timeline, peers: Peers, members: Sequence[int]) -> str:
 class Merge:
     """One rank's part in it; all ranks run it."""
 
-    def __init__(self, timeline: Timeline, peers: Peers, members: Sequence[int]) -> None:
+    def __init__(self, timeline: Timeline, peers: TimelinePeers, members: Sequence[int]) -> None:
         self._timeline = timeline
         self._members = members
         self._peers = peers
@@ -173,7 +173,7 @@ def _unpacked(compressed: bytes) -> bytes:
     return data
 
 
-def _shifted(lines: bytes, begin: Clock, end: Clock) -> bytes:
+def _shifted(lines: bytes, begin: ClockOffset, end: ClockOffset) -> bytes:
     """The events in the time that rank 0's clock has shown, where the two have gone unlike since the beginning."""
     drift = end.offset - begin.offset
     if abs(drift) <= begin.error + end.error:

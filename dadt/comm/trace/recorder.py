@@ -17,7 +17,7 @@ from dadt.errors import ConfigError
 if TYPE_CHECKING:
     from dadt._core import Engine
     from dadt.comm.executors.base import Connection
-    from dadt.comm.trace.gather import Peers
+    from dadt.comm.trace.gather import TimelinePeers
     from dadt.comm.trace.gpu import GpuTrack
     from dadt.world import World
 
@@ -50,10 +50,10 @@ class Timeline:
         self._step_ended = 0.0
         self._error = ""
         self._thread: threading.Thread | None = None
-        self.merged_by: Peers | None = None
+        self.merged_by: TimelinePeers | None = None
         """Objects that may have to outlive operations that were not done in time."""
 
-    def start(self, peers: Peers) -> None:
+    def start(self, peers: TimelinePeers) -> None:
         """Record from now on, in the time of rank 0. Raises CommError."""
         from dadt import _core
         from dadt.comm.trace.clock import align

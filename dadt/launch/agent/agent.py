@@ -58,7 +58,7 @@ class Agent:
     def _await_job(self, look: Frame) -> Frame | None:
         """Report what the host has, probe the other hosts, and wait for the order to start workers."""
         token = os.urandom(network.TOKEN_BYTES)
-        listener = network.Listener(token) if look["hosts"] > 1 else None
+        listener = network.ProbeListener(token) if look["hosts"] > 1 else None
         try:
             self._env: dict[str, str] = {}
             problems = environment.missing(look["cwd"], look["files"])

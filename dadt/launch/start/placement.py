@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dadt.config import Config
-from dadt.config.executor import Place, choose
+from dadt.config.executor import HostWorkers, choose
 from dadt.errors import LaunchError
 from dadt.launch.actions import Outbox, Steps
 from dadt.launch.hosts.slot import Slot, place, share_out
@@ -41,7 +41,7 @@ class Placed:
 
 
 def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, now: float) -> Steps[Placed]:
-    """Place the workers, once all hosts have reported. Agents that get no workers are ended."""
+    """HostWorkers the workers, once all hosts have reported. Agents that get no workers are ended."""
     config = the_plan.config
     rooms = [room(node, config) for node in nodes]
     missing = len(the_plan.hosts) - len(nodes)
@@ -89,6 +89,6 @@ def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> t
     return choose(config, [_place(workers[index], node) for index, node in enumerate(nodes)])
 
 
-def _place(workers: int, node: Node) -> Place:
+def _place(workers: int, node: Node) -> HostWorkers:
     usable = not str(node.report.get("torch", "")).endswith("+cpu")
-    return Place(node.name, workers, len({*node.report["gpus"]}) if usable else 0)  # Ray lets workers share one
+    return HostWorkers(node.name, workers, len({*node.report["gpus"]}) if usable else 0)  # Ray lets workers share one

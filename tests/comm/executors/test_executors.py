@@ -11,7 +11,7 @@ from harness.executor_rank import main
 from harness.ranks import Ended, printed
 
 from dadt.config import Config
-from dadt.config.executor import Place, choose
+from dadt.config.executor import HostWorkers, choose
 from dadt.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ from dadt.errors import ConfigError
     ],
 )
 def test_auto_is_chosen_by_the_hosts_and_says_why(workers, gpus, picked, why):
-    places = [Place(f"h{number}", count, gpus) for number, count in enumerate(workers)]
+    places = [HostWorkers(f"h{number}", count, gpus) for number, count in enumerate(workers)]
     config, reason = choose(Config(broadcast_executor="gloo"), places)
     assert (config.executor, config.broadcast_executor) == (picked, "gloo")
     assert why in reason and (picked == "gloo" or "the other as you have chosen" in reason)
@@ -37,7 +37,7 @@ def test_auto_is_chosen_by_the_hosts_and_says_why(workers, gpus, picked, why):
 
 
 def test_one_worker_needs_none():
-    one = choose(Config(), [Place("", 1, 0)])
+    one = choose(Config(), [HostWorkers("", 1, 0)])
     assert one == (Config(executor="null"), "no executor: there is one worker")
 
 
@@ -52,7 +52,7 @@ def test_one_worker_needs_none():
 )
 def test_what_does_not_fit_the_hosts_is_refused(flags, says):
     with pytest.raises(ConfigError, match=says):
-        choose(Config(**flags), [Place("h0", 2, 2), Place("h1", 2, 1)])
+        choose(Config(**flags), [HostWorkers("h0", 2, 2), HostWorkers("h1", 2, 1)])
 
 
 @pytest.mark.parametrize("name", ["shm", "c10d:ours", "hierarchical", "hierarchical:mpi", "hierarchical:c10d:ours"])
