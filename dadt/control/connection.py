@@ -36,7 +36,7 @@ KEEPALIVE_PROBES = 3
 Words = Mapping[str, Any]
 
 
-class Connection(NamedTuple):
+class SealedConnection(NamedTuple):
     """A connection whose two sides have proved themselves to each other."""
 
     socket: socket.socket
@@ -85,7 +85,7 @@ class Listener:
         key: bytes,
         silence: float,
         greet: Callable[[Words], Words],
-        take: Callable[[Words, Connection], None],
+        take: Callable[[Words, SealedConnection], None],
         port: int = 0,
         *,
         turned_away: Callable[[str], None] = lambda text: None,
@@ -142,7 +142,7 @@ class Listener:
             self._entrance.settle(connection)
             if met is not None:
                 guard(connection, self._silence)
-                self._take(met[0], Connection(connection, met[1]))
+                self._take(met[0], SealedConnection(connection, met[1]))
                 taken = True
         except Exception as error:  # noqa: BLE001 (whatever is wrong with one that connects ends its connection only)
             self._tell(connection, error)
@@ -177,7 +177,7 @@ class Listener:
             self._turned_away(text)
 
 
-def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[Connection, Words, str]:
+def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[SealedConnection, Words, str]:
     """Connect to the launcher. Returns the connection, the launcher's answer, and the address that worked.
 
     find: returns where the launcher is, or raises Unreached while that is not known; called before each round of
@@ -207,7 +207,7 @@ def guard(connection: socket.socket, silence: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
-def become_standard(connection: Connection) -> None:
+def become_standard(connection: SealedConnection) -> None:
     """Make the connection this process's standard input, used in both directions."""
     os.dup2(connection.socket.fileno(), 0)
     os.environ[SEAL] = connection.seal.to_text()
@@ -220,7 +220,7 @@ def handed_over() -> Seal | None:
     return Seal.from_text(text) if text else None
 
 
-def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[Connection, Words, str]:
+def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[SealedConnection, Words, str]:
     """Try all addresses once."""
     failures = []
     for address in reach.addresses:
@@ -241,7 +241,7 @@ def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[Connection, W
             connection.close()
             raise Refused(str(answer["refused"]))
         guard(connection, reach.silence)
-        return Connection(connection, seal), answer, where
+        return SealedConnection(connection, seal), answer, where
     raise Unreached(f"the launcher was not reached at {', '.join(failures)}")
 
 

@@ -20,10 +20,10 @@ from dadt.control import connection as listen
 from dadt.control import schema
 from dadt.control.connection import (
     GREETING,
-    Connection,
     Listener,
     Reach,
     Refused,
+    SealedConnection,
     Unreached,
     Words,
     dial,
@@ -38,7 +38,7 @@ class Door:
     """A listener, and who came in."""
 
     def __init__(self) -> None:
-        self.came: queue.Queue[tuple[Words, Connection]] = queue.Queue()
+        self.came: queue.Queue[tuple[Words, SealedConnection]] = queue.Queue()
         self.turned_away: queue.Queue[str] = queue.Queue()
         self.listener = Listener(
             KEY,
@@ -52,7 +52,7 @@ class Door:
     def greet(self, hello: Words) -> Words:
         return {"refused": "nobody is wanted"} if hello.get("name") == "nobody" else {"hello": hello["name"]}
 
-    def dial(self, seconds: float = PATIENCE, **changes: object) -> tuple[Connection, Words, str]:
+    def dial(self, seconds: float = PATIENCE, **changes: object) -> tuple[SealedConnection, Words, str]:
         return dial(lambda: replace(self.reach, **changes), {"name": "n1"}, time.monotonic() + seconds)
 
     def knock(self) -> socket.socket:

@@ -26,7 +26,7 @@ from dadt import world as environment
 from dadt.comm.rendezvous.values import RemoteValues, Server, SharedValues
 from dadt.control import mpi_library, schema
 from dadt.control.accept import peer_of
-from dadt.control.connection import Connection, Listener, Reach, Refused, Unreached, Words, dial
+from dadt.control.connection import Listener, Reach, Refused, SealedConnection, Unreached, Words, dial
 from dadt.control.job_folder import root
 from dadt.control.shared_secret import SECRET, shared_key
 from dadt.errors import ConfigError, StartTimeout
@@ -183,7 +183,7 @@ def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
         awaited = hello.get("rank") in list(missing)
         return {"secret": secret.hex()} if awaited else {"refused": f"rank {hello.get('rank')} is not awaited"}
 
-    def take(hello: Words, connection: Connection) -> None:
+    def take(hello: Words, connection: SealedConnection) -> None:
         server.admit(connection.socket, connection.seal)
         with news:
             missing.discard(hello["rank"])

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from dadt.control.connection import Connection, Reach, become_standard, dial
+from dadt.control.connection import Reach, SealedConnection, become_standard, dial
 from dadt.errors import LaunchError
 from dadt.launch.child import PR_SET_PDEATHSIG
 from dadt.launch.hosts.slurm import forget_step
@@ -43,7 +43,7 @@ def connect() -> None:
     become_standard(connection)
 
 
-def _end_with_actor(connection: Connection, parent: int) -> None:
+def _end_with_actor(connection: SealedConnection, parent: int) -> None:
     """Slurm ends all of a step, but Ray its own processes alone. The launcher asks Ray why the connection has ended."""
     end = connection.socket.dup()
 

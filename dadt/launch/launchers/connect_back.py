@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from dadt.control import schema
-from dadt.control.connection import Connection, Words
+from dadt.control.connection import SealedConnection, Words
 from dadt.control.frame import CHUNK, Link
 from dadt.errors import LaunchError
 from dadt.launch.channel import Channel
@@ -52,7 +52,7 @@ class Arrivals:
 class SocketChannel:
     """The launcher's end of the connection to an agent that connected by itself."""
 
-    def __init__(self, connection: Connection, explain: Callable[[float], str] = lambda seconds: "") -> None:
+    def __init__(self, connection: SealedConnection, explain: Callable[[float], str] = lambda seconds: "") -> None:
         """explain: returns why the agent is gone, if that becomes known within the given seconds."""
         self._connection = connection.socket
         self._explain = explain

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 from dadt.config import Config
 from dadt.control import schema
-from dadt.control.connection import SEAL, Connection, Listener, Unreached, Words, dial
+from dadt.control.connection import SEAL, Listener, SealedConnection, Unreached, Words, dial
 from dadt.control.frame import Frame, Link
 from dadt.errors import DadtError, LaunchError, StartTimeout
 from dadt.launch.channel import Channel, Launcher, Request
@@ -50,7 +50,7 @@ class HandLauncher:
         self._meeting = rendezvous_of(config)
         self._local = LocalLauncher(config)
         self._arrivals = Arrivals(f"node{rank}" for rank in range(1, config.nnodes))
-        self._watchers: dict[str, Connection] = {}
+        self._watchers: dict[str, SealedConnection] = {}
         """The other nodes' `dadt run`, which wait for the verdict."""
         self._listener: Listener | None = None
 
@@ -103,7 +103,7 @@ class HandLauncher:
             return {"refused": f"job {self._job} has a {name} already: give each host its own --node-rank"}
         return {"job": self._job}
 
-    def _take(self, hello: Words, connection: Connection) -> None:
+    def _take(self, hello: Words, connection: SealedConnection) -> None:
         name = hello["node"]
         if hello["asks"] == "verdict":
             self._watchers[name] = connection
@@ -135,7 +135,7 @@ def claims(config: Config, command: Sequence[str]) -> dict[str, object]:
     return {"--nnodes": config.nnodes, "-np": config.np, "--accelerators": config.accelerators, "the script": program}
 
 
-def _follow(watcher: Connection, agent: subprocess.Popen[bytes], interrupts: Interrupts, voice: Voice) -> int:
+def _follow(watcher: SealedConnection, agent: subprocess.Popen[bytes], interrupts: Interrupts, voice: Voice) -> int:
     """Wait for the verdict. Ctrl-C here ends the job, as the agent reports it to the launcher."""
     link = Link(watcher.socket.fileno(), watcher.socket.fileno(), schema.VERDICT, seal=watcher.seal)
     caught = 0
@@ -161,7 +161,7 @@ def _follow(watcher: Connection, agent: subprocess.Popen[bytes], interrupts: Int
                     return 128 + caught if caught and verdict["code"] != EXIT_CODE else int(verdict["code"])
 
 
-def _tell(connection: Connection, verdict: Frame) -> None:
+def _tell(connection: SealedConnection, verdict: Frame) -> None:
     try:
         ends = connection.socket.fileno(), connection.socket.fileno()
         Link(*ends, schema.VERDICT, seal=connection.seal).send(verdict)
@@ -169,12 +169,12 @@ def _tell(connection: Connection, verdict: Frame) -> None:
         pass  # the other node did not wait for it
 
 
-def _is_gone(connection: Connection) -> bool:
+def _is_gone(connection: SealedConnection) -> bool:
     """Whether the other side has hung up. It sends nothing while it waits, so anything to read is the end."""
     return bool(select.select([connection.socket], [], [], 0)[0])
 
 
-def _agent(config: Config, connection: Connection) -> subprocess.Popen[bytes]:
+def _agent(config: Config, connection: SealedConnection) -> subprocess.Popen[bytes]:
     """Start this host's agent with the connection as its standard input. Raises LaunchError."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
     env[SEAL] = connection.seal.to_text()

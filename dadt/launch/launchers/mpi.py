@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dadt.config import Config
 from dadt.config.check import mpi_arguments
-from dadt.control.connection import Connection, Listener, Words
+from dadt.control.connection import Listener, SealedConnection, Words
 from dadt.errors import ConfigError, LaunchError
 from dadt.launch.agent.shim import NOTE
 from dadt.launch.channel import Channel, Launcher, Request
@@ -65,7 +65,7 @@ class MpiLauncher:
         """The expected agents, by the index of their host."""
         self._listener: Listener | None = None
         self._mpirun: Mpirun | None = None
-        self._connections: list[Connection] = []
+        self._connections: list[SealedConnection] = []
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         shares = _shares(self._config, hosts)
@@ -110,7 +110,7 @@ class MpiLauncher:
             return {"refused": f"there is no host {index} in this job"}
         return {"refused": "this host has an agent already"} if self._arrivals.has(str(index)) else {}
 
-    def _take(self, hello: Words, connection: Connection) -> None:
+    def _take(self, hello: Words, connection: SealedConnection) -> None:
         assert self._mpirun is not None
         self._connections.append(connection)
         self._arrivals.admit(str(hello["index"]), SocketChannel(connection, self._mpirun.why))

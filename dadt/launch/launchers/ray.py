@@ -11,7 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from dadt.control.connection import Connection, Listener, Words
+from dadt.control.connection import Listener, SealedConnection, Words
 from dadt.errors import LaunchError
 from dadt.launch.agent import ray_actor
 from dadt.launch.agent.connect import NAME, REACH
@@ -128,7 +128,7 @@ class RayLauncher:
         shipped = ships and host.node != own_node(ray)
         return started.actor.run.remote(config.python, variables, shipped, config.gpu_visibility == "all", *gpus)
 
-    def _take(self, hello: Words, connection: Connection) -> None:
+    def _take(self, hello: Words, connection: SealedConnection) -> None:
         name = hello["name"]
         self._arrivals.admit(name, SocketChannel(connection, partial(self._explain, self._started[name])))
 

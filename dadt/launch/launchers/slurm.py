@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 from dadt.config import Config
 from dadt.control import mpi_library
-from dadt.control.connection import Connection, Listener, Words
+from dadt.control.connection import Listener, SealedConnection, Words
 from dadt.errors import LaunchError
 from dadt.launch.agent.connect import REACH
 from dadt.launch.channel import Channel, Launcher, Request
@@ -99,7 +99,7 @@ class SlurmLauncher:
             "--connect",
         ]
 
-    def _take(self, hello: Words, connection: Connection) -> None:
+    def _take(self, hello: Words, connection: SealedConnection) -> None:
         name = hello["name"]
         self._arrivals.admit(name, SocketChannel(connection, lambda seconds: self._explain(name, seconds)))
 

@@ -41,7 +41,7 @@ class Placed:
 
 
 def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, now: float) -> Steps[Placed]:
-    """HostWorkers the workers, once all hosts have reported. Agents that get no workers are ended."""
+    """Place the workers, once all hosts have reported. Agents that get no workers are ended."""
     config = the_plan.config
     rooms = [room(node, config) for node in nodes]
     missing = len(the_plan.hosts) - len(nodes)
