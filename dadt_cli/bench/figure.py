@@ -130,7 +130,7 @@ class Results:
         if outputs.plot is not None and self.picture is not None:
             from dadt_cli.bench import plot
 
-            plot.save(self.picture(), outputs.plot, about, [(t.title, t.head, t.lines) for t in self.tables])
+            plot.save(self.picture(), outputs.plot, about, self.tables)
         if not outputs.quiet:
             self._show()
 

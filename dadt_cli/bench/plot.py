@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dadt.errors import ConfigError
 from dadt_cli.terminal.table import short
+from dadt_cli.terminal.template import template
 
 if TYPE_CHECKING:
     from dadt_cli.bench.allreduce import AllreduceRow as AllreduceRow
@@ -26,30 +26,7 @@ DASHES = {"plain": ":", "null (limit)": "--"}
 INCHES = (8.0, 3.6)
 DOTS = 200
 """Dots per inch: sharp at twice the 800 pixels at which a README shows it."""
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1000px; padding: 0 1em; color: #222 }}
-svg {{ width: 100%; height: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-td, th {{ border-bottom: 1px solid #ddd; vertical-align: top; padding: .2em .8em; text-align: right }}
-td:first-child, th:first-child {{ text-align: left }}
-div {{ overflow-x: auto }}
-h2 {{ font-size: 1em; margin-top: 2em }}
-small {{ color: #777 }}
-code {{ background: #f4f4f4; padding: .1em .3em }}
-</style>
-<h1>{title}</h1>
-<p><code>{command}</code></p>
-{svg}
-{tables}<p>Medians; below them, the interval of 95 %.</p>
-{notes}
-<p>{conditions}</p>
-</html>
-"""
+TEMPLATE = Path(__file__).with_name("plot.html")
 
 
 def check(file: str) -> None:
@@ -60,11 +37,7 @@ def check(file: str) -> None:
         raise ConfigError(f"--plot {file}: pictures are made by matplotlib -> pip install 'dadt[bench]'")
 
 
-Shown = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""Title, head and lines of a table."""
-
-
-def save(figure: Any, file: str, about: dict[str, Any], tables: Sequence[Shown]) -> None:
+def save(figure: Any, file: str, about: dict[str, Any], tables: Sequence[Any]) -> None:
     """Raises ConfigError where it cannot be written."""
     kind = Path(file).suffix.lower()
     try:
@@ -78,29 +51,9 @@ def save(figure: Any, file: str, about: dict[str, Any], tables: Sequence[Shown])
         raise ConfigError(f"--plot {file}: cannot write it ({error.strerror})") from error
 
 
-def page(svg: str, about: dict[str, Any], tables: Sequence[Shown]) -> str:
-    """The picture, its figures and conditions in one file that needs no other."""
-    return PAGE.format(
-        title=html.escape(about["title"]),
-        command=html.escape(about["command"]),
-        svg=svg[svg.index("<svg") :],
-        tables="".join(map(_table, tables)),
-        notes="".join(f"<p>{html.escape(note)}</p>" for note in about["notes"]),
-        conditions=html.escape(", ".join(f"{name} {value}" for name, value in about["conditions"].items())),
-    )
-
-
-def _table(shown: Shown) -> str:
-    title, head, lines = shown
-    rows = ["".join(f"<th>{_cell(name)}</th>" for name in head)]
-    rows += ["".join(f"<td>{_cell(value)}</td>" for value in line) for line in lines]
-    return f"<h2>{html.escape(title)}</h2>\n<div><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>\n"
-
-
-def _cell(text: str) -> str:
-    """A figure, and below it what says how sure it is."""
-    first, _, second = map(html.escape, text.partition("\n"))
-    return f"{first}<br><small>{second}</small>" if second else first
+def page(svg: str, about: dict[str, Any], tables: Sequence[Any]) -> str:
+    """The picture, its figures and conditions in one file that needs no other. tables: those of the results."""
+    return template(TEMPLATE, "--plot").render(svg=svg[svg.index("<svg") :], tables=tables, **about)
 
 
 def training(rows: Sequence[TrainingRow], unit: str, title: str) -> Any:

@@ -8,9 +8,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dadt
 from dadt.config import Config
@@ -24,9 +23,7 @@ from dadt_cli.report import chart, progress
 from dadt_cli.report.record import JobRecord, placed_in, verdict
 from dadt_cli.report.timeline import Summary, parts, read
 from dadt_cli.terminal.table import Table, figure
-
-if TYPE_CHECKING:
-    from jinja2 import Template
+from dadt_cli.terminal.template import template
 
 TEMPLATE = Path(__file__).with_name("report.html")
 EVENTS = 200
@@ -39,7 +36,7 @@ LATER_SECONDS = 300.0
 def page(record: JobRecord, running: bool) -> str:
     """HTML. Raises ConfigError where the template library is not there."""
     report = record.report
-    return _template().render(
+    return template(TEMPLATE, "dadt report").render(
         job=report.get("job") or record.folder.name,
         folder=str(record.folder.resolve()),
         command=shlex.join(_program(report.get("command") or [])),
@@ -64,17 +61,6 @@ def page(record: JobRecord, running: bool) -> str:
         made=_moment(time.time()),
         side=chart.SIDE,
     )
-
-
-@cache
-def _template() -> Template:
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise ConfigError("dadt report needs jinja2, which comes with torch -> pip install jinja2") from error
-    # Whatever comes from a job is text: it is escaped wherever it stands.
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(TEMPLATE.read_text())
 
 
 # The summary -------------------------------------------------------------------------------------------------------

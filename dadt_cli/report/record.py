@@ -11,64 +11,34 @@ from typing import Any, NamedTuple
 from dadt.launch.ending.failure import signal_name
 
 NUMBER = (int, float)
+
+
+def _all(kind: Any, names: str) -> dict[str, Any]:
+    """The shape of a mapping whose values under these names are of this kind."""
+    return dict.fromkeys(names.split(), kind)
+
+
 RANK = {
-    "rank": int,
-    "host": str,
-    "local_rank": int,
-    "gpu": str,
-    "pid": int,
-    "exit_code": int,
-    "steps": int,
-    "delayed": NUMBER,
-    "wait_fraction": NUMBER,
-    "samples": NUMBER,
-    "samples_per_second": NUMBER,
-    "peak_memory": NUMBER,
-    "sent": NUMBER,
-    "fell_back": NUMBER,
-    "differed": NUMBER,
+    **_all(int, "rank local_rank pid exit_code steps"),
+    **_all(str, "host gpu"),
+    **_all(NUMBER, "delayed wait_fraction samples samples_per_second peak_memory sent fell_back differed"),
     "step_times": {"counts": dict, "seconds": NUMBER},
 }
-HOST = {
-    "host": str,
-    "hostname": str,
-    "address": str,
-    "interface": str,
-    "dadt": str,
-    "python": str,
-    "torch": str,
-    "cores": int,
-    "gpus": list,
-    "gpu_models": list,
-}
+HOST = {**_all(str, "host hostname address interface dadt python torch"), "cores": int, **_all(list, "gpus gpu_models")}
 FAILURE = {
-    "rank": int,
-    "host": str,
-    "pid": int,
-    "exit_code": int,
-    "seconds": NUMBER,
-    "step": int,
-    "type": str,
-    "message": str,
+    **_all(int, "rank pid exit_code step"),
+    **_all(str, "host type message thread"),
+    **_all(NUMBER, "seconds peak_memory memory_limit"),
     "frames": [{"file": str, "line": (int, str), "function": str, "text": str}],
-    "thread": str,
     "killed_for_memory": bool,
-    "peak_memory": NUMBER,
-    "memory_limit": NUMBER,
     "stopped": [int],
     "stacks": [str],
 }
 REPORT = {
-    "dadt": str,
-    "job": str,
+    **_all(str, "dadt job cwd error"),
+    **_all(NUMBER, "begin end seconds"),
+    **_all(int, "exit_code signal"),
     "command": [str],
-    "cwd": str,
-    "begin": NUMBER,
-    "end": NUMBER,
-    "seconds": NUMBER,
-    "exit_code": int,
-    "signal": int,
-    "error": str,
     "failure": FAILURE,
     "config": dict,
     "hosts": [HOST],

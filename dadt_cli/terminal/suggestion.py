@@ -9,51 +9,33 @@ import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-_OUTPUT = "leave it out: all output is kept in --log-dir, and --output chooses what is shown"
 _MEET = "leave it out on one host; where dadt run is called on each host, give --nnodes, --node-rank and --rendezvous"
-_OUT = "leave it out"
-INSTEAD = {
+_OUTPUT = "leave it out: all output is kept in --log-dir, and --output chooses what is shown"
+_ANSWERS = {
     "--standalone": "leave it out: workers of one host meet by themselves",
-    "--rdzv-endpoint": _MEET,
-    "--rdzv-backend": _MEET,
-    "--rdzv-id": _MEET,
+    "--rdzv-endpoint --rdzv-backend --rdzv-id --master-addr --master-port --main-process-ip --main-process-port": _MEET,
     "--rdzv-conf": "leave it out; --start-timeout says how long ranks wait for each other",
-    "--master-addr": _MEET,
-    "--master-port": _MEET,
-    "--main-process-ip": _MEET,
-    "--main-process-port": _MEET,
     "--machine-rank": "give --node-rank, with --nnodes and --rendezvous",
-    "--monitor-interval": _OUT,
+    "--monitor-interval --event-log-handler --run-path --numa-binding --multi-gpu --allow-run-as-root": "leave it out",
     "--start-method": "leave it out: workers are started as python starts a script",
-    "--event-log-handler": _OUT,
-    "--logs-specs": _OUTPUT,
+    "--logs-specs --redirects -r --tee -t --duplicate-stdout-filters --duplicate-stderr-filters": _OUTPUT,
     "--role": "leave it out: all workers have one role",
     "--module": "give -m",
-    "--run-path": _OUT,
-    "--redirects": _OUTPUT,
-    "-r": _OUTPUT,
-    "--tee": _OUTPUT,
-    "-t": _OUTPUT,
     "--local-ranks-filter": "give --output rank0, or ranks such as --output 0,3-5",
     "--log-line-prefix-template": "leave it out: the rank stands before each line",
-    "--duplicate-stdout-filters": _OUTPUT,
-    "--duplicate-stderr-filters": _OUTPUT,
     "--local-addr": "give --network-interface",
-    "--numa-binding": _OUT,
     "--signals-to-handle": "give --forward-signals",
     "--shutdown-timeout": "give --grace",
     "--virtual-local-rank": "leave it out: each worker sees one GPU, as --gpu-visibility says",
     "--print-completion": "leave it out: dadt's own completion is a line in your shell's configuration",
     "--use-env": "leave it out: LOCAL_RANK is always set",
-    "--multi-gpu": _OUT,
     "--oversubscribe": "leave it out: more workers than cores are allowed",
-    "--allow-run-as-root": _OUT,
-    "--machinefile": "give --hostfile",
-    "-machinefile": "give --hostfile",
+    "--machinefile -machinefile": "give --hostfile",
     "--host": "give -H",
-    "--map-by": "give --mpi-args",
-    "--bind-to": "give --mpi-args",
+    "--map-by --bind-to": "give --mpi-args",
 }
+INSTEAD = {flag: answer for flags, answer in _ANSWERS.items() for flag in flags.split()}
+"""What to give in place of a flag of another launcher."""
 PER_HOST = ("--nproc-per-node", "--npernode", "-N", "-ppn", "--num-gpus", "--num-processes")
 """Flags that count workers, most of them those of each host."""
 HOSTS = ("--nnodes", "--num-nodes", "--num-machines")
