@@ -16,6 +16,8 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+from benchmarks.page import table
+
 SCRIPT = """
 import json, sys, time, torch
 import horovod.torch as hvd
@@ -86,14 +88,14 @@ def main() -> None:
                 for what, seconds in json.loads(line.partition("found ")[2]).items():
                     found[name][what].append(seconds)
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
-    print("| | DADT (ms) | Horovod (ms) | Horovod / DADT | of each round |")
-    print("|---|---|---|---|---|")
+    lines = []
     for what, mine in found["dadt"].items():
         other = found["horovod"][what]
         ratios = sorted(b / a for a, b in zip(mine, other, strict=True))
         medians = [statistics.median(values) * 1e3 for values in (mine, other)]
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        print(f"| {what} | {medians[0]:.3f} | {medians[1]:.3f} | {statistics.median(ratios):.2f} | {spread} |")
+        lines.append([what, *(f"{each:.3f}" for each in medians), f"{statistics.median(ratios):.2f}", spread])
+    print(table(["", "DADT (ms)", "Horovod (ms)", "Horovod / DADT", "of each round"], lines))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ def config() -> None:
 
 
 @config.command(
-    cls=Brief,
-    context_settings={"max_content_width": 110},
-    short_help="Print each setting, its value and its source.",
+    cls=Brief, context_settings={"max_content_width": 110}, short_help="Print each setting, its value and its source."
 )
 @knobs
 @click.option("--changed", is_flag=True, help="Leave out settings at their defaults.")

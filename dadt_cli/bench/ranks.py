@@ -20,10 +20,7 @@ was given."""
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], float | None]],
-    rounds: int,
-    warmup: int,
-    before: Callable[[str, int], object],
+    contenders: Mapping[str, Callable[[], float | None]], rounds: int, warmup: int, before: Callable[[str, int], object]
 ) -> dict[str, list[float]]:
     """Seconds of each contender, round by round. The first `warmup` rounds are not counted.
 

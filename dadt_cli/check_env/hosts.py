@@ -57,7 +57,7 @@ OUT_LIMIT = 4 << 20
 ABSENT = "none"
 SAME = "install the same on all hosts, or let --python name the same environment"
 REMEDIES = {
-    "network MTU": "ip link set DEVICE mtu N: the same on all hosts, and no more than the switches between them take",
+    "network MTU": "ip link set DEVICE mtu N: the same on all hosts, and no more than the switches between them take"
 }
 """What to do about differences between hosts that are no matter of installing, by the name of the check."""
 SSH = "docs/ssh.md says what the other host needs"

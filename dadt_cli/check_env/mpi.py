@@ -36,11 +36,7 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
     elif usable:
         yield from _mpi4py(asked, Path(chosen or "").resolve())
     else:
-        yield good(
-            "mpi4py",
-            version("mpi4py"),
-            "it needs an MPI of its own: the lines above say which is found",
-        )
+        yield good("mpi4py", version("mpi4py"), "it needs an MPI of its own: the lines above say which is found")
 
 
 def _programs(chosen: str | None) -> list[Path]:

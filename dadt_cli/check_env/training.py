@@ -74,13 +74,7 @@ def _job(name: str, function: Any, np: int, hosts: str, settings: dict[str, Any]
 
     with tempfile.TemporaryDirectory() as logs:
         try:
-            return run(
-                function,
-                np=np,
-                hosts=hosts,
-                log_dir=logs,
-                **{**SETTINGS, **settings},
-            )
+            return run(function, np=np, hosts=hosts, log_dir=logs, **{**SETTINGS, **settings})
         except DadtError as error:
             return refused(name, str(error).strip().splitlines()[0], HINT)
         except Exception as error:  # noqa: BLE001 (a worker's own, as from a torch that cannot be imported)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dadt_cli.terminal.table import clock
+
 SIDE = 1000.0
 """Both sides of the drawing, which is stretched to its place."""
 LINES = 8
@@ -125,9 +127,7 @@ def duration(seconds: float) -> str:
     if seconds < 59.95:
         factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
         return f"{seconds * factor:.3g} {unit}"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+    return f"{clock(round(seconds))} {'h' if round(seconds) >= 3600 else 'min'}"
 
 
 def _log_ticks(first: float, last: float) -> list[float]:
@@ -165,8 +165,4 @@ def _number(value: float, unit: str) -> str:
 
 
 def _seconds(value: float, end: float) -> str:
-    if end < 60:
-        return f"{value:g} s"
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if end >= 3600 else f"{minutes}:{rest:02}"
+    return f"{value:g} s" if end < 60 else clock(round(value), hours=end >= 3600)

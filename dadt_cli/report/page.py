@@ -156,13 +156,7 @@ def _snapshots(record: JobRecord, running: bool) -> dict[str, Any] | None:
     if not (found or command):
         return None
     steps = [f"{int(folder.name):,}" for folder in found if folder.name.isdecimal()]
-    return {
-        "steps": ", ".join(steps),
-        "many": len(steps) > 1,
-        "root": root,
-        "came_from": came_from,
-        "resume": command,
-    }
+    return {"steps": ", ".join(steps), "many": len(steps) > 1, "root": root, "came_from": came_from, "resume": command}
 
 
 def _path(told: Any) -> str:

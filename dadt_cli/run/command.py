@@ -59,14 +59,7 @@ MOST = 1 << 20
 @click.option("--dry-run", is_flag=True, help="Only print what would be started.")
 @click.option("--display-map", is_flag=True, hidden=True, help="Print where each rank is placed.")
 @knobs
-def run(
-    command: tuple[str, ...],
-    module: bool,
-    no_python: bool,
-    dry_run: bool,
-    display_map: bool,
-    **given: Any,
-) -> int:
+def run(command: tuple[str, ...], module: bool, no_python: bool, dry_run: bool, display_map: bool, **given: Any) -> int:
     """Train SCRIPT on N workers, on this host or on those that -H names. ARGS are the arguments of SCRIPT.
 
     \b

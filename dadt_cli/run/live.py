@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dadt.errors import ConfigError
 from dadt.launch.ending.failure import size
 from dadt_cli.terminal import console
-from dadt_cli.terminal.table import figure
+from dadt_cli.terminal.table import clock, figure
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -139,7 +139,7 @@ class Live:
         shown = sorted(gauges, key=lambda gauge: gauge.rank) if len(gauges) == len(watch.gauges) else gauges
         missing = sum(loss.replaced is None for loss in watch.losses)
         lost = f", {missing} lost" if missing else ""
-        rows = [Text(f"{self._head}{lost}, {_clock(time.time() - watch.begin)}", style="bold")]
+        rows = [Text(f"{self._head}{lost}, {clock(int(time.time() - watch.begin))}", style="bold")]
         rows += _table(shown, watch, width)
         if left := len(watch.gauges) - len(shown):
             rows.append(Text(_folded(watch, left), style="dim"))
@@ -216,12 +216,6 @@ def _note(gauge: Gauge, slowest: bool) -> str:
 def _folded(watch: Watch, left: int) -> str:
     least, most = watch.steps()
     return f"and {left} faster ranks; all are at steps {least} to {most}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def _encoded(rows: list[Text], width: int) -> bytes:

@@ -124,10 +124,7 @@ def some_knobs(*names: str) -> Callable[[F], F]:
 
 def _config_file(function: F) -> F:
     return click.option(
-        "--config",
-        metavar="FILE",
-        help="YAML file of settings; flags, variables win.",
-        shell_complete=paths("file"),
+        "--config", metavar="FILE", help="YAML file of settings; flags, variables win.", shell_complete=paths("file")
     )(function)
 
 

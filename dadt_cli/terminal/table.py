@@ -65,6 +65,13 @@ def short(value: float) -> str:
     return f"{value:.2f}" if -1 < value < 10 else figure(value) if value > 0 else f"{value:.0f}"
 
 
+def clock(seconds: int, hours: bool = False) -> str:
+    """4:05, or 1:02:03 from an hour on. hours: show them in any case."""
+    minutes, second = divmod(seconds, 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour or hours else f"{minute}:{second:02}"
+
+
 def duration(seconds: float) -> str:
     """A time as people say it: 40 s, 3 min."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

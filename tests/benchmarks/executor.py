@@ -97,11 +97,7 @@ class Contest:
 
 
 def measure(
-    contest_of: Callable[[int], Contest],
-    engine: _core.Engine,
-    meet: Meet,
-    sizes: Sequence[int],
-    seconds: float,
+    contest_of: Callable[[int], Contest], engine: _core.Engine, meet: Meet, sizes: Sequence[int], seconds: float
 ) -> list[Row]:
     """One row per size in bytes; each takes about `seconds`. Every rank calls it."""
     rows = []

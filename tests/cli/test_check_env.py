@@ -143,10 +143,7 @@ def test_a_gpu_and_a_torch_without_cuda(tmp_path: Path) -> None:
 
 def test_variables_that_another_launcher_has_left() -> None:
     check = found("variables", RANK="1", WORLD_SIZE="2")
-    assert (check.value, check.hint) == (
-        "RANK, WORLD_SIZE",
-        "unset RANK WORLD_SIZE, unless you are within its job",
-    )
+    assert (check.value, check.hint) == ("RANK, WORLD_SIZE", "unset RANK WORLD_SIZE, unless you are within its job")
     assert "meant: DADT_ALGORITHM" in found("variables", DADT_ALGORITM="sync").value
     assert found("variables", DADT_WARMUP_STEPS="many").verdict == "fail"
     assert "another torch" not in found("variables", "PYTHONPATH", PYTHONPATH="/opt").value

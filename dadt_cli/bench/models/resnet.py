@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -66,21 +67,6 @@ DEPTHS: dict[str, tuple[Callable[[int, int, int], Residual], int, list[int]]] = 
 }
 
 
-def resnet18() -> Workload:
-    """11.7 million parameters, images of 224 pixels."""
-    return _workload("resnet18")
-
-
-def resnet50() -> Workload:
-    """25.6 million parameters, images of 224 pixels."""
-    return _workload("resnet50")
-
-
-def resnet101() -> Workload:
-    """44.5 million parameters, images of 224 pixels."""
-    return _workload("resnet101")
-
-
 def own(name: str) -> nn.Sequential:
     return resnet(*DEPTHS[name], classes=1000)
 
@@ -88,3 +74,7 @@ def own(name: str) -> nn.Sequential:
 def _workload(name: str) -> Workload:
     found, source = installed("torchvision.models", lambda library: getattr(library, name)())
     return images(own(name) if found is None else found, source, 224)
+
+
+resnet18, resnet50, resnet101 = (partial(_workload, name) for name in DEPTHS)
+"""11.7, 25.6 and 44.5 million parameters, for images of 224 pixels."""
