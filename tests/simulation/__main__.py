@@ -7,8 +7,9 @@ import sys
 import time
 from collections import Counter
 
+from simulation.mutations import MUTATIONS, mutated
 from simulation.scenario import draw
-from simulation.search import Found, shortest, simulate
+from simulation.search import Found, first_of, shortest, simulate
 
 MOST_SHOWN = 200
 
@@ -19,7 +20,10 @@ def main() -> int:
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--replay", type=int, help="show what happens in the job of this seed")
     parser.add_argument("--all", action="store_true", help="go on after a job that fails")
+    parser.add_argument("--mutations", action="store_true", help="how soon each deliberate fault is found")
     given = parser.parse_args()
+    if given.mutations:
+        return find_mutations(given.first, given.seeds)
     if given.replay is not None:
         found = Found(draw(given.replay), "")
         print("\n".join(found.lines()))
@@ -41,6 +45,19 @@ def main() -> int:
     seconds = time.perf_counter() - begun
     print(f"{count:,} jobs in {seconds:.1f} s ({1e3 * seconds / max(1, count):.1f} ms each), {reasons.total()} failed")
     return 1 if reasons else 0
+
+
+def find_mutations(first: int, seeds: int) -> int:
+    """Print how many jobs it takes to find each deliberate fault. Returns how many are not found."""
+    unfound = 0
+    for name in MUTATIONS:
+        with mutated(name):
+            found = first_of(range(first, first + seeds))
+        unfound += found is None
+        told = "not found" if found is None else f"{found.scenario.seed - first + 1:6,}"
+        why = "" if found is None else found.why.strip().splitlines()[-1][:100]
+        print(f"{told:>9}  {name:58} {why}", flush=True)
+    return unfound
 
 
 sys.exit(main())
