@@ -28,6 +28,10 @@ class Struck:
     """Ranks that may be lost or blamed for it."""
     hosts: frozenset[int] = frozenset()
     """Hosts of which the same is true."""
+    near: frozenset[int] = frozenset()
+    """Hosts that others may not hear for it."""
+    until: float = 0.0
+    """When it is over; infinite where it lasts for good."""
     fatal: bool = False
     """Whether a rank that trains ends by it at once, and not well."""
     user: bool = False
@@ -51,7 +55,10 @@ class Fault:
 
     def _struck(self, job: SimulatedJob, text: str, **guilt: object) -> None:
         job.world.note("fault", text)
-        job.invariants.struck.append(Struck(job.world.now, text, **guilt))  # type: ignore[arg-type]
+        until = job.world.now + getattr(self, "lasting", 0.0)
+        near = frozenset({getattr(self, name) for name in ("host", "other") if hasattr(self, name)})
+        struck = Struck(job.world.now, text, near=near, until=until, **guilt)  # type: ignore[arg-type]
+        job.invariants.struck.append(struck)
 
 
 def lasts(seconds: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
 
 from dadt.launch.ending.failure import Failure
@@ -20,6 +21,7 @@ MARGIN_SECONDS = 4.0
 """What a pause may take beside its own length, as it is noticed later and ends later."""
 SOON_SECONDS = 2.5
 """A failure within this time after the first one may come before it is known."""
+SILENT = re.compile(r"^host(\d+)(?: has heard nothing from| and) host(\d+).* no heartbeat comes through between them$")
 GOES_ON = re.compile(r"^(?:rank (?P<rank>\d+) |host(?P<host>\d+): ).*: training goes on without (?:it|them)$")
 
 
@@ -60,6 +62,14 @@ class Invariants:
         said, self._read = launcher.said[self._read :], len(launcher.said)
         for _, _, text in said:
             self._check_line(text)
+        now = self._job.world.now
+        for generation, until, text in launcher.open.values():
+            if generation < launcher.generation:
+                raise Broken(f"generation {launcher.generation} has begun, and a rank still waits: {text}")
+            if now > until:
+                raise Broken(f"a rank waits longer than it has asked for: {text}")
+        if now > launcher.end_by and not launcher.job.over:
+            raise Broken("agents that were told to stop their workers are waited for too long")
 
     def _check_line(self, text: str) -> None:
         if (found := GOES_ON.match(text)) is not None:
@@ -99,6 +109,7 @@ class Invariants:
         if launcher.outcome is None and launcher.error is None:
             return  # it was killed
         self._check_lost()
+        self._check_silences(launcher)
         self._check_outcome(launcher)
 
     def _check_left(self) -> None:
@@ -123,8 +134,29 @@ class Invariants:
             if loss.rank not in self.guilty_ranks:
                 raise Broken(f"rank {loss.rank} was lost and had done nothing: {loss.why}")
 
+    def _check_silences(self, launcher: Launcher) -> None:
+        """What the user is told of hosts that do not hear each other was true, and its end is told, too."""
+        lines = [(at, text) for at, _, text in launcher.said]
+        for at, text in lines:
+            if (found := SILENT.match(text)) is None or launcher.ended_at is None:
+                continue
+            pair = int(found[1]), int(found[2])
+            if not any(each.at < at and set(pair) & each.near for each in self.struck):
+                raise Broken(f"the user is told of a cut that there is not: {text}")
+            one, other = min(pair), max(pair)
+            again = f"host{one} and host{other} hear each other again"
+            still = all(self._job.agents[host].process.runs for host in pair)
+            mended = max((each.until for each in self.struck if set(pair) & each.near), default=at)
+            due = max(at, mended) + self._job.config.heartbeat_timeout + SOON_SECONDS
+            if still and due < launcher.ended_at and not any(again in told for later, told in lines if later > at):
+                raise Broken(f"the user is not told of the end of it: {text}")
+
     def _check_outcome(self, launcher: Launcher) -> None:
         outcome, error = launcher.outcome, launcher.error
+        ended = outcome is not None and (outcome.signal or outcome.preemption is not None)
+        too_late = launcher.heeds == {SIGTERM} and self._job.checkpoint_signal  # it does not hasten what has failed
+        if launcher.heeds and not ended and not too_late:
+            raise Broken(f"the user has sent {launcher.heeds}, which has not ended it")
         by_user = any(each.user for each in self.struck)
         if outcome is not None and (outcome.signal or outcome.preemption is not None):
             if not by_user:

@@ -11,6 +11,8 @@ from dadt.errors import DadtError
 from dadt.launch.actions import Event, SayText, SendFrame, WriteJournal
 from dadt.launch.contact import Contact
 from dadt.launch.ending.outcome import Outcome
+from dadt.launch.ending.signals import ENDING_SIGNALS
+from dadt.launch.ending.termination import END_SECONDS
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
@@ -21,6 +23,8 @@ from simulation.world import Process, Timer, Wire
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
 
+LATE_SECONDS = 1.0
+"""How late the launcher may be with what is due."""
 READ_SECONDS = 0.0005
 """What comes within this time is read at once."""
 
@@ -51,6 +55,14 @@ class Launcher:
         self.error: DadtError | None = None
         """What `dadt run` raised in place of an outcome."""
         self.ended_at: float | None = None
+        self.generation = 0
+        """The newest that agents were told of."""
+        self.open: dict[tuple[Node, int], tuple[int, float, str]] = {}
+        """Questions of ranks that wait: their generation, when the answer has to come at last, and their text."""
+        self.end_by = float("inf")
+        """When all has to be over, as agents were told to stop their workers."""
+        self.heeds: set[int] = set()
+        """Signals of the user that end the job."""
         self._caught: set[int] = set()
         self._events: list[Event] = []
         self._timer: Timer | None = None
@@ -150,6 +162,7 @@ class Launcher:
             self._send_all(Frame("beat"))
         if self._caught:
             caught, self._caught = self._caught, set()
+            self.heeds |= caught & ENDING_SIGNALS
             job.signal(caught, now)
             self._carry_out()
         for node, why in contact.silent(now):
@@ -158,6 +171,7 @@ class Launcher:
         for event in events:
             if self.world.log is not None and event.frame.kind not in ("beat", "numbers"):
                 self.world.note("launcher", f"hears from {event.node.name or 'the host'}: {_shown(event.frame)}")
+            self._note_question(event)
             job.take(event)
             self._carry_out()
         job.turn(now)
@@ -172,7 +186,9 @@ class Launcher:
     def _carry_out(self) -> None:
         while (action := self.job.outbox.take()) is not None:
             if isinstance(action, SendFrame):
-                self.world.note("launcher", f"sends {_shown(action.frame)}")
+                if self.world.log is not None:
+                    self.world.note("launcher", f"sends {_shown(action.frame)}")
+                self._note_order(action)
                 if action.node is None:
                     self._send_all(action.frame)
                 else:
@@ -182,6 +198,25 @@ class Launcher:
                 self.said.append((self.world.now, action.level, action.text))
             elif isinstance(action, WriteJournal):
                 self.world.note("launcher", f"writes down {action.kind}: {action.facts}")
+
+    def _note_question(self, event: Event) -> None:
+        frame = event.frame
+        if frame.kind in ("exchange", "reconnect"):
+            until = event.now + frame["timeout"] + LATE_SECONDS
+            self.open[event.node, frame["line"]] = frame.get("generation", 0), until, _shown(frame)
+        elif frame.kind == "lost":
+            self.open = {asked: facts for asked, facts in self.open.items() if asked[0] is not event.node}
+
+    def _note_order(self, action: SendFrame) -> None:
+        frame = action.frame
+        if frame.kind == "answer" and action.node is not None:
+            self.open.pop((action.node, frame["line"]), None)
+        elif frame.kind == "regroup":
+            self.generation = frame["generation"]
+        elif frame.kind in ("stop", "interrupt", "preempt") and "natural" not in frame.header:
+            grace = frame.get("grace", self._simulated.config.grace)
+            seconds = grace if frame.kind == "stop" else 2 * grace
+            self.end_by = min(self.end_by, self.world.now + seconds + END_SECONDS + LATE_SECONDS)
 
     def _send(self, node: Node, frame: Frame) -> None:
         if not node.ended:

@@ -8,16 +8,16 @@ from typing import Any
 from unittest.mock import patch
 
 from dadt.launch import cause as cause_module
-from dadt.launch.cause import Cause
 from dadt.launch.contact import Contact
-from dadt.launch.endings import Endings
-from dadt.launch.membership import Membership
-from dadt.launch.monitor.rendezvous import Rendezvous
-from dadt.launch.monitor.silence import Silences
-from dadt.launch.monitor.waits import Waiting
-from dadt.launch.replacement import Replacements
-from dadt.launch.results import Results
-from dadt.launch.termination import Termination
+from dadt.launch.ending.cause import Cause
+from dadt.launch.ending.endings import Endings
+from dadt.launch.ending.results import Results
+from dadt.launch.ending.termination import Termination
+from dadt.launch.members.membership import Membership
+from dadt.launch.members.rendezvous import Rendezvous
+from dadt.launch.members.replacement import Replacements
+from dadt.launch.members.silence import Silences
+from dadt.launch.members.waits import Waiting
 
 MOST_SEEDS = 5000
 
@@ -66,7 +66,6 @@ MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "whoever waits is not refused when ranks are lost": (Rendezvous, "refuse", nothing),
     "whoever is reported first is blamed": (cause_module, "find_cause", first_told),
     "ranks without which others train on are blamed": (Cause, "excuse", nothing),
-    "a host that was lost is no cause": (Cause, "lose", nothing),
     "whoever has waited is blamed": (Cause, "_is_consequence", lambda self, ending, record: False),
     "a rank that could not go on is no cause": (Cause, "hold", nothing),
     "agents may take for ever to end": (Termination, "turn", lambda self, now: turn(self, now) and False),
