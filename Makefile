@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml dadt/config/version.py $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
-.PHONY: demo check quick pythons dist test test-slow test-gpu machines browser figures faults faults-compared chaos soak min-np-cost bench-peers convergence lint format docs native clean
+.PHONY: demo check quick pythons dist test test-slow test-gpu machines browser figures faults faults-compared chaos simulate simulate-mutations soak min-np-cost bench-peers convergence lint format docs native clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -93,6 +93,15 @@ faults: .venv/testable machines
 # 260 faults, alone and at once, in jobs that train on without what they lose: half an hour or more.
 chaos: .venv/testable machines
 	PYTHONPATH=tests $(BIN)/python -m hosts.chaos --write docs/results/faults.md
+
+# Jobs in a simulated world, in which all that is left open is decided by a seed: 100,000 of them take half an hour. Those
+# that fail are replayed by the command that it prints. How soon they find deliberate faults: make simulate-mutations.
+SEEDS ?= 100000
+simulate: .venv/testable
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --seeds $(SEEDS)
+
+simulate-mutations: .venv/testable
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --seeds 5000 --mutations
 
 # 100,000 steps that lose a worker every two minutes, and what processes hold meanwhile: a quarter of an hour or more.
 soak: .venv/testable

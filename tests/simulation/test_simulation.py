@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import pytest
 
+from simulation.mutations import MOST_SEEDS, MUTATIONS, mutated
 from simulation.scenario import draw
-from simulation.search import Found, shortest, simulate
+from simulation.search import Found, first_of, shortest, simulate
 
-SEEDS = 400
-TOLD = """
-{log}
-seed {seed} fails; again: PYTHONPATH=tests:. python -m simulation --replay {seed}"""
+SEEDS = 2000
+AT_ONCE = 250
+LINES = 60
 
 
 def check(found: Found | None) -> None:
     if found is not None:
-        lines = shortest(found).lines()
-        pytest.fail(TOLD.format(log="\n".join(lines[-60:]), seed=found.scenario.seed))
+        again = f"again: PYTHONPATH=tests:. python -m simulation --replay {found.scenario.seed}"
+        pytest.fail("\n".join([*shortest(found).lines()[-LINES:], again]))
 
 
-@pytest.mark.parametrize("begin", range(0, SEEDS, 100))
+@pytest.mark.parametrize("begin", range(0, SEEDS, AT_ONCE))
 def test_whatever_goes_wrong_all_holds_that_has_to(begin: int) -> None:
-    for seed in range(begin, begin + 100):
-        check(simulate(draw(seed)))
+    check(first_of(range(begin, begin + AT_ONCE)))
+
+
+def test_a_job_of_many_hosts() -> None:
+    check(simulate(next(each for seed in range(10_000) if (each := draw(seed)).hosts == 64 and len(each.faults) > 2)))
 
 
 def test_the_same_seed_gives_the_same_job() -> None:
     scenario = next(scenario for seed in range(100) if len((scenario := draw(seed)).faults) > 2)
     first, second = (Found(scenario, "").lines() for _ in range(2))
     assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_deliberate_fault_is_found(name: str) -> None:
+    with mutated(name):
+        assert first_of(range(MOST_SEEDS)) is not None

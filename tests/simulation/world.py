@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 
 from dadt.control.frame import Frame, Parser
@@ -27,16 +27,13 @@ class Broken(AssertionError):
 class Timer:
     """Something that happens at a time, unless it is cancelled before."""
 
-    __slots__ = ("at", "do", "number")
+    __slots__ = ("do",)
 
-    def __init__(self, at: float, number: int, do: Do | None) -> None:
-        self.at, self.number, self.do = at, number, do
+    def __init__(self, do: Do) -> None:
+        self.do: Do | None = do
 
     def cancel(self) -> None:
         self.do = None
-
-    def __lt__(self, other: Timer) -> bool:
-        return (self.at, self.number) < (other.at, other.number)
 
 
 class World:
@@ -50,7 +47,7 @@ class World:
         """Whether each frame is really encoded and parsed, as in a part of all worlds, since that takes most of their
         time."""
         self.log: list[tuple[float, str, str]] | None = [] if logs else None
-        self._heap: list[Timer] = []
+        self._heap: list[tuple[float, int, Timer]] = []
         self._count = 0
 
     @property
@@ -64,30 +61,31 @@ class World:
 
     def after(self, seconds: float, do: Do) -> Timer:
         self._count += 1
-        timer = Timer(self.now + seconds, self._count, do)
-        heapq.heappush(self._heap, timer)
+        timer = Timer(do)
+        heapq.heappush(self._heap, (self.now + seconds, self._count, timer))
         return timer
 
     def run(self, until: Callable[[], bool], deadline: float) -> bool:
         """Let time pass. Returns whether `until` came true by the deadline."""
         heap = self._heap
         while heap and not until():
-            timer = heapq.heappop(heap)
+            at, number, timer = heapq.heappop(heap)
             if timer.do is None:
                 continue
-            if timer.at > deadline:
-                heapq.heappush(heap, timer)
+            if at > deadline:
+                heapq.heappush(heap, (at, number, timer))
                 break
-            self.now = timer.at
+            self.now = at
             self.events += 1
             if self.events > MOST_EVENTS:
                 raise Broken(f"more than {MOST_EVENTS:,} events")
             timer.do()
         return until()
 
-    def due(self) -> Iterator[Timer]:
-        """The timers that are not cancelled."""
-        return (timer for timer in self._heap if timer.do is not None)
+    @property
+    def due(self) -> int:
+        """How many things are going to happen."""
+        return sum(timer.do is not None for *_, timer in self._heap)
 
     def spread(self, seconds: float) -> float:
         """About so many seconds."""
