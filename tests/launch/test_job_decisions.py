@@ -180,3 +180,46 @@ def test_ranks_that_wait_in_vain_for_a_connection_at_the_start_learn_who_is_stop
     answers = [frame["answer"] for frame in world.sent("answer")]
     assert len(answers) == 2, "the job ends for all once it does so for one"
     assert all(not each["anew"] and re.match(r"rank 1 \(on host1, is stopped", each["text"]) for each in answers)
+
+
+def test_ranks_that_all_wait_are_not_lost_as_the_first_of_them_says_so() -> None:
+    world = World(4, min_np=1, on_stall="abort", stall_warning=5.0)
+    world.train(1)
+    world.later(0.5)
+    for rank, wait in enumerate((5.5, 0.2, 0.2)):  # after steps of some seconds, for a rank that does not come
+        world.later(wait)
+        world.say(rank, "peers", rank=rank, pid=10 + rank, line=2, timeout=0.0)
+        world.later()
+    assert not world.sent("regroup")
+    for rank in (0, 1, 2):
+        world.say(rank, "peers", rank=rank, pid=10 + rank, line=3, timeout=0.0)
+    world.later(4.0)
+    assert [frame["members"] for frame in world.sent("regroup")] == [[0, 1, 2]]
+
+
+def test_a_later_reason_to_end_only_hastens_the_end() -> None:
+    world = World(2, grace=0.0)
+    world.train(1)
+    world.say(1, "exit", rank=1, code=-9, **ENDED)
+    world.later()
+    world.later(5.0)
+    world.job.signal({15}, world.now)
+    world.later(1.5)
+    assert world.job.overdue
+
+
+def test_a_new_worker_that_comes_as_all_have_ended_does_not_join() -> None:
+    world = World(2, min_np=1, algorithm="gossip")
+    world.train(1)
+    world.say(1, "exit", rank=1, code=-9, **ENDED)
+    world.later()
+    world.later(1.5)
+    assert [frame["rank"] for frame in world.sent("worker")] == [1]
+    world.say(0, "ending", rank=0, pid=10, steps=5, line=1)
+    world.say(0, "exit", rank=0, code=0, **ENDED)
+    world.later()
+    world.say(1, "claim", rank=1, pid=12, line=3)
+    world.say(1, "reconnect", rank=1, pid=12, line=4, generation=1, timeout=30.0, text="rank 0 has exited")
+    world.later(3.0)
+    assert [(frame["rank"], frame["number"]) for frame in world.sent("signal")] == [(1, 9)]
+    assert len(world.sent("regroup")) == 1

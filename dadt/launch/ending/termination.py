@@ -122,5 +122,5 @@ class Termination:
     def _stop(self, order: Frame, seconds: float, why: str, now: float) -> None:
         self.grace = seconds
         self._watch.stops(why, seconds)
-        self._end_by = now + seconds + END_SECONDS
+        self._end_by = min(self._end_by, now + seconds + END_SECONDS)
         self._outbox.send_all(order)

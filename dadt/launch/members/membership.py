@@ -23,6 +23,7 @@ from dadt.launch.members.node import Node
 from dadt.launch.members.rendezvous import Rendezvous
 from dadt.launch.members.replacement import Replacements, replaces
 from dadt.launch.members.silence import Silences
+from dadt.launch.members.waits import SAID_SECONDS
 from dadt.launch.monitor.watch import Watch
 
 NATURAL_SECONDS = 0.5
@@ -66,8 +67,7 @@ class Membership:
         joining: Joining | None,
         outbox: Outbox,
     ) -> None:
-        """patience: seconds for which ranks wait for a silent one. joining: hosts that come in the place of lost ones;
-        None if none may."""
+        """patience: seconds for which ranks wait for a silent one. joining: None where no host may come."""
         self._least = config.min_np
         """Training goes on while at least this many ranks are left; 0: it ends when any is lost."""
         self._slots = slots
@@ -96,7 +96,7 @@ class Membership:
         self._handed = 0
         """The newest generation that began with a new worker for which the others had waited."""
         self._joining = joining
-        self._told_to_end = False
+        self._moved, self._told_to_end = float("-inf"), False
         self._deaths: list[Frame] = []
         """Frames about ended ranks that must still be sent to all ranks."""
 
@@ -147,8 +147,7 @@ class Membership:
         """A new worker asks how far the others are."""
         reply = self._rendezvous.reply_to(event)
         if self._replacements is None or self._apart or not self._rendezvous.members[event.frame["rank"]].lost:
-            text = "this rank is not one that could join"
-            reply(Frame("error", {"type": "DadtError", "message": text}), event.now)
+            reply(Frame("error", {"type": "DadtError", "message": "this rank is not one that could join"}), event.now)
         else:
             self._handovers.ask(event, reply)
 
@@ -191,7 +190,8 @@ class Membership:
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         member.pid, member.claimed = event.frame["pid"], True
         member.sign("has begun to train", now)
-        if member.lost and not self._apart and self._handovers.awaited != (member.rank, self._rendezvous.generation):
+        awaited = self._apart or self._handovers.awaited == (member.rank, self._rendezvous.generation)
+        if member.lost and (self._told_to_end or not awaited):
             self.kill(member.rank, now)  # they have gone on without it
         elif member.lost:
             why = f"rank {member.rank} ({member.place}) joins"
@@ -203,6 +203,7 @@ class Membership:
     def exited(self, member: Member, goes_on: bool, now: float) -> None:
         """Note that a rank's process has ended. goes_on: nothing has ended the job so far."""
         self._overdue.pop(member.rank, None)  # else a new worker in its place would be killed
+        self._requests.pop(member.rank, None)
         if self._handovers.ended(member.rank) and goes_on:
             self._begin_anew(f"rank {member.rank} ({member.place}) has ended before it could join", now)
         if self._replacements is not None and goes_on and member.lost and not self._at_end:
@@ -289,6 +290,8 @@ class Membership:
         some_finished = any(member.finished for member in self._rendezvous.present)
         ends = some_finished and all(member.held for member in silent)
         if not (trains or ends):  # the start has a deadline of its own, and at the end a rank may take its time
+            self._moved = now
+        if now - self._moved < SAID_SECONDS:  # the others may wait as well
             return
         if silent and all(member.acted < since for member in silent):
             self._give_up(silent, now)
@@ -343,7 +346,7 @@ class Membership:
         or cut: not before each agent has been heard since, as it would have reported a rank that has ended."""
         here = self._here
         first = min(self._requests.values(), key=lambda request: request.begun, default=None)
-        if first is None or now - first.begun < EXPLAIN_SECONDS:
+        if first is None or not here or now - first.begun < EXPLAIN_SECONDS:
             return
         if not (self._apart or all(self._waits(member, now) for member in here)):
             return

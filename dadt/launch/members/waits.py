@@ -13,6 +13,8 @@ from dadt.launch.actions import Reply
 
 ASKED_SECONDS = 8.0
 """A rank counts as waiting for this long after it asked for the others, which it does every few seconds."""
+SAID_SECONDS = 4.0
+"""Where one rank waits, any other that does so as well has said it within this time."""
 
 
 @dataclass(slots=True)
