@@ -223,3 +223,18 @@ def test_a_new_worker_that_comes_as_all_have_ended_does_not_join() -> None:
     world.later(3.0)
     assert [(frame["rank"], frame["number"]) for frame in world.sent("signal")] == [(1, 9)]
     assert len(world.sent("regroup")) == 1
+
+
+def test_a_cut_that_leaves_too_few_is_what_all_that_wait_hear_of() -> None:
+    world = World(3, min_np=3, timeout=10.0)
+    world.train(1)
+    world.later(0.5)
+    world.say(1, "silent", peer=2, seconds=5.0)
+    for rank in range(3):
+        told = {"generation": 0, "timeout": 20.0, "text": "closed", "line": 2, "pid": 10 + rank}
+        world.say(rank, "reconnect", rank=rank, **told)
+    world.later(12.0)
+    answers = [frame["answer"] for frame in world.sent("answer")]
+    assert len(answers) == 3 and not any("goes on" in text for text in world.said())
+    cut = re.compile("host2: host1 has heard nothing from host2 .* too few are left without it")
+    assert all(cut.match(each["text"]) for each in answers)

@@ -299,14 +299,16 @@ class Membership:
             self._give_up_cut_off(here, since, now)
 
     def _give_up(self, silent: Sequence[Member], now: float) -> None:
-        """Lose these ranks, which were silent for `_patience` seconds. Where too few are left, all that wait learn of
-        it."""
+        """Lose these ranks, which were silent for `_patience` seconds."""
         many = len(silent) > 1
-        it = "them" if many else "it"
         names = [f"rank {m.rank} ({m.place}{f'; {HELD[m.condition]}' if many and m.held else ''})" for m in silent]
         why = f"{' and '.join(names)} {'were' if many else 'was'} silent for {self._patience:g} s"
         why += f", {HELD[silent[0].condition]}" if silent[0].held and not many else ""
-        if self._lose_running([member.rank for member in silent], why, now, it):
+        self._lose_awaited([member.rank for member in silent], why, now, "them" if many else "it")
+
+    def _lose_awaited(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> None:
+        """Lose ranks for which others wait. Where too few are left, all that wait learn of it."""
+        if self._lose_running(ranks, why, now, it):
             return
         why += f", and too few are left without {it}"
         self._least = 0  # nobody trains on
@@ -318,7 +320,7 @@ class Membership:
         if (cut := self._silences.cut_off(places, since, now)) is not None:
             place, why = cut
             ranks = [member.rank for member in here if self._slots[member.rank].cross_rank == place]
-            self._lose_running(ranks, why, now)
+            self._lose_awaited(ranks, why, now)
 
     def _cut(self, now: float) -> str:
         """What is known of a cut between hosts whose ranks are in the job, of which a library says less; else empty."""
@@ -368,8 +370,7 @@ class Membership:
             self._answer_all(False, text, now)
         else:
             # One rank knows who answered in the place of another, of which others know that it has not.
-            every = [request.why for request in self._requests.values()]
-            why = next((why for why in every if Unproved.answered in why), first.why)
+            why = next((each.why for each in self._requests.values() if Unproved.answered in each.why), first.why)
             self._trials.append(why)
             self._begin_anew(why, now)
             self._outbox.say(f"{why}: all ranks connect anew", "warning")
