@@ -312,6 +312,8 @@ class ClockJumps(Fault):
 @dataclass(frozen=True, slots=True)
 class UserSignals(Fault):
     number: int
+    again: float
+    """After how many seconds the same comes once more; infinite: never."""
 
     def strike(self, job: SimulatedJob) -> None:
         if job.launcher.process.alive:
@@ -319,6 +321,7 @@ class UserSignals(Fault):
             deaf = {} if ends or job.checkpoint_signal == self.number else host_guilt(job, *range(job.hosts))
             self._struck(job, f"the user sends signal {self.number}", user=ends, **deaf)
             job.launcher.signal(self.number)
+            later(job, self.again, lambda: job.launcher.signal(self.number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +372,11 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
         lambda: MessageLate(at, host, random.random() < 0.5, random.uniform(0.1, 3.0)),
         lambda: Stranger(at, host, random.choice(["noise", "another rank", "another kind"])),
         lambda: ClockJumps(at, host, random.choice([-1.0, 1.0]) * random.choice([1.0, 100.0, 10_000.0])),
-        lambda: UserSignals(at, int(random.choice([SIGINT, SIGINT, SIGTERM, SIGUSR1]))),
+        lambda: UserSignals(
+            at,
+            int(random.choice([SIGINT, SIGINT, SIGTERM, SIGUSR1])),
+            random.choice([0.1, 1.0, 3.0, FOR_GOOD, FOR_GOOD]),
+        ),
         lambda: HostPreempted(at, host),
         lambda: StepSlow(at, rank, ending),
     ]

@@ -7,9 +7,10 @@ from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
 
 from dadt.launch.ending.failure import Failure
+from dadt.launch.members.replacement import replaces
 from simulation.faults import FOR_GOOD, Struck
 from simulation.worker import LIBRARY
-from simulation.world import BEGIN, Broken
+from simulation.world import BEGIN, EPOCH, Broken
 
 if TYPE_CHECKING:
     from simulation.data import Connection, Operation
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 MARGIN_SECONDS = 4.0
 """What a pause may take beside its own length, as it is noticed later and ends later."""
+AGAIN_SECONDS = 4.0
+"""A new worker starts at most so long after the loss of the first one."""
 SOON_SECONDS = 2.5
 """A failure within this time after the first one may come before it is known."""
 SILENT = re.compile(r"^host(\d+)(?: has heard nothing from| and) host(\d+).* no heartbeat comes through between them$")
@@ -111,6 +114,7 @@ class Invariants:
             return  # it was killed
         self._check_lost()
         self._check_silences(launcher)
+        self._check_replaced(launcher)
         self._check_outcome(launcher)
 
     def _check_left(self) -> None:
@@ -134,6 +138,21 @@ class Invariants:
         for loss in self._job.launcher.job.watch.losses:
             if loss.rank not in self.guilty_ranks:
                 raise Broken(f"rank {loss.rank} was lost and had done nothing: {loss.why}")
+
+    def _check_replaced(self, launcher: Launcher) -> None:
+        """Where nobody waits for another, a lost rank whose host is there is started again, and joins."""
+        job = self._job
+        if not replaces(job.config) or launcher.outcome is None or launcher.end_by < float("inf"):
+            return
+        for loss in launcher.job.watch.losses:
+            agent = job.agents[loss.rank // job.per_host]
+            others = [m for m in launcher.job.watch.gauges if not m.member.lost and not m.member.joined]
+            trained = min((gauge.member.seen for gauge in others), default=0.0)
+            again = f"a new worker starts in place of rank {loss.rank}"
+            due = loss.time - EPOCH + AGAIN_SECONDS < trained
+            killed = all(each.ranks and not each.hosts for each in self.struck)
+            if due and killed and agent.process.runs and not any(again in text for *_, text in launcher.said):
+                raise Broken(f"no new worker was started in place of rank {loss.rank}")
 
     def _check_silences(self, launcher: Launcher) -> None:
         """What the user is told of hosts that do not hear each other was true, and its end is told, too."""

@@ -18,7 +18,7 @@ from simulation.world import Broken, Network, Wire, World
 
 CONTROL_LATENCY = 0.004
 LEFT_SECONDS = 30.0
-"""Time after which nothing may be left, beyond what ending it may take."""
+"""How long it may take until nothing is left, beyond the times for which that was asked."""
 
 
 class SimulatedJob:
@@ -58,7 +58,9 @@ class SimulatedJob:
             if self._stands_still:
                 return
             raise Broken(f"the job has not ended within {self.scenario.limit:.0f} s")
-        world.run(lambda: not any(self._runs), world.now + self.config.orphan_timeout + 2 * self.config.grace + 30.0)
+        lasting = sum(fault.seconds for fault in self.scenario.faults)
+        left = self.config.orphan_timeout + 2 * self.config.grace + LEFT_SECONDS + lasting
+        world.run(lambda: not any(agent.process.alive for agent in self.agents), world.now + left)
         self.invariants.ended()
 
     @property
@@ -66,10 +68,6 @@ class SimulatedJob:
         """Whether all workers are stopped, as one is without DADT: nobody waits for any of them."""
         living = [worker for worker in self.workers if worker.process.alive]
         return bool(living) and all(worker.process.stops for worker in living)
-
-    @property
-    def _runs(self) -> list[bool]:
-        return [agent.process.alive for agent in self.agents]
 
     # What the parts ask of the job ---------------------------------------------------------------------------------
 

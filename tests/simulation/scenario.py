@@ -68,7 +68,7 @@ def draw(seed: int) -> Scenario:
         "snapshot_every": "never",
     }
     script = Script(
-        steps=random.randint(1, 12),
+        steps=random.randint(1, 30 if gossip else 12),
         step_seconds=random.choice([0.1, 0.5, 1.0]),
         start_seconds=random.choice([0.5, 2.0]),
         on_interrupt=random.choice(["end", "save", "ignore"]),
