@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from dadt.launch import cause as cause_module
 from dadt.launch.contact import Contact
+from dadt.launch.ending import cause as cause_module
 from dadt.launch.ending.cause import Cause
 from dadt.launch.ending.endings import Endings
 from dadt.launch.ending.results import Results
