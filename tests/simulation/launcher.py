@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dadt.control.frame import Frame
 from dadt.errors import DadtError
-from dadt.launch.actions import Event, SayText, SendFrame, WriteJournal
+from dadt.launch.actions import Action, Event, SayText, SendFrame, WriteJournal
 from dadt.launch.contact import Contact
 from dadt.launch.ending.outcome import Outcome
 from dadt.launch.ending.signals import ENDING_SIGNALS
@@ -184,20 +184,23 @@ class Launcher:
         self._wake(max(0.001, min(job.patience(now), contact.beat_seconds)))
 
     def _carry_out(self) -> None:
-        while (action := self.job.outbox.take()) is not None:
-            if isinstance(action, SendFrame):
+        self.job.outbox.empty(self._perform)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case SendFrame(frame, node):
                 if self.world.log is not None:
-                    self.world.note("launcher", f"sends {_shown(action.frame)}")
+                    self.world.note("launcher", f"sends {_shown(frame)}")
                 self._note_order(action)
-                if action.node is None:
-                    self._send_all(action.frame)
+                if node is None:
+                    self._send_all(frame)
                 else:
-                    self._send(action.node, action.frame)
-            elif isinstance(action, SayText):
-                self.world.note("user", f"reads: {action.text}")
-                self.said.append((self.world.now, action.level, action.text))
-            elif isinstance(action, WriteJournal):
-                self.world.note("launcher", f"writes down {action.kind}: {action.facts}")
+                    self._send(node, frame)
+            case SayText(text, level):
+                self.world.note("user", f"reads: {text}")
+                self.said.append((self.world.now, level, text))
+            case WriteJournal(kind, facts):
+                self.world.note("launcher", f"writes down {kind}: {facts}")
 
     def _note_question(self, event: Event) -> None:
         frame = event.frame
