@@ -271,7 +271,7 @@ def main() -> None:
     if asked.train:
         train(asked)
         return
-    from dadt_cli.bench.figure import Outputs, Results, ResultTable
+    from dadt_cli.bench.figure import BenchResults, Outputs, ResultTable
     from dadt_cli.bench.ratio import cell
 
     outputs = Outputs(json=asked.json)
@@ -293,7 +293,7 @@ def main() -> None:
     }
     title = f"steps on one GPU, {asked.rounds} rounds of {asked.steps}"
     command = " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
-    Results(rows, [ResultTable.of(title, rows, columns)], about={"command": command}).report(title, outputs)
+    BenchResults(rows, [ResultTable.of(title, rows, columns)], about={"command": command}).report(title, outputs)
 
 
 if __name__ == "__main__":

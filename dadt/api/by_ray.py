@@ -14,7 +14,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class RayReference:
     """It has pickled a reference, as that can be unpickled only where Ray is connected."""
 
     reference: bytes
@@ -28,7 +28,7 @@ class Stored:
 
 
 @contextmanager
-def stored(call: Call, config: Config) -> Iterator[Stored | Call]:
+def stored(call: Call, config: Config) -> Iterator[RayReference | Call]:
     """While open, the call is in the store; gives what workers are told. A connection that begins with it ends with it,
     as Ray copies the current folder only when it connects. Raises ConfigError."""
     connected = ray_module().is_initialized()
@@ -38,7 +38,7 @@ def stored(call: Call, config: Config) -> Iterator[Stored | Call]:
             yield call
         else:
             reference = ray.put(call)
-            yield Stored(ray.cloudpickle.dumps(reference))
+            yield RayReference(ray.cloudpickle.dumps(reference))
     finally:
         if not connected:
             ray.shutdown()

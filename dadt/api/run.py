@@ -74,7 +74,7 @@ def run(
     return [pickle.loads(outcome.results[slot.rank])[1] for slot in placed[-1].slots]
 
 
-def _launch(told: by_ray.Stored | by_ray.Call, config: Config) -> tuple[list[Placed], Outcome]:
+def _launch(told: by_ray.RayReference | by_ray.Call, config: Config) -> tuple[list[Placed], Outcome]:
     """Run the job. Returns where its workers were, too. Raises DadtError, and KeyboardInterrupt after Ctrl-C."""
     from dadt.launch import launch
     from dadt.launch.start import plan
@@ -96,7 +96,7 @@ def main() -> None:
     world = World.from_env()
     sys.path.insert(0, str(Path.cwd()))
     told = pickle.loads(Path(world.agent).with_name(FILE).read_bytes())
-    function, args, kwargs = told.load() if isinstance(told, by_ray.Stored) else told
+    function, args, kwargs = told.load() if isinstance(told, by_ray.RayReference) else told
     try:
         value = function(*args, **kwargs)
     except Exception as error:

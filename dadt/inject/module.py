@@ -27,7 +27,7 @@ _PASSING_ON = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
 """Classes of wrappers that call the module inside them, compiled, or a copy of it."""
 
 
-class Entry:
+class CallEntry:
     """Runs around every call of one module, in the slot that torch keeps for compiled calls.
 
     That slot is left out of pickles and copies, costs other modules nothing, and torch.compile looks past it: the
@@ -98,7 +98,7 @@ class Modules:
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[torch.optim.Optimizer]] = (
             weakref.WeakKeyDictionary()
         )
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Entry, int]] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[CallEntry, int]] = weakref.WeakKeyDictionary()
         """Each entry's calls at the optimizer's last step."""
         self._unseen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Steps in a row for which no call was seen."""
@@ -135,15 +135,15 @@ class Modules:
 
     def enter(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.setdefault(module, weakref.WeakSet()).add(optimizer)
-        if not isinstance(module.__dict__.get("_compiled_call_impl"), Entry):
+        if not isinstance(module.__dict__.get("_compiled_call_impl"), CallEntry):
             # Not by setattr: torch.compile's wrapper would pass it on to the module inside.
-            module.__dict__["_compiled_call_impl"] = Entry(self, module, module.__dict__.get("_compiled_call_impl"))
+            module.__dict__["_compiled_call_impl"] = CallEntry(self, module, module.__dict__.get("_compiled_call_impl"))
 
     def _leave(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Calls of the module come through a wrapper that would trace or copy what is in its slot."""
         self._optimizers.setdefault(module, weakref.WeakSet()).add(optimizer)
         entry = module.__dict__.get("_compiled_call_impl")
-        if isinstance(entry, Entry):
+        if isinstance(entry, CallEntry):
             entry.withdraw(module)
 
     def wrapped(self, parent: nn.Module, child: nn.Module) -> None:
@@ -163,7 +163,7 @@ class Modules:
         modules = [m for m, optimizers in self._optimizers.items() if optimizer in optimizers]
         for module in modules:
             entry = module.__dict__.get("_compiled_call_impl")
-            if not isinstance(entry, Entry):
+            if not isinstance(entry, CallEntry):
                 continue
             if entry.calls > seen.get(entry, 0):
                 called = True
@@ -284,7 +284,7 @@ def install(modules: Modules) -> None:
     def patched_compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         entry = self.__dict__.pop("_compiled_call_impl", None)
         compile_(self, *args, **kwargs)
-        if isinstance(entry, Entry):
+        if isinstance(entry, CallEntry):
             entry._call = self.__dict__["_compiled_call_impl"]
             self.__dict__["_compiled_call_impl"] = entry
 

@@ -17,7 +17,7 @@ _LOOKS = 3
 """Backwards that are looked at, of parameters with hooks of the script's."""
 
 
-class Watch:
+class BackwardWatch:
     """Looks whether the first backwards change weights, where hooks might do so."""
 
     def __init__(self, runtime: Runtime) -> None:

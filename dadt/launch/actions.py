@@ -23,13 +23,13 @@ class Event(NamedTuple):
     """When it came (time.monotonic)."""
 
 
-class Tick(NamedTuple):
+class TimeReached(NamedTuple):
     """Nothing has come, but time has passed."""
 
     now: float
 
 
-Steps = Generator[float, Event | Tick, T]
+Steps = Generator[float, Event | TimeReached, T]
 """Decisions that follow each other: each yields the time until which it waits, and gets what has come."""
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from dadt.control.frame import Frame
 from dadt.errors import DadtError, LaunchError
-from dadt.launch.actions import Action, Event, Outbox, Steps, Tick
-from dadt.launch.channel import Channel, Launcher, Noted
+from dadt.launch.actions import Action, Event, Outbox, Steps, TimeReached
+from dadt.launch.channel import Channel, ChannelWithNotes, Launcher
 from dadt.launch.contact import Contact
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalChannel
@@ -90,7 +90,7 @@ class Agents:
                 for node, frame in self.turn(until - time.monotonic()):
                     until = steps.send(Event(node, frame, time.monotonic()))
                     outbox.empty(perform)
-                until = steps.send(Tick(time.monotonic()))
+                until = steps.send(TimeReached(time.monotonic()))
         except StopIteration as end:
             result: T = end.value
             return result
@@ -172,7 +172,7 @@ class Agents:
             if error is None:
                 channel = self._channels[node] = future.result()
                 node.is_child = isinstance(channel, LocalChannel)
-                node.notes = channel.notes if isinstance(channel, Noted) else ()
+                node.notes = channel.notes if isinstance(channel, ChannelWithNotes) else ()
                 node.heard = time.monotonic()
                 node.state = "has not answered yet"
                 self._selector.register(channel.link.reader, selectors.EVENT_READ, lambda n=node: self._read(n))

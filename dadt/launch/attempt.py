@@ -25,7 +25,7 @@ from dadt.launch.monitor.output import Output
 from dadt.launch.monitor.stacks import Stacks
 from dadt.launch.monitor.watch import View, Watch
 from dadt.launch.query import Query
-from dadt.launch.report import Report
+from dadt.launch.report import JobReport
 from dadt.launch.start import resume
 from dadt.launch.start.orders import look, order_to_join, orders
 from dadt.launch.start.placement import Placed, place_workers
@@ -50,7 +50,7 @@ class Attempt:
         folder: Folder,
         voice: Voice,
         views: Views,
-        report: Report,
+        report: JobReport,
         interrupts: Interrupts | None,
         number: int,
         discovery: Discovery,

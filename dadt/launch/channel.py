@@ -29,7 +29,7 @@ class Channel(Protocol):
 
 
 @runtime_checkable
-class Noted(Protocol):
+class ChannelWithNotes(Protocol):
     """A channel with notes for the user about how it was made, such as that the host's key was unknown."""
 
     notes: Sequence[str]
@@ -37,7 +37,7 @@ class Noted(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class AgentRequest:
     """A request to a launcher for the agents of a job."""
 
     config: Config

@@ -15,7 +15,7 @@ from dadt.control import private_files, timeline_file
 from dadt.control.job_folder import Folder
 from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
 from dadt.launch.attempt import Attempt
-from dadt.launch.channel import Herald, Launcher, Request
+from dadt.launch.channel import AgentRequest, Herald, Launcher
 from dadt.launch.ending.failure import signal_name
 from dadt.launch.ending.outcome import Outcome
 from dadt.launch.ending.restart import Restarts
@@ -28,7 +28,7 @@ from dadt.launch.monitor import metrics
 from dadt.launch.monitor.metrics import Export
 from dadt.launch.monitor.series import Series
 from dadt.launch.monitor.watch import View, Watch
-from dadt.launch.report import Report
+from dadt.launch.report import JobReport
 from dadt.launch.start import plan, resume, saved_start
 from dadt.launch.start.placement import Placed
 from dadt.launch.start.plan import Plan
@@ -69,7 +69,7 @@ class Launch:
         self._logs = Path(config.log_dir) / self._folder.job
         taken = {*ENDING_SIGNALS, *forwarded(config), of_checkpoint(config)} - {0}
         self._interrupts = Interrupts(sorted(taken)) if signals else None
-        self._report = Report(the_plan, self._logs, self._warn)
+        self._report = JobReport(the_plan, self._logs, self._warn)
         self._launcher: Launcher | None = None
         self._reached: Config | None = None
         """The settings of the newest attempt."""
@@ -117,7 +117,9 @@ class Launch:
         config, journal = self._plan.config, self._report.journal
         exports = metrics.prepare(config.metrics) if number else self._exports
         try:
-            request = Request(config, hosts, self._plan.command, self._folder.job, journal.refused, self._voice.say)
+            request = AgentRequest(
+                config, hosts, self._plan.command, self._folder.job, journal.refused, self._voice.say
+            )
             self._launcher = launcher_of(request)
             self._reached = resume.configured(config, self._logs, len(hosts), number, self._restarts.refused)
             return Attempt(

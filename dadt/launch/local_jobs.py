@@ -13,7 +13,7 @@ from pathlib import Path
 from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import SOCKET, line_of, remove_stale, root
 from dadt.launch.ending.processes import Process, is_alive, members, sweep
-from dadt.launch.query import Line
+from dadt.launch.query import CallerLine
 
 NAME = re.compile(r"(?P<job>[a-z0-9]{4})(?:\.(?P<index>\d+))?")
 LAUNCHER = "launcher"
@@ -35,7 +35,7 @@ class Trace:
     workers: dict[int, int] = field(default_factory=dict)
     """Rank to process id, for the workers on this machine."""
 
-    def call(self) -> Line | None:
+    def call(self) -> CallerLine | None:
         """A connection to its launcher; None if it does not listen."""
         return _call(self.launcher) if self.launcher is not None else None
 
@@ -121,9 +121,9 @@ def _marked() -> Iterator[tuple[int, dict[str, str]]]:
             yield int(entry.name), marks
 
 
-def _call(path: Path) -> Line | None:
+def _call(path: Path) -> CallerLine | None:
     try:
-        return Line(path)
+        return CallerLine(path)
     except OSError:
         return None  # nobody listens any more
 

@@ -46,7 +46,7 @@ class Caller:
 
 
 @dataclass(eq=False, slots=True)
-class Inquiry:
+class StackInquiry:
     """A caller that waits for stacks, and the ranks that have not answered yet."""
 
     caller: Caller
@@ -94,7 +94,7 @@ class Query:
         self._end = end
         self._refused = refused
         self._callers: list[Caller] = []
-        self._inquiries: dict[int, Inquiry] = {}
+        self._inquiries: dict[int, StackInquiry] = {}
         self._numbered = 0
         self._entrance = Entrance(self._listen(), self._drop)
         agents.watch(self._entrance.server, self._accept)
@@ -173,7 +173,7 @@ class Query:
             caller.answer(Frame("end"))
             return
         self._numbered += 1
-        self._inquiries[self._numbered] = Inquiry(caller, ranks, time.monotonic() + STACKS_SECONDS)
+        self._inquiries[self._numbered] = StackInquiry(caller, ranks, time.monotonic() + STACKS_SECONDS)
         self._agents.send_all(Frame("stacks", {"number": self._numbered, "ranks": sorted(ranks)}))
 
     def _kill(self, caller: Caller, question: Frame) -> None:
@@ -239,7 +239,7 @@ class Query:
 QUESTIONS = {"describe": Query._describe, "stacks": Query._stacks, "kill": Query._kill}
 
 
-class Line:
+class CallerLine:
     """A caller's end: a connection to a launcher or an agent."""
 
     def __init__(self, path: Path) -> None:
@@ -253,7 +253,7 @@ class Line:
             raise
         self._parser = Parser(schema.TOLD)
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> CallerLine:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -42,10 +42,10 @@ class Interim:
         return self._due - now
 
     def close(self) -> None:
-        """Does nothing: `Report.close` writes the last report."""
+        """Does nothing: `JobReport.close` writes the last report."""
 
 
-class Report:
+class JobReport:
     """The records of a job in its log folder: the journal and the report. Errors here never stop a job."""
 
     def __init__(self, plan: Plan, logs: Path, warn: Callable[[str], None]) -> None:

@@ -32,7 +32,7 @@ from dadt.train.param_groups import groups_crc
 from dadt.train.ranks import Ranks
 from dadt.train.replicas import Replicas
 from dadt.train.restored import RestoredExchange
-from dadt.train.trained import Listing, below, listed, sparse_tables
+from dadt.train.trained import ParameterListing, below, listed, sparse_tables
 
 _dtype, _device = attrgetter("dtype"), attrgetter("device")
 
@@ -62,7 +62,7 @@ class Attachment:
         self.measure = Measure(ranks.progress)
         self._modules = below(optimizers.root_modules(optimizer))
         self.changing_buffers = ChangingBuffers(optimizers.buffers, ranks, self.name)
-        self._listing = Listing()
+        self._listing = ParameterListing()
         self.known = WeakTensorKeyDictionary()  # parameters that all ranks have from rank 0
         self._welcomed: list[torch.Tensor] = []  # the optimizer's parameters when they were last looked at
         self.scale: torch.Tensor | None = None  # loss scale of this step, where the script has a GradScaler

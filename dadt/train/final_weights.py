@@ -29,7 +29,7 @@ _version = attrgetter("_version")
 _VALUES = 16
 
 
-class Noted:
+class LastStepWeights:
     """How one optimizer's weights were behind its last step."""
 
     def __init__(self) -> None:
@@ -77,13 +77,13 @@ class FinalWeights:
 
     def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments) -> None:
         self._ranks, self._optimizers, self._attachments = ranks, optimizers, attachments
-        self._noted: WeakKeyDictionary[Attachment, Noted] = WeakKeyDictionary()
+        self._noted: WeakKeyDictionary[Attachment, LastStepWeights] = WeakKeyDictionary()
 
     def stepped(self, attachment: Attachment) -> None:
         """The optimizer has stepped: weights are true ones."""
         if attachment.algorithm.identical:
             if (noted := self._noted.get(attachment)) is None:
-                noted = self._noted[attachment] = Noted()
+                noted = self._noted[attachment] = LastStepWeights()
             noted.step_ends(attachment)
 
     def tell(self) -> bytes:

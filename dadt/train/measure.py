@@ -10,7 +10,7 @@ from typing import Any, Protocol
 _WINDOW = 200  # steps that medians are taken over
 
 
-class Clock(Protocol):
+class RankSeconds(Protocol):
     """Seconds that one rank has spent so far, over all of its optimizers."""
 
     hook_seconds: float
@@ -22,7 +22,7 @@ class Clock(Protocol):
 class Measure:
     """Clocks of one optimizer's steps, in seconds. Costs two clock readings a step."""
 
-    def __init__(self, rank: Clock) -> None:
+    def __init__(self, rank: RankSeconds) -> None:
         """rank: the seconds of all optimizers of this rank, to which this one adds."""
         self._rank = rank
         self.waited = 0.0

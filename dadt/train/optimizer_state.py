@@ -25,7 +25,7 @@ _NOT_REMEMBERED = ("params", "defaults")
 """Names of what is compared and taken elsewhere."""
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """Where a tensor or a number lies."""
 
     path: str
@@ -131,7 +131,7 @@ def tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return {p.path: p.value for p in places(optimizer) if isinstance(p.value, torch.Tensor)}
 
 
-def places(optimizer: Optimizer) -> Iterator[Place]:
+def places(optimizer: Optimizer) -> Iterator[StatePlace]:
     """Tensors and numbers in its attributes, and in containers there; not its groups, parameters, and what a
     `state_dict` of torch's layout gives. In the same order on all ranks."""
     numbered = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
@@ -145,15 +145,15 @@ def places(optimizer: Optimizer) -> Iterator[Place]:
     yield from _within(optimizer, "", numbered, seen, DEPTH)
 
 
-def _within(owner: Any, path: str, numbered: Mapping[int, int], seen: set[int], depth: int) -> Iterator[Place]:
+def _within(owner: Any, path: str, numbered: Mapping[int, int], seen: set[int], depth: int) -> Iterator[StatePlace]:
     for name, value, put in _members(owner, numbered):
         here = f"{path}.{name}" if path else name
         if type(value) in _NUMBERS:
-            yield Place(here, value, put)
+            yield StatePlace(here, value, put)
         elif type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
             if id(value) not in seen:
                 seen.add(id(value))
-                yield Place(here, value, put)
+                yield StatePlace(here, value, put)
         elif depth and id(value) not in seen and isinstance(value, dict | list | tuple | deque):
             seen.add(id(value))
             yield from _within(value, here, numbered, seen, depth - 1)
@@ -178,7 +178,7 @@ def _members(owner: Any, numbered: Mapping[int, int]) -> Iterator[tuple[str, Any
                 yield str(place), value, lambda new: None
 
 
-def _put(place: Place, value: Any) -> None:
+def _put(place: StatePlace, value: Any) -> None:
     mine = place.value
     if isinstance(value, torch.Tensor) != isinstance(mine, torch.Tensor):
         return

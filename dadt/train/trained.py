@@ -18,7 +18,7 @@ def listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return list({id(p): p for g in optimizer.param_groups for p in g["params"]}.values())
 
 
-class Listing:
+class ParameterListing:
     """An optimizer's parameters, listed again only where the script has changed them: looks are many in each step, and
     a comparison costs a fraction of a list."""
 

@@ -40,7 +40,7 @@ def judge(every: Sequence[Sequence[int]]) -> Verdict:
     return Verdict(told.index(chosen), [i for i, each in enumerate(told) if each != chosen], sure)
 
 
-class Asked(NamedTuple):
+class PendingComparison(NamedTuple):
     """A comparison under way."""
 
     step: int
@@ -52,7 +52,7 @@ class Verification:
 
     def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
         self._ranks, self._replicas = ranks, replicas
-        self._asked: WeakKeyDictionary[Attachment, Asked] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[Attachment, PendingComparison] = WeakKeyDictionary()
         self._equal: WeakKeyDictionary[Attachment, int] = WeakKeyDictionary()
         """Steps after which replicas were equal, as far as it is known."""
 
@@ -69,14 +69,14 @@ class Verification:
         if step % every == 0:
             lane = array("q", [self._ranks.generation, *self._checksums(attachment)])
             answer = self._ranks.allgather(f"replicas{attachment.name} after {step} steps", lane.tobytes())
-            self._asked[attachment] = Asked(step, answer)
+            self._asked[attachment] = PendingComparison(step, answer)
 
     def finish(self) -> None:
         """The script has ended: report what the last comparisons find. Raises CommError."""
         for attachment, asked in list(self._asked.items()):
             self._look(attachment, asked, last=True)
 
-    def _look(self, attachment: Attachment, asked: Asked, *, last: bool) -> None:
+    def _look(self, attachment: Attachment, asked: PendingComparison, *, last: bool) -> None:
         ranks = self._ranks
         ranks.wait(asked.answer)
         told = [array("q", bytes(lane)).tolist() for lane in asked.answer.lanes]

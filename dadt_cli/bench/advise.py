@@ -10,7 +10,7 @@ import click
 
 from dadt.config.link import pace_of
 from dadt.errors import ConfigError
-from dadt_cli.bench.figure import Outputs, Results, ResultTable, progress, writes
+from dadt_cli.bench.figure import BenchResults, Outputs, ResultTable, progress, writes
 from dadt_cli.bench.models import MODELS
 from dadt_cli.bench.place import WHERE, check_hosts, location_of, ranks_of
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
@@ -109,7 +109,7 @@ def _probe(config: Any, ranks: int, task: Any) -> list[ProbeResult]:
 
 def _results(
     task: Any, found: Sequence[ProbeResult], figures: Measured, hosts: int, checked: Sequence[Checked]
-) -> Results:
+) -> BenchResults:
     from dadt_cli.bench.cost import HOSTS, WAYS, best, rates
 
     # One host has no network by which to say what more of them would do.
@@ -134,7 +134,7 @@ def _results(
     if checked:
         tables.append(_comparison(checked, hosts))
     about = {"figures": asdict(figures), "hosts": hosts, "measured by rank": [asdict(each) for each in found]}
-    return Results(rows, tables, _notes(found, figures, hosts), about)
+    return BenchResults(rows, tables, _notes(found, figures, hosts), about)
 
 
 def _forecast(

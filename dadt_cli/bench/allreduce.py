@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dadt.errors import ConfigError
-from dadt_cli.bench.ranks import TIMEOUT, Ranks, slowest, take_turns
+from dadt_cli.bench.ranks import TIMEOUT, BenchRanks, slowest, take_turns
 from dadt_cli.bench.ratio import Interval, cell, interval, ratio
 from dadt_cli.terminal.table import short
 
@@ -73,7 +73,7 @@ def measure(
     for size in sizes:
         if size < 4 * TENSORS:
             raise ConfigError(f"--sizes {size}: give {4 * TENSORS} bytes or more, for {TENSORS} tensors")
-    with Ranks(ranks, _worker, list(sizes), rounds) as workers:
+    with BenchRanks(ranks, _worker, list(sizes), rounds) as workers:
         workers.send(workers.receive())  # each one's endpoint, to all
         rows = []
         for size in sizes:

@@ -18,7 +18,7 @@ from dadt.config.check import flag
 from dadt.config.link import pace_of
 from dadt.errors import ConfigError
 from dadt_cli.bench.conclusion import conclusion, legend, reference
-from dadt_cli.bench.figure import Outputs, Results, ResultTable, conditions, progress, writes
+from dadt_cli.bench.figure import BenchResults, Outputs, ResultTable, conditions, progress, writes
 from dadt_cli.bench.models import MODELS
 from dadt_cli.bench.peer import PEERS, absent, parse_peers
 from dadt_cli.bench.place import WHERE, check_hosts, location_of, network_of, notes_on, ranks_of
@@ -183,7 +183,7 @@ def _results(
     notes: Sequence[str],
     rounds: int,
     network: str,
-) -> Results:
+) -> BenchResults:
     hello, task = measured[0].hello, tasks[0]
     rows = [row for each in measured for row in each.rows]
     how = task.precision + (f", {task.accumulate} backwards per step" if task.accumulate > 1 else "")
@@ -225,7 +225,7 @@ def _results(
         _training_table(f"{title}, {_size(group)}", each.rows, hello.unit)
         for group, each in zip(wanted, measured, strict=True)
     ]
-    return Results(rows, tables, [*notes, *told], about, picture)
+    return BenchResults(rows, tables, [*notes, *told], about, picture)
 
 
 def _training_table(title: str, rows: Sequence[TrainingRow], unit: str) -> ResultTable:
@@ -269,7 +269,7 @@ def allreduce(outputs: Outputs, ranks: int, sizes: str, rounds: int) -> int:
 
         return pictures.allreduce(rows, title)
 
-    Results(rows, [ResultTable.of(title, rows, COLUMNS)], picture=picture).report(title, outputs)
+    BenchResults(rows, [ResultTable.of(title, rows, COLUMNS)], picture=picture).report(title, outputs)
     return 1 if any(row.wrong for row in rows) else 0
 
 
@@ -287,7 +287,7 @@ def ddp(outputs: Outputs, ranks: int, width: int, batch_size: int, rounds: int) 
 
     row = measure(ranks=ranks, width=width, batch_size=batch_size, rounds=rounds)
     title = f"step of DDP, {ranks} workers, {rounds} rounds"
-    Results([row], [ResultTable.of(title, [row], COLUMNS)]).report(title, outputs)
+    BenchResults([row], [ResultTable.of(title, [row], COLUMNS)]).report(title, outputs)
 
 
 @bench.command(short_help="Measure the time from the command to the first step.")
@@ -301,7 +301,7 @@ def startup(outputs: Outputs, ranks: int, rounds: int) -> None:
     with progress(2 * (rounds + 1)) as tell:
         rows = measure(ranks=ranks, rounds=rounds, progress=tell)
     title = f"start of {ranks} workers, {rounds} rounds"
-    Results(rows, [ResultTable.of(title, rows, COLUMNS)]).report(title, outputs)
+    BenchResults(rows, [ResultTable.of(title, rows, COLUMNS)]).report(title, outputs)
 
 
 def parse_size(text: str) -> int:

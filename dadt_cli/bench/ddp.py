@@ -8,7 +8,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 
 from dadt.errors import ConfigError
-from dadt_cli.bench.ranks import TIMEOUT, Ranks, slowest, take_turns
+from dadt_cli.bench.ranks import TIMEOUT, BenchRanks, slowest, take_turns
 from dadt_cli.bench.ratio import Interval, cell, interval, ratio
 
 LAYERS = 5
@@ -45,7 +45,7 @@ def measure(*, ranks: int, width: int, batch_size: int, rounds: int) -> DdpRow:
         raise ConfigError(f"-np {ranks}: an exchange needs 2 workers or more")
     if rounds < 6:
         raise ConfigError(f"--rounds {rounds}: an interval needs 6 rounds or more")
-    with Ranks(ranks, _worker, width, batch_size, rounds) as workers:
+    with BenchRanks(ranks, _worker, width, batch_size, rounds) as workers:
         seconds = slowest(workers.receive(TIMEOUT + 10.0 * rounds))
     return DdpRow(
         parameters=LAYERS * (width + 1) * width,

@@ -108,7 +108,7 @@ class ResultTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class BenchResults:
     """The result of a benchmark."""
 
     rows: Sequence[Any]

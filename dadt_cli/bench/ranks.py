@@ -44,7 +44,7 @@ def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[fl
     return {name: [max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
 
 
-class Ranks:
+class BenchRanks:
     """Run until the block is left, then they are killed: `with Ranks(2, target, ...) as ranks`."""
 
     def __init__(self, count: int, target: Target, *arguments: Any) -> None:
@@ -62,7 +62,7 @@ class Ranks:
         for _, theirs in pipes:
             theirs.close()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> BenchRanks:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -23,7 +23,7 @@ from dadt.launch import actions
 from dadt.launch.actions import Action, Outbox
 from dadt.launch.agents import Agents
 from dadt.launch.attempt import HANG_UP_SECONDS
-from dadt.launch.channel import Request
+from dadt.launch.channel import AgentRequest
 from dadt.launch.ending.failure import last_line
 from dadt.launch.ending.processes import sweep
 from dadt.launch.hosts.host import Host
@@ -89,7 +89,7 @@ def look(config: Config, asked: CheckOptions, voice: Voice) -> HostChecks:
             ready[host] = time.monotonic() - begin
 
     try:
-        launcher = launcher_of(Request(the_plan.config, the_plan.hosts, the_plan.command, folder.job))
+        launcher = launcher_of(AgentRequest(the_plan.config, the_plan.hosts, the_plan.command, folder.job))
         agents = Agents(launcher, the_plan.hosts, config.orphan_timeout, see)
         voice.meanwhile(agents.beat)
         try:

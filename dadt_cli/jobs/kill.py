@@ -11,7 +11,7 @@ import click
 from dadt.control.frame import Frame
 from dadt.errors import DadtError
 from dadt.launch.local_jobs import Trace
-from dadt.launch.query import Line
+from dadt.launch.query import CallerLine
 from dadt_cli.jobs.find import find, jobs
 from dadt_cli.terminal import console
 
@@ -31,7 +31,7 @@ def kill(job: str) -> int:
         return _kill_by_launcher(trace, line)
 
 
-def _kill_by_launcher(trace: Trace, line: Line) -> int:
+def _kill_by_launcher(trace: Trace, line: CallerLine) -> int:
     try:
         answer = next(line.ask(Frame("kill")), None)
     except TimeoutError:

@@ -14,7 +14,7 @@ from dadt.control.job_folder import is_held
 from dadt.errors import ConfigError
 from dadt.launch.local_jobs import Trace
 from dadt.launch.monitor.printed import Printed
-from dadt.launch.query import Line
+from dadt.launch.query import CallerLine
 from dadt_cli.jobs.find import folder_of, log_dir_option, rank_option, recorded_jobs
 from dadt_cli.terminal import console
 
@@ -45,7 +45,7 @@ def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
             tail.show(last=True)
 
 
-def _called_again(trace: Trace) -> Line | None:
+def _called_again(trace: Trace) -> CallerLine | None:
     """A connection to the job's next attempt; None once its launcher has ended."""
     while trace.launcher is not None and is_held(trace.launcher.parent):
         if (line := trace.call()) is not None:

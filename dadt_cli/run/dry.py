@@ -10,7 +10,7 @@ from typing import Any
 
 from dadt.control import machine
 from dadt.errors import ConfigError
-from dadt.launch.channel import Request
+from dadt.launch.channel import AgentRequest
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import place, share_out
 from dadt.launch.launchers import launcher_of
@@ -34,7 +34,7 @@ def describe(the_plan: Plan) -> list[str]:
     config = the_plan.config
     if not the_plan.hosts:
         raise ConfigError(f"--host-discovery-script {config.host_discovery_script}: there is no host now")
-    launcher = launcher_of(Request(config, the_plan.hosts, the_plan.command, JOB))
+    launcher = launcher_of(AgentRequest(config, the_plan.hosts, the_plan.command, JOB))
     nodes = [Node(index, host, report=_report(host)) for index, host in enumerate(the_plan.hosts)]
     rooms = [room(node, config) for node in nodes]
     fit = sum(each.places for each in rooms)

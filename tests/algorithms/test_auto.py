@@ -12,7 +12,7 @@ from harness.scenarios import STEPS, simulate
 from harness.survivors import KILL_ONCE_DELIVERED, OPTIONS, lacks, script, survivors
 
 from dadt.algorithms.auto import choice
-from dadt.algorithms.auto.choice import SHOWN, Shape, Times, Way
+from dadt.algorithms.auto.choice import SHOWN, Choice, Shape, Times
 from dadt.train.measure import Measure
 from dadt.train.progress import Progress
 
@@ -60,19 +60,19 @@ def test_buckets_that_go_during_the_backward_are_hidden() -> None:
     found = times({"none": 0.06, "bf16": 0.05, "int8": 0.05})
     assert chosen(found) == "pipe"
     assert chosen(found, shape=Shape([0.1] * 10, 32, 16)) == "sync with bf16"
-    assert choice.seconds(Way("sync", "none"), found, Shape([0.5, 0.5], 32, 16)) == pytest.approx(0.13)
+    assert choice.seconds(Choice("sync", "none"), found, Shape([0.5, 0.5], 32, 16)) == pytest.approx(0.13)
 
 
 def test_what_an_exchange_takes_of_cores_that_compute_is_no_faster_in_the_background() -> None:
     exchange = {"none": 0.03, "bf16": 0.03, "int8": 0.03}
     assert chosen(times(exchange)) == "pipe"
-    assert choice.seconds(Way("pipe", "none"), times(exchange, processor=0.1, handling=0.03), SHAPE) == 0.13
+    assert choice.seconds(Choice("pipe", "none"), times(exchange, processor=0.1, handling=0.03), SHAPE) == 0.13
     assert chosen(times(exchange, processor=0.1, handling=0.03, cores=2)) == "pipe"
 
 
 def test_what_is_not_behind_a_backward_is_not_hidden() -> None:
     """With batches that add up, buckets go as the last of their backwards completes them."""
-    found, late = times(dict.fromkeys(("none", "bf16", "int8"), 0.09)), Way("sync", "none")
+    found, late = times(dict.fromkeys(("none", "bf16", "int8"), 0.09)), Choice("sync", "none")
     once, often = (
         choice.seconds(late, dataclasses.replace(found, backwards=k), Shape([0.1] * 10, 32, 16)) for k in (1, 8)
     )

@@ -16,17 +16,17 @@ from dadt.errors import CommError, PeerLost
 from dadt.inject.exception_chain import Chain, chain_of, remote_frames
 from dadt.inject.failure import frames_of
 from dadt.launch.ending.failure import Ending, Failure
-from dadt.launch.ending.record import Record, shortened
+from dadt.launch.ending.record import ErrorRecord, shortened
 
 
-def record_of(error: BaseException) -> Record:
+def record_of(error: BaseException) -> ErrorRecord:
     chain = chain_of(error)
     frames = remote_frames(chain.remote) or frames_of(chain.cause.__traceback__)
     told = {"type": type(chain.cause).__name__, "message": str(chain.cause), "frames": frames}
-    return Record.from_header({**told, "around": chain.around, "context": chain.context})
+    return ErrorRecord.from_header({**told, "around": chain.around, "context": chain.context})
 
 
-def block(record: Record) -> str:
+def block(record: ErrorRecord) -> str:
     end = Ending(
         rank=1, code=1, time=1.0, step=3, peak_memory=1 << 30, memory_limit=24 << 30, memory_kills=0, stopped=False
     )
@@ -137,7 +137,7 @@ FRAMES = "".join(f'  File "lib.py", line {i}, in f{i}\n    call({i})\n' for i in
 )
 def test_a_traceback_of_another_process_in_the_message(kind: str, head: str) -> None:
     message = REMOTE.format(head=head, frames=FRAMES).replace("Original \n", "Original ")
-    text = block(Record.from_header({"type": kind, "message": message}))
+    text = block(ErrorRecord.from_header({"type": kind, "message": message}))
     assert '  cause   OSError: bad label 11\n    File "train.py", line 9, in read\n' in text
     assert f"\n  within  {kind}: " in text and text.count("\n") < 12
 
@@ -150,13 +150,13 @@ def test_a_chain_of_tracebacks_on_stderr() -> None:
         "RuntimeError: Failed to load the backend extension: npu. You can disable extension auto-loading with "
         "TORCH_DEVICE_BACKEND_AUTOLOAD=0.\n"
     )
-    record = Record.from_stderr((inner + direct + outer).encode())
+    record = ErrorRecord.from_stderr((inner + direct + outer).encode())
     assert record is not None
     text = block(record)
     assert '  cause   FileExistsError: there is a pipe\n    File "a.py", line 3, in read\n' in text
     assert "  within  RuntimeError: Failed to load the backend extension: npu.\n" in text
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in text
-    alone = block(Record.from_header({"type": "RuntimeError", "message": outer.partition("RuntimeError: ")[2]}))
+    alone = block(ErrorRecord.from_header({"type": "RuntimeError", "message": outer.partition("RuntimeError: ")[2]}))
     assert "Failed to load the backend extension: npu." in alone and "TORCH_DEVICE" not in alone
 
 
@@ -164,7 +164,7 @@ def test_a_sentence_of_dadts_own_is_the_cause_whatever_it_was_raised_from() -> N
     direct = "\nThe above exception was the direct cause of the following exception:\n\n"
     inner = f'{TRACEBACK}\n  File "a.py", line 3, in dial\n    x()\nFileNotFoundError: [Errno 2] No such file\n'
     own = f'{TRACEBACK}\n  File "b.py", line 1, in connect\n    y()\ndadt.errors.DadtError: the agent is gone\n'
-    record = Record.from_stderr((inner + direct + own).encode())
+    record = ErrorRecord.from_stderr((inner + direct + own).encode())
     assert record is not None and record.text == "DadtError: the agent is gone" and not record.around
 
 

@@ -13,7 +13,7 @@ from harness.patience import PATIENCE
 from harness.run import DADT
 
 from dadt.launch.ending.failure import Ending, Failure, find_cause, last_line, size
-from dadt.launch.ending.record import Record
+from dadt.launch.ending.record import ErrorRecord
 
 FAIL = "import os, sys, time\nif os.environ['RANK'] == '1':\n    {}\ntime.sleep(600)\n"
 
@@ -185,42 +185,42 @@ def test_the_first_failure_by_time_is_the_cause():
 
 def test_an_exception_counts_from_when_it_was_raised():
     endings = [ending(0, 1, 12.0), ending(1, 3, 11.0)]
-    record = Record(type="ValueError", time=10.0)
+    record = ErrorRecord(type="ValueError", time=10.0)
     assert find_cause(endings, {0: record}) == (endings[0], record)
 
 
 def test_a_failure_that_another_one_caused_is_not_the_cause():
     endings = [ending(0, 1, 10.0), ending(1, -9, 11.0)]
-    lost = Record(type="PeerLost", time=9.0, secondary=True)
+    lost = ErrorRecord(type="PeerLost", time=9.0, secondary=True)
     assert find_cause(endings, {0: lost}) == (endings[1], None)
     assert find_cause(endings[:1], {0: lost}) == (endings[0], lost)
 
 
 def test_one_that_waited_at_the_start_for_a_rank_that_failed_is_not_the_cause():
-    lost, late = Record(type="PeerLost", time=9.0, secondary=True), Record(type="StartTimeout", time=9.5)
+    lost, late = ErrorRecord(type="PeerLost", time=9.0, secondary=True), ErrorRecord(type="StartTimeout", time=9.5)
     endings = [ending(0, 1, 10.0), ending(1, 124, 9.6)]
     assert find_cause(endings, {0: lost, 1: late}) == (endings[0], lost)
     assert find_cause(endings, {0: lost, 1: replace(late, time=8.0)}) == (endings[1], replace(late, time=8.0))
 
 
 def test_a_rank_that_left_is_the_cause_of_what_others_waited_for_in_vain():
-    lost = Record(type="PeerLost", time=9.0, secondary=True)
+    lost = ErrorRecord(type="PeerLost", time=9.0, secondary=True)
     endings = [ending(0, 1, 10.0), ending(1, 0, 11.0), ending(2, 0, 8.0, step=4)]
     assert find_cause(endings, {0: lost}, [2, 1]) == (endings[1], None)  # rank 2 has taken a step that rank 0 has not
     assert find_cause(endings, {0: lost}, [0, 2]) == (endings[0], lost)
-    own = Record(type="ValueError", time=9.0)
+    own = ErrorRecord(type="ValueError", time=9.0)
     assert find_cause(endings, {0: own}, [1]) == (endings[0], own)
 
 
 def test_an_exception_in_a_thread_does_not_make_a_stopped_worker_the_cause():
     endings = [ending(0, -15, 12.0, stopped=True), ending(1, 3, 11.0)]
-    record = Record(type="ZeroDivisionError", time=1.0, thread="loader")
+    record = ErrorRecord(type="ZeroDivisionError", time=1.0, thread="loader")
     assert find_cause(endings, {0: record}) == (endings[1], None)
 
 
 def test_a_worker_that_had_to_be_stopped_after_its_exception_is_the_cause():
     endings = [ending(0, -15, 12.0, stopped=True), ending(1, -15, 12.1, stopped=True)]
-    record = Record(type="ValueError", time=10.0)
+    record = ErrorRecord(type="ValueError", time=10.0)
     assert find_cause(endings, {1: record}) == (endings[1], record)
 
 
@@ -238,7 +238,7 @@ def test_nothing_failed():
     assert find_cause([ending(0, 0, 1.0), ending(1, -signal.SIGTERM, 2.0, stopped=True)], {}) is None
 
 
-def block(end: Ending, record: Record | None = None) -> str:
+def block(end: Ending, record: ErrorRecord | None = None) -> str:
     failure = Failure(ending=end, record=record, seconds=1.0, pid=7, host="", log=LOG, last_words="")
     return "\n".join(failure.lines())
 
@@ -251,7 +251,7 @@ def test_a_kill_for_lack_of_memory_is_named():
 
 
 def test_an_exception_for_lack_of_memory_is_not_denied():
-    text = block(ending(1, 1, 1.0), Record(type="OutOfMemoryError", message="CUDA out of memory. Tried to ..."))
+    text = block(ending(1, 1, 1.0), ErrorRecord(type="OutOfMemoryError", message="CUDA out of memory. Tried to ..."))
     assert "not out of memory" not in text
 
 
@@ -260,7 +260,7 @@ def test_a_signal_that_dadt_passes_on_is_not_somebody_elses():
 
 
 def test_a_start_timeout_has_an_exit_code_of_its_own():
-    record = Record(type="StartTimeout", message="rank 1 did not arrive")
+    record = ErrorRecord(type="StartTimeout", message="rank 1 did not arrive")
     failure = Failure(ending=ending(0, 1, 1.0), record=record, seconds=1.0, pid=7, host="", log=LOG)
     assert failure.exit_code == 124
 
@@ -271,15 +271,15 @@ def test_a_traceback_on_stderr_is_understood():
         b'  File "a.py", line 1, in <module>\n    f()\n    ~^^\n'
         b'  File "a.py", line 9, in f\n    raise E("x")\nmod.E: x\n'
     )
-    record = Record.from_stderr(text)
+    record = ErrorRecord.from_stderr(text)
     assert record is not None
     assert record.text == "E: x"
     assert record.frames[-1] == {"file": "a.py", "line": "9", "function": "f", "text": 'raise E("x")'}
-    assert Record.from_stderr(b"no traceback") is None
+    assert ErrorRecord.from_stderr(b"no traceback") is None
 
 
 def test_a_script_that_is_no_python_is_named():
-    record = Record.from_stderr(
+    record = ErrorRecord.from_stderr(
         b"noise\n  File \"a.py\", line 2\n    f((x\n      ^\nSyntaxError: '(' was never closed\n"
     )
     assert record is not None
@@ -289,11 +289,11 @@ def test_a_script_that_is_no_python_is_named():
 
 def test_a_long_message_leaves_the_block_on_the_screen():
     message = "\n".join(["sizes differ:", "\x1b[2J\udce9", *map(str, range(2000))])
-    text = block(ending(1, 1, 1.0), Record(type="RuntimeError", message=message))
+    text = block(ending(1, 1, 1.0), ErrorRecord(type="RuntimeError", message=message))
     assert r"\x1b[2J\udce9" in text and "\x1b" not in text
     assert re.search(r"\.\.\. 19\d\d more lines, in the log \.\.\.", text) and text.count("\n") < 24
     assert text.index("sizes differ") < text.index("1999")
-    text = block(ending(1, 1, 1.0), Record(type="E", message="x" * 9999))
+    text = block(ending(1, 1, 1.0), ErrorRecord(type="E", message="x" * 9999))
     assert "xxx ... xxx" in text and len(text) < 5000
 
 

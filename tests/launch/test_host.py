@@ -17,7 +17,7 @@ from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.launch.agents import Agents
 from dadt.launch.hosts.host import Host, choose, parse, read
-from dadt.launch.hosts.slot import Room, place, share_out
+from dadt.launch.hosts.slot import HostRoom, place, share_out
 from dadt.launch.start.plan import make
 from dadt_cli.run.dry import describe
 
@@ -116,7 +116,7 @@ def test_as_many_hosts_as_there_are_anywhere_are_read_at_once(tmp_path):
         hosts = read(tmp_path / "hosts")
         assert parse(",".join(names)) == [replace(host, slots=0) for host in hosts]
         assert choose(hosts, ",".join(names), "host0") == hosts[1:]
-        slots = place([2] * count, [Room(host=name) for name in names], names)
+        slots = place([2] * count, [HostRoom(host=name) for name in names], names)
         assert len(slots) == 2 * count
 
     assert in_proportion(work)
@@ -142,8 +142,8 @@ def test_include_and_exclude():
         choose(hosts, "a", "a")
 
 
-def rooms(*slots: int) -> list[Room]:
-    return [Room(host=f"h{index}", slots=each, cores=8) for index, each in enumerate(slots)]
+def rooms(*slots: int) -> list[HostRoom]:
+    return [HostRoom(host=f"h{index}", slots=each, cores=8) for index, each in enumerate(slots)]
 
 
 @pytest.mark.parametrize(
@@ -160,13 +160,13 @@ def test_too_few_slots_are_named():
 
 
 def test_a_host_without_slots_has_one_for_each_gpu():
-    assert share_out(0, [Room(host="a", gpus=["0", "1"]), Room(host="b")]) == [2, 1]
+    assert share_out(0, [HostRoom(host="a", gpus=["0", "1"]), HostRoom(host="b")]) == [2, 1]
     with pytest.raises(ConfigError, match="3 workers on a: only 2 GPUs are visible"):
-        share_out(3, [Room(host="a", slots=3, gpus=["0", "1"])])
+        share_out(3, [HostRoom(host="a", slots=3, gpus=["0", "1"])])
 
 
 def test_a_gpu_is_not_given_out_twice_where_its_machine_has_two_names():
-    both = [Room(host=name, slots=2, gpus=["0", "1"], machine="m") for name in ("localhost", "127.0.0.1")]
+    both = [HostRoom(host=name, slots=2, gpus=["0", "1"], machine="m") for name in ("localhost", "127.0.0.1")]
     with pytest.raises(ConfigError, match=r"localhost and 127.0.0.1 are one machine, and both would use its GPU 0"):
         share_out(4, both)
     assert share_out(2, both) == [2, 0]
@@ -176,7 +176,7 @@ def test_a_gpu_is_not_given_out_twice_where_its_machine_has_two_names():
 
 def test_ranks_go_host_by_host():
     slots = place(
-        [2, 1], [Room(host="a", gpus=["GPU-x", "3"], cores=8), Room(host="b", cores=1)], ["10.0.0.1", "fd::2"]
+        [2, 1], [HostRoom(host="a", gpus=["GPU-x", "3"], cores=8), HostRoom(host="b", cores=1)], ["10.0.0.1", "fd::2"]
     )
     assert [(s.rank, s.host, s.local_rank, s.local_size, s.cross_rank) for s in slots] == [
         (0, "a", 0, 2, 0),

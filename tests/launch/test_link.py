@@ -88,7 +88,7 @@ def test_a_link_is_as_fast_as_told_and_nothing_is_left_of_it_after_a_kill(start)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="networks can be made by root only")
 def test_latency_is_had_or_refused_in_a_sentence():
-    network = simulated.Network(simulated.Link(latency=0.02))
+    network = simulated.Network(simulated.SimulatedLink(latency=0.02))
     try:
         first, second = network.add(), network.add()
     except ConfigError as error:
@@ -147,4 +147,4 @@ def test_a_machine_without_tc_is_told(monkeypatch):
 
 
 def test_the_speed_is_in_bits():
-    assert simulated.link_of(Config(link="2.5gbit", latency="500us")) == simulated.Link(2.5e9, 500e-6)
+    assert simulated.link_of(Config(link="2.5gbit", latency="500us")) == simulated.SimulatedLink(2.5e9, 500e-6)

@@ -9,7 +9,7 @@ import pytest
 from dadt.config.version import VERSION
 from dadt.control.frame import Frame
 from dadt.errors import LaunchError, StartTimeout
-from dadt.launch.actions import Action, AskHost, DismissHosts, Event, Outbox, SayText, SendFrame, Steps, Tick
+from dadt.launch.actions import Action, AskHost, DismissHosts, Event, Outbox, SayText, SendFrame, Steps, TimeReached
 from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.hosts.host import Host
 from dadt.launch.members.node import Node
@@ -36,7 +36,7 @@ class Begin:
             for now, host, frame in events:
                 until = steps.send(Event(self.all[host], frame, now))
             while True:
-                until = steps.send(Tick(until))
+                until = steps.send(TimeReached(until))
         except StopIteration as end:
             result: T = end.value
             return result

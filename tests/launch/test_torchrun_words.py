@@ -10,7 +10,7 @@ import pytest
 
 from dadt.config import Config
 from dadt.launch.agent.error_file import LIMIT, ErrorFile
-from dadt.launch.hosts.slot import Room, place
+from dadt.launch.hosts.slot import HostRoom, place
 from dadt.launch.start import environment
 
 TELL = """
@@ -55,7 +55,7 @@ def test_without_torchruns_variables_there_are_none(launch) -> None:
 
 
 def test_a_group_is_a_host() -> None:
-    slots = place([2, 1], [Room(host="a", slots=2), Room(host="b", slots=1)], ["10.0.0.1", "10.0.0.2"])
+    slots = place([2, 1], [HostRoom(host="a", slots=2), HostRoom(host="b", slots=1)], ["10.0.0.1", "10.0.0.2"])
     common = environment.torchrun(Config(), "j0b", slots, ("10.0.0.1", 1234), 0)
     each = {"torch": True, "told": False, "restarts": 0, "joins": False}
     found = [{**common, **environment.own(slot, "j0b", **each)} for slot in slots]

@@ -7,7 +7,7 @@ import torch
 from harness import forkserver
 from harness.replayed import HEAD, SCRIPTS
 
-from dadt.inject.replay.copies import LARGE, Copies, Room
+from dadt.inject.replay.copies import LARGE, Copies, CopyMemory
 
 KEEPS_ALL = "from dadt.control import snapshots\nsnapshots.KEPT = 10**6\n"
 OPTIONS = ["-np", "2", "--warmup-steps", "5"]
@@ -57,7 +57,7 @@ def test_snapshots_change_nothing(launch, tmp_path, options: list[str], names: t
 
 
 def test_copies_of_another_thread_are_as_it_was_or_of_no_use() -> None:
-    room = Room()
+    room = CopyMemory()
     large, small = torch.arange(LARGE // 4, dtype=torch.float32), torch.ones(3)
     copies = Copies(room)
     content = copies.later({"large": large, "small": [small, small], "none": None})

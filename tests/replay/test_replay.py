@@ -18,7 +18,7 @@ from harness.patience import PATIENCE
 from harness.replayed import HEAD, SCRIPTS
 
 from dadt.control import snapshots
-from dadt.inject.replay.values import Values
+from dadt.inject.replay.values import ReadValues
 
 OPTIONS = ["-np", "2", "--warmup-steps", "5", "--snapshot-every", "10steps", "--seed", "7"]
 WITHOUT = ["-np", "2", "--warmup-steps", "5", "--seed", "7"]
@@ -537,7 +537,7 @@ def test_a_replay_does_not_sleep(launch) -> None:
 
 def test_values_are_recorded_while_another_thread_is_aside() -> None:
     """As one that reads batches ahead is."""
-    values, inside, ends = Values(), threading.Event(), threading.Event()
+    values, inside, ends = ReadValues(), threading.Event(), threading.Event()
 
     def ahead() -> None:
         with values.aside():

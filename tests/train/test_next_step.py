@@ -8,7 +8,7 @@ from harness.next_step import PAIRS, begun, foresees
 
 from dadt.train.prediction.expectation import Expectation
 from dadt.train.prediction.next_step import known
-from dadt.train.prediction.rows import Seen, by_kind
+from dadt.train.prediction.rows import LastColumns, by_kind
 
 
 @pytest.fixture(params=["by memory", "in place"])
@@ -96,7 +96,7 @@ def test_strides_of_dimensions_of_size_1_keep_nothing_from_the_fast_loops() -> N
     weight = torch.ones(8, 4, 1, 1).to(memory_format=torch.channels_last)
     gradient = torch.ones(8 * 4).as_strided((8, 4, 1, 1), (4, 1, 1, 1))
     assert weight.stride() != gradient.stride()
-    seen, others = Seen(), [torch.ones(8, 4, 1, 1).as_strided((8, 4, 1, 1), (1, 8, 1, 1)), torch.ones(32)]
+    seen, others = LastColumns(), [torch.ones(8, 4, 1, 1).as_strided((8, 4, 1, 1), (1, 8, 1, 1)), torch.ones(32)]
     for _ in range(2):
         assert by_kind([(weight, gradient)], seen)[1] == []
     assert all(len(by_kind([(weight, other)], seen)[1]) == 1 for other in others)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dadt.algorithms.auto import choice
-from dadt.algorithms.auto.choice import SHOWN, Shape, Times, Way
+from dadt.algorithms.auto.choice import SHOWN, Choice, Shape, Times
 from dadt.algorithms.local.local import Local
 from dadt.algorithms.pipe.pipe import Pipe
 from dadt.config.check import LEAST_MEASURED
@@ -55,9 +55,9 @@ class Auto(Algorithm):
         self._pipe, self._local = Pipe(attachment), Local(attachment)
         """The algorithms that may take over. Until then steps are the synchronous ones of the first."""
         self._pipe.waits = True
-        self._way: Way | None = None
+        self._way: Choice | None = None
         """The choice, once it is made."""
-        self._record = Record()
+        self._record = StepRecord()
         self._until = 0
         """The step with which the synchronous ones end; 0 before the first one."""
         self._told: Gathering | None = None
@@ -66,7 +66,7 @@ class Auto(Algorithm):
         """Backward passes of the last step, and the total that this rank had begun when that step was exchanged."""
         self._trained: tuple[Any, ...] = ()
         """What the script trained in the first step."""
-        self._found: Mapping[Way, float] = {}
+        self._found: Mapping[Choice, float] = {}
         """Predicted seconds of a step for each choice, until late steps are measured; empty otherwise."""
         self._review = 0
         """The step in which the late steps' times are compared with the predicted ones."""
@@ -196,11 +196,11 @@ class Auto(Algorithm):
     def _choose_unmeasured(self) -> None:
         a = self.attachment
         if not a.has_closure:
-            way = Way(given_algorithm(a) or "pipe", given_compression(a) or "none")
+            way = Choice(given_algorithm(a) or "pipe", given_compression(a) or "none")
             a.ranks.say(f"{_flags(a)}{a.name} chooses {way}: exchanges between GPUs cannot be measured")
             self._take(way)
         elif given_algorithm(a) == "local":
-            self._take(Way("local", "none"))
+            self._take(Choice("local", "none"))
 
     def _ends(self) -> bool:
         if not self._found or self.attachment.step < self._review:
@@ -215,7 +215,7 @@ class Auto(Algorithm):
             if self._told is not None:
                 self._choose_anew(self._told)
 
-    def _corrected(self, told: Gathering) -> dict[Way, float]:
+    def _corrected(self, told: Gathering) -> dict[Choice, float]:
         """The predicted seconds; those of the current choice as the slowest rank has measured them."""
         return {each: max(map(json.loads, told.lanes)) if each == self._way else s for each, s in self._found.items()}
 
@@ -228,7 +228,7 @@ class Auto(Algorithm):
             a.ranks.say(f"{measured}: {_flags(a)}{a.name} {_reason(way, found)}")
             self._take(way)
 
-    def _take(self, way: Way) -> None:
+    def _take(self, way: Choice) -> None:
         """Train in this way from the next step on. All ranks call it, while no exchange is under way."""
         a = self.attachment
         self._way, self._told = way, None
@@ -258,7 +258,7 @@ class Auto(Algorithm):
         a = self.attachment
         if "way" in state:
             algorithm, compression = state["way"]
-            self._take(Way(algorithm, given_compression(a) or compression))
+            self._take(Choice(algorithm, given_compression(a) or compression))
             a.algorithm.load_state(state)
             return
         self._pipe.load_state(state)
@@ -266,7 +266,7 @@ class Auto(Algorithm):
             self._record.load_state(state["record"])
 
 
-class Record:
+class StepRecord:
     """What one rank measures in its synchronous steps."""
 
     def __init__(self) -> None:
@@ -372,7 +372,7 @@ def _flags(a: Attachment) -> str:
     return ", ".join(f"{name} auto" for name, value in asked if value == "auto")
 
 
-def _reason(way: Way, found: Mapping[Way, float]) -> str:
+def _reason(way: Choice, found: Mapping[Choice, float]) -> str:
     first = next(iter(found))
     if way == first:
         return f"chooses {way}: {milliseconds(found[way])} a step, and nothing is more than 5 % faster"

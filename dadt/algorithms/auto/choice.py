@@ -26,7 +26,7 @@ _FORWARD = 1 / 3
 """Share of a step's compute before the backward."""
 
 
-class Way(NamedTuple):
+class Choice(NamedTuple):
     algorithm: str
     compression: str
 
@@ -34,7 +34,7 @@ class Way(NamedTuple):
         return self.algorithm if self.compression == "none" else f"{self.algorithm} with {self.compression}"
 
 
-class Shown(NamedTuple):
+class HarmlessSettings(NamedTuple):
     """The settings that cost one kind of optimizer no accuracy."""
 
     compressions: tuple[str, ...]
@@ -42,7 +42,7 @@ class Shown(NamedTuple):
     """Most steps between two averages of `local`; 0: it always costs accuracy."""
 
 
-SHOWN = {"sgd": Shown(("none", "bf16", "int8"), 32), "adam": Shown(("none", "int8"), 0)}
+SHOWN = {"sgd": HarmlessSettings(("none", "bf16", "int8"), 32), "adam": HarmlessSettings(("none", "int8"), 0)}
 """What meets the target on all models of a kind of optimizer in docs/results/accuracy.md, with four workers. bf16
 misses it on the GPT by a little, and `local` on the GPT and the MLP by far. (DiLoCo's outer optimizer misses it with
 SGD.)"""
@@ -98,12 +98,12 @@ def slowest(every: Sequence[Times]) -> Times:
     )
 
 
-def ways(algorithms: Sequence[str], compressions: Sequence[str]) -> list[Way]:
+def ways(algorithms: Sequence[str], compressions: Sequence[str]) -> list[Choice]:
     """All pairs of an algorithm and a compression, in the given order: what changes training least comes first."""
-    return [Way(*pair) for pair in product(algorithms, compressions)]
+    return [Choice(*pair) for pair in product(algorithms, compressions)]
 
 
-def seconds(way: Way, times: Times, shape: Shape) -> float:
+def seconds(way: Choice, times: Times, shape: Shape) -> float:
     """The seconds that a step is predicted to take in this way."""
     exchange, handling, every = times.exchange[way.compression], times.handling[way.compression], 1
     if way.algorithm == "sync":
@@ -117,7 +117,7 @@ def seconds(way: Way, times: Times, shape: Shape) -> float:
     return max(found, (times.processor + handling / every) / times.cores)
 
 
-def best(found: Mapping[Way, float]) -> Way:
+def best(found: Mapping[Choice, float]) -> Choice:
     """The way to take. found: seconds of a step for each way; the one that changes training least comes first."""
     enough = CLOSE * min(found.values())
     return next(way for way, each in found.items() if each <= enough)

@@ -24,7 +24,7 @@ _SEVERAL = 60.0
 """Seconds after which a thread that waits for a question begins to wait for it again."""
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """The kinds of messages."""
 
     FINISH = 0
@@ -38,7 +38,7 @@ class Kind(enum.IntEnum):
 class Head(NamedTuple):
     """The head that goes before the weights."""
 
-    kind: Kind
+    kind: MessageKind
     crc: int
     number: int
     """Number of the exchange since the two ends have begun; 0: they begin."""
@@ -59,14 +59,16 @@ class LinkMessages:
         self.sent = 0
         """Bytes of weights that were sent to the neighbour so far."""
 
-    def say(self, kind: Kind) -> list[P2PWork]:
+    def say(self, kind: MessageKind) -> list[P2PWork]:
         """Send a message that is a head alone."""
         return self._send(Head(kind, 0, 0, 0))
 
     def send(self, state: LinkState, weights: torch.Tensor) -> list[P2PWork]:
         """Does not wait. The weights must not change until all is done."""
         self.sent += len(weights)
-        return self._send(Head(Kind.WEIGHTS, state.crc, state.number, len(weights)), *torch.split(weights, _SLICE))
+        return self._send(
+            Head(MessageKind.WEIGHTS, state.crc, state.number, len(weights)), *torch.split(weights, _SLICE)
+        )
 
     def _send(self, head: Head, *slices: torch.Tensor) -> list[P2PWork]:
         return [
@@ -84,7 +86,7 @@ class LinkMessages:
         else:
             self.wait([transit])
         kind, *rest = head.tolist()
-        return Head(Kind(kind), *rest)
+        return Head(MessageKind(kind), *rest)
 
     def receive(self, weights: torch.Tensor) -> None:
         self.wait([self._mail.receive(each, self.peer, self._tag) for each in torch.split(weights, _SLICE)])
@@ -158,7 +160,7 @@ class Asking(LinkEnd):
         while self._orders.get():
             self._ended(self, self._ask())
         self._state = None
-        self.line.wait(self.line.say(Kind.FINISH))
+        self.line.wait(self.line.say(MessageKind.FINISH))
 
     def _ask(self) -> bool:
         with self._weights() as snapshot:
@@ -171,7 +173,7 @@ class Asking(LinkEnd):
         mine, theirs = snapshot.take(state.size), snapshot.take(state.size)
         step = state.say(snapshot, mine)
         transits = self._send(snapshot, state, mine)
-        averaged = self.line.receive_head().kind is Kind.WEIGHTS
+        averaged = self.line.receive_head().kind is MessageKind.WEIGHTS
         if averaged:
             self.line.receive(theirs)
         self.line.wait(transits)
@@ -188,7 +190,7 @@ class Answering(LinkEnd):
 
     def run(self) -> None:
         """Answer until the neighbour says that it is done."""
-        while (question := self.line.receive_head(patient=True)).kind is not Kind.FINISH:
+        while (question := self.line.receive_head(patient=True)).kind is not MessageKind.FINISH:
             self._answer(question)
         self._state = None
 
@@ -197,7 +199,7 @@ class Answering(LinkEnd):
             state = None if snapshot is None else self._state_for(question, snapshot)
             if snapshot is None or state is None:
                 self.line.receive(torch.empty(question.bytes, dtype=torch.uint8, device="cpu"))
-                self.line.wait(self.line.say(Kind.NOTHING))
+                self.line.wait(self.line.say(MessageKind.NOTHING))
             else:
                 self._average(snapshot, state)
 

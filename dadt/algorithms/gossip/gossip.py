@@ -62,7 +62,7 @@ class Gossip(Algorithm):
         ranks.progress.senders.append(self._pairing)
         # The optimizer may be collected long before the end, on each rank when it likes.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
-        end = FinalAverage(ranks, weakref.ref(attachment), self._pairing, tag + 1)
+        end = GossipFinalAverage(ranks, weakref.ref(attachment), self._pairing, tag + 1)
         attachment.events.on_end.append(end)
         attachment.events.on_regroup.append(partial(reconnect, ranks, self._pairing))
         attachment.events.on_stop.append(self._pairing.stop)
@@ -101,7 +101,7 @@ class Gossip(Algorithm):
         return self.attachment.ranks.step - self._stepped <= _IDLE_STEPS
 
 
-class FinalAverage:
+class GossipFinalAverage:
     """Work of all ranks at the end of the process, each when it is there."""
 
     def __init__(self, ranks: Ranks, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:

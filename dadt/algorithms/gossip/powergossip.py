@@ -18,7 +18,7 @@ from dadt.comm.compression.base import WIDE
 from dadt.comm.compression.powersgd import orthonormal
 
 if TYPE_CHECKING:
-    from dadt.algorithms.gossip.snapshot import Kind, WeightSnapshot
+    from dadt.algorithms.gossip.snapshot import TensorLayout, WeightSnapshot
 
 _ALIGNMENT = 64
 _SEED = 2008_01425
@@ -92,7 +92,7 @@ class PowerGossip(LinkState):
             yield slice(start, end)
 
 
-def _matrix(kind: Kind, rank: int) -> Matrix:
+def _matrix(kind: TensorLayout, rank: int) -> Matrix:
     """Rows are of the dimension that is outermost in memory. Vectors, and matrices small for the rank, stay whole."""
     total = math.prod(kind.shape)
     if len(kind.shape) < 2 or not total or kind.dtype not in WIDE:

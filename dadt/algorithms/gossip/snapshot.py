@@ -19,7 +19,7 @@ _GRAIN = 1 << 14
 training."""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """Elements of one tensor, in its memory's order."""
 
     tensor: int
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Kind(NamedTuple):
+class TensorLayout(NamedTuple):
     """The layout of one tensor."""
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 class Part:
     """Some pieces of one dtype and device, side by side in flat memory from byte `start` on."""
 
-    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device, start: int) -> None:
+    def __init__(self, pieces: Sequence[TensorPiece], dtype: torch.dtype, device: torch.device, start: int) -> None:
         self.pieces = list(pieces)
         self.dtype = dtype
         self.device = device
@@ -64,7 +64,7 @@ class WeightSnapshot:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.parts = _parts(tensors)
         self.bytes = self.parts[-1].stop if self.parts else 0
-        self.kinds = [Kind(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
+        self.kinds = [TensorLayout(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
         layout = [(part.pieces, part.start) for part in self.parts]
         self.crc = zlib.crc32(repr((self.kinds, layout)).encode())
         """Equal on ranks that publish the same kind of weights."""
@@ -201,11 +201,11 @@ def grains(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _parts(tensors: Sequence[torch.Tensor]) -> list[Part]:
-    groups: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[TensorPiece]] = {}
     for index, tensor in enumerate(tensors):
         most = max(1, PART_BYTES // tensor.element_size())
         groups.setdefault((tensor.dtype, tensor.device), []).extend(
-            Piece(index, start, min(start + most, tensor.numel())) for start in range(0, tensor.numel(), most)
+            TensorPiece(index, start, min(start + most, tensor.numel())) for start in range(0, tensor.numel(), most)
         )
     parts: list[Part] = []
     for (dtype, device), pieces in groups.items():
@@ -217,7 +217,7 @@ def _parts(tensors: Sequence[torch.Tensor]) -> list[Part]:
     return parts
 
 
-def _up_to(pieces: Sequence[Piece], most: int) -> int:
+def _up_to(pieces: Sequence[TensorPiece], most: int) -> int:
     """How many of the first pieces have at most `most` elements together; 1 at least."""
     total = 0
     for count, piece in enumerate(pieces):
@@ -233,7 +233,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.contiguous().view(-1)
 
 
-def _shaped(flat: torch.Tensor, kind: Kind) -> torch.Tensor:
+def _shaped(flat: torch.Tensor, kind: TensorLayout) -> torch.Tensor:
     """The inverse of `_flat`: a tensor of this layout, from its elements in the order of memory."""
     like = torch.empty_strided(kind.shape, kind.stride, device="meta", dtype=kind.dtype)
     dense = torch.empty_like(like).stride() == kind.stride

@@ -62,7 +62,7 @@ class Local(Algorithm):
         self._steps = 0
         """Steps that this rank has taken alone."""
         self._trained: tuple[Any, ...] = ()
-        self._end = FinalAverage(attachment)
+        self._end = LocalFinalAverage(attachment)
         self._compression = config.compression
         """How a round's progress is compressed; "none": not at all."""
 
@@ -74,7 +74,7 @@ class Local(Algorithm):
         """What each rank has done alone with weights that other optimizers train or have trained would be lost: they
         average first."""
         a = self.attachment
-        others = [end for end in a.events.on_end if isinstance(end, FinalAverage) and end.rounds]
+        others = [end for end in a.events.on_end if isinstance(end, LocalFinalAverage) and end.rounds]
         if not others:
             return
         # Held: an optimizer that the script has dropped lives on as garbage, on some ranks only.
@@ -330,7 +330,7 @@ class Local(Algorithm):
                 row.velocity.copy_(velocity)
 
 
-class FinalAverage:
+class LocalFinalAverage:
     """Work of all ranks at the end of the process: the exact average of what all ranks still have."""
 
     def __init__(self, attachment: Attachment) -> None:

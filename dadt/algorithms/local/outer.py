@@ -13,7 +13,7 @@ import torch
 from dadt.comm.bucket import Bucket, split
 from dadt.comm.compression import LowRank, forms
 from dadt.errors import CommError, Mismatch
-from dadt.train.exchange.bucket_exchange import BucketExchange, Peers
+from dadt.train.exchange.bucket_exchange import BucketExchange, ExchangeRanks
 
 if TYPE_CHECKING:
     from dadt._core import Work
@@ -56,7 +56,7 @@ class Outer:
         return anchor.add(step, alpha=self.lr), after
 
 
-class Row(NamedTuple):
+class OuterRow(NamedTuple):
     """One parameter, its anchor and its outer momentum (None: there is none). For parameters of 16 bits the anchor and
     what is sent have 32: a round's progress would drown in rounding."""
 
@@ -77,7 +77,7 @@ class Fragment(BucketExchange):
         name: str,
         parameters: Sequence[torch.Tensor],
         outer: Outer,
-        peers: Peers,
+        peers: ExchangeRanks,
         regroup: Callable[[CommError], None],
         bucket_bytes: int,
         compression: str = "none",
@@ -101,7 +101,7 @@ class Fragment(BucketExchange):
         self.replaced = False
         """The script has set the weights since the last exchange: the next one settles them."""
         with torch.no_grad():
-            rows = [Row(p, a := _wide(p), torch.zeros_like(a) if outer.momentum else None) for p in parameters]
+            rows = [OuterRow(p, a := _wide(p), torch.zeros_like(a) if outer.momentum else None) for p in parameters]
         self._buckets = split(
             [r.anchor for r in rows], bucket_bytes, None if peers.device is None else peers.device.device
         )
@@ -243,7 +243,7 @@ class Fragment(BucketExchange):
         self._submitted.clear()
         self._launch_all()
 
-    def resumed(self) -> Iterator[tuple[Row, torch.Tensor, torch.Tensor | None]]:
+    def resumed(self) -> Iterator[tuple[OuterRow, torch.Tensor, torch.Tensor | None]]:
         """For each parameter, anchor and velocity as if all ranks had made this one's progress in what is in flight."""
         for bucket, i, row in self._places():
             anchor, velocity = self._start(bucket, i, row), row.velocity
@@ -253,13 +253,13 @@ class Fragment(BucketExchange):
                 velocity = self.outer.velocity(velocity, bucket.deliver(i, _OWN))
             yield row, anchor, velocity
 
-    def _places(self) -> Iterator[tuple[Bucket, int, Row]]:
+    def _places(self) -> Iterator[tuple[Bucket, int, OuterRow]]:
         """Each row with its bucket, and its place there."""
         for bucket, rows in zip(self._buckets, self._rows, strict=True):
             for i, row in enumerate(rows):
                 yield bucket, i, row
 
-    def _start(self, bucket: Bucket, index: int, row: Row) -> torch.Tensor:
+    def _start(self, bucket: Bucket, index: int, row: OuterRow) -> torch.Tensor:
         """The weights at which this rank's round began: computed again, the same bits, rather than kept."""
         if not self._works:
             return row.anchor

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import torch
 
 from dadt.errors import ConfigError
-from dadt.inject.data.role import EVALUATES, TRAINS, Role
+from dadt.inject.data.role import EVALUATES, TRAINS, LoaderRole
 from dadt.inject.data.seed import Streams
-from dadt.inject.data.share import PerRank, Piece
+from dadt.inject.data.share import PerRank, StepShare
 from dadt.train.batch_weight import Pass
 from dadt.train.runtime import Runtime
 
 
-class Loaders(Protocol):
+class ScriptLoaders(Protocol):
     """The loaders of the script, as those of fastai need them."""
 
     runtime: Runtime
@@ -25,15 +25,15 @@ class Loaders(Protocol):
     pid: int
     gives_shares: bool
 
-    def role(self, loader: Any) -> Role: ...
-    def asked(self, role: Role) -> str: ...
+    def role(self, loader: Any) -> LoaderRole: ...
+    def asked(self, role: LoaderRole) -> str: ...
 
 
 class FastaiLoaders:
     """The passes of fastai's loaders. All ranks draw the same order, as fastai seeds it from Python's random numbers
     when a loader is built, and each takes its batches of it."""
 
-    def __init__(self, loaders: Loaders) -> None:
+    def __init__(self, loaders: ScriptLoaders) -> None:
         self._loaders = loaders
         self._runtime = loaders.runtime
 
@@ -87,7 +87,7 @@ class FastaiLoaders:
         self._loaders.streams.split()
         self._loaders.gives_shares = True
         world, source = self._runtime.ranks.world, Pass(self._loaders.role(loader).name)
-        pieces: list[Piece] = []
+        pieces: list[StepShare] = []
 
         def indices() -> list[Any]:
             del loader.get_idxs

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from dadt.inject.data.seed import Streams
-from dadt.inject.data.share import Piece, Share
+from dadt.inject.data.share import Share, StepShare
 from dadt.train.batch_weight import Pass
 from dadt.train.runtime import Runtime
 
@@ -29,7 +29,7 @@ class Order:
         source: Iterable[Any],
         streams: Streams,
         draws_on: bool,
-        seen: Callable[[Piece], None] | None = None,
+        seen: Callable[[StepShare], None] | None = None,
     ) -> None:
         """draws_on: the source may draw at every next, not only at the first. seen: called with each Piece of a source
         that gives Pieces, whose indices are passed on; None if it gives indices."""
@@ -93,7 +93,7 @@ class Feed:
         self.steps = steps
         self.over = over
         self.order = Order(share, streams, draws_on, self._drawn)
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[StepShare] = deque()
 
     def begin(self, start: Callable[[], Iterator[Any]]) -> Feed:
         """A new pass: `start` gives torch's iterator over `order`."""
@@ -138,12 +138,12 @@ class Feed:
             self.runtime.batches.drew(self._pass, piece.samples, self.share.nominal)
         return data
 
-    def _drawn(self, piece: Piece) -> None:
+    def _drawn(self, piece: StepShare) -> None:
         if not self.prefetches:
             self._pieces.clear()
         self._pieces.append(piece)
 
-    def _take(self) -> Piece:
+    def _take(self) -> StepShare:
         return self._pieces.popleft()
 
     def _end(self) -> None:

@@ -28,7 +28,7 @@ from dadt.inject.data.entropy import Entropy
 from dadt.inject.data.fastai_loader import FastaiLoaders
 from dadt.inject.data.feed import Feed, Order, Undecided
 from dadt.inject.data.replayed import Aside, ReplayedPass
-from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, Role, sentence
+from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, LoaderRole, sentence
 from dadt.inject.data.samplers import (
     Loader,
     draws_on,
@@ -60,7 +60,7 @@ class Loaders:
         self.entropy = entropy
         self.gives_shares = False
         """A pass has begun in which each rank has its share."""
-        self.roles: WeakKeyDictionary[Loader, Role] = WeakKeyDictionary()
+        self.roles: WeakKeyDictionary[Loader, LoaderRole] = WeakKeyDictionary()
         self._read: WeakKeyDictionary[Loader, dict[int, Any]] = WeakKeyDictionary()
         """A batch of each size, in a replay."""
         self.pid = os.getpid()
@@ -72,10 +72,10 @@ class Loaders:
         self._share = loader_numbers("--share", runtime.ranks.config.share)
         self._no_share = loader_numbers("--no-share", runtime.ranks.config.no_share)
 
-    def role(self, loader: Loader) -> Role:
+    def role(self, loader: Loader) -> LoaderRole:
         found = self.roles.get(loader)
         if found is None:
-            found = self.roles[loader] = Role(next(self._numbers), self.runtime)
+            found = self.roles[loader] = LoaderRole(next(self._numbers), self.runtime)
         return found
 
     def iterate(self, loader: Loader) -> Iterator[Any]:
@@ -95,7 +95,7 @@ class Loaders:
             begin = functools.partial(self._begin, loader, role, Drawn(loader), self.streams.restored)
         return Undecided(self.runtime, begin, lambda: self.length(loader), over)
 
-    def _begin(self, loader: Loader, role: Role, drawn: Drawn | None = None, restored: int = 0) -> Iterator[Any]:
+    def _begin(self, loader: Loader, role: LoaderRole, drawn: Drawn | None = None, restored: int = 0) -> Iterator[Any]:
         """A pass. drawn: by its iterator, if that was made before, when streams had been restored so often."""
         role.drawn = drawn
         kind = self._decide(loader, role)
@@ -127,7 +127,7 @@ class Loaders:
             return self._stream_steps(loader)
         return len(self._make_share(loader, begun(self.runtime)))
 
-    def _decide(self, loader: Loader, role: Role) -> str:
+    def _decide(self, loader: Loader, role: LoaderRole) -> str:
         """The role for this pass. If it is for good, it is fixed, and the user is told."""
         if role.kind:
             return role.kind
@@ -165,14 +165,14 @@ class Loaders:
     def _another_trains(self) -> bool:
         return any(role.has_trained for role in self.roles.values())
 
-    def _tell(self, sentence: str, role: Role, level: str = "info") -> None:
+    def _tell(self, sentence: str, role: LoaderRole, level: str = "info") -> None:
         """Print the sentence; of loaders alike, as made again in every epoch, only for the first LISTED."""
         text = sentence.removeprefix(role.name)
         self._told[text] += 1
         if self._told[text] <= LISTED:
             self._ranks.say(sentence + " More like it are not listed." * (self._told[text] == LISTED), level)
 
-    def asked(self, role: Role) -> str:
+    def asked(self, role: LoaderRole) -> str:
         """The choice of --share and --no-share for a loader."""
         if self._share is None or role.number in self._share:
             return TRAINS
@@ -180,7 +180,7 @@ class Loaders:
             return EVALUATES
         return ""
 
-    def _guess(self, loader: Loader, role: Role) -> str:
+    def _guess(self, loader: Loader, role: LoaderRole) -> str:
         """The role that len() assumes before it is fixed: what shuffles trains, else the first loader if a stream."""
         if has_distributed_sampler(loader):
             return ALONE
@@ -199,7 +199,7 @@ class Loaders:
             inner_sampler(loader), SequentialSampler
         )
 
-    def _check(self, loader: Loader, role: Role) -> None:
+    def _check(self, loader: Loader, role: LoaderRole) -> None:
         """Raises ConfigError if --batch global cannot divide this loader's batches."""
         size = self._ranks.shares
         if self._ranks.config.batch != "global":
@@ -215,7 +215,7 @@ class Loaders:
                 f" use --batch per-rank, or --no-share {role.number}"
             )
 
-    def _divide(self, loader: Loader, role: Role) -> Division:
+    def _divide(self, loader: Loader, role: LoaderRole) -> Division:
         """The division of the pass that begins. Persistent workers start again if it differs from the last pass's."""
         division = agree(self.runtime, role.name)
         if division.grows and not loader._auto_collation:
@@ -234,7 +234,7 @@ class Loaders:
         share = share_of(batch_sampler, *division, divided=self._ranks.config.batch == "global")
         return Skipped(share, steps) if steps else share
 
-    def _view(self, loader: Loader, role: Role, **changed: Any) -> Loader:
+    def _view(self, loader: Loader, role: LoaderRole, **changed: Any) -> Loader:
         """An object like the loader but for the attributes `changed`; the same one in every pass of a role.
 
         It keeps its own torch iterator, so that persistent workers persist.
@@ -247,7 +247,7 @@ class Loaders:
         view.__dict__.update(attributes, **changed)
         return view
 
-    def _all(self, loader: Loader, role: Role) -> Iterator[Any]:
+    def _all(self, loader: Loader, role: LoaderRole) -> Iterator[Any]:
         """Everything, on every rank, drawn from the shared stream."""
         changed = {}
         if not isinstance(loader.dataset, IterableDataset):
@@ -257,14 +257,14 @@ class Loaders:
         with self.streams.shared():
             return self._iterator(view, role)
 
-    def _iterator(self, view: Loader, role: Role) -> Iterator[Any]:
+    def _iterator(self, view: Loader, role: LoaderRole) -> Iterator[Any]:
         """torch's, or one that leaves reading out."""
         with nullcontext() if role.drawn is None else role.drawn.again():
             if not self.runtime.replay.under_way or isinstance(view.dataset, IterableDataset):
                 return self.original_iter(view)
             return ReplayedPass(self.runtime, self.original_iter, view, self._read.setdefault(view, {}))
 
-    def _map(self, loader: Loader, role: Role, division: Division) -> Iterator[Any]:
+    def _map(self, loader: Loader, role: LoaderRole, division: Division) -> Iterator[Any]:
         feed = role.feed
         if feed is None:
             share, prefetches = self._make_share(loader, division), loader.num_workers > 0
@@ -282,7 +282,7 @@ class Loaders:
         }
         return feed.begin(lambda: self._iterator(self._view(loader, role, **changed), role))
 
-    def _whole_over(self, role: Role, trained: bool) -> None:
+    def _whole_over(self, role: LoaderRole, trained: bool) -> None:
         """A pass has ended for which the role was undecided."""
         if trained and role.is_doubted:
             role.kind, role.is_doubted = TRAINS, False
@@ -296,7 +296,7 @@ class Loaders:
         except (TypeError, NotImplementedError):
             return 0, 0
 
-    def _over(self, role: Role, steps: tuple[int, int], trained: bool) -> None:
+    def _over(self, role: LoaderRole, steps: tuple[int, int], trained: bool) -> None:
         """A pass in which each rank had its share has ended."""
         role.has_trained |= trained
         if trained:
@@ -318,7 +318,7 @@ class Loaders:
                 remedy += "; it evaluates, and gives all of it from here on"
         self._ranks.say(f"{role.name} gave each worker its share in a pass without a backward; {remedy}", "warning")
 
-    def _stream(self, loader: Loader, role: Role, division: Division) -> Iterator[Any]:
+    def _stream(self, loader: Loader, role: LoaderRole, division: Division) -> Iterator[Any]:
         rank, size, shares = division
         divided = self._ranks.config.batch == "global"
         batch_size, drop_last = loader.batch_size or 1, bool(loader.drop_last)
@@ -342,7 +342,7 @@ class Loaders:
         over = functools.partial(self._stream_over, loader, role)
         return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, here, over)
 
-    def _stream_over(self, loader: Loader, role: Role, steps: int) -> None:
+    def _stream_over(self, loader: Loader, role: LoaderRole, steps: int) -> None:
         """A pass over a stream has ended after `steps` steps."""
         if loader.num_workers:
             with suppress(TypeError, NotImplementedError):

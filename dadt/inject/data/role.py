@@ -20,7 +20,7 @@ from dadt.train.runtime import Runtime
 TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
 
 
-class Role:
+class LoaderRole:
     """What is known of one DataLoader: what it is for, and how its passes are read."""
 
     def __init__(self, number: int, runtime: Runtime) -> None:
@@ -47,7 +47,7 @@ class Role:
         samples."""
 
 
-def sentence(loader: Loader, role: Role, size: int, takers: int) -> str:
+def sentence(loader: Loader, role: LoaderRole, size: int, takers: int) -> str:
     """The sentence for the user about a loader. takers: number of ranks that take a batch of their own in each step."""
     if role.kind == ALONE:
         if has_distributed_sampler(loader):

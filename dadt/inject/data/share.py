@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple, cast
 
 
-class Piece(NamedTuple):
+class StepShare(NamedTuple):
     """The part that one rank reads for one step."""
 
     index: Any
@@ -32,7 +32,7 @@ def portion(total: int, rank: int, size: int) -> range:
     return range(start, start + small + (rank < larger))
 
 
-def part(batch: Sequence[Any], rank: int, size: int, nominal: int) -> Piece:
+def part(batch: Sequence[Any], rank: int, size: int, nominal: int) -> StepShare:
     """`rank`'s contiguous portion of a batch of one sample or more; with no sample left for it, a repeat.
 
     Nobody is left with one sample where the script's own batches, of `nominal`, have more: BatchNorm cannot train
@@ -41,9 +41,9 @@ def part(batch: Sequence[Any], rank: int, size: int, nominal: int) -> Piece:
     least = min(2, nominal)
     takers = min(size, max(1, len(batch) // least))
     if rank >= takers:
-        return Piece(list(batch[:least]), 0, batch)
+        return StepShare(list(batch[:least]), 0, batch)
     mine = portion(len(batch), rank, takers)
-    return Piece(list(batch[mine.start : mine.stop]), len(mine), batch)
+    return StepShare(list(batch[mine.start : mine.stop]), len(mine), batch)
 
 
 class PerRank:
@@ -63,7 +63,7 @@ class PerRank:
         """Samples of a step, of all ranks."""
         self.nominal = -(-self.whole // size)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[StepShare]:
         indices = iter(self.sampler)
         while batch := list(islice(indices, self.whole)):
             if len(batch) == self.whole or not self.drop_last:
@@ -88,13 +88,13 @@ class Batches:
         self.nominal = 0
         """Samples of an ordinary batch, the same on every rank; known once the first step was drawn."""
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[StepShare]:
         batches = iter(self.batch_sampler)
         while group := list(islice(batches, self.shares)):
             whole = sum(map(samples_in, group)) * self.shares
             self.nominal = self.nominal or max(1, -(-whole // (len(group) * self.size)))
             if len(group) == self.size == self.shares:
-                yield Piece(group[self.rank], samples_in(group[self.rank]), group)
+                yield StepShare(group[self.rank], samples_in(group[self.rank]), group)
             elif all(map(is_batch, group)):
                 yield part(list(chain.from_iterable(group)), self.rank, self.size, self.nominal)
             else:
@@ -113,7 +113,7 @@ class Items:
         self.size = size
         self.nominal = 0
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[StepShare]:
         items = iter(self.sampler)
         while group := list(islice(items, self.size)):
             self.nominal = self.nominal or max(1, samples_in(group[0]))
@@ -133,7 +133,7 @@ class Divided:
         self.size = size
         self.nominal = -(-nominal // size)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[StepShare]:
         for batch in self.batch_sampler:
             self.nominal = self.nominal or -(-len(batch) // self.size)
             yield part(batch, self.rank, self.size, self.nominal)
@@ -153,7 +153,7 @@ class Skipped:
     def nominal(self) -> int:
         return self.share.nominal
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[StepShare]:
         return islice(iter(self.share), self.steps, None)
 
     def __len__(self) -> int:
@@ -172,11 +172,11 @@ def unskipped(batch_sampler: Any) -> tuple[Any, int]:
     return batch_sampler, steps
 
 
-def turn(group: Sequence[Any], rank: int) -> Piece:
+def turn(group: Sequence[Any], rank: int) -> StepShare:
     """The rank-th of a group, or a repeat of its first where it has too few."""
     if rank < len(group):
-        return Piece(group[rank], samples_in(group[rank]), group)
-    return Piece(group[0], 0, group)
+        return StepShare(group[rank], samples_in(group[rank]), group)
+    return StepShare(group[0], 0, group)
 
 
 def is_batch(index: Any) -> bool:

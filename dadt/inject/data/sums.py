@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from dadt.inject.data.role import TRAINS, Role
+from dadt.inject.data.role import TRAINS, LoaderRole
 from dadt.inject.data.samplers import Loader
 from dadt.inject.failure import is_users
 from dadt.train.runtime import Runtime
@@ -21,7 +21,7 @@ from dadt.train.runtime import Runtime
 _READS = re.compile(r"\blen\(\s*[\w.\[\]'\"]+\.(dataset|sampler)\s*\)")
 
 
-def install(runtime: Runtime, role_of: Callable[[Loader], Role | None]) -> None:
+def install(runtime: Runtime, role_of: Callable[[Loader], LoaderRole | None]) -> None:
     """Say once, with the place, that the script's own code reads `len(loader.dataset)`, or its sampler's, of a loader
     that trains, after a pass in which each rank had its share. What it does with the number is not known."""
     pid, told = os.getpid(), False
@@ -44,7 +44,7 @@ def install(runtime: Runtime, role_of: Callable[[Loader], Role | None]) -> None:
         setattr(DataLoader, name, _watched(name, look))
 
 
-def _sentence(role: Role, name: str, samples: int, ranks: int, file: str, line: int) -> str:
+def _sentence(role: LoaderRole, name: str, samples: int, ranks: int, file: str, line: int) -> str:
     return (
         f"{role.name}: len(loader.{name}) ({Path(file).name}, line {line}) is {samples:,}, the samples of all {ranks}"
         f" ranks, and a sum over this rank's batches is over 1/{ranks} of them: to get a mean, divide it by the samples"

@@ -19,7 +19,7 @@ from os import link, mkdir, rename, symlink, unlink
 from os import open as os_open
 from typing import Any
 
-from dadt.inject.files.journal import PAUSE_SECONDS, Journal
+from dadt.inject.files.journal import PAUSE_SECONDS, WrittenJournal
 from dadt.inject.files.tree import kind
 
 WORD_SECONDS = 1.0
@@ -31,7 +31,7 @@ class ForGood:
     """Paths are absolute; `given` are those that the script has given, which errors name. shared: other ranks of the
     host write for good, too."""
 
-    def __init__(self, journal: Journal, is_far: Callable[[str], bool], removals: Counter[str | None]) -> None:
+    def __init__(self, journal: WrittenJournal, is_far: Callable[[str], bool], removals: Counter[str | None]) -> None:
         """is_far: whether ranks of other hosts see a path; their reports come later than what they have done. removals:
         as for Tree."""
         self.journal = journal

@@ -21,7 +21,7 @@ import torch
 
 from dadt.control import job_folder, written_files
 from dadt.inject.after_import import after_import
-from dadt.inject.files.journal import Journal
+from dadt.inject.files.journal import WrittenJournal
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.files.until_closed import is_held, wrapped
 from dadt.inject.files.whole import mark_of
@@ -87,7 +87,7 @@ def install(runtime: Runtime) -> Overlay | None:
         folder / f"files-{world.local_rank}",
         Scope(config.timeline, config.snapshot_dir).keeps,
         writers,
-        Journal(folder / written_files.NAME, world.rank, config.timeout, relay, heard, tell),
+        WrittenJournal(folder / written_files.NAME, world.rank, config.timeout, relay, heard, tell),
         start,
         mark_of(world),
         lambda: runtime.ranks.step,

@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 2.0
 """Seconds between a waiting rank's reports that it waits for its turn."""
 
 
-class Journal:
+class WrittenJournal:
     """The record of what the ranks of a host have written. Paths are absolute, sizes as for `written_files.line`."""
 
     def __init__(

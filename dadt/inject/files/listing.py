@@ -24,7 +24,7 @@ def without_half(path: Any) -> list[Any]:
     return [name for name in listdir(path) if not is_half(name)]
 
 
-class Entry:
+class FolderEntry:
     """An `os.DirEntry` under the path by which the script knows it."""
 
     def __init__(self, entry: os.DirEntry[str], folder: Any) -> None:
@@ -41,7 +41,7 @@ class Entry:
         return f"<DirEntry {self.name!r}>"
 
 
-class Listing:
+class FolderListing:
     """An iterator over entries that closes like the one that `os.scandir` returns."""
 
     def __init__(self, entries: Iterable[Any], close: Callable[[], None] = lambda: None) -> None:
@@ -49,7 +49,7 @@ class Listing:
         self._close = close
 
     @classmethod
-    def of(cls, path: Any) -> Listing:
+    def of(cls, path: Any) -> FolderListing:
         """The entries of a folder that lies in one place only, without folders of files that are not whole yet."""
         entries = scandir(path)
         return cls((entry for entry in entries if not is_half(entry.name)), entries.close)
@@ -60,7 +60,7 @@ class Listing:
     def __next__(self) -> Any:
         return next(self._entries)
 
-    def __enter__(self) -> Listing:
+    def __enter__(self) -> FolderListing:
         return self
 
     def __exit__(self, *args: object) -> None:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from dadt.inject.files.for_good import BEGINS, ForGood
-from dadt.inject.files.journal import Journal
-from dadt.inject.files.listing import Listing, without_half
+from dadt.inject.files.journal import WrittenJournal
+from dadt.inject.files.listing import FolderListing, without_half
 from dadt.inject.files.reopening import reopen
 from dadt.inject.files.tree import Tree, copy, error, kind, named, pattern
 from dadt.inject.files.until_closed import HeldFiles, UntilClosed
-from dadt.inject.files.writers import Role, Writers
+from dadt.inject.files.writers import WriteRole, Writers
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -37,7 +37,7 @@ class Overlay(Tree):
         root: Path,
         keeps: Callable[[str], bool],
         writers: Writers,
-        journal: Journal,
+        journal: WrittenJournal,
         start: float,
         mark: str = ".dadt-",
         step: Callable[[], int] = lambda: 0,
@@ -55,7 +55,7 @@ class Overlay(Tree):
         self.loads: Callable[[str], None] | None = None
         """Called, in a replay, with the path of a file whose contents are about to be read, and which is not a copy."""
 
-    def role(self, path: str, *, begins: bool = False) -> Role:
+    def role(self, path: str, *, begins: bool = False) -> WriteRole:
         """What this rank does with an absolute path that it is about to write."""
         self._end_apart()
         self.held.settle(path)
@@ -90,7 +90,7 @@ class Overlay(Tree):
             return given
         if mode == "r":
             self._tell(path)
-        elif self.role(path) is Role.APART:
+        elif self.role(path) is WriteRole.APART:
             return self.place(path, keep=not mode.startswith(("w", "x")))
         where = self.where(path)
         return given if where == path else where
@@ -105,7 +105,7 @@ class Overlay(Tree):
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             known = self.path(path, kwargs.get("dir_fd"))
             where = path if known is None else self.where(known)
-            if known is not None and where == known and kind(where) is not None and self.role(known) is Role.APART:
+            if known is not None and where == known and kind(where) is not None and self.role(known) is WriteRole.APART:
                 return None
             with named(path):
                 return original(where, *args, **kwargs)
@@ -125,7 +125,7 @@ class Overlay(Tree):
             if not ((there is None and flags & os.O_CREAT) or there in (stat.S_IFREG, stat.S_IFLNK)):
                 return os_open(self.where(known), flags, mode)
             role = self.role(known)
-            if role is not Role.APART:
+            if role is not WriteRole.APART:
                 self.reveal(known)
                 return self._for_good.open(known, flags, mode, self.writers.is_shared)
             appeared = self._appeared(known)
@@ -136,7 +136,7 @@ class Overlay(Tree):
     def open_held(self, given: Any, mode: str) -> UntilClosed | None:
         """The file, open for writing, if it is one that this rank writes apart until it is closed."""
         path = self.path(given)
-        if path is None or self.role(path, begins=True) is not Role.UNTIL_CLOSED:
+        if path is None or self.role(path, begins=True) is not WriteRole.UNTIL_CLOSED:
             return None
         with named(given):
             if "x" in mode and self.exists(path) and not self._appeared(path):
@@ -162,7 +162,7 @@ class Overlay(Tree):
         with named(path):
             if known is None:
                 truncate(path, length)
-            elif self.role(known) is Role.APART:
+            elif self.role(known) is WriteRole.APART:
                 truncate(self.place(known, keep=True), length)
             else:
                 os.close(self.open(path, os.O_WRONLY))
@@ -174,7 +174,7 @@ class Overlay(Tree):
             mkdir(path, mode, dir_fd=dir_fd)
             return
         with named(path):
-            if self.role(known) is not Role.APART:
+            if self.role(known) is not WriteRole.APART:
                 self._for_good.mkdir(path, known, mode, self.writers.is_shared)
                 return
             where = self.where(known)
@@ -201,7 +201,7 @@ class Overlay(Tree):
             unlink(path, dir_fd=dir_fd)
             return
         with named(path):
-            if self.role(known) is not Role.APART:
+            if self.role(known) is not WriteRole.APART:
                 self._remove_for_good(known, lambda: unlink(path))
                 return
             where = self.where(known)
@@ -218,7 +218,7 @@ class Overlay(Tree):
             rmdir(path, dir_fd=dir_fd)
             return
         with named(path):
-            if self.role(known) is not Role.APART:
+            if self.role(known) is not WriteRole.APART:
                 self._remove_for_good(known, lambda: rmdir(path))
                 return
             if self.exists(known) and not self._is_empty(known):
@@ -230,7 +230,7 @@ class Overlay(Tree):
             known = self.path(path, kwargs.get("dir_fd"))
             if known is None:
                 original(path, *args, **kwargs)
-            elif self.role(known) is Role.APART:
+            elif self.role(known) is WriteRole.APART:
                 self._remove_tree(known)
             else:
                 self._remove_for_good(known, lambda: original(path, *args, **kwargs))
@@ -245,7 +245,7 @@ class Overlay(Tree):
     def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         descriptors = src_dir_fd is not None or dst_dir_fd is not None
         source, target = (None, None) if descriptors else (self.path(src), self.path(dst))
-        if source == target or self._rename_role(source, target) is not Role.APART:
+        if source == target or self._rename_role(source, target) is not WriteRole.APART:
             return self._rename_for_good(src, dst, source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         with named(src), self.real():
             try:
@@ -267,8 +267,10 @@ class Overlay(Tree):
                 self._cover(target)
             return None
 
-    def _rename_role(self, source: str | None, target: str | None) -> Role:
-        return self.role(source) if source is not None else self.role(target) if target is not None else Role.FOR_GOOD
+    def _rename_role(self, source: str | None, target: str | None) -> WriteRole:
+        return (
+            self.role(source) if source is not None else self.role(target) if target is not None else WriteRole.FOR_GOOD
+        )
 
     def _rename_for_good(self, src: Any, dst: Any, source: str | None, target: str | None, **kwargs: Any) -> None:
         if source is None or source == target:
@@ -284,7 +286,7 @@ class Overlay(Tree):
         known = self.path(dst, dir_fd)
         if known is None:
             return symlink(src, dst, dir_fd=dir_fd)
-        if self.role(known) is not Role.APART:
+        if self.role(known) is not WriteRole.APART:
             return self._for_good.symlink(dst, src, known, self.writers.is_shared)
         if self.exists(known) and not self._appeared(known):
             raise error(errno.EEXIST, src, dst)
@@ -295,7 +297,7 @@ class Overlay(Tree):
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
         source, known = self.path(src), self.path(dst)
         origin = src if source is None else self.where(source)
-        if known is None or self.role(known) is not Role.APART:
+        if known is None or self.role(known) is not WriteRole.APART:
             with named(src):
                 shared = known is not None and self.writers.is_shared
                 return self._for_good.link(dst, origin, known or "", shared, **kwargs)
@@ -317,8 +319,8 @@ class Overlay(Tree):
         if known is None:
             return scandir(path)
         if self.where(known) == known:
-            return Listing.of(path)
-        return Listing(self._entries(known, path))
+            return FolderListing.of(path)
+        return FolderListing(self._entries(known, path))
 
     def _end_apart(self) -> None:
         """Make the folders that this rank made apart for good, once it may write there itself."""
@@ -370,7 +372,7 @@ class Overlay(Tree):
     def stand_in(self, given: Any) -> None:
         """An empty file in place of one that is not written, where the rank sees none: scripts copy and measure it."""
         path = self.path(given)
-        if path is not None and self.role(path) is Role.APART and not self.exists(path):
+        if path is not None and self.role(path) is WriteRole.APART and not self.exists(path):
             os.close(os_open(self.place(path), os.O_CREAT | os.O_WRONLY, 0o600))
 
     def replayed(self) -> None:

@@ -26,7 +26,7 @@ from dadt.inject import full_disk
 from dadt.inject.after_import import after_import
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.files.whole import Write, mark_of, marks, write_whole
-from dadt.inject.files.writers import Role, Writers
+from dadt.inject.files.writers import WriteRole, Writers
 from dadt.train.runtime import Runtime
 
 PATIENCE_SECONDS = 2.0
@@ -144,7 +144,7 @@ class Saver:
 
     def _is_copied(self, overlay: Overlay, path: str) -> bool:
         """Whether this rank saves a copy: a file that is whole needs no closing to become the file itself."""
-        return overlay.role(path, begins=True) is Role.APART
+        return overlay.role(path, begins=True) is WriteRole.APART
 
     def _write_whole(self, path: Path, write: Write) -> Any:
         with self.overlay.real() if self.overlay is not None else nullcontext():

@@ -26,7 +26,7 @@ from os import open as os_open
 from pathlib import Path
 from typing import Any
 
-from dadt.inject.files.listing import Entry, is_half
+from dadt.inject.files.listing import FolderEntry, is_half
 
 DIGITS = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
 WHITEOUT = stat.S_IFREG
@@ -182,7 +182,7 @@ class Tree:
     def _is_empty(self, folder: str) -> bool:
         return not (listdir(folder) if self.where(folder) == folder else self._entries(folder, folder))
 
-    def _entries(self, path: str, given: Any) -> list[Entry]:
+    def _entries(self, path: str, given: Any) -> list[FolderEntry]:
         """What the rank sees in a folder that it has removed or that is in the tree."""
         folder = os.fspath("." if given is None else given)
         with named(given), self.real():
@@ -194,7 +194,7 @@ class Tree:
             twin = pattern(entry.name) in kinds and self._is_others(os.path.join(path, entry.name))
             if entry.name not in mine and not twin and not is_half(entry.name):
                 seen.append(entry)
-        return [Entry(entry, folder) for entry in seen]
+        return [FolderEntry(entry, folder) for entry in seen]
 
     def _is_others(self, path: str) -> bool:
         """Whether another rank has written the file in this job, and this one has not."""

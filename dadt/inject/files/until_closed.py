@@ -10,7 +10,7 @@ from collections.abc import Callable
 from os import open as os_open
 from typing import Any
 
-from dadt.inject.files.journal import Journal
+from dadt.inject.files.journal import WrittenJournal
 from dadt.inject.files.tree import Tree, copy, kind
 from dadt.inject.files.whole import write_whole
 from dadt.inject.files.writers import Writers
@@ -42,7 +42,9 @@ class HeldFiles:
     until it is known that the first rank does not write the same path at this moment: until then each reads what it
     wrote."""
 
-    def __init__(self, tree: Tree, writers: Writers, journal: Journal, mark: str, step: Callable[[], int]) -> None:
+    def __init__(
+        self, tree: Tree, writers: Writers, journal: WrittenJournal, mark: str, step: Callable[[], int]
+    ) -> None:
         """mark: how the names of folders begin in which files are made whole. step: that of this rank."""
         self._tree = tree
         self._writers = writers

@@ -29,7 +29,7 @@ class Mode(Enum):
     """The script has a process group and knows its rank, or calls `dadt.init`."""
 
 
-class Role(Enum):
+class WriteRole(Enum):
     """What a rank does with a path that it is about to write."""
 
     FOR_GOOD = auto()
@@ -39,18 +39,18 @@ class Role(Enum):
     """It writes a copy, which becomes the file itself when it is closed, unless that is the first rank's."""
 
 
-def decide(mode: Mode, *, first: bool, copy: bool, begins: bool = False) -> Role:
+def decide(mode: Mode, *, first: bool, copy: bool, begins: bool = False) -> WriteRole:
     """copy: this rank sees a copy of its own there, or has removed what others see. begins: the file gets a new
     content, by Python's `open`, and whole."""
     if mode is Mode.REPLAY:
-        return Role.APART
+        return WriteRole.APART
     if first and not copy:
-        return Role.FOR_GOOD
+        return WriteRole.FOR_GOOD
     if mode in (Mode.SHARED, Mode.ALL):
         if begins:
-            return Role.UNTIL_CLOSED
-        return Role.APART if copy and mode is Mode.SHARED else Role.FOR_GOOD
-    return Role.APART if copy or mode is Mode.ONE else Role.FOR_GOOD
+            return WriteRole.UNTIL_CLOSED
+        return WriteRole.APART if copy and mode is Mode.SHARED else WriteRole.FOR_GOOD
+    return WriteRole.APART if copy or mode is Mode.ONE else WriteRole.FOR_GOOD
 
 
 class Writers:
@@ -96,7 +96,7 @@ class Writers:
             return Mode.ALL
         return Mode.SHARED if runtime.script.knows_rank else Mode.ONE
 
-    def role(self, path: str, *, copy: bool, begins: bool = False) -> Role:
+    def role(self, path: str, *, copy: bool, begins: bool = False) -> WriteRole:
         """What this rank does with an absolute path that it is about to write. copy, begins: as of `decide`."""
         return decide(self.mode, first=self.is_first(path), copy=copy, begins=begins)
 

@@ -19,7 +19,7 @@ LARGE = 1 << 20
 """Bytes of a tensor whose copy is worth another thread, and memory that is kept for the next one."""
 
 
-class Room:
+class CopyMemory:
     """Memory for copies, kept from one snapshot to the next, as allocating it costs more than copying."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Room:
 class Copies:
     """The copies of the tensors of one snapshot."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: CopyMemory) -> None:
         self._room = room
         self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Each tensor and its copy, by the tensor's id."""

@@ -14,13 +14,13 @@ import torch
 
 from dadt.comm import plain
 from dadt.inject.data.seed import State
-from dadt.inject.replay.values import Values
+from dadt.inject.replay.values import ReadValues
 
 
 class Draws:
     """Records, and in a replay restores, the random state in which a process that trains alone draws its data."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: ReadValues) -> None:
         self._values = values
         self._inside = False
         self._last: State | None = None

@@ -19,7 +19,7 @@ from dadt.control.worker_line import WorkerLine
 from dadt.errors import CommError, DadtError, PeerLost
 from dadt.inject.replay.recorder import Recorder, goes_on
 from dadt.inject.replay.taken import Taken
-from dadt.inject.replay.values import Values
+from dadt.inject.replay.values import ReadValues
 from dadt.train.approaches import Approach
 from dadt.train.runtime import Runtime
 
@@ -48,7 +48,7 @@ class Ready(NamedTuple):
 class Handover:
     """What a rank that trains already does to let a new worker join."""
 
-    def __init__(self, runtime: Runtime, values: Values, recorder: Recorder, taken: Taken) -> None:
+    def __init__(self, runtime: Runtime, values: ReadValues, recorder: Recorder, taken: Taken) -> None:
         self._runtime, self._values, self._recorder, self._taken = runtime, values, recorder, taken
         self._ranks = runtime.ranks
         self._ready: list[Ready] = []

@@ -8,7 +8,7 @@ from os import open as os_open  # bound before scripts' files are kept apart
 from pathlib import Path
 
 
-class Held:
+class HeldOutput:
     """Standard output and error go to a file, until `release`."""
 
     def __init__(self, path: Path) -> None:

@@ -21,9 +21,9 @@ from dadt.inject.replay.recorder import Recorder
 from dadt.inject.replay.replay import Replay, refuse
 from dadt.inject.replay.roster import Roster
 from dadt.inject.replay.selections import Selections
-from dadt.inject.replay.snapshot import Stored
+from dadt.inject.replay.snapshot import StoredSnapshot
 from dadt.inject.replay.taken import Taken
-from dadt.inject.replay.values import Values
+from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 
@@ -32,7 +32,7 @@ def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overl
     config = runtime.ranks.config
     if not runtime.replay.possible:
         return
-    values, roster = Values(), Roster()
+    values, roster = ReadValues(), Roster()
     values.install()
     roster.install()
     Selections(values).install(replaying=runtime.replay.under_way)
@@ -61,11 +61,11 @@ def _resume(
     modules: Modules,
     overlay: Overlay | None,
     recorder: Recorder | None,
-    parts: tuple[Roster, Values, Streams],
+    parts: tuple[Roster, ReadValues, Streams],
 ) -> None:
     newcomer = Newcomer(runtime, parts[1]) if runtime.ranks.world.joins else None
     try:
-        replay = Replay(runtime, *parts, newcomer or Stored(runtime, parts[1]))
+        replay = Replay(runtime, *parts, newcomer or StoredSnapshot(runtime, parts[1]))
         replay.held.hold()
     except NotResumed as error:
         refuse(error)

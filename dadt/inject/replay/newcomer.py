@@ -12,7 +12,7 @@ from dadt.comm import plain
 from dadt.control import job_folder
 from dadt.errors import PeerLost
 from dadt.inject.replay.handover import TAG
-from dadt.inject.replay.values import Values
+from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 NEAR_SECONDS = 1.0
@@ -29,7 +29,7 @@ class Newcomer:
     is_exact = False
     at_start: dict[str, Any] | None = None
 
-    def __init__(self, runtime: Runtime, values: Values) -> None:
+    def __init__(self, runtime: Runtime, values: ReadValues) -> None:
         """Waits until the others have taken a step."""
         self._runtime, self._values = runtime, values
         self._ranks = runtime.ranks

@@ -20,10 +20,10 @@ from dadt.config.check import snapshot_interval
 from dadt.control import snapshots
 from dadt.errors import CommError, DadtError
 from dadt.inject.replay import snapshot
-from dadt.inject.replay.copies import Room
+from dadt.inject.replay.copies import CopyMemory
 from dadt.inject.replay.pace import MEASURED, Pace
-from dadt.inject.replay.taken import Seen, Taken
-from dadt.inject.replay.values import Values
+from dadt.inject.replay.taken import SeenSnapshot, Taken
+from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 WAITING = 2
@@ -41,7 +41,7 @@ class Recorder:
     training. A snapshot is seen behind a step, without waiting for anybody or changing anything, and is complete when
     the next step begins; then a thread writes it."""
 
-    def __init__(self, runtime: Runtime, values: Values, taken: Taken) -> None:
+    def __init__(self, runtime: Runtime, values: ReadValues, taken: Taken) -> None:
         self._runtime, self._values, self._taken = runtime, values, taken
         self._ranks = runtime.ranks
         self._root = Path(runtime.ranks.config.snapshot_dir)
@@ -53,7 +53,7 @@ class Recorder:
         self.stopped = self._is_proven = False
         self._began = 0.0
         """When the first training forward began, in seconds since the epoch; 0 before."""
-        self._room = Room()
+        self._room = CopyMemory()
         self._open: Open | None = None
         self._forward = self._group = 0
         """The step behind which the last training forward began, and the steps between the last two that had any."""
@@ -222,7 +222,7 @@ class Recorder:
 class Open(NamedTuple):
     """A snapshot that is not complete yet."""
 
-    content: Seen
+    content: SeenSnapshot
     told: dict[str, Any]
     """What the snapshot says of the job, beside the state."""
     backwards: int

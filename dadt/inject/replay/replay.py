@@ -25,12 +25,12 @@ from dadt.errors import DadtError, NotResumed, PeerLost
 from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import variables
 from dadt.inject.replay.content import alike, fits
-from dadt.inject.replay.held import Held
+from dadt.inject.replay.held import HeldOutput
 from dadt.inject.replay.left import left_by, put
 from dadt.inject.replay.own import Own
 from dadt.inject.replay.recorder import digest
 from dadt.inject.replay.roster import Roster
-from dadt.inject.replay.values import Values
+from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 NEWS_SECONDS = 2.0
@@ -69,7 +69,7 @@ class Goal(Protocol):
 class Replay:
     """One per process that resumes. `under_way` until the state is in place."""
 
-    def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams, goal: Goal) -> None:
+    def __init__(self, runtime: Runtime, roster: Roster, values: ReadValues, streams: Streams, goal: Goal) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
         self._ranks = runtime.ranks
         self.goal = goal
@@ -80,7 +80,7 @@ class Replay:
         self._inside = False
         self._outputs: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._zeros = WeakTensorKeyDictionary()
-        self.held = Held(goal.log)
+        self.held = HeldOutput(goal.log)
         """Keeps what the script prints during the replay out of its standard output and error."""
         self._expected = goal.digest
         self.at_its_end: list[Callable[[], None]] = []

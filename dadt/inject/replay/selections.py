@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.jit import _builtins
 
-from dadt.inject.replay.values import Values
+from dadt.inject.replay.values import ReadValues
 
 _UNIQUE = (
     (torch, "_unique2", None),
@@ -39,7 +39,7 @@ class Selections:
     """Records how many elements operations selected by values, and in a replay gives results of that size. One per
     process."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: ReadValues) -> None:
         self._values = values
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # with it go its kernels
         self._given: dict[int, int] = {}

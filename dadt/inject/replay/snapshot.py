@@ -16,7 +16,7 @@ from dadt.control import private_files, snapshots
 from dadt.errors import NotResumed
 from dadt.inject.replay.content import check as check_content
 from dadt.inject.replay.content import check_archive
-from dadt.inject.replay.values import Values
+from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 
@@ -88,10 +88,10 @@ def read(folder: Path, rank: int) -> dict[str, Any]:
     return check_content(path, content, told["step"], common=told["common"])
 
 
-class Stored:
+class StoredSnapshot:
     """A snapshot as the goal of a replay."""
 
-    def __init__(self, runtime: Runtime, values: Values) -> None:
+    def __init__(self, runtime: Runtime, values: ReadValues) -> None:
         """Read the snapshot that `--resume` names. Raises NotResumed if this rank's part is missing, damaged or of
         another script."""
         folder, rank = Path(runtime.ranks.config.resume), runtime.ranks.world.rank

@@ -12,9 +12,9 @@ import torch
 from dadt.errors import CommError
 from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import variables
-from dadt.inject.replay.copies import Copies, Room
+from dadt.inject.replay.copies import Copies, CopyMemory
 from dadt.inject.replay.roster import Roster
-from dadt.inject.replay.values import Values
+from dadt.inject.replay.values import ReadValues
 from dadt.train.checkpoint import KEY
 from dadt.train.observation import Observation
 from dadt.train.runtime import Runtime
@@ -23,7 +23,7 @@ from dadt.train.runtime import Runtime
 class Taken:
     """All ranks take it after the same step."""
 
-    def __init__(self, runtime: Runtime, roster: Roster, values: Values, streams: Streams) -> None:
+    def __init__(self, runtime: Runtime, roster: Roster, values: ReadValues, streams: Streams) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
         self._built = -1
         self.at_start: dict[str, Any] | None = None
@@ -48,7 +48,7 @@ class Taken:
         content = self._own(frame)
         if common:
             content |= {"tensors": dict(self._roster.tensors()), "optimizers": optimizers, **self._built_beside()}
-        copied = Copies(Room()).now(content)
+        copied = Copies(CopyMemory()).now(content)
         assert isinstance(copied, dict)
         return copied
 
@@ -78,19 +78,21 @@ class Taken:
         """Whether nothing is under way that would be left out: the same on all ranks."""
         return all(a.algorithm.rests for a in self._runtime.attachments)
 
-    def observe(self, frame: FrameType, room: Room, *, common: bool) -> Seen:
+    def observe(self, frame: FrameType, room: CopyMemory, *, common: bool) -> SeenSnapshot:
         """Waits for nobody, and changes nothing. frame: below the script's."""
         if self._built != (built := self._roster.built):
             gc.collect()  # what was built before may be garbage by now
             self._built = built
-        return Seen(self._runtime, self._roster, self._own(frame), self._built_beside() if common else None, room)
+        return SeenSnapshot(
+            self._runtime, self._roster, self._own(frame), self._built_beside() if common else None, room
+        )
 
 
-class Seen:
+class SeenSnapshot:
     """One snapshot: seen behind a step, and complete before the next one changes anything."""
 
     def __init__(
-        self, runtime: Runtime, roster: Roster, content: dict[str, Any], beside: dict[str, Any] | None, room: Room
+        self, runtime: Runtime, roster: Roster, content: dict[str, Any], beside: dict[str, Any] | None, room: CopyMemory
     ) -> None:
         """content: of the script. beside: what all ranks have in common beside their models; None where another rank
         writes that."""

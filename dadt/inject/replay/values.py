@@ -25,7 +25,7 @@ _COUNT = struct.Struct("<BHQ")
 _READERS = ("item", "__float__", "__int__", "__bool__", "__index__", "tolist", "numpy")
 
 
-class Values:
+class ReadValues:
     """The values that the script has read from tensors, in the order in which the thread that trains has read them.
 
     Only what the script itself reads counts, or a library on its behalf: not what happens `aside`, as within forwards,

@@ -78,7 +78,7 @@ class Dump:
             return b""
 
 
-class Inquiry:
+class HostInquiry:
     """A question for the stacks of some ranks of this host, answered by one frame per rank."""
 
     def __init__(self, number: int, ranks: Sequence[int], offers: Offers) -> None:

@@ -27,7 +27,7 @@ MOST_AT_ONCE = 64
 
 
 @dataclass(slots=True)
-class Peer:
+class OtherHost:
     """Another host, as this host hears it."""
 
     index: int
@@ -49,7 +49,7 @@ class HostHeartbeat:
         self._key = hmac.digest(secret, PURPOSE, "sha256")
         self._index = index
         self._timeout = timeout
-        self._peers: dict[tuple[str, int], Peer] = {}
+        self._peers: dict[tuple[str, int], OtherHost] = {}
         self._counter = 0
         self._sent = self._turned = float("-inf")
         self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
@@ -70,7 +70,7 @@ class HostHeartbeat:
         for host in hosts:
             if host["index"] != self._index:
                 place = (host["address"], host["port"])
-                self._peers[place] = known.get(place) or Peer(host["index"], place, now)
+                self._peers[place] = known.get(place) or OtherHost(host["index"], place, now)
 
     def read(self) -> None:
         """Read the datagrams that have come, dropping those that are no peer's heartbeat, or an old one."""
@@ -112,7 +112,7 @@ class HostHeartbeat:
             with suppress(OSError):  # unreachable now, which the other side notices
                 self._socket.sendto(sign + self._proof(sign), peer.place)
 
-    def _hear(self, peer: Peer, data: bytes) -> None:
+    def _hear(self, peer: OtherHost, data: bytes) -> None:
         sign, proof = data[: SIGN.size], data[SIGN.size :]
         sender, receiver, counter = SIGN.unpack(sign)
         if (sender, receiver) != (peer.index, self._index) or counter <= peer.counter:
@@ -121,7 +121,7 @@ class HostHeartbeat:
             peer.counter = counter
             peer.heard_at = time.monotonic()
 
-    def _look(self, peer: Peer, now: float) -> Frame | None:
+    def _look(self, peer: OtherHost, now: float) -> Frame | None:
         seconds = now - peer.heard_at
         late = seconds >= self._timeout
         if late and not peer.counter and not peer.given_up:

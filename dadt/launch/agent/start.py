@@ -13,7 +13,7 @@ from dadt.launch.start import environment
 from dadt.launch.start.standard_input import NoInput
 
 
-class Start:
+class WorkerStart:
     """The order `job`, by which workers are started once, and again where they are lost."""
 
     def __init__(self, job: Frame, env: Mapping[str, str], socket: Path, stdin: int | None) -> None:

@@ -19,14 +19,14 @@ from dadt.errors import LaunchError
 from dadt.launch.actions import unknown
 from dadt.launch.agent import actions, host_heartbeat
 from dadt.launch.agent.actions import AgentAction, FindHandlers
-from dadt.launch.agent.dump import Dump, Inquiry
+from dadt.launch.agent.dump import Dump, HostInquiry
 from dadt.launch.agent.entrances import Entrances
 from dadt.launch.agent.host_job import HostJob
 from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
 from dadt.launch.agent.lines import Lines
 from dadt.launch.agent.probing import Probing
 from dadt.launch.agent.registry import Line, Saying
-from dadt.launch.agent.start import Start
+from dadt.launch.agent.start import WorkerStart
 from dadt.launch.agent.worker import STREAMS, Worker
 from dadt.launch.agent.worker_output import WorkerOutput
 from dadt.launch.ending.processes import Process, handles, kill, members, terminate, without_trackers
@@ -67,7 +67,7 @@ class Supervisor:
         self._folder = folder
         self._probing = probing
         self._host = host = HostJob(job, folder.path, time.monotonic())
-        self._starts = Start(job, env, folder.socket, stdin)
+        self._starts = WorkerStart(job, env, folder.socket, stdin)
         speaker = schema.WORKER.without(*(() if job.body else ("result",)), *(() if job["adopt"] else SHIM_KINDS))
         self._lines = Lines(speaker, launcher, host.registry.connected, self._hear, self._hung_up)
         self._entrances = Entrances(folder, host.ranks, launcher, self._lines.accept, self._lines.drop)
@@ -77,7 +77,7 @@ class Supervisor:
         """The newest worker of each rank, with its pipes."""
         self._shims: dict[int, Worker] = {}
         """Line to the worker that the shim at its other end starts, or is to start."""
-        self._inquiries: list[Inquiry] = []
+        self._inquiries: list[HostInquiry] = []
         """Stacks for which the launcher waits."""
         self._dump: Dump | None = None
         """The stacks that workers write before they are stopped."""
@@ -241,7 +241,7 @@ class Supervisor:
             case actions.FindHandlers():
                 self._find_handlers(action)
             case actions.GatherStacks(number, ranks):
-                self._inquiries.append(Inquiry(number, ranks, self._host.registry.dumps))
+                self._inquiries.append(HostInquiry(number, ranks, self._host.registry.dumps))
             case actions.DumpStacks():
                 self._dump = Dump(self._host.registry.dumps, STACK_SECONDS)
             case actions.TerminateAll():

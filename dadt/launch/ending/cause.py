@@ -8,7 +8,7 @@ from pathlib import Path
 from dadt.errors import LaunchError, StartTimeout
 from dadt.launch.actions import Event
 from dadt.launch.ending.failure import Blame, Ending, Failure, find_cause, last_line
-from dadt.launch.ending.record import Record
+from dadt.launch.ending.record import ErrorRecord
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.member import Member
 from dadt.launch.monitor.log_files import log_path, stacks_path
@@ -34,10 +34,10 @@ class Cause:
         self._silence = silence
         self.endings: dict[int, Ending] = {}
         """How each rank has ended, by rank; those that run are missing."""
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, ErrorRecord] = {}
         self._left: list[int] = []
         """Ranks whose script ended while others went on, in that order."""
-        self._said: dict[int, Record] = {}
+        self._said: dict[int, ErrorRecord] = {}
         """What ranks have given to `sys.exit` as their last words."""
         self._held: Member | None = None
         """The rank that could not go on when the first other rank gave up waiting."""
@@ -70,7 +70,7 @@ class Cause:
 
     def exits(self, event: Event) -> None:
         """A rank's script has called `sys.exit` with a text. Whether its process ends by that comes later."""
-        self._said[event.frame["rank"]] = Record.of_exit(event.frame.header)
+        self._said[event.frame["rank"]] = ErrorRecord.of_exit(event.frame.header)
 
     def ending(self, event: Event) -> None:
         """A rank's script is over."""
@@ -82,7 +82,7 @@ class Cause:
             self._held = member
             self._blame = Blame.of_held(member.condition)
 
-    def give_up(self, rank: int, record: Record, now: float) -> None:
+    def give_up(self, rank: int, record: ErrorRecord, now: float) -> None:
         """Record an exception of this rank. It ends the process unless it is another thread's."""
         known = self._records.get(rank)
         # The main thread's exception ends the process. Among those of other threads the first counts.
@@ -95,7 +95,7 @@ class Cause:
             else:
                 self._blame = self._blame or self._silence(now)
 
-    def end(self, ending: Ending) -> Record | None:
+    def end(self, ending: Ending) -> ErrorRecord | None:
         """Record a worker's exit. Returns the exception that ended it, from its report or its traceback."""
         self.endings[ending.rank] = ending
         if ending.code == 0:
@@ -105,9 +105,9 @@ class Cause:
             said = self._said.get(ending.rank)
             # Python prints the text if the process ends by it.
             if said is not None and _last_part(said.message) in tail.decode(errors="replace"):
-                record: Record | None = said
+                record: ErrorRecord | None = said
             else:
-                record = Record.from_stderr(tail)
+                record = ErrorRecord.from_stderr(tail)
             if record is not None:
                 self._records[ending.rank] = record
         return self._records.get(ending.rank)
@@ -127,13 +127,13 @@ class Cause:
             raise LaunchError(f"{where}it is not known how rank {untold[0].rank} has ended: its agent has not told")
         return None
 
-    def _is_consequence(self, ending: Ending, record: Record | None) -> bool:
+    def _is_consequence(self, ending: Ending, record: ErrorRecord | None) -> bool:
         """Whether this rank only tells that it has waited in vain for others, and not what has become of them."""
         waited = record is not None and (record.secondary or record.type == StartTimeout.__name__)
         told = record is not None and record.type in ("Mismatch", "WeightsDiffer")
         return waited and not told and self._blame_of(ending, record) is None
 
-    def _find(self) -> tuple[Ending, Record | None] | None:
+    def _find(self) -> tuple[Ending, ErrorRecord | None] | None:
         endings = [ending for rank, ending in self.endings.items() if rank not in self._excused]
         cause = find_cause(endings, self._records, self._left)
         if self._held is not None and self._held.rank in self.endings:
@@ -145,7 +145,7 @@ class Cause:
             return None  # the others were ended because the agent was lost
         return cause
 
-    def _failure(self, ending: Ending, record: Record | None, begun: float, stacks: Sequence[Path]) -> Failure:
+    def _failure(self, ending: Ending, record: ErrorRecord | None, begun: float, stacks: Sequence[Path]) -> Failure:
         own = stacks_path(self._logs, ending.rank)
         return Failure(
             ending=ending,
@@ -177,7 +177,7 @@ class Cause:
         alike = len(endings) > 1 and all(facts(each) == facts(first) and not each.stopped for each in endings)
         return len(endings) if alike and first.code else 0
 
-    def _blame_of(self, ending: Ending, record: Record | None) -> Blame | None:
+    def _blame_of(self, ending: Ending, record: ErrorRecord | None) -> Blame | None:
         if record is None and self._held is not None and ending.rank == self._held.rank:
             return self._blame
         if record is None and ending.rank in self._left and (ending.code == 0 or ending.stopped):
@@ -190,6 +190,6 @@ def _last_part(text: str) -> str:
     return text[-1000:]
 
 
-def _time(ending: Ending, record: Record | None) -> float:
+def _time(ending: Ending, record: ErrorRecord | None) -> float:
     """The time of the failure: that of the exception if known, as it comes before the exit."""
     return record.time if record is not None and record.time else ending.time

@@ -12,7 +12,7 @@ from dadt.launch.ending.cause import Cause
 from dadt.launch.ending.failure import Ending, signal_name, steps_text
 from dadt.launch.ending.outcome import Outcome
 from dadt.launch.ending.preemption import Preemption, ranks
-from dadt.launch.ending.record import Record
+from dadt.launch.ending.record import ErrorRecord
 from dadt.launch.ending.signals import ENDING_SIGNALS, of_checkpoint
 from dadt.launch.ending.termination import Termination
 from dadt.launch.hosts.slot import Slot
@@ -121,7 +121,7 @@ class Endings:
     def failed(self, event: Event) -> None:
         """A rank reports an uncaught exception."""
         frame, now = event.frame, event.now
-        record = Record.from_header({**frame.header, "time": frame["time"] - event.node.clock})
+        record = ErrorRecord.from_header({**frame.header, "time": frame["time"] - event.node.clock})
         self._cause.give_up(frame["rank"], record, now)
         if record.thread:
             return
@@ -160,7 +160,7 @@ class Endings:
         self._membership.exited(member, self._termination.goes_on and node not in self._leaving, now)
         self._rendezvous.settle(now)
 
-    def _ended_badly(self, member: Member, what: str, record: Record | None, now: float, *, over: bool) -> None:
+    def _ended_badly(self, member: Member, what: str, record: ErrorRecord | None, now: float, *, over: bool) -> None:
         """over: training was over before."""
         if self._termination.goes_on and not over and self._membership.lose([member.rank], what, now):
             return

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dadt import errors
 from dadt.control.condition import HELD
-from dadt.launch.ending.record import Record, printable, shortened
+from dadt.launch.ending.record import ErrorRecord, printable, shortened
 
 OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
 GPU_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory(?:.*?\b(GPU \d+))?", re.DOTALL)
@@ -77,7 +77,7 @@ class Failure:
     """The cause of a job's failure, and what is known around it."""
 
     ending: Ending
-    record: Record | None
+    record: ErrorRecord | None
     seconds: float
     """Time from the start of the workers to the failure."""
     pid: int
@@ -201,8 +201,8 @@ class Failure:
 
 
 def find_cause(
-    endings: Sequence[Ending], records: Mapping[int, Record], left: Sequence[int] = ()
-) -> tuple[Ending, Record | None] | None:
+    endings: Sequence[Ending], records: Mapping[int, ErrorRecord], left: Sequence[int] = ()
+) -> tuple[Ending, ErrorRecord | None] | None:
     """The earliest failure that neither another failure nor the stop caused; None if nothing failed.
 
     An exception counts from when it was raised, which is before the exit. If every failure was caused by another, the
@@ -275,7 +275,7 @@ def _as_typed(file: str) -> str:
         return file
 
 
-def _is_memory_error(record: Record) -> bool:
+def _is_memory_error(record: ErrorRecord) -> bool:
     text = record.text.lower()
     return record.type == "MemoryError" or any(words in text for words in MEMORY_TEXTS)
 

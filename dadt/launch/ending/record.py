@@ -20,7 +20,7 @@ EXIT = SystemExit.__name__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class ErrorRecord:
     """An uncaught exception. If others were raised from it, they are around it."""
 
     type: str
@@ -42,29 +42,29 @@ class Record:
     time: float = 0.0
 
     @classmethod
-    def from_header(cls, header: Mapping[str, Any]) -> Record:
+    def from_header(cls, header: Mapping[str, Any]) -> ErrorRecord:
         return cls(**{name: header[name] for name in cls.__slots__ if name in header})._unwrapped()
 
     @classmethod
-    def of_exit(cls, header: Mapping[str, Any]) -> Record:
+    def of_exit(cls, header: Mapping[str, Any]) -> ErrorRecord:
         """The text with which a script has called `sys.exit`."""
         return cls(type=EXIT, message=header["text"], frames=header["frames"], step=max(0, header["step"]) or None)
 
     @classmethod
-    def from_stderr(cls, tail: bytes) -> Record | None:
+    def from_stderr(cls, tail: bytes) -> ErrorRecord | None:
         """The exception of the last traceback in the last bytes of a worker's stderr, or the syntax error of a script
         that is not Python; None if there is neither."""
         raised = innermost(tail.decode(errors="replace"))
         return cls._of(raised) if raised is not None else None
 
     @classmethod
-    def _of(cls, raised: Raised) -> Record:
+    def _of(cls, raised: Raised) -> ErrorRecord:
         module, _, name = raised.type.rpartition(".")
         known = getattr(errors, name, object) if module == errors.__name__ else object
         secondary = issubclass(known, errors.CommError)
         return cls(type=name, message=raised.message, frames=raised.frames, around=raised.around, secondary=secondary)
 
-    def _unwrapped(self) -> Record:
+    def _unwrapped(self) -> ErrorRecord:
         """The exception of another process, if its traceback is in this one's message."""
         if TRACEBACK not in self.message or (raised := innermost(self.message)) is None:
             return self

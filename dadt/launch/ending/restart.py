@@ -20,7 +20,7 @@ from dadt.launch.hosts.candidates import LONGEST_PAUSE_SECONDS
 from dadt.launch.hosts.discovery import ASK_SECONDS, Discovery
 from dadt.launch.hosts.host import Host
 from dadt.launch.idle import Idle
-from dadt.launch.report import Report
+from dadt.launch.report import JobReport
 from dadt.launch.start.startup import Voice
 
 LOOK_SECONDS = 0.1
@@ -41,7 +41,7 @@ class Restarts:
         config: Config,
         discovery: Discovery,
         voice: Voice,
-        report: Report,
+        report: JobReport,
         logs: Path,
         interrupts: Interrupts | None,
         idle: Callable[[], Idle],

@@ -15,7 +15,7 @@ NEVER = float("inf")
 
 
 @dataclass(slots=True)
-class Pause:
+class HostPause:
     """How long a host is left alone that has failed."""
 
     seconds: float = 0.0
@@ -31,7 +31,7 @@ class Candidates:
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = list(hosts)
         """The hosts that there are now, in the order in which they are filled."""
-        self._pauses: dict[str, Pause] = {}
+        self._pauses: dict[str, HostPause] = {}
 
     def usable(self, now: float) -> list[Host]:
         """The hosts that may be tried."""
@@ -45,12 +45,12 @@ class Candidates:
     def served(self, hosts: Iterable[Host], now: float) -> None:
         """Note that workers begin to run on these hosts."""
         for host in hosts:
-            self._pauses.setdefault(host.name, Pause()).served = now
+            self._pauses.setdefault(host.name, HostPause()).served = now
 
     def failed(self, host: Host, now: float) -> None:
         """Leave a host alone for twice as long as the last time: it cannot be reached, or its agent was lost or asked
         to end. Reporting it again while it is left alone changes nothing."""
-        pause = self._pauses.setdefault(host.name, Pause())
+        pause = self._pauses.setdefault(host.name, HostPause())
         if pause.until > now:
             return
         if pause.served and now - pause.served > SERVED_SECONDS:
@@ -68,5 +68,5 @@ class Candidates:
     def _is_usable(self, host: Host, now: float) -> bool:
         return self._pause(host).until <= now
 
-    def _pause(self, host: Host) -> Pause:
-        return self._pauses.get(host.name, Pause())
+    def _pause(self, host: Host) -> HostPause:
+        return self._pauses.get(host.name, HostPause())

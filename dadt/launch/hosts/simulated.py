@@ -35,7 +35,7 @@ PACKETS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class SimulatedLink:
     """The full-duplex link between each host and the switch."""
 
     rate: float = 0.0
@@ -48,9 +48,9 @@ def wanted(config: Config) -> bool:
     return simulates_hosts(config.link, config.latency, config.simulate_hosts)
 
 
-def link_of(config: Config) -> Link:
+def link_of(config: Config) -> SimulatedLink:
     """The link that the flags describe. Raises ConfigError."""
-    return Link(rate_of(config.link), latency_of(config.latency))
+    return SimulatedLink(rate_of(config.link), latency_of(config.latency))
 
 
 def hosts_and_slots(config: Config) -> dict[str, int]:
@@ -84,7 +84,7 @@ def check_machine(asked: str) -> None:
 class Network:
     """The namespaces of the simulated hosts and of the switch between them."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: SimulatedLink) -> None:
         """Raises ConfigError if the kernel forbids it, or lacks a feature that the link needs."""
         self._link = link
         self._hosts: list[int] = []

@@ -43,7 +43,7 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class HostRoom:
     """The slots, GPUs and cores that one host offers."""
 
     host: str = ""
@@ -60,7 +60,7 @@ class Room:
         return self.slots or len(self.gpus) or 1
 
 
-def share_out(count: int, rooms: Sequence[Room]) -> list[int]:
+def share_out(count: int, rooms: Sequence[HostRoom]) -> list[int]:
     """How many of `count` workers each host gets, filling hosts in order. count: 0 for one worker per slot.
 
     Raises ConfigError if there are too few slots, or too few GPUs for them.
@@ -89,9 +89,9 @@ def share_out(count: int, rooms: Sequence[Room]) -> list[int]:
     return shares
 
 
-def _check_owners(rooms: Sequence[Room], shares: Sequence[int]) -> None:
+def _check_owners(rooms: Sequence[HostRoom], shares: Sequence[int]) -> None:
     """Raises ConfigError if a machine has two names, so that one of its GPUs would get two workers."""
-    owners: dict[tuple[str, str], Room] = {}
+    owners: dict[tuple[str, str], HostRoom] = {}
     for room, share in zip(rooms, shares, strict=True):
         for gpu in room.gpus[:share] if room.machine else ():
             owner = owners.setdefault((room.machine, gpu), room)
@@ -102,7 +102,7 @@ def _check_owners(rooms: Sequence[Room], shares: Sequence[int]) -> None:
                 )
 
 
-def place(shares: Sequence[int], rooms: Sequence[Room], addresses: Sequence[str]) -> list[Slot]:
+def place(shares: Sequence[int], rooms: Sequence[HostRoom], addresses: Sequence[str]) -> list[Slot]:
     """Assign ranks host by host, each with a GPU if the host offers GPUs, and an equal part of the cores."""
     slots: list[Slot] = []
     world_size = sum(shares)
@@ -119,7 +119,7 @@ def place(shares: Sequence[int], rooms: Sequence[Room], addresses: Sequence[str]
     return slots
 
 
-def move(slot: Slot, room: Room, address: str) -> Slot:
+def move(slot: Slot, room: HostRoom, address: str) -> Slot:
     """The same slot on the host of this room, which the others reach at this address."""
     gpu = room.gpus[slot.local_rank] if room.gpus else None
     return replace(slot, host=room.host, address=address, gpu=gpu, threads=max(1, room.cores // slot.local_size))

@@ -5,21 +5,21 @@ from __future__ import annotations
 from importlib import import_module
 
 from dadt.config.extensions import LAUNCHERS
-from dadt.launch.channel import Launcher, Request
+from dadt.launch.channel import AgentRequest, Launcher
 from dadt.launch.hosts.simulated import wanted
 
 UNNAMED = {"simulated": "dadt.launch.launchers.simulated:launcher", "manual": "dadt.launch.launchers.manual:launcher"}
 """Launchers that are chosen by flags other than --launcher."""
 
 
-def launcher_of(request: Request) -> Launcher:
+def launcher_of(request: AgentRequest) -> Launcher:
     """The launcher for a request. Its module is imported here, as the SSH library takes long to import."""
     module, _, function = {**LAUNCHERS, **UNNAMED}[_name(request)].partition(":")
     made: Launcher = getattr(import_module(module), function)(request)
     return made
 
 
-def _name(request: Request) -> str:
+def _name(request: AgentRequest) -> str:
     config = request.config
     if wanted(config):
         return "simulated"

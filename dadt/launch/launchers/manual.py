@@ -18,7 +18,7 @@ from dadt.control import schema
 from dadt.control.connection import SEAL, Listener, SealedConnection, Unreached, Words, dial
 from dadt.control.frame import Frame, Link
 from dadt.errors import DadtError, LaunchError, StartTimeout
-from dadt.launch.channel import Channel, Launcher, Request
+from dadt.launch.channel import AgentRequest, Channel, Launcher
 from dadt.launch.ending.failure import signal_name
 from dadt.launch.ending.preemption import EXIT_CODE
 from dadt.launch.ending.signals import Interrupts
@@ -33,7 +33,7 @@ END_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 
 
-def launcher(request: Request) -> Launcher:
+def launcher(request: AgentRequest) -> Launcher:
     return HandLauncher(request.config, request.job, request.command, request.turned_away)
 
 

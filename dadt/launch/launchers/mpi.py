@@ -22,9 +22,9 @@ from dadt.config.check import mpi_arguments
 from dadt.control.connection import Listener, SealedConnection, Words
 from dadt.errors import ConfigError, LaunchError
 from dadt.launch.agent.shim import NOTE
-from dadt.launch.channel import Channel, Launcher, Request
+from dadt.launch.channel import AgentRequest, Channel, Launcher
 from dadt.launch.hosts.host import Host
-from dadt.launch.hosts.slot import Room, share_out
+from dadt.launch.hosts.slot import HostRoom, share_out
 from dadt.launch.hosts.slurm import forget_step
 from dadt.launch.launchers import slurm
 from dadt.launch.launchers.connect_back import Arrivals, SocketChannel
@@ -47,7 +47,7 @@ NO_WAY = re.compile(
 NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zero exit code. Per user-direction")
 
 
-def launcher(request: Request) -> Launcher:
+def launcher(request: AgentRequest) -> Launcher:
     return MpiLauncher(request.config, request.hosts, request.job, request.turned_away)
 
 
@@ -277,7 +277,7 @@ def _shares(config: Config, hosts: Sequence[Host]) -> list[int]:
             f"--launcher mpi: how many workers on {', '.join(vague)}? Give them, as in -H {vague[0]}:2, or by "
             "--accelerators"
         )
-    shares = share_out(config.np, [Room(host=host.name, slots=host.slots) for host in hosts])
+    shares = share_out(config.np, [HostRoom(host=host.name, slots=host.slots) for host in hosts])
     if idle := [host.name for host, share in zip(hosts, shares, strict=True) if not share]:
         raise ConfigError(f"-np {config.np}: no worker is left for {', '.join(idle)}; leave it out of -H")
     return shares

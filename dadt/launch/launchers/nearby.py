@@ -5,16 +5,16 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from dadt.config import Config
-from dadt.launch.channel import Channel, Launcher, Request
+from dadt.launch.channel import AgentRequest, Channel, Launcher
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalLauncher
 
 
-def launcher(request: Request) -> Launcher:
+def launcher(request: AgentRequest) -> Launcher:
     return NearbyLauncher(request.config)
 
 
-def ssh(request: Request) -> Launcher:
+def ssh(request: AgentRequest) -> Launcher:
     return ssh_launcher(request.config)
 
 

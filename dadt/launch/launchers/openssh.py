@@ -23,7 +23,7 @@ from dadt.launch.launchers import remote_shell
 from dadt.launch.ssh import route as routes
 from dadt.launch.ssh.attempt import Attempts
 from dadt.launch.ssh.gate import Gates
-from dadt.launch.ssh.report import Report
+from dadt.launch.ssh.report import SshReport
 from dadt.launch.ssh.route import Route
 
 STDERR_BYTES = 1 << 16
@@ -148,8 +148,8 @@ class OpensshChannel:
         self._errors.join(FORCE_SECONDS)
         return False
 
-    def report(self) -> Report:
-        return Report(self._stderr.decode(errors="replace"))
+    def report(self) -> SshReport:
+        return SshReport(self._stderr.decode(errors="replace"))
 
     def hang_up(self) -> None:
         assert self._process.stdin is not None

@@ -15,7 +15,7 @@ from dadt.control.connection import Listener, SealedConnection, Words
 from dadt.errors import LaunchError
 from dadt.launch.agent import ray_actor
 from dadt.launch.agent.connect import NAME, REACH
-from dadt.launch.channel import Channel, Launcher, Request
+from dadt.launch.channel import AgentRequest, Channel, Launcher
 from dadt.launch.ending.failure import signal_name
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.ray import RayHost, connect, end_of_node, own_node
@@ -30,7 +30,7 @@ from Ray whether a node is gone. Ray knows of the end of an actor sooner than of
 job that trains on does not wait for that."""
 
 
-def launcher(request: Request) -> Launcher:
+def launcher(request: AgentRequest) -> Launcher:
     return RayLauncher(request)
 
 
@@ -52,7 +52,7 @@ class RayLauncher:
 
     extends = True
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: AgentRequest) -> None:
         self._config = request.config
         self._turned_away, self._say = request.turned_away, request.say
         self._ray = connect(request.config)

@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from dadt.config import Config
 from dadt.control import machine
 from dadt.errors import LaunchError
-from dadt.launch.channel import Channel, Launcher, Request
+from dadt.launch.channel import AgentRequest, Channel, Launcher
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.simulated import Network, link_of
 from dadt.launch.launchers.local import LocalChannel
 
 
-def launcher(request: Request) -> Launcher:
+def launcher(request: AgentRequest) -> Launcher:
     return SimulatedLauncher(request.config)
 
 

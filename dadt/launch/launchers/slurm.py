@@ -19,7 +19,7 @@ from dadt.control import mpi_library
 from dadt.control.connection import Listener, SealedConnection, Words
 from dadt.errors import LaunchError
 from dadt.launch.agent.connect import REACH
-from dadt.launch.channel import Channel, Launcher, Request
+from dadt.launch.channel import AgentRequest, Channel, Launcher
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slurm import forget_step
 from dadt.launch.launchers.connect_back import Arrivals, SocketChannel
@@ -30,7 +30,7 @@ LABELLED = re.compile(r"(?P<task>\d+): ?(?P<text>.*)")
 VERDICT = re.compile(r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<verdict>.*)")
 
 
-def launcher(request: Request) -> Launcher:
+def launcher(request: AgentRequest) -> Launcher:
     return SlurmLauncher(request.config, request.hosts, request.turned_away)
 
 
@@ -46,7 +46,7 @@ class SlurmLauncher:
         self._hosts = hosts
         self._arrivals = Arrivals(host.name for host in hosts)
         self._listener: Listener | None = None
-        self._step: Step | None = None
+        self._step: SlurmStep | None = None
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         key = secrets.token_bytes(32)
@@ -58,7 +58,7 @@ class SlurmLauncher:
         # SLURM_OVERLAP shares the nodes with the step that this process may be in; srun before 20.11 ignores it.
         env |= {REACH: self._listener.reach(self._config.network_interface).to_text(), "SLURM_OVERLAP": "1"}
         try:
-            self._step = Step(self._srun(hosts), env, self._python, self._give_up)
+            self._step = SlurmStep(self._srun(hosts), env, self._python, self._give_up)
         except OSError as error:
             self._listener.close()
             raise LaunchError(f"srun: cannot be run ({error.strerror}); is Slurm in PATH?") from error
@@ -107,7 +107,7 @@ class SlurmLauncher:
         assert self._step is not None
         return self._step.why(self._index(name), seconds)
 
-    def _give_up(self, step: Step) -> None:
+    def _give_up(self, step: SlurmStep) -> None:
         """srun has ended, so agents that have not connected will not."""
         for host in self._hosts:
             if not self._arrivals.has(host.name):
@@ -143,11 +143,11 @@ def ranks_of_mpi(
     ]
 
 
-class Step:
+class SlurmStep:
     """A running srun, and the output of it and its agents."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], python: str, ended: Callable[[Step], None]
+        self, command: Sequence[str], env: Mapping[str, str], python: str, ended: Callable[[SlurmStep], None]
     ) -> None:
         """ended: called by another thread. Raises OSError if there is no srun."""
         self._python = python

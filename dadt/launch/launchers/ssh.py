@@ -17,7 +17,7 @@ from dadt.launch.channel import Channel
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers import remote_shell
 from dadt.launch.ssh.attempt import Attempts, Transient
-from dadt.launch.ssh.connection import Connection, Connector
+from dadt.launch.ssh.connection import Connector, SshConnection
 
 OPEN_SECONDS = 15.0
 STATUS_SECONDS = 5.0
@@ -62,7 +62,7 @@ class SshLauncher:
 class SshChannel:
     """An agent at the other end of a Paramiko channel. Threads copy its bytes to a socket, which can be selected on."""
 
-    def __init__(self, connection: Connection, channel: paramiko.Channel, python: str, notes: Sequence[str]) -> None:
+    def __init__(self, connection: SshConnection, channel: paramiko.Channel, python: str, notes: Sequence[str]) -> None:
         self.notes = notes
         self._connection = connection
         self._channel = channel

@@ -14,7 +14,7 @@ LONGEST_SECONDS = 3600.0
 
 
 @dataclass(slots=True)
-class Asked:
+class NewcomerQuestion:
     """A question of a new worker to the other ranks."""
 
     frame: Frame
@@ -44,7 +44,7 @@ class Handovers:
         self._outbox = outbox
         self._kill = kill
         self._count = 0
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, NewcomerQuestion] = {}
         self.awaited: tuple[int, int] | None = None
         """The rank for which the others wait, and their generation."""
         self._until = 0.0
@@ -55,7 +55,7 @@ class Handovers:
         self._count += 1
         told = {"number": self._count, "rank": question["rank"], "known": question["known"], "last": question["last"]}
         deadline = event.now + min(question["timeout"], LONGEST_SECONDS)
-        self._asked[self._count] = asked = Asked(Frame("approach", told), deadline, reply)
+        self._asked[self._count] = asked = NewcomerQuestion(Frame("approach", told), deadline, reply)
         self._outbox.send_all(asked.frame)
 
     def give(self, event: Event, generation: int, present: Collection[int]) -> bool:

@@ -37,7 +37,7 @@ TRIALS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReconnectRequest:
     """A rank's connection has failed, and it does not know why."""
 
     begun: float
@@ -83,7 +83,7 @@ class Membership:
         self._left: dict[int, str] = {}
         """Ranks that ended well before they came to their end, and what is to be said of them: they are lost once
         another rank waits, as all may be about to do the same."""
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, ReconnectRequest] = {}
         """Rank to its request, made when its connection has failed, until that is answered."""
         self._trials: list[str] = []
         """The reasons why all have connected again since the last step, one for each time."""
@@ -137,7 +137,7 @@ class Membership:
         """A rank's connection with the others has failed. It gets its answer once it is clear what follows."""
         question, reply, now = event.frame, self._rendezvous.reply_to(event), event.now
         why = f"{self._rendezvous.members[question['rank']].named}: {question['text']}"
-        request = Request(now, now + question["timeout"], why, reply)
+        request = ReconnectRequest(now, now + question["timeout"], why, reply)
         if question.get("generation", 0) == self._rendezvous.generation:
             self._requests[question["rank"]] = request
         else:

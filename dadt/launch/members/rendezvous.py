@@ -17,7 +17,7 @@ OVER = Frame("exchanged")
 
 
 @dataclass(slots=True)
-class Exchange:
+class KeyExchange:
     """Blobs under one key, and the ranks that wait for all of them."""
 
     begun: float
@@ -32,7 +32,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class StalledRanks:
     """Ranks that wait, and those for which they do."""
 
     key: str
@@ -47,7 +47,7 @@ class Rendezvous:
         """hosts: name of each rank's host; empty names in a job of one host."""
         self._outbox = outbox
         self.members = [Member(rank, host, seen=now) for rank, host in enumerate(hosts)]
-        self._exchanges: dict[str, Exchange] = {}
+        self._exchanges: dict[str, KeyExchange] = {}
         self._board = Board()
         self._images = 0
         """How often ranks have replaced themselves, all of them or some."""
@@ -97,14 +97,14 @@ class Rendezvous:
         self._exchanges.clear()
         self._board.clear(refusal, now)
 
-    def stalled(self, seconds: float, now: float) -> list[Stall]:
+    def stalled(self, seconds: float, now: float) -> list[StalledRanks]:
         """The waits that have taken more than `seconds`, each reported once."""
         found = self._board.stalled(seconds, now)
         for key, exchange in self._exchanges.items():
             if exchange.waits and not exchange.told and now - exchange.begun > seconds:
                 exchange.told = True
                 found.append((key, set(exchange.blobs)))
-        stalls = [Stall(key, ranks, [m for m in self.present if m.rank not in ranks]) for key, ranks in found]
+        stalls = [StalledRanks(key, ranks, [m for m in self.present if m.rank not in ranks]) for key, ranks in found]
         return [stall for stall in stalls if stall.missing]
 
     def reply_to(self, question: Event) -> Reply:
@@ -127,7 +127,7 @@ class Rendezvous:
             self.give(frame["key"], frame["rank"], frame.body, frame["timeout"], reply, question.now)
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply, now: float) -> None:
-        exchange = self._exchanges.setdefault(key, Exchange(now))
+        exchange = self._exchanges.setdefault(key, KeyExchange(now))
         given = sum(len(each.blobs.get(rank, b"")) for each in self._exchanges.values())
         if exchange.complete or len(self._exchanges) > MOST_EXCHANGES or given + len(blob) > MOST_GIVEN:
             what = "which all have given already" if exchange.complete else f"beside {given:,} that others have not met"
@@ -199,7 +199,7 @@ class Rendezvous:
     def waiting(self) -> bool:
         return self._board.waiting or any(exchange.waits for exchange in self._exchanges.values())
 
-    def _complete(self, exchange: Exchange) -> Frame:
+    def _complete(self, exchange: KeyExchange) -> Frame:
         return together([exchange.blobs[member.rank] for member in self.present])
 
     def _refuse(self, key: str, present: set[int], what: str) -> Frame:

@@ -18,7 +18,7 @@ PACE = re.compile(rb" *(?:\d+%\|[^|]*\| *[\d.]+(?=/)|\d+(?::\d\d)+|(?<=<)\?|[\d.
 """Matches what ranks show differently in a progress bar: how far it is, times, and its speed."""
 
 
-class Line(NamedTuple):
+class PrintedLine(NamedTuple):
     since: float
     """Time at which the line came."""
     text: bytes
@@ -27,7 +27,7 @@ class Line(NamedTuple):
     is_bar: bool
 
     @classmethod
-    def of(cls, text: bytes, now: float) -> Line:
+    def of(cls, text: bytes, now: float) -> PrintedLine:
         is_bar = BAR.search(text) is not None
         return cls(now, text, PACE.sub(b"", text) if is_bar else text, is_bar)
 
@@ -36,13 +36,13 @@ class Alike:
     """The lines of one stream of all ranks. The order of each rank's lines stays."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._waiting: dict[int, deque[Line]] = {rank: deque() for rank in ranks}
+        self._waiting: dict[int, deque[PrintedLine]] = {rank: deque() for rank in ranks}
         """Each rank's lines that have not been shown."""
         self._ended: set[int] = set()
 
     def add(self, rank: int, lines: Iterable[bytes], now: float) -> None:
         self._ended.discard(rank)
-        self._waiting[rank].extend(Line.of(line, now) for line in lines)
+        self._waiting[rank].extend(PrintedLine.of(line, now) for line in lines)
 
     def end(self, rank: int) -> None:
         """Nobody waits for it until it prints again, in a new worker."""

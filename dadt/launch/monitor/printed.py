@@ -31,7 +31,7 @@ UNFINISHED = re.compile(rb"\r\Z|\x1b(?:\[\??[0-9;]{0,9})?\Z")
 
 
 @dataclass(slots=True)
-class Row:
+class PrintedRow:
     """A line that has no end yet, or that may still be redrawn."""
 
     drawn: bytes = b""
@@ -74,7 +74,7 @@ class Printed:
     def __init__(self) -> None:
         self._rest = b""
         """The unfinished end of the last piece of output."""
-        self._rows = [Row()]
+        self._rows = [PrintedRow()]
         self._cursor = 0
         self._hidden = False
         """Whether the stream has hidden the terminal's cursor."""
@@ -119,7 +119,7 @@ class Printed:
     def finish(self) -> list[bytes]:
         """The last lines of the stream, which have no end."""
         lines = [line for row in self._rows for line in self._state_of(row)]
-        self._rows, self._cursor, self._rest = [Row()], 0, b""
+        self._rows, self._cursor, self._rest = [PrintedRow()], 0, b""
         return lines
 
     def _ends(self) -> float:
@@ -175,7 +175,7 @@ class Printed:
         if row.drawn.strip() or not row.given:  # the end of a line whose text was a bar's, is none
             yield row.drawn
         self._rows.pop(0)
-        self._rows = self._rows or [Row()]
+        self._rows = self._rows or [PrintedRow()]
 
     def _down(self, now: float) -> Iterator[bytes]:
         row = self._rows[self._cursor]
@@ -183,7 +183,7 @@ class Printed:
         row.is_bar, row.left = True, now
         self._cursor += 1
         if self._cursor == len(self._rows):
-            self._rows.append(Row())
+            self._rows.append(PrintedRow())
         if len(self._rows) > ROWS:
             yield from self._end_first()
 
@@ -192,7 +192,7 @@ class Printed:
         self._cursor -= 1
         return self._state_of(self._rows.pop(0))
 
-    def _state_of(self, row: Row) -> list[bytes]:
+    def _state_of(self, row: PrintedRow) -> list[bytes]:
         """The line that a row shows; empty where it shows nothing new."""
         if not row.text.strip() or row.text == row.given:
             return []

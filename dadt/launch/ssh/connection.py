@@ -38,7 +38,7 @@ Note = Callable[[str], None]
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
-class Connection:
+class SshConnection:
     """A connection that is logged in."""
 
     def __init__(self, transport: paramiko.Transport, proxy: Proxy | None) -> None:
@@ -57,9 +57,9 @@ class Jumps:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._futures: dict[Jump, Future[Connection]] = {}
+        self._futures: dict[Jump, Future[SshConnection]] = {}
 
-    def find(self, jumps: Jump, deadline: float, connect: Callable[[], Connection]) -> Connection:
+    def find(self, jumps: Jump, deadline: float, connect: Callable[[], SshConnection]) -> SshConnection:
         """The connection that exists or is being made, or a new one if that was lost. Raises LaunchError."""
         with self._lock:
             future = self._futures.get(jumps)
@@ -81,18 +81,18 @@ class Jumps:
             future.add_done_callback(_close)
 
 
-def _fill(future: Future[Connection], connect: Callable[[], Connection]) -> None:
+def _fill(future: Future[SshConnection], connect: Callable[[], SshConnection]) -> None:
     try:
         future.set_result(connect())
     except BaseException as error:  # noqa: BLE001 (everyone who waits on the future gets it)
         future.set_exception(error)
 
 
-def _is_lost(future: Future[Connection]) -> bool:
+def _is_lost(future: Future[SshConnection]) -> bool:
     return future.done() and (future.exception() is not None or not future.result().transport.is_active())
 
 
-def _close(future: Future[Connection]) -> None:
+def _close(future: Future[SshConnection]) -> None:
     if future.exception() is None:
         future.result().close()
 
@@ -109,19 +109,19 @@ class Connector:
         """Close the connections to jump hosts. Idempotent."""
         self._jumps.close()
 
-    def connect(self, host: Host, deadline: float, note: Note) -> Connection:
+    def connect(self, host: Host, deadline: float, note: Note) -> SshConnection:
         """Connect and log in. Raises LaunchError, or its subclass Transient if another attempt may succeed."""
         config = self._config
         route = routes.find(config, host.name, host.user, config.ssh_port, config.ssh_identity_file)
         return self._connect(route, deadline, note, ())
 
-    def _connect(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> Connection:
+    def _connect(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> SshConnection:
         """before: the jumps that need this connection, to find circles."""
         over = self._find_jump(route, deadline, note, before) if route.jumps else None
         with self._gates.passed(",".join([*route.jumps, route.where]), deadline):
             return self._log_in(route, over, deadline, note)
 
-    def _log_in(self, route: Route, over: Connection | None, deadline: float, note: Note) -> Connection:
+    def _log_in(self, route: Route, over: SshConnection | None, deadline: float, note: Note) -> SshConnection:
         proxy = None
         if over is not None:
             wire: socket.socket | paramiko.Channel = tunnel(over.transport, route, left(deadline, ANSWER_SECONDS))
@@ -131,7 +131,7 @@ class Connector:
         else:
             wire = dial(route, left(deadline, route.connect_timeout), self._config.orphan_timeout)
         transport = paramiko.Transport(wire)
-        connection = Connection(transport, proxy)
+        connection = SshConnection(transport, proxy)
         try:
             self._negotiate(transport, route, proxy, deadline, note)
             transport.auth_timeout = left(deadline, ANSWER_SECONDS)
@@ -146,7 +146,7 @@ class Connector:
             transport.set_keepalive(route.alive_interval)
         return connection
 
-    def _find_jump(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> Connection:
+    def _find_jump(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> SshConnection:
         """Connect to the last jump host; the jumps before it become its own."""
         if route.jumps in before:
             raise LaunchError(f"ProxyJump {','.join(route.jumps)} goes in a circle -> correct the SSH configuration")
@@ -157,7 +157,7 @@ class Connector:
         elif [routes.find_jump(self._config, text).key_name for text in jump.jumps] == [jump.key_name]:
             jump = replace(jump, jumps=())  # a ProxyJump under `Host *` is not meant for the jump host itself
 
-        def connect() -> Connection:
+        def connect() -> SshConnection:
             return self._connect(
                 jump, deadline, lambda text: note(f"(ProxyJump {last}) {text}"), (*before, route.jumps)
             )

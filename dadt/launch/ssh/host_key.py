@@ -33,7 +33,7 @@ class HostKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KnownHostLine:
     """A line of known_hosts."""
 
     names: str
@@ -68,7 +68,7 @@ class KnownHosts:
         entries = [entry for entry in _read(route.known_hosts) if entry.is_for(route.key_name)]
         self._revoked = [entry for entry in entries if entry.revoked]
         self._entries = [entry for entry in entries if not entry.revoked]
-        self._portless: list[Entry] = []
+        self._portless: list[KnownHostLine] = []
         if not self._entries and route.port != SSH_PORT and not route.alias:
             # As in OpenSSH, a key known for port 22 is valid for other ports as well.
             name = route.hostname.lower()
@@ -104,17 +104,17 @@ class KnownHosts:
         return f"its host key was not known ({key.fingerprint}): added to {file}"
 
 
-def changed(fingerprint: str, entry: Entry, name: str) -> str:
+def changed(fingerprint: str, entry: KnownHostLine, name: str) -> str:
     remedy = f"ssh-keygen -R '{name}' -f {entry.file}"
     return refusals.changed_key(fingerprint, entry.key.fingerprint, entry.place, remedy)
 
 
-def read_line(file: Path, number: int) -> Entry | None:
+def read_line(file: Path, number: int) -> KnownHostLine | None:
     """A line of known_hosts by its number from 1."""
     return next((entry for entry in _read([file]) if entry.line == number), None)
 
 
-def _read(files: Iterable[Path]) -> Iterator[Entry]:
+def _read(files: Iterable[Path]) -> Iterator[KnownHostLine]:
     for file in files:
         try:
             lines = file.read_text(errors="replace").splitlines()
@@ -130,7 +130,7 @@ def _read(files: Iterable[Path]) -> Iterator[Entry]:
                 blob = base64.b64decode(words[2], validate=True)
             except binascii.Error:
                 continue  # not a key
-            yield Entry(words[0], HostKey(words[1], blob), marker != "", file, number)
+            yield KnownHostLine(words[0], HostKey(words[1], blob), marker != "", file, number)
 
 
 def _append(file: Path, line: str) -> None:

@@ -27,7 +27,7 @@ NEGOTIATE = re.compile(r"Unable to negotiate with .*?: (.+)")
 EARLY = ("kex_exchange_identification", "Connection closed by", "Connection reset by", "Connection timed out during")
 
 
-class Report:
+class SshReport:
     """The standard error of one `ssh -v`."""
 
     def __init__(self, text: str) -> None:

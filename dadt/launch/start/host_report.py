@@ -8,13 +8,13 @@ from typing import Any
 from dadt.config import Config
 from dadt.config.version import VERSION
 from dadt.control.frame import Frame
-from dadt.launch.hosts.slot import Room
+from dadt.launch.hosts.slot import HostRoom
 from dadt.launch.members.node import Node
 
 
-def room(node: Node, config: Config) -> Room:
+def room(node: Node, config: Config) -> HostRoom:
     """The room that a host offers."""
-    return Room(
+    return HostRoom(
         host=node.name,
         slots=node.host.slots,
         gpus=node.report["gpus"] if config.gpu_visibility == "one" else (),

@@ -19,11 +19,11 @@ from dadt.errors import ConfigError
 from dadt.launch.ending import signals
 from dadt.launch.hosts import host, ray, script, simulated
 from dadt.launch.hosts.host import Host
-from dadt.launch.hosts.slot import Room, share_out
+from dadt.launch.hosts.slot import HostRoom, share_out
 from dadt.launch.hosts.slurm import slurm_hosts
 from dadt.launch.launchers.node_rendezvous import rendezvous_of
 from dadt.launch.start import environment
-from dadt.launch.start.saved_start import Start
+from dadt.launch.start.saved_start import SavedStart
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
 MOST_SLOTS = 1 << 16
@@ -48,7 +48,7 @@ class Plan:
     named: Mapping[str, str] = field(default_factory=dict)
     """Variables for all workers."""
     cwd: str = ""
-    start: Start | None = None
+    start: SavedStart | None = None
     """How to start it again, where that can be said in words."""
 
     def with_variables(self, given: Mapping[str, str]) -> Plan:
@@ -137,7 +137,7 @@ def _for_mpi(config: Config) -> Config:
 def _check_room(count: int, hosts: Sequence[Host]) -> None:
     """Raises ConfigError if the hosts have too few slots, as far as that is known before they are asked."""
     if all(host.slots for host in hosts):
-        share_out(count, [Room(host=host.name, slots=host.slots) for host in hosts])
+        share_out(count, [HostRoom(host=host.name, slots=host.slots) for host in hosts])
 
 
 def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:

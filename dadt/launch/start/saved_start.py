@@ -32,7 +32,7 @@ NOT_KEPT = frozenset({"resume", "force"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class SavedStart:
     """What the user has typed, and what stood in variables and files of settings then."""
 
     words: Sequence[str]
@@ -52,7 +52,7 @@ def of(
     no_python: bool,
     cwd: str,
     env: Mapping[str, str] = os.environ,
-) -> Start:
+) -> SavedStart:
     settings = {
         field.name: value
         for field in fields(Config)
@@ -61,7 +61,7 @@ def of(
     if config.forward:
         named = {each.partition("=")[0]: each for text in config.forward for each in _with_values(text, env)}
         settings["forward"] = list(named.values())
-    return Start(words=list(words), module=module, no_python=no_python, cwd=cwd, settings=settings)
+    return SavedStart(words=list(words), module=module, no_python=no_python, cwd=cwd, settings=settings)
 
 
 def _with_values(text: str, env: Mapping[str, str]) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _with_values(text: str, env: Mapping[str, str]) -> Iterator[str]:
         yield each if SECRET.search(each) or SECRET_VALUE.search(value) else f"{each}={value}"
 
 
-def write(logs: Path, start: Start) -> None:
+def write(logs: Path, start: SavedStart) -> None:
     """Only this user may read it, whoever may read the folder. Raises OSError."""
     text = json.dumps({"version": VERSION, "dadt": version.VERSION, **asdict(start)}, indent=2)
     if len(text) > LARGEST:
@@ -81,7 +81,7 @@ def write(logs: Path, start: Start) -> None:
         file.write(text)
 
 
-def read(logs: Path) -> Start:
+def read(logs: Path) -> SavedStart:
     """What is in the folder is run: it must be this user's own. Raises ConfigError."""
     path = logs / FILE
     try:
@@ -113,7 +113,7 @@ def _own(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def _checked(told: Any) -> Start:
+def _checked(told: Any) -> SavedStart:
     """The start that was read, if all of it is well-formed. Raises ValueError, KeyError or TypeError."""
     known = {field.name: field.default for field in fields(Config)}
     words, settings, cwd = told["words"], told["settings"], told["cwd"]
@@ -135,7 +135,7 @@ def _checked(told: Any) -> Start:
             found[name] = value
         else:
             raise ValueError
-    return Start(words=words, module=told["module"], no_python=told["no_python"], cwd=cwd, settings=found)
+    return SavedStart(words=words, module=told["module"], no_python=told["no_python"], cwd=cwd, settings=found)
 
 
 def _is_text(value: Any) -> bool:
@@ -144,7 +144,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and b"\0" not in os.fsencode(value)
 
 
-def check_variables(start: Start, given: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
+def check_variables(start: SavedStart, given: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError where a value that was not kept is nowhere to be found. given: by -x now."""
     named = {text.partition("=")[0] for text in given}
     for text in start.settings.get("forward", ()):

@@ -11,7 +11,7 @@ from typing import Protocol
 from dadt.control import network
 from dadt.control.frame import Frame
 from dadt.errors import LaunchError, StartTimeout
-from dadt.launch.actions import AskHost, DismissHosts, Outbox, SayPart, Steps, Tick
+from dadt.launch.actions import AskHost, DismissHosts, Outbox, SayPart, Steps, TimeReached
 from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.members.node import Node
 from dadt.launch.start.host_report import problem_of, target_of
@@ -94,7 +94,7 @@ def await_agents(
     while waiting and now < deadline:
         event = yield deadline
         now = event.now
-        if isinstance(event, Tick):
+        if isinstance(event, TimeReached):
             continue
         node, frame = event.node, event.frame
         if frame.kind == "connected":
@@ -168,7 +168,7 @@ def _await_probes(nodes: Sequence[Node], now: float) -> Steps[tuple[dict[Node, F
             raise LaunchError(f"{late}: did not tell within {PROBE_SECONDS:g} s what it reaches of other hosts")
         event = yield deadline
         now = event.now
-        if isinstance(event, Tick):
+        if isinstance(event, TimeReached):
             continue
         if event.frame.kind == "probed":
             reached[event.node] = event.frame

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dadt.train.exchange.background import Background, Wait
 
 
-class Peers(Protocol):
+class ExchangeRanks(Protocol):
     """This rank's connection with the others, as an exchange needs it."""
 
     @property
@@ -45,7 +45,7 @@ class Peers(Protocol):
 class BucketExchange:
     """A bucket takes one allreduce, or two where low rank compresses it: the second one follows from the first."""
 
-    def __init__(self, peers: Peers, name: str) -> None:
+    def __init__(self, peers: ExchangeRanks, name: str) -> None:
         self.name = name
         self.began = perf_counter()
         self._peers = peers

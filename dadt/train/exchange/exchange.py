@@ -17,8 +17,8 @@ from torch import nn
 from dadt.comm.bucket import Bucket, Staged, split
 from dadt.comm.compression import LowRank, forms
 from dadt.errors import Mismatch
-from dadt.train.exchange.bucket_exchange import BucketExchange, Peers
-from dadt.train.exchange.sent import Looks, Sent
+from dadt.train.exchange.bucket_exchange import BucketExchange, ExchangeRanks
+from dadt.train.exchange.sent import Looks, SentGradients
 from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_flags, pack_flags
 from dadt.train.norm import norms, together
 from dadt.train.storage import storage_uses
@@ -145,7 +145,14 @@ class Exchange(BucketExchange):
     """One averaging. `launch` buckets in order, `close` with the lane, then `receive`."""
 
     def __init__(
-        self, peers: Peers, schema: BucketPlan, number: int, name: str, weight: float, *, compressed: bool = True
+        self,
+        peers: ExchangeRanks,
+        schema: BucketPlan,
+        number: int,
+        name: str,
+        weight: float,
+        *,
+        compressed: bool = True,
     ) -> None:
         """compressed: as the schema says; otherwise gradients travel as they are."""
         super().__init__(peers, name)
@@ -164,7 +171,7 @@ class Exchange(BucketExchange):
         self._ahead: dict[int, Staged] = {}
         self._delivered: dict[Bucket, list[torch.Tensor]] = {}  # averages brought to a GPU, and not handed out yet
         self._buffer_works: list[Work | Averaging] = []
-        self._ahead_of_step: list[Sent] = []
+        self._ahead_of_step: list[SentGradients] = []
         self._inputs: list[list[torch.Tensor | None]] = []
         """The gradients of each bucket that was launched."""
 
@@ -229,7 +236,7 @@ class Exchange(BucketExchange):
 
     def launch_ahead(self) -> None:
         """Like `launch`, while the script may still change the gradients: `touched` says whether it has."""
-        self._ahead_of_step.append(Sent(self.schema.buckets[len(self._works)].tensors, self.number))
+        self._ahead_of_step.append(SentGradients(self.schema.buckets[len(self._works)].tensors, self.number))
         self.launch()
 
     def launch(self, lane: bytes = b"") -> None:

@@ -18,7 +18,7 @@ _AT_ONCE, _UNREAD = 25, 3
 """First looks at a GPU's gradients whose result is waited for; and how many later ones may be unread."""
 
 
-class Sent:
+class SentGradients:
     """Gradients of one dtype and device, as they were when they were sent."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], number: int) -> None:
@@ -61,7 +61,7 @@ class Looks:
         self._number = 0
         self._coming: deque[Later] = deque()
 
-    def find(self, sent: Sequence[Sent]) -> bool:
+    def find(self, sent: Sequence[SentGradients]) -> bool:
         """Whether one of the last looks, of which this is one, has found a change."""
         self._number += 1
         flags = [flag for each in sent for flag in each.differences()]

@@ -10,7 +10,7 @@ import torch
 
 from dadt.train.later import Later
 from dadt.train.prediction.memory import Memory, lends
-from dadt.train.prediction.shown import PARTS, Shown, copy, part, replaced, show, still_lent
+from dadt.train.prediction.shown import PARTS, ShownParameter, copy, part, replaced, show, still_lent
 
 Tensors = Mapping[torch.Tensor, torch.Tensor]
 """A tensor for each parameter."""
@@ -210,11 +210,11 @@ class Prediction:
             show(rows, [predicted is row.place for row, predicted in zip(rows, waiting, strict=True)])
 
     @property
-    def _rows(self) -> list[Shown]:
+    def _rows(self) -> list[ShownParameter]:
         """While weights are predicted, or suspended; else there are none."""
-        return list(map(Shown, self.parameters, self._buffers, self._places, self._lent))
+        return list(map(ShownParameter, self.parameters, self._buffers, self._places, self._lent))
 
-    def _show_true(self, rows: Sequence[Shown], lent: Sequence[bool]) -> None:
+    def _show_true(self, rows: Sequence[ShownParameter], lent: Sequence[bool]) -> None:
         self._look_for_changes()
         show(rows, lent)
 

@@ -16,8 +16,8 @@ from dadt.train.norm import norms, together
 from dadt.train.prediction.base import Holds, Prediction, Tensors, beside_parameters, tensors_of
 from dadt.train.prediction.gpu import Kernel
 from dadt.train.prediction.memory import address
-from dadt.train.prediction.next_step import Factors, Step, next_steps
-from dadt.train.prediction.rows import Row, Seen, beside, grouped, in_core
+from dadt.train.prediction.next_step import Factors, ParameterStep, next_steps
+from dadt.train.prediction.rows import LastColumns, Row, beside, grouped, in_core
 
 _gradient, _version, _is_cuda = map(attrgetter, ("grad", "_version", "is_cuda"))
 
@@ -86,7 +86,7 @@ class Expectation(Prediction):
         """Memory for copies of own gradients, by parameter."""
         self._kernel = Kernel()
         """Computes the next weights of a GPU's parameters."""
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, LastColumns] = {}
         """For each group of parameters with the same factors, by number, the tensors known to fit the core's loops."""
         self._absent: set[int] = set()
         """Parameters (by id) of which nothing is expected: the optimizer is to leave them out."""
@@ -255,7 +255,7 @@ class Expectation(Prediction):
         groups = next_steps(optimizer, ahead, counted=counted) if optimizer is not None else ()
         for i, group in enumerate(groups):
             # The gradients that were sent before are not needed any more, as their memory may be.
-            seen = self._seen.setdefault(i, Seen(without=len(Step._fields)))
+            seen = self._seen.setdefault(i, LastColumns(without=len(ParameterStep._fields)))
             if on_gpu:
                 moving = [(*step, *(rows[id(step.parameter)] or (step.expected,))) for step in group.steps]
                 self._kernel.foresee(group, moving, weights or (1.0,), seen)
@@ -267,7 +267,12 @@ class Expectation(Prediction):
         return True
 
     def _foresee(
-        self, factors: Factors, steps: Sequence[Step], rows: Mapping[int, Row], weights: Sequence[float], seen: Seen
+        self,
+        factors: Factors,
+        steps: Sequence[ParameterStep],
+        rows: Mapping[int, Row],
+        weights: Sequence[float],
+        seen: LastColumns,
     ) -> None:
         """Put the next weights of these parameters into the buffers."""
         groups, others = grouped([(*step, *rows[id(step.parameter)]) for step in steps], seen)

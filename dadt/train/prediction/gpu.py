@@ -9,11 +9,11 @@ from importlib.util import find_spec
 
 import torch
 
-from dadt.train.prediction.next_step import Group, Step
-from dadt.train.prediction.rows import Row, Seen, beside, by_kind
+from dadt.train.prediction.next_step import Group, ParameterStep
+from dadt.train.prediction.rows import LastColumns, Row, beside, by_kind
 
 Weights = Sequence[torch.Tensor | float]
-_STEP = len(Step._fields)
+_STEP = len(ParameterStep._fields)
 
 
 class Kernel:
@@ -28,9 +28,9 @@ class Kernel:
     def _launch(self) -> Callable[..., None]:
         from dadt.train.prediction import gpu_kernel
 
-        return gpu_kernel.Launcher().foresee
+        return gpu_kernel.KernelLauncher().foresee
 
-    def foresee(self, group: Group, rows: Sequence[Row], weights: Weights, seen: Seen) -> None:
+    def foresee(self, group: Group, rows: Sequence[Row], weights: Weights, seen: LastColumns) -> None:
         """Compute the next weights of these parameters. weights: of the parts of the sum."""
         kinds, others = by_kind(rows, seen)
         for (dtype, device), some in kinds.items():
@@ -54,7 +54,7 @@ class Kernel:
 
 
 def _foresee(group: Group, row: Row, weights: Weights) -> None:
-    step, parts = Step._make(row[:_STEP]), row[_STEP:]
+    step, parts = ParameterStep._make(row[:_STEP]), row[_STEP:]
     w = step.parameter.detach()
     expected = torch.zeros_like(w)
     for part, weight in zip(parts, weights, strict=True):
@@ -64,7 +64,7 @@ def _foresee(group: Group, row: Row, weights: Weights) -> None:
     step.expected.copy_(torch.where(ahead.isfinite(), ahead, w))
 
 
-def _factors(group: Group, step: Step) -> dict[str, float]:
+def _factors(group: Group, step: ParameterStep) -> dict[str, float]:
     if group.counts is None:
         return group.factors
     at = next(i for i, each in enumerate(group.steps) if each.parameter is step.parameter)

@@ -92,7 +92,7 @@ def _foresee(  # type: ignore[no-untyped-def]
     tl.store(into + at, tl.where(known, ahead, w).to(DTYPE), mask=there)
 
 
-class Launcher:
+class KernelLauncher:
     def __init__(self) -> None:
         self._grids: dict[tuple[torch.device, tuple[int, ...]], Grid] = {}
 

@@ -14,7 +14,7 @@ Factors = dict[str, float]
 """The numbers of one optimizer step, by their names in _core.NextStep."""
 
 
-class Step(NamedTuple):
+class ParameterStep(NamedTuple):
     """One parameter, with what its next step follows from."""
 
     parameter: torch.Tensor
@@ -55,7 +55,7 @@ class Group(NamedTuple):
     """Parameters with the same factors."""
 
     factors: Factors
-    steps: list[Step]
+    steps: list[ParameterStep]
     counts: Counts | None = None
 
 
@@ -80,7 +80,7 @@ def next_steps(
     at it waits for the device.
     """
     for group in optimizer.param_groups:
-        steps: dict[float, list[Step]] = {}
+        steps: dict[float, list[ParameterStep]] = {}
         counts: list[torch.Tensor] = []
         adam = "betas" in group
         for p in group["params"]:
@@ -89,7 +89,7 @@ def next_steps(
                 continue
             gradient = expected.pop(id(p))
             if adam:
-                step = Step(p, gradient, state["exp_avg"], state["exp_avg_sq"])
+                step = ParameterStep(p, gradient, state["exp_avg"], state["exp_avg_sq"])
                 taken = state["step"]
                 counts_there = isinstance(taken, torch.Tensor) and taken.is_cuda and taken.dtype is torch.float32
                 if counted and counts_there:
@@ -99,7 +99,7 @@ def next_steps(
                     at = _taken(taken, steps)
             else:
                 momentum = state.get("momentum_buffer")
-                step, at = Step(p, gradient, momentum, None), float(momentum is not None)
+                step, at = ParameterStep(p, gradient, momentum, None), float(momentum is not None)
             steps.setdefault(at, []).append(step)
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
         for at, some in steps.items():

@@ -24,7 +24,7 @@ Group = tuple[_core.DType, list[int], list[list[int]]]
 Kind = tuple[torch.dtype, torch.device]
 
 
-class Seen:
+class LastColumns:
     """The columns of the last step that fit their first one: most of the next step's are the same objects."""
 
     def __init__(self, without: int | None = None) -> None:
@@ -53,7 +53,7 @@ class Seen:
         return True
 
 
-def grouped(rows: Iterable[AnyRow], seen: Seen | None = None) -> tuple[list[Group], list[AnyRow]]:
+def grouped(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[list[Group], list[AnyRow]]:
     """The rows that the core's loops take, by dtype, and the others."""
     kinds, others = by_kind(rows, seen)
     groups = []
@@ -65,10 +65,10 @@ def grouped(rows: Iterable[AnyRow], seen: Seen | None = None) -> tuple[list[Grou
     return groups, others
 
 
-def by_kind(rows: Iterable[AnyRow], seen: Seen | None = None) -> tuple[dict[Kind, list[AnyRow]], list[AnyRow]]:
+def by_kind(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[dict[Kind, list[AnyRow]], list[AnyRow]]:
     """The rows whose tensors fit together, and the others."""
     every = list(rows)
-    if every and (seen or Seen()).fit(list(zip(*every, strict=True))):
+    if every and (seen or LastColumns()).fit(list(zip(*every, strict=True))):
         first = every[0][0]
         assert first is not None
         return {(first.dtype, first.device): every}, []

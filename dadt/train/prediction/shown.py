@@ -13,7 +13,7 @@ PARTS, _LEAST = 4, 4096
 """Parts of each parameter, of which each look is at another one; and the fewest elements of a part."""
 
 
-class Shown(NamedTuple):
+class ShownParameter(NamedTuple):
     """A parameter that shows predicted weights, or would."""
 
     parameter: torch.Tensor
@@ -25,13 +25,13 @@ class Shown(NamedTuple):
     """Whether the parameter was given the memory of its predicted weights."""
 
 
-def still_lent(rows: Sequence[Shown]) -> list[bool]:
+def still_lent(rows: Sequence[ShownParameter]) -> list[bool]:
     return [
         lent and p.data_ptr() == place.data_ptr() and p.shape == place.shape and lends(p) for p, _, place, lent in rows
     ]
 
 
-def show(rows: Sequence[Shown], lent: Sequence[bool]) -> None:
+def show(rows: Sequence[ShownParameter], lent: Sequence[bool]) -> None:
     """Give parameters their true weights, by memory where it is lent."""
     copied = []
     for (p, true, place, _), by_memory in zip(rows, lent, strict=True):

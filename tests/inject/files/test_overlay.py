@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dadt.errors import CommTimeout
-from dadt.inject.files.journal import Journal
+from dadt.inject.files.journal import WrittenJournal
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.files.writers import Writers
 
@@ -67,7 +67,7 @@ def rank_of(first: bool = False, files: str = "first", *, knows_rank: bool = Fal
 
 
 def overlay_of(tmp_path: Path, runtime: Any = None, rank: int = 1, start: float = float("inf")) -> Overlay:
-    journal = Journal(tmp_path / "written", rank)
+    journal = WrittenJournal(tmp_path / "written", rank)
     return Overlay(tmp_path / f"tree{rank}", lambda path: True, Writers(runtime or rank_of()), journal, start)
 
 
@@ -263,9 +263,9 @@ def test_paths_may_be_of_bytes_or_of_objects(tmp_path: Path, folder: Path) -> No
 
 
 def test_the_first_rank_may_begin_a_file_while_another_is_about_to_append(tmp_path: Path, folder: Path) -> None:
-    first = Journal(tmp_path / "written", 0)
+    first = WrittenJournal(tmp_path / "written", 0)
 
-    class Late(Journal):
+    class Late(WrittenJournal):
         def before(self, path: str) -> int | None:
             known = super().before(path)
             first.wrote(path)  # just after this one has looked
@@ -282,8 +282,8 @@ def test_the_first_rank_may_begin_a_file_while_another_is_about_to_append(tmp_pa
 def test_a_rank_that_waits_for_its_turn_says_so_and_in_the_end_for_whom(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("dadt.inject.files.journal.PATIENCE_SECONDS", 0.05)
     told: list[tuple[str, float]] = []
-    first = Journal(tmp_path / "written", 0)
-    second = Journal(tmp_path / "written", 1, timeout=0.3, tell=lambda what, waited: told.append((what, waited)))
+    first = WrittenJournal(tmp_path / "written", 0)
+    second = WrittenJournal(tmp_path / "written", 1, timeout=0.3, tell=lambda what, waited: told.append((what, waited)))
     says = rf"rank 1 waited 0 s .* as process {os.getpid()}, another"
     with first.turn(), pytest.raises(CommTimeout, match=says), second.turn():
         pass

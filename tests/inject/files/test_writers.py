@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dadt.inject.files.install import opened
-from dadt.inject.files.journal import Journal
+from dadt.inject.files.journal import WrittenJournal
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.files.whole import write_whole
-from dadt.inject.files.writers import Role, Writers
+from dadt.inject.files.writers import WriteRole, Writers
 
 MODES = {
     "never": {},
@@ -47,7 +47,7 @@ class Rank:
             folder / f"tree{number}",
             lambda path: True,
             Writers(self.runtime),
-            Journal(folder / "written", number),
+            WrittenJournal(folder / "written", number),
             float("inf"),
             step=lambda: self.step,
         )
@@ -68,7 +68,7 @@ class Rank:
         """As torch.save where no rank waits for the other."""
         known = self.files.path(path)
         assert known is not None
-        if self.files.role(known, begins=True) is Role.APART:
+        if self.files.role(known, begins=True) is WriteRole.APART:
             target = self.files.place(known)
         else:
             self.files.saved(known)
@@ -252,7 +252,7 @@ def test_no_order_of_two_ranks_calls_ends_in_an_error_or_a_torn_file(
 def test_a_file_that_another_rank_has_written_or_renamed_meanwhile_is_told_again(
     tmp_path: Path, taken_away: bool
 ) -> None:
-    mine, others = (Journal(tmp_path / "written", number) for number in range(2))
+    mine, others = (WrittenJournal(tmp_path / "written", number) for number in range(2))
     mine.wrote("/last.tmp")
     others.wrote("/last.tmp")
     if taken_away:
