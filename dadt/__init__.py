@@ -23,7 +23,8 @@ from dadt.errors import (
 )
 from dadt.world import World
 
-# Names are imported when they are used, and torch with them. Type checkers read __init__.pyi.
+# Names of the API are imported on first use, so that `import dadt` alone does not import torch. Type checkers read
+# __init__.pyi.
 _HOMES = {
     "dadt.api.lifecycle": (
         "init initialized shutdown rank size local_rank local_size cross_rank cross_size add_process_set"
@@ -62,7 +63,8 @@ _ERRORS = (
 __all__ = ["Config", "World", "__version__", *(error.__name__ for error in _ERRORS), *_HOME]
 
 _torch = sys.modules.get("torch")
-# At the end of its own import torch imports this package by itself, in every process of this Python.
+# torch imports this package at the end of its own import, in every process of this Python. Any other import means that
+# the program itself asks for DADT.
 inject.asked_for = _torch is None or not getattr(_torch.__spec__, "_initializing", False)
 if _torch is not None and inject.asked_for:
     inject.hook()

@@ -16,7 +16,8 @@ class ConfigError(DadtError):
 
 
 class NotResumed(ConfigError):
-    """The script does not come to where it was when the snapshot was taken, or goes on from something else."""
+    """The job cannot resume from a snapshot: the snapshot is damaged, or the script does not reach the same state
+    again, or loads a checkpoint of its own."""
 
 
 class LaunchError(DadtError):
@@ -32,10 +33,10 @@ class StartTimeout(DadtError):
 
 
 class Unproved(DadtError):
-    """A process that does not belong to the job joined a group of ranks; the message names its rank."""
+    """A process that could not prove that it belongs to the job joined a group of ranks; the message names its rank."""
 
     answered = "answered there, without a proof of the job's secret"
-    """So ends what the message says of a process that is known."""
+    """End of an error's sentence about a process that could be named. The launcher looks for this text."""
 
 
 class CommError(DadtError):
@@ -43,7 +44,7 @@ class CommError(DadtError):
 
 
 class PeerLost(CommError):
-    """A peer process died or closed its side."""
+    """A peer process died or closed its connection."""
 
 
 class CommTimeout(CommError):
@@ -55,8 +56,9 @@ class Mismatch(CommError):
 
 
 class WeightsDiffer(Mismatch):
-    """Ranks have ended with different weights; the message names the optimizer, a parameter and the ranks."""
+    """Ranks have different weights at the end of training; the message names the optimizer, a parameter and the
+    ranks."""
 
 
 class Aborted(CommError):
-    """The engine was aborted by this process (shutdown, or after another error)."""
+    """The operation was cancelled, because this process shut down or stopped its exchanges after another error."""

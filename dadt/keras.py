@@ -1,6 +1,7 @@
-"""Keras 3 on several ranks, on torch or TensorFlow: `import dadt.keras as dadt`, for scripts that know of ranks.
+"""Keras 3 on several ranks, on torch or TensorFlow: `import dadt.keras as dadt`, for scripts that handle ranks
+themselves.
 
-A script that does not needs nothing of this: see docs/keras.md.
+Other scripts need no part of this module: see docs/keras.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The API of the first DADT: `import dadt.pytorch as dadt`. New scripts use `import dadt`.
 
-Its operations take a tensor and its name or number, in either order, and return sums. Those ending in `_async` do not
-wait: they return the sum of the previous call with the same name, and zeros the first time.
+Its operations take a tensor and its name or number, in either order, and return sums. Those whose names end in `_async`
+do not wait: they return the sum of the previous call with the same name, and zeros the first time.
 """
 
 from __future__ import annotations
@@ -124,27 +124,28 @@ def broad_cast(x: Any, name: Any) -> Tensor:
 
 
 def all_reduce(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
-    """Return the sum over ranks, times the multiplier."""
+    """Return the sum of the tensors of all ranks, times the multiplier."""
     tensor, name = _ordered(x, name)
     return _times(collectives.all_reduce(tensor, "sum", name=f"all_reduce {name}"), multiplier)
 
 
 def all_reduce_async(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
-    """Return the sum of the previous call, times the multiplier. The next call returns the sum of this one."""
+    """Return the sum from the previous call with this name, times the multiplier. The next call returns the sum of this
+    one."""
     tensor, name = _ordered(x, name)
-    copy = tensor.detach().clone()  # the caller goes on to use it
+    copy = tensor.detach().clone()  # the caller may change the tensor before it is summed
     before = _previous(f"all_reduce_async {name}", lambda key: collectives.all_reduce_async(copy, "sum", name=key))
     return _times(before, multiplier) if before is not None else torch.zeros_like(tensor, requires_grad=False)
 
 
 def coo_all_reduce(x: Any, name: Any) -> Tensor:
-    """Return the sum over ranks of a sparse tensor."""
+    """Return the sum of the sparse tensors of all ranks."""
     tensor, name = _ordered(x, name)
     return sparse.coo_all_reduce(tensor, "sum", name=f"coo_all_reduce {name}")
 
 
 def coo_all_reduce_async(x: Any, name: Any) -> Tensor:
-    """Return the sum of the previous call. The next call returns the sum of this one."""
+    """Return the sum from the previous call with this name. The next call returns the sum of this one."""
     tensor, name = _ordered(x, name)
     copy = tensor.detach().coalesce().clone()
     key = f"coo_all_reduce_async {name}"

@@ -1,6 +1,6 @@
-"""TensorFlow 2 on several ranks: `import dadt.tensorflow as dadt`, for scripts that know of ranks.
+"""TensorFlow 2 on several ranks: `import dadt.tensorflow as dadt`, for scripts that handle ranks themselves.
 
-A script that calls `keras.Model.fit`, and says nothing of ranks, needs nothing of this: see docs/keras.md.
+Scripts that call `keras.Model.fit` and do not handle ranks need no part of this module: see docs/keras.md.
 """
 
 from __future__ import annotations

@@ -14,17 +14,17 @@ LAUNCHERS = {
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # Intel MPI sets the same variables.
+    # Intel MPI sets the same variables as MPICH.
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # srun comes last, because it may have started the daemons of the others.
+    # Last, because the daemons of other launchers may be started by srun, and then its variables are set, too.
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-"""For each other launcher, its variables for rank, world size, local rank and local size."""
+"""Launchers other than `dadt run`, each with its variables for rank, world size, local rank and local size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """This worker's place among all workers. A world of one is the default."""
+    """This worker's rank, local rank and so on among all workers of the job. By default it is the only one."""
 
     rank: int = 0
     local_rank: int = 0
@@ -39,15 +39,15 @@ class World:
     agent: str = ""
     """Path of the Unix socket of this host's agent; empty without one."""
     rank_in_arguments: bool = False
-    """The command line of the script contains its rank."""
+    """Whether the command line of the script contains its rank."""
     restarts: int = 0
-    """How often the job has been started again."""
+    """Number of times that the job has been started again."""
     joins: bool = False
-    """It was started in a running job, in place of a worker that was lost."""
+    """Whether this worker was started in a running job, in place of a lost one."""
     folder_writer: int = -1
-    """The rank that writes for good in the working folder, where several hosts see the same one; else -1."""
+    """The only rank whose files go into the working folder, where several hosts share that folder; else -1."""
     generation: int = 0
-    """How often ranks of this world were lost, or have joined."""
+    """Number of times that ranks of this world were lost, or have joined."""
     launcher: str = ""
     """The launcher (a key of LAUNCHERS) that started this worker; empty for `dadt run`."""
 
@@ -70,10 +70,11 @@ class World:
 
     @classmethod
     def from_launcher(cls, env: Mapping[str, str] = os.environ) -> World:
-        """Read the variables of another launcher, which has no agents; a world of one if none is found."""
+        """Return the World described by the variables of another launcher, such as torchrun; a single worker if none
+        are set."""
         for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
             if launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:
-                continue  # users also set RANK by hand
+                continue  # users also set RANK by hand, but TORCHELASTIC_RUN_ID is set by torchrun alone
             if not {rank, size, local_rank, local_size} <= env.keys():
                 continue
             here = env[local_size]
@@ -87,7 +88,7 @@ class World:
         return cls()
 
     def among(self, members: Sequence[int], generation: int) -> World:
-        """The same worker in a world of these ranks, numbered in their order."""
+        """Return the World of this worker among `members` alone, numbered in the order of `members`."""
         return replace(self, rank=members.index(self.rank), world_size=len(members), generation=generation)
 
     def to_env(self) -> dict[str, str]:
@@ -115,17 +116,19 @@ def master(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
 
 
 def torchrun_attempt(env: Mapping[str, str] = os.environ) -> tuple[bool, str]:
-    """Whether torchrun itself serves a store at `master`, and its restart count."""
+    """Whether torchrun itself serves a store at the address that `master` returns, and how often it has restarted the
+    workers."""
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def see(gpu: str) -> None:
-    """Make one GPU visible, named as in CUDA_VISIBLE_DEVICES. Call it before CUDA is first used."""
+    """Make one GPU visible to this process, named as in CUDA_VISIBLE_DEVICES. Call it before CUDA is first used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
 
 def see_all() -> None:
-    """Make visible what the host's agent sees, if each worker was to see one GPU. Call it before CUDA is first used."""
+    """Make all GPUs visible that the host's agent sees, if this worker was limited to one GPU. Call it before CUDA is
+    first used."""
     if gpus := os.environ.get("DADT_GPUS"):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     elif gpus == "":
@@ -133,7 +136,7 @@ def see_all() -> None:
 
 
 def threads_chosen(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment sets the number of threads of a process."""
+    """Whether the environment sets the number of threads of a process, by OMP_NUM_THREADS."""
     return "OMP_NUM_THREADS" in env
 
 
@@ -144,19 +147,21 @@ def speak_over(interface: str) -> None:
 
 
 def outlive_peers() -> None:
-    """Have torch leave this process alone when NCCL fails, unless the user has chosen: by default its watchdog ends
-    it. The second name is that of torch before 2.2."""
+    """Keep torch's watchdog from ending this process when NCCL fails, which is its default, unless the user has chosen.
+    The second name is for torch before 2.2."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
         os.environ.setdefault(name, "0")
 
 
 def tell_horovod(place: Mapping[str, int]) -> None:
-    """Set the variables in which a script for Horovod finds this rank's place: RANK, SIZE and so on."""
+    """Set HOROVOD_RANK and so on, in which scripts for Horovod find this rank's numbers. place: the numbers by name,
+    such as RANK."""
     os.environ.update({f"HOROVOD_{name}": str(number) for name, number in place.items()})
 
 
 def adopt() -> None:
-    """Mark this process as the worker: its children inherit the launcher's variables but are not workers."""
+    """Mark this process as the worker, so that its children, which inherit the launcher's variables, do not take
+    themselves for workers."""
     os.environ["DADT_INJECT"] = "none"
 
 

@@ -1,4 +1,5 @@
-"""The command line. Subcommands are imported when they are called: `dadt --help` needs neither torch nor rich."""
+"""The command line of DADT. Each subcommand is imported only when it is called, so `dadt --help` needs neither torch
+nor rich."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ COMMANDS = {
 
 
 LATER = {"While a job runs": ("ps", "logs", "stacks", "kill"), "Afterwards": ("timeline", "report", "compare")}
-"""The sections of --help after "Commands": title to names of commands."""
+"""Sections of `dadt --help` after the section "Commands": each title with the names of its commands."""
 FLAGS = ("-h", "--help", "--version")
 
 
 class LazyGroup(click.Group):
-    """Knows the name and the sentence of each command; imports only the one that is called."""
+    """A click group that lists each command with a one-line description and imports only the command that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -48,7 +49,7 @@ class LazyGroup(click.Group):
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Says what to call in place of a command that there is not."""
+        """Parse the command line; for a command that does not exist, raise click.UsageError with a suggestion."""
         if args and args[0] not in COMMANDS and args[0] not in FLAGS:
             from dadt_cli.terminal import suggestion
 
@@ -86,19 +87,21 @@ def dadt_command() -> None:
 
 
 def main() -> None:
-    """Run a command and exit with its code: the only place that exits."""
+    """Run a command and exit with its code. No other place in the program exits."""
     _open_streams()
     code = _run()
-    gc.freeze()  # or the interpreter, on its way out, goes through all that was ever imported
+    # without this, the exiting interpreter would collect garbage among all imported objects, which takes time
+    gc.freeze()
     sys.exit(code)
 
 
 def _open_streams() -> None:
-    """Open the null device for each standard stream that was closed at the start: else the next file that is opened
-    gets the stream's number, and with it what is printed."""
+    """Open the null device for each standard stream that was closed when the process started. Otherwise the next file
+    that is opened would get the stream's number and receive everything printed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)  # it may be this very number, the lowest that is free
+            # open() returns the lowest free number, so it may already be the stream's own number
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
@@ -110,7 +113,8 @@ def _run() -> int:
         console.text(error.format_message())
         return 2
     except click.UsageError as error:
-        named = sys.argv[1:2] if set(sys.argv[1:2]) <= COMMANDS.keys() else []  # click does not always say which
+        # click's error does not always name the command, so it is read from the arguments
+        named = sys.argv[1:2] if set(sys.argv[1:2]) <= COMMANDS.keys() else []
         command = error.ctx.command_path if error.ctx else " ".join(["dadt", *named])
         console.error(f"{error.format_message().rstrip('.')} ({command} --help lists what there is)")
         return 2
@@ -121,7 +125,8 @@ def _run() -> int:
         return error.exit_code
     except OSError as error:
         if error.errno in console.FULL and error.filename is None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in its buffer
+            # stdout's file is full: the null device takes the rest of the buffer, which is flushed at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             console.error(f"stdout: {error.strerror}")
             return 1
         if error.filename is None:

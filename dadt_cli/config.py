@@ -1,4 +1,4 @@
-"""`dadt config show`: each setting's value, and where it comes from."""
+"""`dadt config show`: prints each setting's value, and where the value comes from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def show(changed: bool, **given: Any) -> int:
     A flag wins over a DADT_* variable, which wins over the file that --config names. No other file is read.
     """
     settings = settings_of(given)
-    made = Config(**{name: setting.value for name, setting in settings.items()})  # is refused as `dadt run` would
+    # raises the same errors for wrong values as `dadt run`
+    made = Config(**{name: setting.value for name, setting in settings.items()})
     rows = [
         (name.replace("_", "-"), _text(getattr(made, name)), setting.source)
         for name, setting in settings.items()
@@ -43,7 +44,7 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
-        # A value may be a secret.
+        # Show only the names of variables, since their values may be secrets.
         return (
             ",".join(name + ("=..." if equals else "") for name, equals, _ in (v.partition("=") for v in value)) or "-"
         )

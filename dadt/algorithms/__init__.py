@@ -1,5 +1,5 @@
-"""What is exchanged, when, and how it is applied. Each algorithm is a file or folder here, and a line in
-dadt/config/extensions.py."""
+"""Training algorithms: which data ranks exchange, when, and how the result changes the weights. Each algorithm is a
+file or folder of this package, listed in dadt/config/extensions.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dadt.train.algorithm import Algorithm
 
 
 def find(name: str) -> type[Algorithm]:
-    """The class of an algorithm of ours, or of the user's own: "package.module:Class". Raises ConfigError."""
+    """Return the algorithm class of this name: a built-in one, or the user's own as "package.module:Class". Raises
+    ConfigError if there is none."""
     if name in ALGORITHMS:
         path, _, cls = ALGORITHMS[name].partition(":")
         return getattr(import_module(path), cls)  # type: ignore[no-any-return]

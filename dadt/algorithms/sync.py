@@ -1,4 +1,5 @@
-"""Synchronous averaging: the step applies its own gradients, averaged; overlapped with the backward that makes them."""
+"""Synchronous data-parallel training: each step applies its own averaged gradients. Averaging overlaps with the
+backward pass."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 class Sync(Algorithm):
     """w(t+1) = optimizer(w(t), mean of g(t)).
 
-    How often a backward adds to each gradient is learned from the last two steps. Where they and all ranks agree, a
-    bucket is launched from the backward that completes it. If a gradient changes after that (by one more backward, or
-    by the script's own hand), a flag in the lane makes all ranks exchange again, and then launch none for some steps.
+    The number of times that backward passes add to each gradient is learned from the last two steps. If they and all
+    ranks agree, a bucket is sent during the backward pass that completes it. If a gradient changes after that (by
+    another backward, or by the script), a flag in the exchange's metadata makes all ranks exchange again, and then send
+    no bucket early for some steps.
     """
 
     survives = True
@@ -33,7 +35,7 @@ class Sync(Algorithm):
         self.wants_gradients = watches
         self._overlap = Overlap()
         self._exchange: Exchange | None = None
-        """This step's exchange, launched from a backward or waited for; None: there is none yet."""
+        """This step's exchange, started during a backward pass or in `before_step`; None before."""
         self._holds = False
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -46,10 +48,10 @@ class Sync(Algorithm):
             if self._exchange is None and not a.schema_is_current:
                 return
             buckets, launched = a.schema.buckets, self._exchange.launched if self._exchange else 0
-            # The last bucket waits for the step: it carries the agreement.
+            # The last bucket is sent at the step: it carries the metadata by which ranks agree.
             if launched >= len(buckets) - 1 or not overlap.complete(buckets[launched].tensors):
                 return
-            # Not before, as it weighs all batches of the step.
+            # Created only when its first bucket is complete: an exchange counts all batches of the step.
             self._exchange = self._exchange or a.new_exchange()
             self._exchange.launch_ahead()
 
@@ -57,7 +59,7 @@ class Sync(Algorithm):
         a = self.attachment
         exchange = self._exchange = self._exchange or a.new_exchange()
         growth = self._overlap.growth(exchange.schema.parameters)
-        # What is trained may have changed behind the backward that launched it.
+        # The trained parameters may have changed since a backward pass started the exchange; it is repeated then.
         a.close(exchange, growth=growth, redo=exchange.touched or exchange.schema is not a.schema)
         lanes = exchange.receive()
         agreed = len({lane.growth for lane in lanes}) == 1
@@ -74,7 +76,8 @@ class Sync(Algorithm):
         else:
             a.deliver(exchange)
         self._overlap.step(agreed, in_vain)
-        if not self.wants_gradients and len(exchange.schema.buckets) > 1:  # the last one waits for the step
+        # a single bucket is always sent at the step, so watching gradients would be useless
+        if not self.wants_gradients and len(exchange.schema.buckets) > 1:
             self.wants_gradients = True
             a.watch_gradients()
 
@@ -127,12 +130,12 @@ class Overlap:
         self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
 
     def observe(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
-        """What it has counted, in lists that follow the order of these parameters, for `restore`."""
+        """Return the counts for `restore`, in lists in the order of `parameters`."""
         before, expected = ([each.get(i) for i in map(id, parameters)] for each in (self._before, self.expected))
         return {"before": before, "expected": expected, "pause": self._pause, "left": self._left}
 
     def restore(self, state: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """Go on from what `observe` returned."""
+        """Restore the counts that `observe` returned."""
         self._before, self.expected = (
             {id(p): count for p, count in zip(parameters, state[name], strict=False) if count is not None}
             for name in ("before", "expected")
@@ -146,9 +149,11 @@ class Overlap:
         return zlib.crc32(bytes(min(self._counts.get(i, 0), 255) for i in map(id, parameters)))
 
     def step(self, agreed: bool, in_vain: bool) -> None:
-        """agreed: the gradients of all ranks grew alike, so all will launch alike. in_vain: what was launched changed
-        after that, on some rank: a script that does so in every step would exchange all of it twice, and lose what
-        compression owes. So there is a pause, twice as long each time."""
+        """Call after each step. agreed: gradients grew alike on all ranks, so all will send buckets alike. in_vain: a
+        gradient sent early changed afterwards on some rank, so the exchange was repeated. A script that does so every
+        step would exchange everything twice and lose the compression's residuals; so nothing is sent early for a number
+        of steps that doubles each time.
+        """
         if in_vain:
             self._pause *= 2
             self._left = self._pause

@@ -1,4 +1,4 @@
-"""An operation that waits, and its twin that returns a handle, made from one function."""
+"""Makes two functions from one operation: one that waits for the result, and one that returns a handle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 def blocking(start: Callable[P, Handle[T]]) -> Callable[P, T]:
-    """Make a function that waits for the handle which `start` returns. Its signature tells the result's type."""
+    """Make a function that calls `start` and waits for the handle that `start` returns. The signature shows the type of
+    the result."""
 
     @functools.wraps(start)
     def wait(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -28,7 +29,8 @@ def blocking(start: Callable[P, Handle[T]]) -> Callable[P, T]:
 
 
 def started(blocked: Callable[P, T]) -> Callable[P, Handle[T]]:
-    """Return the twin, with `_async` in its name, of a function that `blocking` made."""
+    """Return the non-blocking form of a function that `blocking` made: it has `_async` in its name and returns a
+    handle."""
     start: Callable[P, Handle[T]] = inspect.unwrap(blocked)
 
     @functools.wraps(start)

@@ -1,4 +1,4 @@
-"""The function of `dadt.run` and its arguments, on their way through Ray's object store."""
+"""Sends the function of `dadt.run` and its arguments to the workers through Ray's object store."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RayReference:
-    """It has pickled a reference, as that can be unpickled only where Ray is connected."""
+    """A pickled reference to a call in Ray's object store. It stays pickled until `load`, since a reference can be
+    unpickled only where Ray is connected."""
 
     reference: bytes
 
     def load(self) -> Call:
-        """In a worker, whose agent was given RAY_ADDRESS. Large arrays share the memory of the node's object store, and
-        are read-only."""
+        """Connect to Ray and return the call. For workers, whose agents have RAY_ADDRESS in their environment. Large
+        arrays share the memory of the node's object store, and are read-only."""
         ray = connect(Config(ship=False))
         call: Call = ray.get(ray.cloudpickle.loads(self.reference))
         return call
@@ -29,12 +30,15 @@ class RayReference:
 
 @contextmanager
 def stored(call: Call, config: Config) -> Iterator[RayReference | Call]:
-    """While open, the call is in the store; gives what workers are told. A connection that begins with it ends with it,
-    as Ray copies the current folder only when it connects. Raises ConfigError."""
+    """Context manager that puts the call into Ray's object store and yields what to send to the workers. If it opens
+    the connection to Ray, it also closes it, as Ray copies the current folder only when it connects. Raises
+    ConfigError.
+    """
     connected = ray_module().is_initialized()
     ray = connect(config)
     try:
-        if ray.util.client.ray.is_connected():  # by ray://, whose references mean something to this process alone
+        # Through ray://, references are valid in this process only, so the call itself is sent.
+        if ray.util.client.ray.is_connected():
             yield call
         else:
             reference = ray.put(call)

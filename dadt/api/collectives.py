@@ -96,11 +96,13 @@ def grouped_all_reduce_(
 
 
 def join(process_set: ProcessSet | None = None) -> int:
-    """Tell the others that this rank has no more data, and wait, without a time limit, until all ranks have joined.
+    """Report to the other ranks that this rank has no more data, and wait, without a time limit, until all ranks have
+    joined.
 
     Use it when ranks have unequal numbers of batches, as with Horovod's join. A rank that has joined adds nothing to
-    the allreduces of the others, and their means are over the ranks that have not joined. Other operations fail while
-    any rank has joined. Returns the last rank to join, the same on all ranks; after that, all ranks take part again.
+    the allreduces of the other ranks, and their means are over the ranks that have not joined. Other operations fail
+    while any rank has joined. Returns the last rank to join, the same on all ranks; after that, all ranks take part
+    again.
     """
     among = among_of(process_set)
     ticket = among.named.join()
@@ -234,7 +236,7 @@ all_gather_async = started(all_gather)
 def all_to_all(
     tensors: Sequence[Tensor], *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[list[Tensor]]:
-    """Send tensors[r] to the r-th rank of the set. Returns what each rank sent to this one, by rank.
+    """Send tensors[r] to the r-th rank of the set. Returns the tensors that the ranks have sent to this one, by rank.
 
     tensors: one per rank, all of one dtype; empty ones are allowed, and only the first dimension may differ in size.
     Raises ValueError for any other number of tensors.

@@ -86,7 +86,7 @@ def shutdown() -> None:
 
 
 def session() -> Session:
-    """Return the session that `init` has made. Raises DadtError before it."""
+    """Return the session that `init` has created. Raises DadtError before `init`."""
     if _session is None:
         when = "after dadt.shutdown()" if _ended else "before dadt.init(): call it at the top of the script"
         raise DadtError(f"a function of dadt was called {when}")
@@ -137,16 +137,16 @@ def add_process_set(ranks: Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> None:
-    """Close the connection of a set. The ranks of the set call this when they no longer need it."""
+    """Close the connection of a process set. The ranks of the set call this when they no longer need it."""
     session().remove(process_set)
 
 
 def among_of(process_set: ProcessSet | None) -> ProcessSet:
     among = session().all if process_set is None else process_set
-    _ = among.named  # this rank is one of them
+    _ = among.named  # raises DadtError if this rank is not in the set
     return among
 
 
 def root_of(root: int, root_rank: int | None) -> int:
-    """Return the root in whichever of the two spellings was used, DADT's or Horovod's."""
+    """Return the root rank from DADT's argument `root` or Horovod's `root_rank`, whichever the caller used."""
     return root if root_rank is None else root_rank

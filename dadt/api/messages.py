@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def send(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | None = None) -> None:
-    """Send a tensor to a rank that calls `recv`. tag: 0 to 2**18; messages of one pair and tag keep their order."""
+    """Send a tensor to a rank that calls `recv`. tag: 0 to 2**18; messages from one rank to another with the same tag
+    keep their order."""
     isend(tensor, peer, tag, process_set=process_set).wait()
 
 

@@ -1,4 +1,4 @@
-"""Data-parallel optimizers in scripts that name them."""
+"""`dadt.DistributedOptimizer`, for scripts that wrap their optimizers themselves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def DistributedOptimizer(
 
 
 def _sum(ranks: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Called after the averages have come: DADT's own hook is one of all optimizers, and those run first."""
+    """Step pre-hook that multiplies an optimizer's averages by the number of ranks. It runs after the averaging, since
+    DADT averages in a hook for all optimizers, and torch runs those first."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         _multiply(optimizer, ranks)

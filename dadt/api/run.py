@@ -28,11 +28,11 @@ from dadt.launch.start.placement import Placed
 from dadt.world import World
 
 FILE = "function"
-"""File in the agent's folder."""
+"""Name of the file in the agent's folder with the pickled function and its arguments."""
 
 
 class WorkerTraceback(Exception):
-    """The cause of an exception from a worker, so that the traceback of the worker is printed, too."""
+    """Set as the cause of an exception from a worker, so that the worker's traceback is printed, too."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"\n\nin worker {rank}:\n{text}")
@@ -75,14 +75,15 @@ def run(
 
 
 def _launch(told: by_ray.RayReference | by_ray.Call, config: Config) -> tuple[list[Placed], Outcome]:
-    """Run the job. Returns where its workers were, too. Raises DadtError, and KeyboardInterrupt after Ctrl-C."""
+    """Run the job. Returns where its workers ran, with one entry per start of the job, and how it ended. Raises
+    DadtError, and KeyboardInterrupt after Ctrl-C."""
     from dadt.launch import launch
     from dadt.launch.start import plan
 
     blob = _pickled(told, "the function and its arguments")
     the_plan = plan.make(config, [config.python or sys.executable, "-m", "dadt.api.run"], blob=blob)
     placed: list[Placed] = []
-    # Only the main thread may take over signals, and it gives them back.
+    # Python allows signal handlers only in the main thread. The launcher restores the previous ones at the end.
     signals = threading.current_thread() is threading.main_thread()
     try:
         outcome = launch.run(the_plan, _Streams(), lambda where, watch: placed.append(where), signals)
@@ -124,7 +125,7 @@ def _send(world: World, well: bool, value: Any) -> None:
 
 
 def _pickled(value: Any, what: str) -> bytes:
-    """Raises DadtError if the result does not fit into one message."""
+    """Pickle the value with cloudpickle. Raises DadtError if the result does not fit into one message."""
     import cloudpickle  # type: ignore[import-untyped]
 
     blob: bytes = cloudpickle.dumps(value)
@@ -149,7 +150,7 @@ def _reraise(rank: int, result: bytes | None) -> None:
         return
     well, value = pickle.loads(result)
     if well:
-        return  # it failed after the function had returned
+        return  # the worker failed after its function had returned
     error, text = value
     if error is None:
         raise DadtError(f"worker {rank} failed\n{text}")
@@ -157,7 +158,7 @@ def _reraise(rank: int, result: bytes | None) -> None:
 
 
 class _Streams:
-    """Writes to the streams of Python, which notebooks show."""
+    """Prints the job's output to Python's sys.stdout and sys.stderr, which notebooks show."""
 
     def __init__(self) -> None:
         self._grows = False
@@ -179,7 +180,7 @@ class _Streams:
         return False
 
     def meanwhile(self, act: Callable[[], None]) -> None:
-        """A notebook takes what it is given."""
+        """Does nothing, since output to a notebook never blocks."""
 
     def _err(self, text: str) -> None:
         sys.stderr.write(text)

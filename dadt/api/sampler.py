@@ -1,4 +1,4 @@
-"""Each rank's share of a data set."""
+"""A sampler that gives each rank its share of a data set."""
 
 from __future__ import annotations
 

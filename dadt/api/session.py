@@ -1,4 +1,4 @@
-"""The session from `dadt.init` to `dadt.shutdown`: this rank's place, and the sets of ranks that exchange tensors."""
+"""The session from `dadt.init` to `dadt.shutdown`: this rank's numbers, and the sets of ranks that exchange tensors."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ if TYPE_CHECKING:
     from dadt.train.runtime import Runtime
 
 KNOBS = {"all_reduce_executor": "allreduce_executor", "timeline_path": "timeline"}
-"""Arguments of `init` that are spelt otherwise in Config."""
+"""Arguments of `dadt.init` whose name in Config is another one, with that name."""
 CLOSE_SECONDS = 10.0
-"""Seconds that a script that ends without `shutdown` waits for operations still pending."""
+"""Seconds for which a script that ends without `shutdown` waits for pending operations."""
 MOST_TAG = 1 << 18
-"""The greatest tag of a caller's message. Some MPIs take tags up to 2**19 only."""
+"""Largest tag that a caller may give a message. Some MPI libraries allow tags up to 2**19 only."""
 _LOCAL_TAG = MOST_TAG + 1
 
 
 class Session:
-    """What `init` makes, once per process. All ranks make theirs together."""
+    """The state of DADT from `dadt.init` to `dadt.shutdown`, one per process. All ranks create it together, since the
+    constructor waits for the other ranks."""
 
     def __init__(self, knobs: Mapping[str, Any]) -> None:
-        """knobs: arguments of `init`. Raises ConfigError where they are wrong or differ between ranks, StartTimeout
-        naming the ranks that do not come."""
+        """knobs: arguments of `dadt.init`. Raises ConfigError if they are wrong or differ between ranks, and
+        StartTimeout, which names the missing ranks."""
         self.runtime: Runtime = worker.ask()
         self.knobs = dict(knobs)
         config = configured(self.runtime.ranks.config, knobs)
@@ -73,12 +74,12 @@ class Session:
 
     @property
     def is_homogeneous(self) -> bool:
-        """Whether each host has as many ranks as the others."""
+        """Whether all hosts have the same number of ranks."""
         return len({self._hosts.count(host) for host in self._hosts}) == 1
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a child of the one that has begun it."""
+        """Whether this process is a forked child of the process that created the session."""
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
@@ -90,7 +91,8 @@ class Session:
             )
 
     def add(self, ranks: Sequence[int]) -> ProcessSet:
-        """All ranks call this, with the same ranks."""
+        """Add a process set of these ranks. All ranks of the job call this with the same ranks. Raises ValueError if
+        the ranks do not exist, occur twice or differ between callers."""
         name = f"process set {next(self._numbers)}"
         rounds = _Rounds(self.all, ranks, name, self.runtime.ranks.meet.secret)  # which compares what the ranks give
         chosen = sorted(set(ranks))
@@ -116,7 +118,8 @@ class Session:
         chosen.close(self.config.timeout)
 
     def local_barrier(self) -> None:
-        """Wait until all ranks of this host are here: by messages, as other hosts need not call it now."""
+        """Wait until all ranks of this host have called this. It exchanges messages, since ranks of other hosts need
+        not take part."""
         if self.world.local_size == self.world.world_size:
             self.all.submit(operation.barrier(self.all.size), None).wait()
             return
@@ -134,10 +137,11 @@ class Session:
                 transit.wait(self.config.timeout)
 
     def close(self, timeout: float, reason: str = "") -> None:
-        """End the sets, newest first, then what trains. reason: fail what is pending, on all ranks. Idempotent."""
+        """Close the process sets, newest first, and then the runtime. reason: if given, pending operations fail with it
+        on all ranks. May be called again."""
         sets, self._sets = self._sets, []
         self._counting.remove()
-        with ExitStack() as stack:  # each, whatever becomes of the others
+        with ExitStack() as stack:  # closes every set and the runtime, even if closing one of them raises
             stack.callback(self.runtime.close, failed=bool(reason))
             for each in sets:
                 stack.callback(each.close, timeout, reason)
@@ -154,8 +158,8 @@ class Session:
         return made
 
     def _record(self, made: ProcessSet) -> None:
-        """Record the set in the timeline. The first set is that of all ranks, over which they also compare their
-        clocks."""
+        """Record the operations of a process set in the timeline. The first set is that of all ranks, whose clocks the
+        timeline compares over it."""
         timeline = self.runtime.ranks.timeline
         if timeline is None:
             timeline = self.runtime.ranks.timeline = Timeline(self.config.timeline, self.world)
@@ -163,7 +167,7 @@ class Session:
         timeline.record(made.named.connection, f"named tensors of {made}")
 
     def _world_of(self, ranks: Sequence[int]) -> World | None:
-        """This rank's place among these ranks; None if it is none of them."""
+        """This rank's World among these ranks; None if this rank is not one of them."""
         if self.world.rank not in ranks:
             return None
         hosts = [self._hosts[rank] for rank in ranks]
@@ -180,8 +184,8 @@ class Session:
         )
 
     def _config_of(self, ranks: Sequence[int]) -> Config:
-        """The configuration for a set of ranks, which may be on fewer hosts than all ranks: their executor is chosen
-        again."""
+        """The configuration for a set of ranks. A smaller set may be on fewer hosts than all ranks, so its executor is
+        chosen again."""
         if len(ranks) == 1:
             return replace(self.config, executor="null", broadcast_executor="", allreduce_executor="")
         if len(ranks) < self.world.world_size and self.config.executor.partition(":")[0] in ("shm", "hierarchical"):
@@ -201,14 +205,15 @@ class Session:
         try:
             self.close(CLOSE_SECONDS, f"rank {self.world.rank} failed" if failed else "")
         except CommError as error:
-            # The peers raise the same where they stand; this rank's exit code is its script's own.
+            # The error is only printed: the other ranks raise it where they wait, and this rank's exit code is that of
+            # its script.
             if failed:
-                return  # and Python has told why
+                return  # Python has already printed the exception with which the script failed
             sys.stderr.write(f"dadt: rank {self.world.rank} ended: {error}\n")
 
 
 class _Peers:
-    """The ranks of a set, in the form that a timeline needs."""
+    """The ranks of a process set, with the methods that a timeline needs to exchange bytes with them."""
 
     def __init__(self, among: ProcessSet) -> None:
         self._among = among
@@ -220,8 +225,8 @@ class _Peers:
 
 
 class _Rounds:
-    """A Meet for the ranks of a set that has no connection yet: in each round all ranks of the job exchange what is
-    new."""
+    """Lets the ranks of a new process set exchange bytes (a Meet) before they have a connection of their own: in each
+    round all ranks of the job exchange their new values."""
 
     outdated = None
 
@@ -236,10 +241,11 @@ class _Rounds:
         self._compare()
 
     def look(self, what: str, waited: float) -> None:
-        """Does nothing, as the exchanges of all ranks report which ranks they wait for."""
+        """Does nothing: the exchanges of all ranks already report which ranks they wait for."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
-        """Wait for what the ranks give. Raises DadtError if one of them has given up."""
+        """Send `blob` under this key, and wait for those of all ranks of the set. Returns them by rank. Raises
+        DadtError if a rank has failed."""
         self._tell(key, blob, "")
         while not all((rank, key) in self._told for rank in self._ranks):
             self._pass()
@@ -249,7 +255,8 @@ class _Rounds:
         self._tell(f"put {key}", blob, "")
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for what the ranks give. Raises DadtError if one of them has given up."""
+        """Wait until some ranks have put values under these keys, and return the values. Raises DadtError if a rank has
+        failed."""
         while True:
             put = {key: blob for (_, key), blob in self._told.items()}
             if all(f"put {key}" in put for key in keys):
@@ -257,8 +264,8 @@ class _Rounds:
             self._pass()
 
     def end(self, error: str = "") -> None:
-        """Call this when this rank has all it needs, or has failed. Takes part in rounds until all ranks have called
-        it."""
+        """Call this when this rank has connected, or has failed with `error`. Takes part in further rounds until all
+        ranks have called it. Raises DadtError if another rank failed."""
         self._tell("", b"", error or "done")
         while len(self._ended) < self._all.size:
             self._tell("", b"", error or "done")
@@ -287,7 +294,8 @@ class _Rounds:
                 self._ended[rank] = ended
 
     def _pass(self) -> None:
-        """Take part in a round in which this rank has nothing new."""
+        """Take part in a round of exchanges between all ranks, with nothing to send. Raises DadtError if a rank has
+        failed."""
         self._check()
         self._tell("", b"", "")
 
@@ -298,7 +306,7 @@ class _Rounds:
 
 
 def configured(config: Config, knobs: Mapping[str, Any]) -> Config:
-    """The configuration with the arguments of `init` that are not None. Raises ConfigError."""
+    """Return the configuration, changed by the arguments of `dadt.init` that are not None. Raises ConfigError."""
     known = {f.name: f for f in fields(Config) if not f.metadata["launch"]}
     given = {KNOBS.get(name, name): value for name, value in knobs.items() if value is not None}
     for name, value in given.items():

@@ -1,4 +1,5 @@
-"""Allreduce of sparse tensors: gathers their entries, or reduces them as dense tensors where that moves less."""
+"""Allreduce of sparse tensors: gathers their entries, or reduces them as dense tensors if that transfers fewer
+bytes."""
 
 from __future__ import annotations
 
@@ -46,13 +47,14 @@ def coo_all_reduce_async(
 
 
 class _Later:
-    """An action on its own thread, since its second half depends on the result of the first."""
+    """Runs an action in its own thread, because the second half of a sparse allreduce needs the result of the first
+    half."""
 
     def __init__(self, action: Callable[[], Tensor]) -> None:
         self._action = action
         self._result: Tensor | None = None
         self._error: Exception | None = None
-        # A daemon: a peer that never comes must not keep the process from ending.
+        # A daemon thread, so that waiting for a peer that never comes does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="dadt-sparse", daemon=True)
         self._thread.start()
 
@@ -76,7 +78,7 @@ class _Later:
 
 
 def _prepare(tensor: Tensor, reduction: str, name: str | None, process_set: ProcessSet | None) -> Callable[[], Tensor]:
-    """Start the operation, and return the function that finishes it."""
+    """Start a sparse allreduce, and return the function that waits for it and returns the result."""
     among = among_of(process_set)
     if tensor.layout != torch.sparse_coo:
         raise TypeError(
@@ -100,7 +102,8 @@ def _prepare(tensor: Tensor, reduction: str, name: str | None, process_set: Proc
 
 
 class _Entries:
-    """A coalesced tensor's entries: flat indices, ascending, and a value (a row) for each."""
+    """The entries of a coalesced sparse tensor: flat indices in ascending order, with a value (or a row of values) for
+    each."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)
@@ -125,7 +128,7 @@ class _Entries:
         return f"{dtype} {list(self.shape)} with {len(self.sparse)} sparse dimensions"
 
     def tensor(self, flat: Tensor, values: Tensor) -> Tensor:
-        """Return a tensor like this one with other entries."""
+        """Return a sparse tensor with the shape and dtype of this one and the given entries."""
         indices = torch.stack(torch.unravel_index(flat, self.sparse)) if self.sparse else flat.new_zeros((0, len(flat)))
         return torch.sparse_coo_tensor(
             indices,
@@ -145,18 +148,19 @@ def _gather_entries(among: ProcessSet, mine: _Entries, reduction: str, name: str
     ]
     flats, values = (handle.wait() for handle in handles)
     union, places = torch.unique(torch.cat(flats), return_inverse=True)
-    # As the core does: 16-bit floats are summed in float32.
+    # 16-bit floats are summed in float32, as in an allreduce of dense tensors.
     wide = torch.float32 if mine.dtype in _HALF else mine.dtype
     total = torch.zeros((len(union), *mine.values.shape[1:]), dtype=wide, device="cpu")
     for place, rows in zip(places.split([len(f) for f in flats]), values, strict=True):
-        total[place] += rows  # a rank's own indices differ
+        total[place] += rows  # safe, since the indices from one rank are all different
     if reduction == "mean":
         total = total / among.size if wide.is_floating_point or wide.is_complex else _truncated(total, among.size)
     return mine.tensor(union, total)
 
 
 def _reduce_dense(among: ProcessSet, mine: _Entries, reduction: str, name: str) -> Tensor:
-    """Also reduces a byte for each place that says whether any rank has it, since a sum may be zero there."""
+    """Reduce sparse tensors as dense ones. Also reduces a flag per index that says whether any rank has an entry there,
+    since a sum may be zero."""
     dense = torch.zeros((prod(mine.sparse), *mine.values.shape[1:]), dtype=mine.dtype, device="cpu")
     there = torch.zeros(prod(mine.sparse), dtype=torch.bool, device="cpu")
     dense[mine.flat] = mine.values

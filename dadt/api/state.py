@@ -73,7 +73,7 @@ def broadcast_optimizer_state(
     if among.rank != number:
         before = list(optimizer.param_groups)
         optimizer.load_state_dict(state)
-        # The script may hold these dictionaries.
+        # Keep the optimizer's own dictionaries and change their content: the script may have references to them.
         for mine, loaded in zip(before, optimizer.param_groups, strict=True):
             mine.clear()
             mine.update(loaded)
@@ -105,7 +105,7 @@ def allgather_object(value: Any, *, name: str | None = None, process_set: Proces
 
 
 class _Tensor:
-    """Placeholder for a tensor of the root in pickled state."""
+    """Stands for one of the root's tensors in pickled optimizer state; the tensor itself is broadcast separately."""
 
     def __init__(self, like: Tensor) -> None:
         self.shape = tuple(like.shape)
@@ -125,7 +125,8 @@ def _sketch(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _fill(sketch: Any, tensors: list[Tensor]) -> Any:
-    """Replace placeholders by new tensors in host memory. load_state_dict copies them to their parameters."""
+    """Return the state with new tensors in host memory in place of placeholders, and append these to `tensors`.
+    load_state_dict later copies their values to the parameters' devices."""
     if isinstance(sketch, _Tensor):
         tensors.append(torch.empty(sketch.shape, dtype=sketch.dtype, device="cpu"))
         return tensors[-1]
@@ -137,12 +138,13 @@ def _fill(sketch: Any, tensors: list[Tensor]) -> Any:
 
 
 def _rebuilt(like: Any, items: list[Any]) -> Any:
-    """Return a list or tuple of the same type. A named tuple takes its items one by one."""
+    """Return a list or tuple of the same type as `like`. The constructor of a named tuple takes its items one by
+    one."""
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
 def _compare(among: ProcessSet, lines: Sequence[str]) -> None:
-    """Raise the same Mismatch on all ranks if their lines differ."""
+    """Raise the same Mismatch on all ranks if any rank's list of lines differs from the first rank's."""
     told = plain.encode(list(lines), "what the ranks are to have alike")
     every = [plain.decode(data) for data in gather_bytes(among, told, among.name(None))]
     for rank, theirs in zip(among.ranks, every, strict=True):
@@ -155,7 +157,8 @@ def _compare(among: ProcessSet, lines: Sequence[str]) -> None:
 
 
 def _overwrite(among: ProcessSet, tensors: Sequence[Tensor], root: int) -> None:
-    """Overwrite the tensors with the root's, many in one operation. All ranks give the same ones."""
+    """Overwrite the tensors with the root's values, many tensors in one operation. All ranks pass tensors of the same
+    sizes."""
     with torch.no_grad():
         parts: list[list[Tensor]] = [[]]
         room = _FUSED_BYTES

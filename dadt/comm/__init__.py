@@ -1,1 +1,2 @@
-"""Moves tensors and bytes between ranks; knows nothing of training."""
+"""Moves tensors and bytes between ranks: executors, collectives, compression, rendezvous and traces. Contains nothing
+about training itself."""

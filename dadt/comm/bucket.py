@@ -1,4 +1,4 @@
-"""Flat buffers that several tensors live in: what one exchange moves."""
+"""Buckets: flat buffers, each shared by several tensors that travel together in an exchange."""
 
 from __future__ import annotations
 
@@ -20,41 +20,42 @@ DTYPES = {
     torch.int16: _core.DType.int16,
     torch.int8: _core.DType.int8,
     torch.uint8: _core.DType.uint8,
-    # Complex numbers travel as pairs of floats; bools as bytes.
+    # Complex numbers travel as pairs of floats, bools as bytes.
     torch.complex64: _core.DType.float32,
     torch.complex128: _core.DType.float64,
     torch.bool: _core.DType.uint8,
 }
-_ALIGNMENT = 16  # elements: every tensor starts on a cache line of fp32
+_ALIGNMENT = 16  # elements per alignment unit, so that every fp32 tensor starts on a new cache line
 _LARGE = 1 << 20
-"""Bytes from which a flat buffer has room for lanes, so that it can be reduced where it is."""
+"""Bytes from which a flat buffer gets extra room for step metadata (lanes), so that it can be reduced in place."""
 _RANKS, _LANE = 64, 64
-"""Room behind a buffer: the lanes of 64 ranks, each of 64 bytes plus a bit per tensor. If lanes need more, the buffer
-is not reduced where it is."""
+"""Extra room behind a flat buffer: step metadata (lanes) of up to 64 ranks, each 64 bytes plus one bit per tensor. If
+the metadata needs more, the buffer is not reduced in place."""
 
 
 class Staged(NamedTuple):
-    """Tensors to exchange. They are ready once the event `ready` has happened, or now if it is None."""
+    """Tensors that are ready to exchange once the CUDA event `ready` has happened, or immediately if it is None."""
 
     values: list[torch.Tensor | None]
     ready: torch.cuda.Event | None
 
 
 class Bucket:
-    """Tensors of one dtype and device, exchanged together; the same on all ranks.
+    """Tensors of one dtype and device that are exchanged together; all ranks have the same buckets.
 
-    Flat buffers take turns (the exchange of step t fills buffer t % turns), so that what the script holds as
-    `.grad` is never overwritten by an exchange in flight: one more than there are of those.
+    The exchange of step t fills flat buffer t % turns. With one buffer more than exchanges in flight, an exchange never
+    overwrites memory that the script still uses as `.grad`.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], direct: bool = False, turns: int = 2) -> None:
-        """direct: the buffers are on the tensors' device, for an executor that moves its memory."""
+        """direct: whether the executor moves the tensors' device memory itself, so that the flat buffers are allocated
+        on the device. turns: number of flat buffers."""
         self.tensors = list(tensors)
         first = self.tensors[0]
         self.device = first.device
         self.direct = direct
         self.staged = first.is_cuda and not direct
-        """Whether tensors of a GPU go through host memory."""
+        """Whether tensors on a GPU are copied to host memory for the exchange."""
         self.turns = turns
         self.dtype = first.dtype
         self.strides = [_dense_strides(t) for t in self.tensors]
@@ -64,30 +65,33 @@ class Bucket:
 
     @property
     def of_host(self) -> bool:
-        """Whether the exchange uses the tensors' own memory, or a copy that is there at once."""
+        """Whether the tensors are on the CPU, so that an exchange can use them without waiting for a copy from a
+        device."""
         return self.device.type == "cpu" and not self.direct
 
     @cached_property
     def views(self) -> list[list[torch.Tensor]]:
-        """The tensors' places in each of the buffers, which are made when they are first asked for."""
+        """Views of the tensors in each flat buffer, indexed by buffer and then tensor. The buffers are allocated on
+        first use."""
         return [self._carve() for _ in range(self.turns)]
 
     @cached_property
     def pointers(self) -> list[list[int]]:
-        """The memory address of each tensor's place in each of the buffers."""
+        """Memory addresses of the tensors' views in each flat buffer, indexed by buffer and then tensor."""
         return [[v.data_ptr() for v in views] for views in self.views]
 
     def room(self, turn: int) -> int:
-        """Number of elements of this turn's flat buffer, with the room behind it."""
+        """Return the number of elements of flat buffer `turn`, including the extra room behind the last tensor."""
         return self.flats[turn].untyped_storage().nbytes() // self.layout.dtype.itemsize
 
     def has_moved(self, turn: int) -> bool:
-        """Whether the script has given a place other memory."""
+        """Return whether the script has replaced the memory of a view in flat buffer `turn`, for example by assigning
+        `.data`."""
         made = "views" in self.__dict__
         return made and list(map(torch.Tensor.data_ptr, self.views[turn])) != self.pointers[turn]
 
     def renew(self, turn: int) -> None:
-        """Use new memory for this turn, as a library may still write to the old."""
+        """Replace flat buffer `turn` by newly allocated memory, because a library may still write to the old one."""
         self.views[turn] = self._carve()
         self.flats[turn] = self.flats.pop()
         self.pointers[turn] = [v.data_ptr() for v in self.views[turn]]
@@ -101,49 +105,52 @@ class Bucket:
 
     def _carve(self) -> list[torch.Tensor]:
         offsets = self._offsets
-        # Gradients on a GPU are else staged through host memory: the core moves bytes of the host.
+        # Without a device executor, GPU gradients go through host memory: the C++ core moves host memory only.
         where = self.device if self.direct else torch.device("cpu")
         large = not self.direct and offsets[-1] * self.dtype.itemsize >= _LARGE
         tail = _RANKS * (_LANE + len(self.tensors) // 8) if large else 0
         flat = torch.zeros(offsets[-1] + tail, dtype=self.dtype, device=where, pin_memory=self.staged)
-        # Lanes begin right behind the last tensor.
+        # The last tensor is not padded to the alignment: the step metadata begins right behind its values.
         self.flats.append(flat[: offsets[-2] + self.tensors[-1].numel()] if large else flat)
         return self._views_of(flat)[1]
 
     def _views_of(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The flat buffer, and for each tensor its place in the same memory. To autograd the places are no views, on
-        which it forbids detach_(), which scripts call on gradients."""
+        """Return the flat buffer and one tensor per bucket tensor that shares the buffer's memory. These tensors are
+        not views to autograd, which would forbid detach_(); scripts call detach_() on gradients."""
         return flat, [
             torch.empty(0, dtype=self.dtype, device=flat.device).set_(flat.untyped_storage(), o, t.size(), s)
             for o, t, s in zip(self._offsets, self.tensors, self.strides, strict=False)
         ]
 
     def add_turn(self) -> None:
-        """Add a flat buffer, and so a turn."""
+        """Allocate one more flat buffer, so that one more exchange can be in flight."""
         self.views.append(self._carve())
         self.turns += 1
         self.__dict__.pop("pointers", None)
 
     def stage(self, values: Sequence[torch.Tensor | None], turn: int) -> Staged:
-        """The values in the order that all ranks use, in the bucket's kind of memory; copied only where they are not.
+        """Return the values in the order that all ranks use, in memory that the exchange can read. A value is copied
+        only if its device, dtype or strides do not fit.
 
-        Copies from a GPU go on while the caller does something else.
+        Copies from a GPU run asynchronously; the result's `ready` event marks their end.
         """
         if not self.staged:
             return Staged([None if v is None else self._stage(i, v, turn) for i, v in enumerate(values)], None)
-        if any(v is not None and not v.is_cuda for v in values):  # what has come to the host by an exchange before
+        # an earlier exchange has left some of the values in host memory
+        if any(v is not None and not v.is_cuda for v in values):
             return Staged([None if v is None else self._stage(i, v, turn) for i, v in enumerate(values)], self._now())
         return self._bring([None if v is None else plain(v) for v in values], turn)
 
     def fill(self, values: Sequence[torch.Tensor], turn: int) -> Staged:
-        """Like `stage`, but the values are always copied into the bucket."""
+        """Copy all values into flat buffer `turn`, even those that `stage` would use where they are."""
         if self.staged:
             return self._bring(values, turn)
         torch._foreach_copy_(self.views[turn], list(values))
         return Staged([*self.views[turn]], None)
 
     def _bring(self, values: Sequence[torch.Tensor | None], turn: int) -> Staged:
-        """A GPU's tensors are packed there, and leave it together, beside what it computes."""
+        """Copy a GPU's values to host memory: packs them into one tensor on the GPU, then copies it on a separate
+        stream, overlapping with computation."""
         views = self.views[turn]
         flat, places = self._views_of(torch.zeros(self._offsets[-1], dtype=self.dtype, device=self.device))
         moved = [(place, v) for place, v in zip(places, values, strict=True) if v is not None]
@@ -176,12 +183,14 @@ class Bucket:
         return view
 
     def deliver(self, index: int, turn: int) -> torch.Tensor:
-        """The averaged tensor on the parameter's device: a view of the flat buffer, or its copy."""
+        """Return averaged tensor `index` on the parameters' device: a view of flat buffer `turn`, or a copy of the
+        view."""
         view = self.views[turn][index]
         return view if view.device == self.device else view.to(self.device, non_blocking=True)
 
     def deliver_all(self, turn: int) -> list[torch.Tensor]:
-        """All averaged tensors, as `deliver` gives each; where they must be copied, in one copy."""
+        """Return all averaged tensors on the parameters' device: views of flat buffer `turn`, or views of one copy of
+        the buffer."""
         if self.direct or self.device.type == "cpu":
             return self.views[turn]
         return self._views_of(self.flats[turn].to(self.device, non_blocking=True))[1]
@@ -190,10 +199,11 @@ class Bucket:
 def split(
     tensors: Sequence[torch.Tensor], max_bytes: int, direct: torch.device | None = None, turns: int = 2
 ) -> list[Bucket]:
-    """Buckets of at most about max_bytes, in the given order, one dtype and device each.
+    """Split tensors into buckets of at most about `max_bytes` bytes, in the given order, each of one dtype and device.
 
-    direct: the device whose memory the executor moves. A tensor larger than max_bytes gets a bucket of its own.
-    Depends on the tensors alone: the same on all ranks.
+    direct: the device whose memory the executor moves itself. turns: number of flat buffers per bucket. A tensor larger
+    than max_bytes gets a bucket of its own. The result depends on the arguments only, so all ranks get the same
+    buckets.
     """
     open_parts: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     buckets: list[Bucket] = []
@@ -208,16 +218,16 @@ def split(
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:
-    """The tensor, or one with the same values, whose memory holds the values themselves: dense, and neither lazily
-    conjugated nor negated."""
+    """Return the tensor, or a copy whose memory holds the values themselves: dense, detached, and neither lazily
+    conjugated nor lazily negated."""
     if value.layout != torch.strided:
         value = value.to_dense()
-    # A lazily conjugated or negated tensor's memory does not hold its values.
+    # A lazily conjugated or negated tensor's memory differs from the tensor's values.
     if value.requires_grad or value.is_conj() or value.is_neg():
         value = value.detach().resolve_conj().resolve_neg()
     return value
 
 
 def _dense_strides(t: torch.Tensor) -> tuple[int, ...]:
-    """Strides that gradients of t have: its own if it is dense, else contiguous ones."""
+    """Return the strides that gradients of `t` have: the strides of `t` if it is dense, else contiguous ones."""
     return tuple(torch.empty_like(t, device="meta").stride())

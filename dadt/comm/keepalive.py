@@ -1,4 +1,4 @@
-"""Memory that operations read and write: it must live until they have ended, whatever becomes of their handles."""
+"""Keeps memory alive while operations read and write it, even if the script drops their handles."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 _FEW = 64
-"""Number of operations up to which those that are done are released only after the ones started before them."""
+"""Number of operations up to which finished ones are released only in the order of their start, which is cheaper."""
 _forever: list[Any] = []
 
 
 class Completion(Protocol):
-    """An operation, or a handle to one."""
+    """An operation in progress, or a handle to one."""
 
     @property
     def done(self) -> bool: ...
 
 
 class KeepAlive:
-    """Keeps alive what the operations under way need. Any thread.
+    """Keeps the objects that operations in progress need alive. Methods may be called from any thread.
 
-    One that fails is done at once, as nobody shall wait for it, but a library may be in it for as long as it likes:
-    from the first error on all is kept for good.
+    A failed operation counts as done at once, so that nobody waits for it, but a library may still use its memory.
+    Therefore, from the first error on, nothing is ever released.
     """
 
     def __init__(self, failed: Callable[[], bool]) -> None:
-        """failed: whether there was an error; if so, from a time before any operation is done by it."""
+        """failed: returns whether there was an error. It must return True before any operation becomes `done` through
+        the error."""
         self._failed = failed
         self._lock = threading.Lock()
         self._held: deque[tuple[Completion, Any]] = deque()
         self._most = _FEW
 
     def add(self, ending: Completion, needed: Any) -> None:
-        """Keep what is needed until that is done."""
+        """Keep `needed` alive until the operation `ending` is done."""
         with self._lock:
             gone = deque[tuple[Completion, Any]]()  # outlives the lock: what is let go may run code of its owner's
             self._held.append((ending, needed))
@@ -48,20 +49,20 @@ class KeepAlive:
         del gone
 
     def close(self) -> None:
-        """Release everything, as nothing is under way any more; after an error, keep it for good instead."""
+        """Release everything, since no operation is in progress any more; after an error, leak it instead."""
         with self._lock:
             gone, self._held = self._held, deque()
             self._keep_if_failed(gone)
         del gone
 
     def _keep_if_failed(self, gone: deque[tuple[Completion, Any]]) -> None:
-        """After an error, keep for good what is about to be released, and what is held. Call it after looking at
-        `done`: what was done before there was an error has ended."""
+        """After an error, leak both what is about to be released and what is still in use. Call this after checking
+        `done`: an operation that was done before the error has really ended."""
         if self._failed():
             leak((gone, self._held))
             self._held = deque()
 
 
 def leak(needed: Any) -> None:
-    """Keep for good what a failed operation needs: a library may still be using it."""
+    """Keep an object alive until the process exits, because a library may still use it after a failure."""
     _forever.append(needed)

@@ -1,6 +1,8 @@
-"""The ends of other ranks. Whatever waits for such a rank fails at once, with an error that names it.
+"""Handles the ends of other ranks: all operations that wait for an ended rank fail at once, with an error that names
+it.
 
-Where training is to go on without them, their end begins a new generation: the others connect anew.
+If training can continue without lost ranks, their end begins a new generation, in which the remaining ranks connect
+again.
 """
 
 from __future__ import annotations
@@ -14,62 +16,66 @@ from typing import Protocol
 from dadt.errors import CommError, CommTimeout, Mismatch, PeerLost
 
 NAME_SECONDS = 2.0
-"""Seconds to wait for the agents to report which rank has ended: a library may notice a peer's end before that."""
+"""Seconds to wait for an agent's report of which rank has ended, since a library may notice a peer's end earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The ranks that train together from now on."""
+    """A set of ranks that train together, until ranks are lost or join."""
 
     number: int = 0
-    """0 for the ranks with which the job began; each loss or arrival of ranks begins the next number."""
+    """Number of the generation: 0 for the ranks with which the job began; each loss or arrival of ranks begins the next
+    one."""
     members: tuple[int, ...] = ()
-    """The ranks of this generation, ascending, numbered as in the whole job."""
+    """Ranks of this generation, ascending, by their numbers in the whole job."""
     firsts: tuple[int, ...] = ()
-    """The first rank on each host, which writes files there. New workers count only where all ranks are new."""
+    """First rank on each host, which writes files there. Replacement workers do not become first rank unless all ranks
+    are new."""
     text: str = ""
-    """Text for the user: which rank has ended, where and how."""
+    """Text for the user that says which rank has ended, where and how."""
     handed: int = 0
-    """The newest generation that began with a new worker for which all others had waited."""
+    """Number of the newest generation that began with a replacement worker for which all other ranks had waited."""
     writers: tuple[int, ...] = ()
-    """For each member, in the order of `members`, its `World.folder_writer`; empty if no hosts share a folder."""
+    """`World.folder_writer` of each member, in the order of `members`; empty if no hosts share a folder."""
 
     def writer(self, rank: int) -> int:
-        """The rank that writes in this member's working folder (`World.folder_writer`), or -1."""
+        """Return the rank that writes in this member's working folder (`World.folder_writer`), or -1 if no hosts share
+        a folder."""
         return self.writers[self.members.index(rank)] if self.writers else -1
 
 
 class Abort(Protocol):
-    """A function that fails all operations, pending and future. Any thread may call it; it does not block."""
+    """A function that fails all pending and future operations of a connection. It may be called from any thread and
+    does not block."""
 
     def __call__(self, reason: str, lost: bool) -> None: ...
 
 
 class Deaths:
-    """What a worker knows of other ranks' ends. `tell` is called by the thread that listens to the agent, all else by
-    any thread."""
+    """Knowledge of a worker about the ends of other ranks. `tell` is called by the thread that listens to the agent;
+    other methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._aborts: list[Abort] = []
         self._known = threading.Event()
-        """Set once a rank's end, or a generation that this rank has not entered yet, was reported."""
+        """Set once the end of a rank, or a generation that this rank has not entered yet, was reported."""
         self._final = False
-        """The end of a rank was reported, and the other ranks do not go on without it."""
+        """Whether the end of a rank was reported without which the job does not continue."""
         self.text = ""
-        """The text of the first such report: which rank has ended, where and how."""
+        """Text of the first reported end: which rank has ended, where and how."""
         self._newest = Generation()
         self._entered = 0
         self.listening = False
-        """Whether `tell` will be called if a rank ends."""
+        """Whether a thread listens to the agent, so that `tell` will be called if a rank ends."""
         self.preempted = False
-        """Whether this rank has to end soon, wherever the others are."""
+        """Whether this rank must end soon because its host is being taken away, however far other ranks are."""
         self._left: tuple[int, str] | None = None
-        """The steps of a rank that ended well, too early, and the text about it; None if there is none."""
+        """Step count at which a rank ended successfully but too early, and the text about it; None if no rank did."""
 
     def watch(self, abort: Abort) -> None:
-        """Have `abort` called when a rank ends, or at once if one has ended."""
+        """Register `abort` to be called when a rank ends, or call it at once if one has ended."""
         with self._lock:
             self._aborts = [each for each in self._aborts if each != abort] + [abort]
             text = self._newest.text if self.outdated else self.text
@@ -78,13 +84,13 @@ class Deaths:
             abort(text, lost=True)
 
     def forget(self, abort: Abort) -> None:
-        """Do not call `abort` any more: what it would fail has ended by itself. May be called again."""
+        """Unregister `abort`, because its operations have ended by themselves. May be called repeatedly."""
         with self._lock:
             self._aborts = [each for each in self._aborts if each != abort]
 
     def tell(self, text: str) -> None:
-        """Report that a rank has ended that the others need. text: which, where and how; only the first report
-        counts."""
+        """Report the end of a rank that the other ranks need: all operations fail. text: which rank, where and how;
+        only the first report counts."""
         with self._lock:
             if self._final:
                 return
@@ -95,7 +101,8 @@ class Deaths:
             abort(text, lost=True)
 
     def regroup(self, generation: Generation) -> None:
-        """Begin a generation: these ranks train on without the others."""
+        """Begin a new generation, in which its members train on without the lost ranks. Operations of the previous
+        generation fail."""
         with self._lock:
             if generation.number <= self._newest.number:
                 return
@@ -107,24 +114,24 @@ class Deaths:
             abort(generation.text, lost=True)
 
     def await_news(self, seconds: float) -> bool:
-        """Whether a rank's end or a newer generation is reported within this many seconds."""
+        """Return whether a rank's end or a newer generation is reported within this many seconds."""
         return self._known.wait(seconds)
 
     def await_newer(self, number: int, seconds: float) -> int:
-        """Wait up to `seconds` for a generation above `number`, and return the newest generation's number."""
+        """Wait up to `seconds` seconds for a generation above `number`. Returns the number of the newest generation."""
         with self._news:
             self._news.wait_for(lambda: self._newest.number > number, seconds)
             return self._newest.number
 
     @property
     def outdated(self) -> bool:
-        """Whether there is a newer generation than the one that this rank is in."""
+        """Whether a newer generation than this rank's own has been reported."""
         return self._newest.number > self._entered
 
     def enter(self, error: Exception, seconds: float) -> Generation:
-        """The newest generation, in which this rank is from now on: what was connected before has failed.
+        """Enter and return the newest generation. Connections of the previous one have failed with `error`.
 
-        Raises the error where none is told within these seconds, and PeerLost where nobody trains on.
+        Raises `error` if no generation is reported within this many seconds, and PeerLost if the job does not continue.
         """
         known = self._known.wait(seconds)
         if self._final and str(error) != self.text:
@@ -139,25 +146,27 @@ class Deaths:
             return self._newest
 
     def tell_left(self, text: str, steps: int, mine: int) -> None:
-        """A rank has ended well after so many steps; this one has taken `mine`. What both have begun may yet be done:
-        it counts once this rank has come as far."""
+        """Report that a rank ended successfully after `steps` steps, while this rank has taken `mine`. Operations that
+        both have begun may still complete, so the end counts once this rank has taken as many steps."""
         with self._lock:
             self._left = (steps, text)
         self.stepped(mine)
 
     def stepped(self, mine: int) -> None:
-        """Call this when the rank has taken `mine` steps: a rank that left earlier may count as ended now."""
+        """Called when this rank has taken `mine` steps: an earlier end of another rank may count from this step on."""
         if self._left is not None and mine >= self._left[0]:
             self.tell(self._left[1])
 
     def check(self) -> None:
-        """Raises PeerLost if a rank has ended: also a rank that waits for nobody just now need not go on."""
+        """Raise PeerLost if a rank has ended without which the job does not continue. For ranks that wait for no
+        operation just now."""
         if self._final:
             raise PeerLost(self.text)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Errors raised within name the rank whose end has caused them, where that is known in a moment."""
+        """Context manager: if a rank's end has caused an error raised within, raises PeerLost that names the rank
+        instead."""
         try:
             yield
         except CommError as error:
@@ -165,7 +174,8 @@ class Deaths:
             raise
 
     def name(self, error: CommError) -> None:
-        """Raises PeerLost that names the rank whose end has caused the error, where that is known in a moment."""
+        """Raise PeerLost that names the ended rank, if a rank's end is reported within NAME_SECONDS and so explains the
+        error."""
         told = isinstance(error, CommTimeout | Mismatch) or str(error) == self.text
         if self.listening and not told and self._known.wait(NAME_SECONDS) and self._final:
             raise PeerLost(self.text) from error

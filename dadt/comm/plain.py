@@ -1,6 +1,8 @@
-"""Values as bytes, for other ranks: numbers, text, containers and tensors, and nothing that reading could run.
+"""Serializes plain values for other ranks: numbers, text, containers, tensors and arrays. Unlike with pickle, reading
+cannot run code.
 
-A byte says what follows. Lengths are little-endian; nothing is taken before it is known to be there.
+A tag byte precedes each value. Lengths are little-endian, and are checked against the bytes that remain before anything
+is read.
 """
 
 from __future__ import annotations
@@ -17,42 +19,43 @@ import torch
 from dadt.errors import DadtError, Mismatch
 
 DEPTH = 100
-"""Most containers within each other."""
+"""Most levels of nested containers that are accepted."""
 _DIMENSIONS = 32
 _MOST = 1 << 56
-"""Most elements of a tensor or array, not counting dimensions of 0: torch and NumPy can count the bytes of that
-many."""
+"""Most elements of a tensor or array, with dimensions of 0 counted as 1: few enough that torch and NumPy can count the
+bytes without overflow."""
 _COUNT = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 _FACTORIES = (None, list, dict, set, tuple, int, float, str)
-"""Values of a defaultdict's `default_factory` that can be sent; the index of each stands for it in the bytes."""
+"""Values of a defaultdict's `default_factory` that can be sent. Bytes hold the index of an entry, so their order is
+part of the format."""
 _DTYPES: list[torch.dtype] = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    # Which some torches have not.
+    # Only dtypes that the installed version of torch has.
     *(getattr(torch, name) for name in ("complex32", "uint16", "uint32", "uint64") if hasattr(torch, name)),
     *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_")),
 ]
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 _NUMBERS = "?bhilqBHILQefdgFDG"
-"""The NumPy dtypes that can be sent, by their letters."""
+"""Type codes of the NumPy dtypes that can be sent."""
 _KEYS = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, torch.Size, torch.dtype, torch.device)
-"""Types of keys, and of what a set holds."""
+"""Types allowed as keys of dictionaries and as members of sets."""
 
 
 def encode(value: Any, what: str) -> bytes:
-    """what: says to the user what the value is, as "the state of Adam". Raises DadtError where something in it is
-    neither plain nor a tensor."""
+    """Return the value as bytes. what: names the value in errors, such as "the state of Adam". Raises DadtError if a
+    part is neither a plain value nor a tensor."""
     writer = _Writer(what)
     writer.write(value, 0)
     return b"".join(writer.parts)
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Tensors are of the host, with strides in the order of those that were encoded. Raises Mismatch for bytes that
-    are no value."""
+    """Return the value that `encode` turned into bytes. Tensors are on the CPU, with the dimension order of the
+    original strides. Raises Mismatch for invalid bytes."""
     reader = _Reader(memoryview(data))
     value = reader.read(0)
     if reader.left:
@@ -104,7 +107,8 @@ class _Writer:
             self._path.pop()
 
     def tensor(self, value: torch.Tensor) -> None:
-        """Its memory as it lies where it is dense, so that it is copied once."""
+        """Append the tensor. The memory of a dense tensor is copied once, as it lies, with the order of its
+        dimensions."""
         if value.layout != torch.strided or value.dtype not in _NAMES or value.is_meta:
             self._refuse(value, f"a {str(value.layout).removeprefix('torch.')} tensor of {value.dtype}, ")
         host = value.detach().resolve_conj().resolve_neg().to("cpu")
@@ -161,7 +165,7 @@ class _Reader:
         return number
 
     def items(self) -> int:
-        """How many follow; each takes a byte or more."""
+        """Read the number of items that follow. Each item takes at least one byte, which bounds the number."""
         number = self.count()
         if number > self.left:
             _wrong(f"{number} items are announced, and {self.left} bytes are there")
@@ -196,7 +200,7 @@ class _Reader:
             _wrong(f"a {type(key).__name__} is no key")
         try:
             hash(key)
-        except TypeError:  # a tuple that holds a list
+        except TypeError:  # for example a tuple that contains a list
             _wrong(f"this {type(key).__name__} is no key")
         return key
 
@@ -213,7 +217,8 @@ class _Reader:
         return sizes
 
     def memory(self, sizes: Sequence[int], width: int) -> memoryview:
-        """The memory of an array of such sizes, with elements of `width` bytes."""
+        """Return the memory of an array with these sizes and elements of `width` bytes. Raises Mismatch if the length
+        differs."""
         data = self.bytes()
         if len(data) != math.prod(sizes) * width:
             _wrong(f"{len(data)} bytes are not {sizes} elements of {width} bytes")
@@ -275,13 +280,13 @@ class _Reader:
         return _FACTORIES[number]
 
     def most(self) -> int | None:
-        """Items of a deque."""
+        """Read the maximum length of a deque; None if it has no maximum."""
         number = self.count()
         return None if number == _MOST else min(number, _MOST)
 
 
 class _Kind:
-    """How one type is written and read."""
+    """Tag byte of one type, with the functions that write and read its values."""
 
     def __init__(
         self, tag: bytes, write: Callable[[_Writer, Any, int], None], read: Callable[[_Reader, int], Any]
@@ -379,6 +384,6 @@ def _name_of(writer: _Writer, dtype: torch.dtype) -> bytes:
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
-    """Its memory; flat: contiguous, of the host, not empty."""
+    """Return the memory of a flat tensor, which must be contiguous, on the CPU and not empty."""
     raw: Any = flat.view(torch.uint8).numpy()
     return memoryview(raw)

@@ -1,4 +1,4 @@
-"""Threads that wait for what a library does, so that nobody else has to."""
+"""Reusable threads that wait for blocking library calls, so that other threads need not wait."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from time import monotonic
 
 
 class Waiters:
-    """Threads in which works are waited for: as many as wait at once. They are used again, as each one that waits in
-    Gloo costs memory which is not given back."""
+    """Pool of threads for blocking waits, with as many threads as waits at the same time. Threads are reused, because
+    memory that Gloo allocates for each waiting thread is never freed."""
 
     def __init__(self, name: str) -> None:
-        """name: of the threads."""
+        """name: the name of all threads in the pool."""
         self._name = name
         self._threads: list[threading.Thread] = []
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -21,7 +21,7 @@ class Waiters:
         self._closed = False
 
     def run(self, job: Callable[[], None]) -> None:
-        """Soon, in one of them. job: raises nothing."""
+        """Run `job` on a thread of the pool, soon. job: must not raise exceptions."""
         if self._closed:
             threading.Thread(target=job, name=self._name, daemon=True).start()
             return
@@ -32,7 +32,7 @@ class Waiters:
         self._jobs.put(job)
 
     def close(self, timeout: float = 0.0) -> None:
-        """They end once nothing is waited for. timeout: seconds to wait for that."""
+        """End the threads as soon as their waits are over. timeout: seconds to wait for the threads to end."""
         self._closed = True
         self._jobs.put(None)
         deadline = monotonic() + timeout
@@ -42,6 +42,6 @@ class Waiters:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # it holds what was sent
+            del job  # frees the tensors that the job refers to
             self._idle.release()
-        self._jobs.put(None)  # for the next one
+        self._jobs.put(None)  # the end mark (None) is passed on to the next thread of the pool

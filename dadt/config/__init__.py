@@ -1,4 +1,4 @@
-"""Every knob, its checks, and the executor chosen from them. Imports no torch."""
+"""Every setting (knob) of DADT, its checks, and the choice of the executor. Imports no torch."""
 
 from dadt.config.config import Config
 

@@ -15,14 +15,14 @@ from dadt.config.numbers import numbers
 from dadt.errors import ConfigError
 
 CROSS = ("gloo", "nccl", "mpi")
-"""Executors that the hierarchical one may use between hosts; c10d:<name> is valid as well."""
+"""Executors that can exchange between hosts in `--executor hierarchical:<name>`; c10d:<name> is valid as well."""
 COMPRESSES = ("pipe", "sync", "local", "auto")
-"""Algorithms for which --compression auto can choose."""
+"""Algorithms that can be combined with `--compression auto`."""
 SURVIVING = ("pipe", "sync", "auto", "local", "gossip")
-"""Algorithms that train on when ranks are lost."""
+"""Algorithms that continue training when ranks are lost."""
 SURVIVING_EXECUTORS = ("shm", "gloo", "hierarchical", "nccl")
 LEAST_MEASURED = 10
-"""Steps that --algorithm auto and --compression auto must measure before they decide."""
+"""Number of steps that --algorithm auto and --compression auto must measure before they decide."""
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "auto")
 """Names of compressions; powersgd:<rank> is valid as well."""
 METRICS = ("tensorboard", "prometheus")
@@ -55,8 +55,8 @@ def check_compression(name: str) -> None:
 
 
 def check_auto(algorithm: str, compression: str, steps: int) -> None:
-    """Raises ConfigError if the algorithm or compression is `auto` and there are too few synchronous steps to measure
-    in."""
+    """Raise ConfigError if the algorithm or compression is `auto`, and there are too few synchronous steps in which to
+    measure."""
     if compression == "auto" and algorithm not in COMPRESSES:
         raise ConfigError(
             f"--compression auto: --algorithm {algorithm} has no synchronous steps in which it could be measured;"
@@ -84,7 +84,8 @@ def check_min_np(least: int, np: int, algorithm: str, executors: Iterable[str], 
 
 
 def check_patience(heartbeat: float, orphan: float) -> None:
-    """Timeouts leave time for a few signs of life."""
+    """Raise ConfigError if `--heartbeat-timeout` or `--orphan-timeout` is so short that one late heartbeat would exceed
+    it."""
     if 0 < heartbeat < LEAST_TIMEOUT or heartbeat < 0:
         raise ConfigError(f"--heartbeat-timeout {heartbeat}: must be {LEAST_TIMEOUT:g} s or more, or 0")
     if orphan < LEAST_TIMEOUT:
@@ -100,14 +101,16 @@ def check_restarts(most: int, nnodes: int) -> None:
 
 
 LEAST_TIMEOUT = 2.0
-"""Least seconds of `--heartbeat-timeout`, unless that is 0, and of `--orphan-timeout`."""
+"""Smallest valid `--orphan-timeout` and `--heartbeat-timeout` in seconds; the latter may also be 0."""
 NEVER = "never"
 AUTO = "auto"
-"""Every 10 minutes, where a job can go on from snapshots by itself; else never."""
+"""The value of `--snapshot-every` for one snapshot every 10 minutes if the job can resume from snapshots by itself, and
+otherwise none."""
 
 
 def snapshot_interval(text: str) -> tuple[int, float]:
-    """The steps between two snapshots and 0, or 0 and the seconds between them. Raises ConfigError."""
+    """Parse `--snapshot-every`: the steps between two snapshots and 0, or 0 and the seconds between them. Raises
+    ConfigError."""
     if text == AUTO:
         return 0, 600.0
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(steps?|s|min|h)", text)
@@ -129,7 +132,7 @@ def check_snapshots(every: str, algorithm: str) -> None:
 
 
 def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None:
-    """Raises ConfigError if the hosts are given by a script and otherwise as well. named: hosts given by -H or
+    """Raise ConfigError if hosts are given by a discovery script and in another way, too. named: hosts given by -H or
     --hostfile."""
     if not script:
         return
@@ -141,7 +144,8 @@ def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None
 
 
 def check_replicas(algorithm: str, on_nan: str, verify_every: int, redistribute: bool, least: int) -> None:
-    """What ranks alone can do that have equal weights, or wait for each other. least: as --min-np."""
+    """Raise ConfigError if `--redistribute` lacks `--min-np`, or if an option needs ranks with equal weights, or ranks
+    that wait for each other, and the algorithm has none. least: the value of --min-np."""
     if redistribute and not least:
         raise ConfigError("--redistribute divides what a lost worker leaves, but one ends the job: give --min-np M")
     if algorithm not in ("local", "gossip"):
@@ -164,7 +168,7 @@ def check_replicas(algorithm: str, on_nan: str, verify_every: int, redistribute:
 
 
 def metrics_place(text: str) -> tuple[str, str]:
-    """The kind and the place in `--metrics KIND:WHERE`. Raises ConfigError."""
+    """Split the value of `--metrics KIND:WHERE` into kind and place. Raises ConfigError."""
     kind, _, place = text.partition(":")
     if kind not in METRICS or not place:
         raise ConfigError(f"--metrics {text}: give tensorboard:DIR, or prometheus:PORT")
@@ -172,8 +176,8 @@ def metrics_place(text: str) -> tuple[str, str]:
 
 
 def predict_factors(text: str) -> tuple[float, float] | None:
-    """Factors of the last displacement (0 or more) and of the one before; None if `--predict` gives no factors.
-    Raises ConfigError."""
+    """The factors in `--predict`, by which the last change of the weights (0 or more) and the one before are
+    extrapolated; None if it gives no factors. Raises ConfigError."""
     if text == "auto" or predict_share(text) is not None:
         return None
     expected = "auto, own:0.9, a number from 0, as 1.5, or two, as 1.8,-0.9"
@@ -224,7 +228,7 @@ def loader_numbers(name: str, text: str) -> set[int] | None:
 
 
 def mpi_arguments(text: str) -> list[str]:
-    """The words of --mpi-args. Raises ConfigError."""
+    """Split the value of `--mpi-args` into words as a shell does. Raises ConfigError."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -241,20 +245,21 @@ def here() -> str:
     except OSError as error:
         raise ConfigError(f"the current folder is gone ({error.strerror}) -> cd to one that exists") from error
     named = Path(os.environ.get("PWD", ""))
-    with suppress(OSError):  # PWD is stale if this process has changed folders since
+    with suppress(OSError):  # PWD may name a deleted folder if this process has changed folders since
         if named.is_absolute() and named.samefile(current):
             return str(named)
     return str(current)
 
 
 def enter(folder: str) -> None:
-    """Make it the current folder, by this name. Raises OSError."""
+    """Make `folder` the current folder, and set PWD to the same name. Raises OSError."""
     os.chdir(folder)
     os.environ["PWD"] = folder
 
 
 def path_of(name: str, text: str, program: bool) -> str:
-    """Expand ~, which no shell does in files and variables. A program's path becomes absolute, as it runs elsewhere."""
+    """Expand ~, which no shell does in files and variables. The path of a program becomes absolute, as the program may
+    run in another folder."""
     if text.startswith("~"):
         try:
             return str(Path(text).expanduser())
@@ -264,7 +269,7 @@ def path_of(name: str, text: str, program: bool) -> str:
 
 
 def number(name: str, text: str | float, expected: str) -> float:
-    """The number in the text. Raises ConfigError if it is no number, or not finite."""
+    """Parse a number. Raises ConfigError, which says what is `expected`, if the text is no number, or not finite."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Every knob of DADT. Each field gives the flag (`--warmup-steps`), the variable (DADT_WARMUP_STEPS) and the docs."""
+"""Every setting of DADT: a field defines its flag (`--warmup-steps`), variable (DADT_WARMUP_STEPS) and docs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from dadt.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """The configuration of one job, the same on every rank. The command line makes it and each worker rebuilds it."""
+    """The configuration of one job, the same on every rank. It is made from the command line, and again in each worker
+    from variables."""
 
     algorithm: str = knob(
         "pipe",
@@ -296,12 +297,12 @@ class Config:
             value = getattr(self, f.name)
             if value and f.metadata["metavar"] in ("FILE", "DIR", "PATH"):
                 value = path_of(flag(f.name), str(value), f.metadata["metavar"] == "PATH")
-                object.__setattr__(self, f.name, value)  # frozen from here on
+                object.__setattr__(self, f.name, value)  # an assignment would raise, since the dataclass is frozen
             if isinstance(f.default, float):
                 number(flag(f.name), value, "a number")
             if choices and value not in choices:
                 raise ConfigError(f"{flag(f.name)} {value}: unknown; choose one of {', '.join(choices)}")
-        for name in ("timeline", "snapshot_dir"):  # as seen from here: workers may be elsewhere
+        for name in ("timeline", "snapshot_dir"):  # made absolute, since workers may run in another folder
             if path := getattr(self, name):
                 object.__setattr__(self, name, str(Path(here(), path)))
         predict_factors(self.predict)
@@ -365,12 +366,12 @@ class Config:
 
 
 def given_by_env(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The knobs whose variables are set. Raises ConfigError."""
+    """The knobs that are set by environment variables, with their values. Raises ConfigError."""
     return by_horovod(env) | {f.name: parse(f.name, env[v]) for f in fields(Config) if (v := variable(f.name)) in env}
 
 
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, and what follows from it: --algorithm is also that of scripts for Horovod."""
+    """Return the given settings and what follows from them: `--algorithm` also applies to scripts of Horovod."""
     return {"horovod": given["algorithm"], **given} if "algorithm" in given else dict(given)
 
 
@@ -384,7 +385,7 @@ def parse(name: str, text: str) -> Any:
     if isinstance(default, int):
         with suppress(ValueError):
             return int(text)
-        value = number(variable(name), text, "a whole number")  # 1e3
+        value = number(variable(name), text, "a whole number")  # accepts "1e3", which int() refuses
         if value != int(value):
             raise ConfigError(f"{variable(name)}={text}: give a whole number")
         return int(value)

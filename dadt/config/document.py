@@ -1,4 +1,4 @@
-"""Read a whole text file given by the user."""
+"""Reads a whole text file that the user has named."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from dadt.errors import ConfigError
 
 LIMIT = 16 << 20
-"""Most bytes of a list of hosts or variables; a longer file is a mistake, or endless, such as /dev/zero."""
+"""Largest size in bytes of a list of hosts or variables. A longer file is a mistake, or endless, such as /dev/zero."""
 
 
 def read(path: Path, flag: str, limit: int = LIMIT) -> str:
-    """The text of the file. flag: the option that named it, for the message. Raises ConfigError."""
+    """Return the text of the file. flag: the option that named the file, for the error message. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)

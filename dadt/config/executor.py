@@ -1,4 +1,4 @@
-"""The choice of a job's executors: check those the user asked for against its hosts, and resolve `auto`."""
+"""Chooses a job's executors: checks those that the user asked for against the job's hosts, and replaces `auto`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _FLAGS = ("executor", "broadcast_executor", "allreduce_executor")
 
 @dataclass(frozen=True, slots=True)
 class HostWorkers:
-    """One host of a job."""
+    """One host of a job, with its number of workers and GPUs."""
 
     name: str
-    """Name of the host; empty for this host in a job of one host."""
+    """Name of the host; empty if the job runs on this host alone."""
     workers: int
     gpus: int
     """NVIDIA GPUs that the workers may use; 0 if torch has no CUDA."""
 
 
 def choose(config: Config, places: Sequence[HostWorkers]) -> tuple[Config, str]:
-    """Resolve `auto`. Returns the configuration and the reason in a sentence.
+    """Replace the executor `auto` by a concrete one. Returns the configuration, and the reason for the choice in a
+    sentence.
 
     Raises ConfigError for an executor that cannot work on these hosts.
     """
@@ -89,5 +90,5 @@ def executors_of(config: Config) -> tuple[str, str]:
 
 
 def mpi_executor(config: Config) -> str:
-    """The name of the executor that is MPI or runs over it; empty if there is none."""
+    """The name of the executor that uses MPI, by itself or between hosts; empty if the job uses none."""
     return next((name for name in executors_of(config) if name.rpartition(":")[2] in ("mpi", "mpicuda")), "")

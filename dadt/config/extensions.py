@@ -1,4 +1,5 @@
-"""The algorithms, executors and launchers that have a name. A new one is a file and a line here (CONTRIBUTING.md).
+"""The built-in algorithms, executors and launchers, by name. To add one, write a file and a line here
+(CONTRIBUTING.md).
 
 Modules are given by name, since this layer must not import torch.
 """
@@ -12,7 +13,8 @@ ALGORITHMS = {
     "gossip": "dadt.algorithms.gossip.gossip:Gossip",
     "auto": "dadt.algorithms.auto.auto:Auto",
 }
-"""Subclasses of dadt.algorithms.Algorithm. Users name their own as <module>:<Class>."""
+"""Names of algorithms, with their classes (subclasses of dadt.algorithms.Algorithm). Users name classes of their own as
+<module>:<Class>."""
 EXECUTORS = {
     "shm": "dadt.comm.executors.core:shm",
     "null": "dadt.comm.executors.core:null",
@@ -21,7 +23,8 @@ EXECUTORS = {
     "mpi": "dadt.comm.executors.mpi:connect",
     "mpicuda": "dadt.comm.executors.mpicuda:connect",
 }
-"""Functions connect(config, world, meet) -> Connection. c10d:<name> and hierarchical:<name> are valid as well."""
+"""Names of executors, with their functions connect(config, world, meet) -> Connection. c10d:<name> and
+hierarchical:<name> are valid as well."""
 LAUNCHERS = {
     "local": "dadt.launch.launchers.nearby:launcher",
     "ssh": "dadt.launch.launchers.nearby:ssh",
@@ -29,4 +32,4 @@ LAUNCHERS = {
     "mpi": "dadt.launch.launchers.mpi:launcher",
     "ray": "dadt.launch.launchers.ray:launcher",
 }
-"""Functions launcher(request) -> Launcher."""
+"""Names of launchers, with their functions launcher(request) -> Launcher."""

@@ -1,4 +1,4 @@
-"""One knob: a field of Config with the help text of its flag."""
+"""Defines a knob: a field of Config with the help text of its flag."""
 
 from __future__ import annotations
 

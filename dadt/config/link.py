@@ -1,4 +1,4 @@
-"""What `--link` and `--latency` say: a simulated network, or a pace for each connection between ranks."""
+"""Parses `--link` and `--latency`, which simulate a network, or limit the speed of each connection between ranks."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ LATENCY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 PACED = "paced:"
 _PACEABLE = ("auto", "gloo", "null", "")
-"""Executors that exchange over TCP alone, or nothing."""
+"""Executors that `--link paced:<speed>` can slow down, because they exchange over TCP alone, or not at all."""
 
 
 def rate_of(link: str) -> float:
-    """The bits per second of `--link`; 0 if it is empty. Raises ConfigError."""
+    """Bits per second that `--link` asks for; 0 if its value is empty. Raises ConfigError."""
     return _number("--link", link, RATE, "a speed as 100mbit, 1gbit or paced:1gbit") if link else 0.0
 
 
 def latency_of(latency: str) -> float:
-    """The seconds of `--latency`; 0 if it is empty. Raises ConfigError."""
+    """Seconds that `--latency` asks for; 0 if its value is empty. Raises ConfigError."""
     return _number("--latency", latency, LATENCY, "a time as 500us or 5ms") if latency else 0.0
 
 
 def pace_of(link: str) -> float:
-    """Bytes per second of each connection between ranks, 0 where none is paced. Raises ConfigError."""
+    """Bytes per second to which `--link paced:<speed>` limits each connection between ranks; 0 for any other `--link`.
+    Raises ConfigError."""
     return rate_of(link) / 8 if link.startswith(PACED) else 0.0
 
 
 def simulates_hosts(link: str, latency: str, hosts: int) -> bool:
-    """Whether hosts are simulated, each with a network of its own."""
+    """Whether these options ask for simulated hosts, each with its own network."""
     return bool((link and not link.startswith(PACED)) or latency or hosts)
 
 
 def check_link(link: str, latency: str, executors: Iterable[str], others: Mapping[str, Any]) -> None:
-    """others: flags that name or simulate hosts, with their values. Raises ConfigError."""
+    """Raise ConfigError if `--link` or `--latency` is wrong, or conflicts with other options. others: flags that name
+    or simulate hosts, with their values."""
     latency_of(latency)
     if not pace_of(link):
         rate_of(link)

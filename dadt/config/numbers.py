@@ -1,4 +1,4 @@
-"""Lists of whole numbers as users write them: 0,3-5."""
+"""Lists of whole numbers as users write them, such as 0,3-5."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable
 
 MOST = 1 << 20
-"""Largest count of workers or anything else; a larger one is a typing error and would fill the memory."""
+"""Largest valid count of workers or anything else; a larger one is a typing error and would fill the memory."""
 _PART = re.compile(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", re.ASCII)
 
 
 def text(listed: Iterable[int]) -> str:
-    """The list as users write it, which `numbers` reads."""
+    """Format the numbers as users write them, such as 0,3-5. The function `numbers` parses this."""
     parts: list[list[int]] = []
     for number in sorted(listed):
         if parts and number == parts[-1][-1] + 1:
@@ -22,7 +22,7 @@ def text(listed: Iterable[int]) -> str:
 
 
 def numbers(text: str) -> set[int] | None:
-    """The numbers in the list; None if the text is no such list, or a number has more than six digits."""
+    """The numbers in a list such as 0,3-5; None if the text is no such list, or a number has more than six digits."""
     parts = [_PART.fullmatch(part) for part in text.split(",")]
     listed: set[int] = set()
     for part in parts:

@@ -1,4 +1,4 @@
-"""Other names for knobs: those that other launchers have for the same, and variables that are misspelt."""
+"""Other names of knobs: flags of other launchers that mean the same, and misspelt variables."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ HOROVODRUN = {
     "stall_warning": "--stall-check-warning-time-seconds",
     "timeline": "--timeline-filename",
 }
-"""Flags of horovodrun's that mean the same as a knob under another name."""
+"""Knobs for which horovodrun has a flag of another name, with that flag."""
 HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
 
 
 def by_horovod(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The knobs that Horovod's variables set: the timeline alone, and not where an installed Horovod writes it, nor
-    where the script is to begin it (DYNAMIC)."""
+    """The knobs that Horovod's variables set, which is the timeline alone. Ignores it if Horovod is installed and
+    writes it itself, or if the script is to begin it (DYNAMIC)."""
     path = env.get(HOROVOD_TIMELINE, "")
     return {"timeline": path} if path not in ("", "DYNAMIC") and find_spec("horovod") is None else {}
 
 
 def misspelt(knobs: Iterable[Field[Any]], env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that look like a knob's but are not, each with the name that was probably meant."""
+    """DADT_* variables that are misspelt names of knobs, each with the name that was probably meant."""
     known = {variable(knob.name) for knob in knobs}
-    own = World().to_env()  # present when a worker's script calls dadt
+    own = World().to_env()  # every worker has these variables, in case its script runs dadt again
     near = {n: difflib.get_close_matches(n, known, 1, 0.85) for n in env if n.startswith("DADT_") and n not in own}
     return {name: found[0] for name, found in near.items() if found and name not in known}

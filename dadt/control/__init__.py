@@ -1,1 +1,2 @@
-"""Code that every process of a job uses: frames, connections, facts about the host. Imports no torch."""
+"""Code that all processes of a job share: message frames, connections, and facts about the host. Does not import
+torch."""

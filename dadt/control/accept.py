@@ -1,4 +1,5 @@
-"""Accept connections from strangers. A flood neither ends the listener, nor fills memory, nor keeps others out."""
+"""Accepts connections from unknown clients. A flood of them neither ends the listener, nor fills memory, nor keeps real
+clients out."""
 
 from __future__ import annotations
 
@@ -14,32 +15,33 @@ from typing import NamedTuple
 
 PEER = struct.Struct("3i")
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors of accept() that pass: no descriptor or no memory is left."""
+"""Transient errors of accept(): no file descriptor or no memory is left."""
 CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 FULL_SECONDS = 0.01
 MOST_AT_ONCE = 64
-"""Connections accepted in a row before the caller turns to its other work."""
+"""Connections accepted in a row before the caller does other work."""
 MOST_UNPROVED = 64
-"""Connections that may be open at once without having proved that they belong to the job."""
+"""Most open connections that have not yet proved that they belong to the job."""
 
 
 class Entrance:
-    """A listening socket and its unproved connections. When there are too many, the oldest one of the address with
-    the most is dropped, so a flood from one address does not push out the others. Thread-safe."""
+    """A listening socket and its connections that have not proved themselves yet. If there are too many, the address
+    with the most loses its oldest one, so a flood from one address does not push out other clients. Thread-safe."""
 
     def __init__(self, server: socket.socket, drop: Callable[[socket.socket], None], most: int = MOST_UNPROVED) -> None:
-        """drop: closes an unproved connection to make room."""
+        """drop: closes an unproved connection to make room. most: limit on unproved connections."""
         self.server = server
         self._drop = drop
         self._most = most
         self._unproved: dict[socket.socket, str] = {}
-        """Connection to the address it came from, oldest first."""
+        """Maps each unproved connection to the address it came from, oldest first."""
         self._lock = threading.Lock()
         self._spare: int | None = _spare()
-        """A descriptor in reserve. When no other is left, it is closed so that a waiting connection can be dropped."""
+        """A spare file descriptor, closed when no other is left, so that a waiting connection can be accepted and
+        dropped."""
 
     def accept(self) -> socket.socket | None:
-        """The next connection, or None if there is none now. Raises OSError if the server is closed."""
+        """Return the next connection, or None if there is none now. Raises OSError if the server is closed."""
         try:
             connection, address = self.server.accept()
         except OSError as error:
@@ -47,24 +49,24 @@ class Entrance:
                 raise
             if error.errno in FULL and not self._drop_one(0):
                 self._turn_away()
-            return None  # nobody waits, the client hung up, or its network failed
+            return None  # no connection is waiting, the client hung up, or its network failed
         with self._lock:
             self._unproved[connection] = str(address[0]) if isinstance(address, tuple) else ""
         self._drop_one(self._most)
         return connection
 
     def renew(self, server: socket.socket) -> None:
-        """Listen with this socket from now on, as nobody reaches the one before."""
+        """Replace the listening socket, because clients no longer reach the previous one."""
         self.server.close()
         self.server = server
 
     def settle(self, connection: socket.socket) -> None:
-        """Stop counting a connection that has proved itself or is gone. Idempotent."""
+        """Stop counting a connection, because it has proved itself or is closed. May be called repeatedly."""
         with self._lock:
             self._unproved.pop(connection, None)
 
     def close(self) -> None:
-        """Close the server and drop all unproved connections. Idempotent."""
+        """Close the server and drop all unproved connections. May be called repeatedly."""
         self.server.close()
         while self._drop_one(0):
             pass
@@ -73,7 +75,7 @@ class Entrance:
             self._spare = None
 
     def _drop_one(self, most: int) -> bool:
-        """Drop one connection if more than `most` are unproved. Returns whether it did."""
+        """Drop one connection if more than `most` are unproved. Returns whether one was dropped."""
         with self._lock:
             if len(self._unproved) <= most:
                 return False
@@ -84,15 +86,16 @@ class Entrance:
         return True
 
     def _turn_away(self) -> None:
-        """Drop the connection that waits longest: it cannot be kept, and would wake the selector again and again."""
+        """Accept and close the connection that has waited longest. Without free descriptors it cannot be used, and
+        would wake the selector again and again."""
         if self._spare is not None:
             os.close(self._spare)
             try:
                 self.server.accept()[0].close()
             except OSError:
-                pass  # the client hung up, or another thread took the descriptor
+                pass  # the client hung up, or another thread took the freed descriptor
         else:
-            time.sleep(FULL_SECONDS)  # no event says that descriptors are free again
+            time.sleep(FULL_SECONDS)  # slow down, since no event reports that descriptors are free again
         self._spare = _spare()
 
 

@@ -1,4 +1,4 @@
-"""A worker's connection to the agent of its host: reports, questions, and the key-value exchange at the start."""
+"""A worker's connection to its host's agent: reports, questions, and the exchange of keys and values at the start."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dadt.errors import DadtError
 from dadt.world import World
 
 REPORT_SECONDS = 0.2
-"""Least time between two reports of the numbers of a step."""
+"""Least seconds between two reports of a step's numbers, such as samples processed and seconds waited."""
 SHOWN = 4096
-"""Characters sent of a path or of a line of source."""
+"""Most characters sent of a path or of a line of source code."""
 LISTENER_SECONDS = 1.0
-"""Seconds that the listening thread may take to end."""
+"""Seconds to wait for the listening thread to end."""
 ANSWER_SECONDS = 10.0
 """Seconds that the agent may take to answer, on top of the question's own timeout."""
 
 AGAIN_SECONDS = 5.0
-"""Seconds that an agent whose socket was removed may take to make it again."""
+"""Seconds that an agent may take to create its socket again after someone removed it."""
 LOOK_SECONDS = 0.1
 
 
@@ -51,9 +51,9 @@ class Control(WorkerLine):
 
     @classmethod
     def connect(cls, world: World) -> Control | None:
-        """Connect to the agent that started this worker; None if no agent did.
+        """Connect to the agent that started this worker; returns None if no agent did.
 
-        Raises DadtError if the agent is gone.
+        Raises DadtError if the agent has ended.
         """
         if not world.agent:
             return None
@@ -132,7 +132,8 @@ class Control(WorkerLine):
         self._report("done", summary=dict(summary))
 
     def result(self, blob: bytes) -> None:
-        """Send what the function of `dadt.run` returned or raised. Waits, so that it arrives before the exit does."""
+        """Send the result or exception of the function of `dadt.run`. Waits for the answer, so that the result arrives
+        before the process exits."""
         self._ask("result", 0.0, blob)
 
     def peers(self, starts: bool = False) -> list[dict[str, Any]]:
@@ -180,7 +181,8 @@ class Control(WorkerLine):
             listener.join(LISTENER_SECONDS)
 
     def _listen(self, hear: Callable[[Frame], None]) -> None:
-        """Ends with the connection. A lost agent is not reported here: the next question raises."""
+        """Body of the listening thread; ends with the connection. A lost agent is not reported here, because the next
+        question to it raises an error."""
         parser = Parser(schema.ANSWERS)
         while data := _heard(self._reports):
             for frame in parser.feed(data):
@@ -196,7 +198,8 @@ class Control(WorkerLine):
             if droppable and not select.select([], [self._reports], [], 0.0)[1]:
                 return
             self._unsent.append(data)
-            # A signal's handler may speak at any line of this. What it says in the midst of a report is sent here.
+            # A signal handler may interrupt this code at any line and report something itself; its report is then
+            # queued and sent by this loop.
             while self._unsent and not self._sending:
                 self._sending = True
                 try:
@@ -233,7 +236,8 @@ def _dial(world: World) -> socket.socket:
         try:
             line.connect(str(line_of(world.agent, world.local_rank)))
             return line
-        except FileNotFoundError:  # removed from /tmp: the agent makes it again
+        # the socket was removed, for example by a cleanup of /tmp; the agent creates it again
+        except FileNotFoundError:
             line.close()
             if time.monotonic() > deadline:
                 raise
@@ -244,7 +248,7 @@ def _dial(world: World) -> socket.socket:
 
 
 def _checked(frame: Frame) -> Frame:
-    """Raises DadtError for a frame that the agent would refuse, since here the caller can be told why."""
+    """Return the frame. Raises DadtError if the agent would refuse it, so that the caller learns the reason."""
     if refusal := schema.WORKER.refusal(frame.kind, frame.header, len(frame.body)):
         raise DadtError(refusal)
     return frame
@@ -273,7 +277,7 @@ def _heard(line: socket.socket) -> bytes:
 
 
 def _parts(answer: Frame) -> list[bytes]:
-    """Split a body that consists of several blobs."""
+    """Split the body of an answer into the blobs it consists of."""
     blobs: list[bytes] = []
     start = 0
     for size in answer["sizes"]:

@@ -1,4 +1,4 @@
-"""Why a worker makes no steps, according to the kernel: stopped, traced, hanging, swapping, or busy."""
+"""Finds out from the kernel why a worker makes no steps: stopped, traced, hanging, swapping, or busy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 STILL_SECONDS = 2.0
-"""A worker that has made no step for this long is inspected."""
+"""Seconds without a step after which a worker is inspected."""
 SWAPPING_FAULTS = 100.0
 """Major page faults per second from which a worker counts as swapping."""
 SWAPPED_BYTES = 16 << 20
 BUSY_SHARE = 0.5
-"""Share of a core from which a worker counts as busy."""
+"""Share of a processor core from which a worker counts as busy."""
 
 TEXTS = {
     "stopped": "is stopped (SIGSTOP, {place}; kill -CONT {pid} lets it go on)",
@@ -23,35 +23,38 @@ TEXTS = {
     "swapping": "is swapping: memory is short ({place})",
     "busy": "computes ({place})",
 }
-"""Ends of a sentence that begins with the rank."""
+"""Texts for each condition that complete a sentence beginning with the rank."""
 HELD = {
     "stopped": "it was stopped (SIGSTOP)",
     "traced": "a debugger held it",
     "hanging": "it hung in the kernel, in a device or a file server",
     "swapping": "it was swapping, as memory was short",
 }
-"""Conditions that keep a rank from going on, in the past tense. A busy rank is only slow, so it is not here."""
+"""Past-tense texts for conditions that prevent a rank from continuing. A busy rank is only slow, so it is missing here.
+"""
 
 
 class Look(NamedTuple):
-    """A sample of a process at a time (time.monotonic)."""
+    """Sample of a process's state at one moment (`at`, by time.monotonic)."""
 
     at: float
     letter: str
     faults: int
     ticks: int
     hanging: frozenset[int]
-    """Threads in uninterruptible sleep."""
+    """Ids of the threads in uninterruptible sleep."""
 
 
 class Conditions:
-    """The conditions of one host's workers. Most need two samples, so the first look tells only stopped or traced."""
+    """Conditions of one host's workers. Most conditions need two samples, so the first look finds only stopped or
+    traced workers."""
 
     def __init__(self) -> None:
         self._looks: dict[int, Look] = {}
 
     def look(self, still: Mapping[int, int]) -> dict[str, str]:
-        """still: rank to pid of the workers that make no steps. Returns rank to a key of TEXTS, if one is known."""
+        """Inspect the workers that make no steps. still: maps rank to pid. Returns a mapping from rank to a key of
+        TEXTS, for ranks whose condition is known."""
         looks = {pid: look for pid in still.values() if (look := _look(pid)) is not None}
         found = {str(rank): _judge(looks.get(pid), self._looks.get(pid), pid) for rank, pid in still.items()}
         self._looks = looks
@@ -75,7 +78,7 @@ def _judge(now: Look | None, before: Look | None, pid: int) -> str:
 
 
 def _look(pid: int) -> Look | None:
-    """A sample of the process; None once it is gone."""
+    """Return a sample of the process; None if it has ended."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
     if not fields:
         return None
@@ -88,21 +91,21 @@ def _tasks(pid: int) -> list[Path]:
     try:
         return list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
-        return []  # the process has just ended
+        return []  # /proc has no such folder any more: the process has just ended
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields of a stat file from the process state on."""
+    """Return the fields of a /proc stat file, from the process state on."""
     try:
         return path.read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return []  # it has just ended
+        return []  # the file is gone: the process or thread has just ended
 
 
 def _swapped(pid: int) -> int:
-    """Bytes of its memory that are on disk."""
+    """Return the bytes of the process's memory that are swapped out."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
-        return 0  # it has just ended
+        return 0  # the file is gone: the process has just ended
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmSwap:")), 0)

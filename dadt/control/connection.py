@@ -1,4 +1,5 @@
-"""Control connections over a network: both ends, and the handshake by which each proves that it knows the key."""
+"""Control connections over a network: both ends, and the handshake in which each end proves that it knows the job's
+key."""
 
 from __future__ import annotations
 
@@ -23,37 +24,38 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 TEXT_LIMIT = 1 << 20
 STRANGERS = 100
-"""Most strangers that are reported."""
+"""Most failed connection attempts that are reported."""
 SEAL = "DADT_SEAL"
-"""The variable with the keys of a connection that is an agent's standard input."""
+"""Environment variable with the encryption state of the connection that an agent has as its standard input."""
 MEET_SECONDS = 10.0
-"""How long the handshake may take."""
+"""Seconds that the handshake may take."""
 CONNECT_SECONDS = 3.0
 PAUSES = (0.1, 1.0)
-"""First and longest pause between attempts; no event says that another host opened a port or wrote a file."""
+"""Seconds of the first and the longest pause between attempts to connect; no event tells when another host opens a port
+or writes a file."""
 KEEPALIVE_PROBES = 3
 
 Words = Mapping[str, Any]
 
 
 class SealedConnection(NamedTuple):
-    """A connection whose two sides have proved themselves to each other."""
+    """An encrypted connection whose two ends have proved themselves to each other."""
 
     socket: socket.socket
     seal: Seal
 
 
 class Refused(LaunchError):
-    """The launcher knows the key but refuses this process; the message is the launcher's."""
+    """Raised if the launcher knows the key but refuses this process; the message is the launcher's."""
 
 
 class Unreached(LaunchError):
-    """No launcher with this key was found."""
+    """Raised if no launcher with this key was reached."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """The address at which a launcher listens, and the key that both sides share."""
+    """Where a launcher listens, and the key that both sides share."""
 
     addresses: Sequence[str]
     port: int
@@ -67,7 +69,7 @@ class Reach:
 
     @classmethod
     def from_text(cls, text: str) -> Reach:
-        """Raises ValueError if the text is no such record."""
+        """Parse the text that `to_text` returned. Raises ValueError if it is invalid."""
         try:
             words = json.loads(text)
             key, silence = bytes.fromhex(words["key"]), float(words["silence"])
@@ -77,8 +79,8 @@ class Reach:
 
 
 class Listener:
-    """Accepts in one thread and runs each handshake in another, so that a silent client or one without the key
-    disturbs nobody. At most 64 bytes are read from a client that has not proved that it knows the key."""
+    """Accepts connections in one thread and runs each handshake in another, so that a client that is silent or lacks
+    the key disturbs nobody. Reads at most 64 bytes from a client before it has proved that it knows the key."""
 
     def __init__(
         self,
@@ -90,9 +92,10 @@ class Listener:
         *,
         turned_away: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """greet: answers a client that knows the key; {"refused": sentence} turns it away. take: gets the connection
-        of a client that was accepted. turned_away: gets a text about each stranger, once per address and reason. All
-        three are called by several threads. Raises OSError if the port is taken."""
+        """greet: returns the answer to a client that knows the key; {"refused": sentence} rejects it. take: receives an
+        accepted client's connection. turned_away: receives a text about each failed attempt, once per address and
+        reason. All three are called from several threads. Raises OSError if the port is in use.
+        """
         self._key, self._silence = key, silence
         self._greet, self._take = greet, take
         self._turned_away = turned_away
@@ -107,17 +110,17 @@ class Listener:
         self._thread.start()
 
     def reach(self, wanted: str = "") -> Reach:
-        """The address that clients need. wanted: the value of --network-interface."""
+        """Return where clients can connect. wanted: the value of --network-interface."""
         found = [entry["address"] for entry in network.allowed(network.addresses(), wanted)]
-        # Loopback is for a host without a network, where all agents are local.
+        # The loopback address serves a host without network, where all agents are local.
         return Reach(addresses=[*found, network.SAME_MACHINE], port=self.port, key=self._key, silence=self._silence)
 
     def close(self) -> None:
         """Stop accepting connections, end the listening thread, and drop connections that have not proved themselves.
-        May be called again."""
+        May be called repeatedly."""
         if not self._closed:
             self._closed = True
-            _shut(self._entrance.server)  # wakes the thread
+            _shut(self._entrance.server)  # shutting the socket down wakes the thread that waits in accept()
             self._thread.join()
             self._entrance.close()
 
@@ -126,12 +129,12 @@ class Listener:
             try:
                 connection = self._entrance.accept()
             except OSError:
-                return  # closed
+                return  # the listening socket was closed, so the thread ends
             if connection is None:
                 continue
             try:
                 threading.Thread(target=self._meet, args=(connection,), name="dadt-meet", daemon=True).start()
-            except RuntimeError:  # no thread can be started now
+            except RuntimeError:  # raised if the system cannot start another thread now
                 self._entrance.settle(connection)
                 connection.close()
 
@@ -152,7 +155,8 @@ class Listener:
                 connection.close()
 
     def _hear(self, connection: socket.socket, deadline: float) -> tuple[Words, Seal] | None:
-        """The handshake. Returns the client's hello and the seal; None if `greet` refused it."""
+        """Run the launcher's side of the handshake. Returns the client's hello and the encryption state; None if
+        `greet` refused it."""
         ours = GREETING + secrets.token_bytes(NONCE_BYTES)
         _write(connection, ours, deadline)
         theirs = _read(connection, NONCE_BYTES, deadline)
@@ -166,11 +170,11 @@ class Listener:
         return None if "refused" in answer else (hello, seal)
 
     def _tell(self, connection: socket.socket, error: Exception) -> None:
-        """Report a stranger, once per address and reason, and STRANGERS at most."""
+        """Report a failed attempt to connect, once per address and reason, and STRANGERS times at most."""
         try:
             address = connection.getpeername()[0].removeprefix("::ffff:")
         except OSError:
-            return  # it was dropped
+            return  # the connection was dropped already, so its address is unknown
         text = f"a connection from {address} was turned away: {error or type(error).__name__}"
         if text not in self._told and len(self._told) < STRANGERS:
             self._told.add(text)
@@ -180,7 +184,7 @@ class Listener:
 def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[SealedConnection, Words, str]:
     """Connect to the launcher. Returns the connection, the launcher's answer, and the address that worked.
 
-    find: returns where the launcher is, or raises Unreached while that is not known; called before each round of
+    find: returns where the launcher listens, or raises Unreached while this is unknown; called before each round of
     attempts. Raises Refused, or Unreached after the deadline.
     """
     pause, longest = PAUSES
@@ -195,9 +199,10 @@ def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[Seal
 
 
 def guard(connection: socket.socket, silence: float) -> None:
-    """Let the kernel close the connection once the other side's kernel has been silent for this many seconds. Both
-    sides know by themselves when the other process says nothing: TCP_USER_TIMEOUT would also end a connection whose
-    reader is only slow."""
+    """Have the kernel close the connection after `silence` seconds without a sign of the other host's kernel. Only TCP
+    keepalive is used, as TCP_USER_TIMEOUT would also end a connection whose reader is merely slow; silent processes are
+    detected elsewhere.
+    """
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -208,20 +213,21 @@ def guard(connection: socket.socket, silence: float) -> None:
 
 
 def become_standard(connection: SealedConnection) -> None:
-    """Make the connection this process's standard input, used in both directions."""
+    """Replace this process's standard input by the connection, which serves both directions."""
     os.dup2(connection.socket.fileno(), 0)
     os.environ[SEAL] = connection.seal.to_text()
     connection.socket.close()
 
 
 def handed_over() -> Seal | None:
-    """The seal of the connection on standard input; None if that is a pipe or comes from SSH."""
+    """Return the encryption state of the connection on standard input; None if standard input is a pipe or comes from
+    SSH."""
     text = os.environ.pop(SEAL, "")
     return Seal.from_text(text) if text else None
 
 
 def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[SealedConnection, Words, str]:
-    """Try all addresses once."""
+    """Try each of the launcher's addresses once. Raises Refused, or Unreached if none works."""
     failures = []
     for address in reach.addresses:
         where = f"[{address}]:{reach.port}" if ":" in address else f"{address}:{reach.port}"
@@ -262,7 +268,8 @@ def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: fl
 
 
 def _proof(key: bytes, role: bytes, ours: bytes, theirs: bytes) -> bytes:
-    """A proof made from the key and both nonces; the role keeps one side's proof from being replayed to it."""
+    """Return a proof of knowing the key, computed from both sides' random numbers. `role` keeps one side's proof from
+    being sent back to it as the other's."""
     return hmac.digest(key, b"dadt proof " + role + b"\0" + ours + theirs, "sha256")
 
 
@@ -277,7 +284,8 @@ def _write_words(connection: socket.socket, seal: Seal, words: Words, deadline: 
 
 
 def _read_words(connection: socket.socket, seal: Seal, deadline: float) -> Words:
-    """Read from a proved peer. Raises ValueError, or DadtError if the record was changed on its way."""
+    """Read a JSON object from an authenticated peer. Raises ValueError, or DadtError if the data was changed on its
+    way."""
     said = bytearray()
     size = LENGTH.size
     while len(said) < size:
@@ -309,11 +317,11 @@ def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _shut(connection: socket.socket) -> None:
-    """Wake the thread that waits on the connection; that thread closes it."""
+    """Shut a connection down to wake the thread that waits on it; that thread closes it."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # already gone
+        pass  # the peer has closed the connection already
 
 
 def _write(connection: socket.socket, data: bytes, deadline: float) -> None:

@@ -1,4 +1,5 @@
-"""Frames, the messages on every pipe and socket of the launcher: two lengths, a JSON header, then bytes."""
+"""Frames: the messages on all of the launcher's pipes and sockets. Each consists of two lengths, a JSON header, and
+bytes."""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ from dadt.errors import DadtError
 
 LENGTHS = struct.Struct(">II")
 MAGIC = b"\n\0DADT1\0\n"
-"""Marks the start of an agent's frames; output of the shell's or Python's start-up files comes before it."""
+"""Marks the start of an agent's frames, because the output of start-up files of the shell or of Python may precede
+them."""
 NOISE_LIMIT = 1 << 16
 CHUNK = 1 << 16
 CHUNKS = 16
-"""Chunks read in a row before the caller turns to its other work."""
+"""Chunks read in a row before the caller does other work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message: its kind, the other keys of its header, and its bytes."""
+    """One message: its kind, the other keys of its header, and its body of bytes."""
 
     kind: str
     header: dict[str, Any] = field(default_factory=dict)
@@ -42,23 +44,24 @@ class Frame:
 
 
 class Parser:
-    """Turns bytes into frames. Buffers an incomplete frame, and never more than that frame may have."""
+    """Parses a stream of bytes into frames. Buffers at most one incomplete frame, whose size is limited by its kind."""
 
     def __init__(self, speaker: Speaker, noisy: bool = False) -> None:
-        """speaker: the sender, which determines the frames that are allowed. noisy: skip everything before MAGIC."""
+        """speaker: the sender, which determines the frames that are allowed. noisy: whether to skip everything before
+        MAGIC."""
         self.preface = b""
-        """The bytes before the first MAGIC, once that has come."""
+        """Bytes before the first MAGIC; empty until MAGIC has arrived."""
         self._speaker = speaker
         self._buffer = bytearray()
         self._noisy = noisy
         self._head: Frame | None = None
-        """The header of the frame under way, once it is complete."""
+        """Header of the frame that is being received, once the header is complete."""
         self._left = 0
-        """Bytes of that frame's body."""
+        """Number of bytes in the body of the frame that is being received."""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yield the frames that are complete now. Raises DadtError if the bytes are no frames (another program writes
-        to the same pipe), or frames that this speaker may not send."""
+        to the same pipe), or if the speaker may not send such a frame."""
         self._buffer += data
         if self._noisy and not self._skip_noise():
             return
@@ -70,11 +73,11 @@ class Parser:
 
     @property
     def noise(self) -> bytes:
-        """The bytes received so far, as long as no MAGIC has come."""
+        """Bytes received so far, while MAGIC has not arrived; else empty."""
         return bytes(self._buffer) if self._noisy else b""
 
     def _begin(self) -> bool:
-        """Parse the next header. Returns whether it is complete."""
+        """Parse the header of the next frame. Returns whether it is complete."""
         if self._head is not None:
             return True
         if len(self._buffer) < LENGTHS.size:
@@ -103,7 +106,7 @@ class Parser:
 
 
 class Link:
-    """Frames over two non-blocking descriptors, neither of which it owns.
+    """Frames over two non-blocking file descriptors, which the caller owns.
 
     `send` never blocks: bytes that do not fit into the pipe stay in `unsent` until `flush`.
     """
@@ -111,8 +114,8 @@ class Link:
     def __init__(
         self, reader: int, writer: int, speaker: Speaker, noisy: bool = False, seal: Seal | None = None
     ) -> None:
-        """speaker: the other side. noisy: skip everything before the first MAGIC. seal: encrypts a connection over a
-        network, after both sides have proved themselves."""
+        """speaker: the other side, which determines the frames that are allowed. noisy: whether to skip everything
+        before the first MAGIC. seal: encryption state of a connection over a network, after the handshake."""
         self.reader = reader
         self.writer = writer
         self.unsent = bytearray()
@@ -123,17 +126,17 @@ class Link:
 
     @property
     def noise(self) -> bytes:
-        """The bytes received before the agent's MAGIC, as long as that has not come."""
+        """Bytes received before the agent's MAGIC, while MAGIC has not arrived; else empty."""
         return self._parser.noise
 
     @property
     def preface(self) -> bytes:
-        """The output of a login shell before the agent's MAGIC."""
+        """Output of a login shell that arrived before the agent's MAGIC."""
         return self._parser.preface
 
     def receive(self) -> list[Frame]:
-        """The complete frames that have come. Raises EOFError once the other side has closed, and DadtError for bytes
-        that it may not send."""
+        """Return the complete frames received so far. Raises EOFError once the other side has closed, and DadtError for
+        bytes that it may not send."""
         frames: list[Frame] = []
         for _ in range(CHUNKS):
             try:
@@ -141,16 +144,16 @@ class Link:
             except BlockingIOError:
                 break
             except OSError:
-                data = b""  # the connection was reset or timed out
+                data = b""  # the connection was reset or timed out, which counts as closed
             if not data:
                 if frames:
-                    break  # the next read reports the end again
+                    break  # return the frames first; the next call reads the end again and raises
                 raise EOFError
             frames.extend(self._parser.feed(data if self._seal is None else self._seal.opened(data)))
         return frames
 
     def post(self, data: bytes) -> None:
-        """Queue the bytes of frames for `flush`."""
+        """Append bytes of frames to those waiting for `flush`."""
         self.unsent += data if self._seal is None else self._seal.closed(data)
 
     def send(self, frame: Frame) -> None:
@@ -158,7 +161,7 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as fits. Raises BrokenPipeError once the other side has closed."""
+        """Write as many waiting bytes as fit. Raises BrokenPipeError once the other side has closed."""
         while self.unsent:
             try:
                 written = os.write(self.writer, self.unsent[:CHUNK])

@@ -1,4 +1,4 @@
-"""Cleaning up after a process that was killed, by a shell that waits for its end."""
+"""Cleans up after a process that was killed, by a shell that waits for its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 MARK = "DADT_GUARD=1"
-"""Set for the guard itself, which is no part of the job that it guards."""
+"""Environment setting of the guard's own process, which distinguishes it from the processes of the job."""
 SCRIPT = """
 trap '' HUP INT QUIT TERM
 read -r _
@@ -33,13 +33,15 @@ rm -rf -- "$1"
 
 
 class Guard:
-    """Once this process is gone for any reason, kills the processes that carry the mark and removes the folder.
+    """When this process ends for any reason, kills the processes whose environment contains a mark and removes a
+    folder.
 
-    The guard is a process of its own, as nothing runs in a killed process any more, and a shell, as that costs little.
+    The guard is a separate process, because a killed process can run nothing, and a shell, because that is cheap.
     """
 
     def __init__(self, folder: Path, mark: str = "") -> None:
-        """mark: a variable and its value, such as DADT_AGENT=/tmp/...; if empty, only the folder is removed."""
+        """folder: removed at the end. mark: an environment variable and its value, such as DADT_AGENT=/tmp/...; if
+        empty, no process is killed."""
         self._process = subprocess.Popen(
             ["sh", "-c", SCRIPT, "dadt-guard", str(folder), mark],
             stdin=subprocess.PIPE,
@@ -51,7 +53,8 @@ class Guard:
         )
 
     def release(self) -> None:
-        """End the guard. Call it once the folder is removed and no process carries the mark. Idempotent."""
+        """End the guard without cleaning up. Call this once the folder is removed and no process carries the mark. May
+        be called repeatedly."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.kill()

@@ -1,4 +1,4 @@
-"""Shared memory to which each worker of a host writes its step, so that a sign of life costs no system call."""
+"""Shared memory into which each worker of a host writes its step, so that signs of life cost no system call."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ RECORD = struct.Struct("@qd")
 
 
 class Heartbeat:
-    """One record per local rank: its step (-1: none yet) and when it was written.
+    """One record per local rank: its step (-1: none yet) and the time of writing.
 
-    The record survives its writer, so the last step of a killed worker is known.
+    The file outlives its writers, so the last step of a killed worker is known.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self._file)
-        """Closes the file, as the object's end does. May be called again."""
+        """Closes the file; also called when this object is garbage-collected. May be called repeatedly."""
         self._records: mmap.mmap | None = None
-        """The mapped file, in writers only: a reader would crash if another process truncated the file."""
+        """The memory-mapped file, in writers only: a reader would crash if another process truncated the file."""
 
     @classmethod
     def create(cls, path: Path, local_size: int) -> Heartbeat:
@@ -41,7 +41,7 @@ class Heartbeat:
         RECORD.pack_into(self._records, local_rank * RECORD.size, step, time.monotonic())
 
     def read(self, local_rank: int) -> tuple[int, float]:
-        """The step, and the seconds since it was written; -1 and 0 if the record is not valid."""
+        """Return the step of a local rank, and the seconds since it was written; -1 and 0 if the record is invalid."""
         data = os.pread(self._file, RECORD.size, local_rank * RECORD.size)
         if len(data) < RECORD.size:
             return -1, 0.0

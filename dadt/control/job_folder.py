@@ -1,4 +1,5 @@
-"""The folder of a running job on one host, named by the job's id: the agent's socket, steps and stacks."""
+"""The folder of a running job on one host, named by the job's id. Contains the agent's sockets, the workers' steps and
+their stacks."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ from dadt.errors import LaunchError
 from dadt.world import World
 
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
-"""Characters of a job's id, without those that are easily confused."""
+"""Characters of a job's id, without easily confused ones such as 0 and o."""
 FRESH_SECONDS = 60.0
 FRESHEN_SECONDS = 3600.0
 SOCKET = "agent"
 ASK = ".ask"
-"""The end of the name of the pipe through which a worker is asked for its stacks."""
+"""Suffix of the pipe through which a worker is asked for its stacks."""
 
 
 class Folder:
-    """/tmp/dadt-<uid>/<job>, readable by this user only. Its holders share a lock on the folder itself, so a folder
-    whose lock is free is stale, and the next job removes it; systemd-tmpfiles leaves alone what is locked so."""
+    """The folder /tmp/dadt-<uid>/<job>, readable by this user only. Processes that use it share a lock on it; a folder
+    that nobody has locked is stale and removed by the next job. systemd-tmpfiles does not clean up locked folders."""
 
     def __init__(self, path: Path, lock: int, guard: Guard | None) -> None:
-        """lock: a descriptor of the folder, by which it is locked."""
+        """lock: file descriptor of the folder, which holds the shared lock."""
         self.removed = False
-        """Somebody else has removed the folder since, with all that it held."""
+        """Whether another process has removed the folder with its content, so that `tend` had to create it again."""
         self._freshened = time.monotonic()
         self.path = path
         self.job = path.name
@@ -42,7 +43,8 @@ class Folder:
 
     @classmethod
     def reserve(cls, logs: Path) -> Folder:
-        """Make a folder with a new job id, unique among the running jobs of this machine and among the logs."""
+        """Create a folder with a new job id, unique among this machine's running jobs and among the job folders in
+        `logs`."""
         remove_stale()
         while True:
             job = "".join(secrets.choice(LETTERS) for _ in range(4))
@@ -56,14 +58,14 @@ class Folder:
 
     @classmethod
     def join(cls, job: str, guarded: bool = False) -> Folder:
-        """Open the folder of an existing job id, or make it. guarded: it is removed, and the workers that know it
-        are killed, even if this process is killed."""
+        """Open the folder of an existing job id, or create it. guarded: whether a guard process removes the folder and
+        kills the job's workers if this process is killed."""
         path = root() / job
         return cls(path, _hold(path), Guard(path, _mark(path)) if guarded else None)
 
     def tend(self) -> None:
-        """To be called now and then: keeps cleaners of /tmp away, and makes the folder again where it was removed all
-        the same. Raises OSError, or LaunchError where it could not be this user's alone."""
+        """Call regularly: marks the folder as recently used, and creates it again if a cleaner of /tmp removed it.
+        Raises OSError, or LaunchError if the folder could not be this user's alone."""
         if not _is_at(self.path, self._lock):
             self.removed = True
             root()
@@ -74,8 +76,8 @@ class Folder:
             self.freshen()
 
     def freshen(self) -> None:
-        """Let what it holds, and the other folders of its job on this host, look used: cleaners of /tmp remove what was
-        used last many days ago. When files were written is left as it is, as scripts may ask for it."""
+        """Update the access times in this folder and in other folders of its job on this host, because cleaners of /tmp
+        remove files that were not used for days. Modification times stay, since scripts may read them."""
         job = self.job.partition(".")[0]
         folders = [path for path in self.path.parent.glob(f"{job}*") if path.name.partition(".")[0] == job]
         for path in (self.path.parent, *folders):
@@ -87,7 +89,7 @@ class Folder:
 
     @property
     def socket(self) -> Path:
-        """The path by which workers know their agent; each worker has its own socket, see `line_of`."""
+        """Path by which workers know their agent; each worker has a socket of its own, see `line_of`."""
         return self.path / SOCKET
 
     @property
@@ -96,7 +98,7 @@ class Folder:
 
     @property
     def mark(self) -> str:
-        """The variable in the environment of all processes that belong to the agent."""
+        """Environment setting that all processes of the agent carry, as "VARIABLE=value"."""
         return _mark(self.path)
 
     @property
@@ -104,7 +106,7 @@ class Folder:
         return self.path / "pulse"
 
     def leave(self) -> None:
-        """Release the folder, and remove it unless another process still holds it."""
+        """Release the folder, and remove it unless another process still uses it."""
         if self._lock < 0:
             return
         try:
@@ -116,11 +118,11 @@ class Folder:
 
     @property
     def function(self) -> Path:
-        """The file with the pickled function of `dadt.run`."""
+        """Path of the file with the pickled function of `dadt.run`."""
         return self.path / "function"
 
     def remove(self) -> None:
-        """Remove the folder with all that it holds, and end its guard, if it has one. May be called again."""
+        """Remove the folder with its content, and end its guard process if it has one. May be called repeatedly."""
         self._release()
         shutil.rmtree(self.path, ignore_errors=True)
         if self._guard is not None:
@@ -134,7 +136,8 @@ class Folder:
 
 @functools.cache
 def of_worker(world: World) -> Path:
-    """The folder of a worker's job on its host. Without an agent, its ranks make it when they first need it."""
+    """Return the folder of a worker's job on its host. Without an agent, ranks create the folder on first use and
+    remove it at exit."""
     if world.agent:
         return Path(world.agent).parent
     folder = Folder.join(world.job)
@@ -143,7 +146,7 @@ def of_worker(world: World) -> Path:
 
 
 def line_of(socket: Path | str, local_rank: int) -> Path:
-    """The socket at which the agent listens to one worker of its host, and to nobody else."""
+    """Return the path of the socket at which the agent listens to the worker with this local rank only."""
     return Path(f"{socket}.{local_rank}")
 
 
@@ -152,12 +155,13 @@ def _mark(path: Path) -> str:
 
 
 def root() -> Path:
-    """The folder of all of this user's jobs. Raises LaunchError where it is not this user's alone."""
+    """Return the folder of all of this user's jobs, creating it if necessary. Raises LaunchError if other users can
+    access it."""
     return private(Path(f"/tmp/dadt-{os.getuid()}"))
 
 
 def private(path: Path) -> Path:
-    """The folder, which is made unless it is there. Raises LaunchError where others could put something into it."""
+    """Return the folder, creating it if necessary. Raises LaunchError if other users could put something into it."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     status = path.lstat()
@@ -171,33 +175,35 @@ def private(path: Path) -> Path:
 
 
 def remove_stale() -> None:
-    """Remove the folders that nobody holds any more."""
+    """Remove job folders that no process uses any more."""
     for path in root().iterdir():
         if is_held(path):
             continue
         if not path.is_dir():
-            path.unlink(missing_ok=True)  # the rendezvous of ranks that were killed
+            # a leftover socket through which ranks without an agent met before they were killed
+            path.unlink(missing_ok=True)
             continue
         with suppress(OSError):
             lock = _open(path)
             with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who is about to hold it waits, and makes another
+                # a process that is about to lock the folder waits here, then finds it removed and creates a new one
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the folder, or has just made it and is about to."""
+    """Return whether a process uses the folder, or has just created it and is about to lock it."""
     try:
         lock = _open(path)
     except FileNotFoundError:
         return False
     except OSError:
-        return _is_fresh(path)  # the socket of ranks that meet without an agent
+        return _is_fresh(path)  # not a folder, but the socket at which ranks without an agent meet
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True  # its job is running
+        return True  # another process has the lock: the job is running
     finally:
         os.close(lock)
     with suppress(FileNotFoundError):
@@ -213,10 +219,10 @@ def _is_fresh(path: Path) -> bool:
 
 
 def _hold(path: Path) -> int:
-    """Make the folder unless it is there, and share its lock. Returns its descriptor."""
+    """Create the folder unless it exists, and share its lock. Returns the folder's file descriptor."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
-        with suppress(FileNotFoundError):  # another job took it for stale, as it was not held yet
+        with suppress(FileNotFoundError):  # another job removed the folder as stale before it was locked here
             lock = _open(path)
             fcntl.flock(lock, fcntl.LOCK_SH)
             if _is_at(path, lock):
@@ -229,7 +235,7 @@ def _open(path: Path) -> int:
 
 
 def _is_at(path: Path, lock: int) -> bool:
-    """Whether the folder of this descriptor is still the one of this path."""
+    """Return whether the folder opened as this descriptor is still the one at this path."""
     if lock < 0:
         return False
     try:
@@ -239,5 +245,5 @@ def _is_at(path: Path, lock: int) -> bool:
 
 
 def _freshen(path: Path) -> None:
-    with suppress(OSError):  # it has just gone
+    with suppress(OSError):  # the file or folder may have been removed just now
         os.utime(path, ns=(time.time_ns(), path.lstat().st_mtime_ns), follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""Facts about this host (cores, GPUs, memory), from the kernel and the driver's tools, never from torch."""
+"""Facts about this host (cores, GPUs, memory), read from the kernel and the driver's tools, never from torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ MODEL = re.compile(r"^Model:\s*(.+?)\s*$", re.MULTILINE)
 
 
 def report(env: Mapping[str, str]) -> dict[str, Any]:
-    """An agent's report about its host. env: the environment of the workers."""
+    """Return an agent's report about its host: versions, hardware, addresses and ports. env: the environment of the
+    workers."""
     installed = _installed_gpus()
     return {
         "version": VERSION,
@@ -42,19 +43,20 @@ def report(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def identity() -> str:
-    """An id of the machine that does not depend on its name. Each network namespace counts as a machine."""
+    """Return an id of the machine that is independent of its name. Each network namespace counts as a machine of its
+    own."""
     return f"{_read(Path('/proc/sys/kernel/random/boot_id'))} {Path('/proc/self/ns/net').readlink()}"
 
 
 def free_port() -> int:
-    """A TCP port that is free at the moment."""
+    """Return a TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def cores() -> int:
-    """CPU cores that this process may use, by its affinity and the quota of its cgroup."""
+    """Return the number of CPU cores that this process may use, by its affinity and its cgroup's quota."""
     usable = len(os.sched_getaffinity(0))
     for folder in _cgroup_folders():
         quota, _, period = _read(folder / "cpu.max").partition(" ")
@@ -64,8 +66,8 @@ def cores() -> int:
 
 
 def gpus(env: Mapping[str, str] = os.environ, installed: Sequence[str] | None = None) -> list[str]:
-    """The visible NVIDIA GPUs, as CUDA_VISIBLE_DEVICES names them: indices, UUIDs or MIG instances. installed: all
-    models, where they are known."""
+    """Return the visible NVIDIA GPUs as CUDA_VISIBLE_DEVICES names them: indices, UUIDs or MIG instances. installed:
+    the models of all GPUs, if already known."""
     installed = _installed_gpus() if installed is None else installed
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -80,13 +82,13 @@ def gpus(env: Mapping[str, str] = os.environ, installed: Sequence[str] | None = 
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that the process holds; 0 once it is gone."""
+    """Return the bytes of physical memory that the process uses; 0 if it has ended."""
     fields = _read(Path(f"/proc/{pid}/statm")).split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
 
 
 def memory_limit() -> int:
-    """Bytes that the processes of this host may use together: the cgroup's limit or the machine's memory."""
+    """Return the bytes that this host's processes may use together: the cgroup's limit, or the machine's memory."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     names = ("memory.max", "memory.limit_in_bytes")
     texts = (_read(folder / name) for folder in _cgroup_folders() for name in names)
@@ -95,7 +97,7 @@ def memory_limit() -> int:
 
 
 def memory_kills() -> int:
-    """Number of processes of this cgroup that the kernel has killed so far for lack of memory."""
+    """Return the number of this cgroup's processes that the kernel has killed for lack of memory so far."""
     kills = 0
     for folder in _cgroup_folders():
         for name in ("memory.events", "memory.oom_control"):
@@ -107,23 +109,24 @@ def memory_kills() -> int:
 
 
 def memory_facts(peak: int, kills_before: int) -> dict[str, int]:
-    """What the end of a process is reported with, in bytes. kills_before: `memory_kills` when it began."""
+    """Return the memory figures for the report of a process's end. peak: most bytes that it used. kills_before:
+    `memory_kills` when the process began."""
     return {"peak_memory": peak, "memory_limit": memory_limit(), "memory_kills": memory_kills() - kills_before}
 
 
 def process_limit() -> int:
-    """Most processes and threads that this cgroup may have at once; 0: no limit."""
+    """Return the most processes and threads that this cgroup may have at once; 0 if there is no limit."""
     texts = (_read(folder / "pids.max") for folder in _cgroup_folders())
     return min((int(text) for text in texts if text.isdigit()), default=0)
 
 
 def _installed_gpus() -> list[str]:
-    """The model of each."""
+    """Return the model name of each installed NVIDIA GPU, in order of index."""
     if shutil.which("nvidia-smi"):
         try:
             listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=NVIDIA_SMI_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            return []  # a driver that does not answer serves no worker either
+            return []  # a driver that does not answer would not serve a worker either
         lines = [line for line in listed.stdout.decode(errors="replace").splitlines() if line.startswith("GPU ")]
         return [line.partition(": ")[2].partition(" (UUID")[0] for line in lines]
     folder = Path("/proc/driver/nvidia/gpus")
@@ -132,14 +135,15 @@ def _installed_gpus() -> list[str]:
 
 
 def _cgroup_folders() -> Iterator[Path]:
-    """This process's cgroups (v2, and v1's memory), each with all of its parents."""
+    """Yield the folders of this process's cgroups (version 2, and memory of version 1), each followed by all its
+    parents."""
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, names, path = line.split(":", 2)
         if names not in ("", "memory"):
             continue
         root = CGROUPS / names
         folder = root / path.lstrip("/")
-        # In a container the path may be the host's: then only the root is there.
+        # In a container the path may be that of the host, which does not exist here: then only the root does.
         while not folder.is_dir() and folder != root:
             folder = folder.parent
         yield folder
@@ -159,4 +163,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # not every kernel has every file
+        return ""  # not every kernel has every file, so missing ones count as empty

@@ -1,4 +1,5 @@
-"""The MPI library of a rank must be that of the mpirun that started it: with another, each rank is a world of one."""
+"""Finds the MPI library of the mpirun that started a rank. With any other MPI library, each rank would see a world with
+itself as the only rank."""
 
 from __future__ import annotations
 
@@ -12,43 +13,46 @@ from pathlib import Path
 from dadt.errors import ConfigError
 
 CHOICE = "MPI4PY_LIBMPI"
-"""The variable that tells mpi4py which library to load."""
+"""Environment variable that names the MPI library which mpi4py shall load."""
 DEBIANS, WANTED = "libmpich.so.12", "libmpi.so.12"
-"""Debian's name of MPICH's library, and the name that mpi4py from PyPI looks for."""
+"""File name of MPICH's library on Debian, and the name that mpi4py from PyPI looks for."""
 LIBRARIES = {
     "libmpi.so.40": ("orterun", "orted", "prterun", "prted", "prte"),
     WANTED: ("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_proxy", "mpiexec"),
     DEBIANS: ("mpiexec.hydra", "hydra_pmi_proxy"),
 }
-"""Library to the programs that start its ranks: Open MPI; MPICH and Intel MPI; Debian's MPICH."""
+"""For each MPI library's file name, the programs that start its ranks: of Open MPI, of MPICH and Intel MPI, and of
+Debian's MPICH."""
 FOLDERS = ("lib", "lib64", "lib/release", "lib/*-linux-gnu")
-"""Folders with libraries, beside the bin folder of such a program."""
+"""Folders that may contain the MPI library, relative to the parent of the launching program's bin folder."""
 INSTALL = "pip install 'dadt[mpi]', or apt-get install openmpi-bin and pip install mpi4py"
 CHECK_SECONDS = 30.0
 
 
 def of_mpirun() -> Path | None:
-    """The library of the mpirun that started this process; None if it is not known."""
+    """Return the library of the mpirun that started this process; None if unknown."""
     return next((found for program in _ancestors() for found in beside(program)), None)
 
 
 def choose() -> None:
-    """Make mpi4py load the library of this rank's mpirun. Call it before mpi4py.MPI is imported."""
+    """Make mpi4py load the library of this rank's mpirun. Must be called before mpi4py.MPI is imported."""
     if (library := of_mpirun()) is not None:
         os.environ.setdefault(CHOICE, str(library))
 
 
 def variables(env: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Variables that make a worker's mpi4py load the library of its mpirun, whatever else is installed.
+    """Return environment variables that make a worker's mpi4py load the library of its mpirun, whatever else is
+    installed.
 
-    env: the worker's environment without them. folder: the job's folder, where a symlink may be put.
+    env: the worker's environment without these variables. folder: the job's folder, in which a symlink may be created.
     """
     library = Path(env[CHOICE]) if CHOICE in env else of_mpirun()
     if library is None:
         return {}
     chosen = {CHOICE: str(library)}
     if library.name == DEBIANS:
-        # The link has a folder to itself, as the system's folder would hide the libraries of a Python.
+        # The symlink has a folder of its own: adding the system's library folder to the search path would hide
+        # libraries of a Python installation.
         links = folder / "mpi"
         links.mkdir(exist_ok=True)
         link = links / WANTED
@@ -56,13 +60,13 @@ def variables(env: Mapping[str, str], folder: Path) -> dict[str, str]:
             try:
                 link.symlink_to(library)
             except FileExistsError:
-                pass  # another worker of this host was faster
+                pass  # another worker of this host has created the link
         chosen["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(links), env.get("LD_LIBRARY_PATH")]))
     return chosen
 
 
 def loaded() -> str:
-    """The version string of the library that mpi4py loads here. Raises ConfigError if there is none."""
+    """Return the version string of the MPI library that mpi4py loads here. Raises ConfigError if there is none."""
     tell = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     try:
         done = subprocess.run(
@@ -76,7 +80,8 @@ def loaded() -> str:
 
 
 def missing(env: Mapping[str, str], folder: Path) -> list[str]:
-    """The reason why a worker of this host cannot use MPI, with the places searched and what to do; or an empty list.
+    """Return why a worker of this host cannot use MPI, with the places searched and a remedy, as a list of one text;
+    empty if it can.
 
     env, folder: as for `variables`.
     """
@@ -99,7 +104,8 @@ def missing(env: Mapping[str, str], folder: Path) -> list[str]:
 
 
 def unusable(error: str) -> str:
-    """A sentence that says why mpi4py cannot be used. error: the standard error of its failed import."""
+    """Return a sentence that says why mpi4py cannot be used, and a remedy. error: standard error of its failed
+    import."""
     if find_spec("mpi4py") is None:
         places = ", ".join(path for path in sys.path if path.endswith("-packages"))
         return f"executor mpi: there is no mpi4py for {sys.executable} (looked in {places}) -> {INSTALL}"
@@ -115,7 +121,7 @@ def unusable(error: str) -> str:
 
 
 def beside(program: Path) -> Iterator[Path]:
-    """The MPI libraries installed beside a program that starts ranks."""
+    """Yield the MPI libraries that are installed beside a program that starts ranks."""
     for name, programs in LIBRARIES.items():
         if program.name in programs:
             for folder in FOLDERS:
@@ -123,7 +129,7 @@ def beside(program: Path) -> Iterator[Path]:
 
 
 def _ancestors() -> Iterator[Path]:
-    """The programs of this process's parents, nearest first."""
+    """Yield the programs of this process's ancestors, nearest first."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -133,4 +139,4 @@ def _ancestors() -> Iterator[Path]:
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
-            return  # the process has ended
+            return  # the ancestor has ended in the meantime

@@ -1,4 +1,4 @@
-"""The address at which other hosts reach a host, found by connecting rather than by the names of interfaces."""
+"""Finds the address at which other hosts reach a host, by connecting instead of judging by interface names."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from dadt.control.accept import MOST_AT_ONCE, Entrance
 from dadt.errors import ConfigError, LaunchError
 
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "podman")
-"""Prefixes of interfaces that lead to containers of the same host."""
+"""Name prefixes of network interfaces that lead only to containers of the same host."""
 PROBE_SECONDS = 3.0
 SETTLE_SECONDS = 0.2
-"""How long to wait for slower answers once every host has answered at one of its addresses."""
+"""Seconds to wait for slower answers once every host has answered at one of its addresses."""
 CROWD = 16
-"""With more hosts a listen queue may overflow; kernels retry after 1 s, and CROWD_SETTLE_SECONDS allows for that."""
+"""Number of hosts above which a listen queue may overflow. Kernels then retry after 1 s, for which CROWD_SETTLE_SECONDS
+allows."""
 CROWD_SETTLE_SECONDS = 1.3
 BACKLOG = 4096
-"""Length of the listen queue, for a connection from every other host to every address; the kernel may cap it."""
+"""Length of the listen queue, enough for a connection from every other host to every address; the kernel may reduce it.
+"""
 TOKEN_BYTES = 16
 SAME_MACHINE = "127.0.0.1"
 
 
 def addresses() -> list[dict[str, Any]]:
-    """This host's {interface, address, speed (Mbit/s, 0: unknown)} that others might reach."""
+    """Return this host's addresses that other hosts might reach, as {interface, address, speed (Mbit/s, 0:
+    unknown)}."""
     states = psutil.net_if_stats()
     running: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for name, entries in psutil.net_if_addrs().items():
         state = states.get(name)
-        # An interface may be up for a second before the kernel reports that it runs.
+        # An interface may already be up a second before the kernel reports that it is running.
         if name.startswith(VIRTUAL) or state is None or not (state.isup or _is_up(state)):
             continue
         for entry in entries:
@@ -56,12 +59,13 @@ def _is_up(state: Any) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """The interface of this host that has the address; empty if none has."""
+    """Return the network interface of this host that has the address; empty if none has."""
     return next((entry["interface"] for entry in addresses() if entry["address"] == address), "")
 
 
 def allowed(entries: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[str, Any]]:
-    """The entries that --network-interface selects (interfaces or networks, by comma); all if it is empty."""
+    """Return the entries that --network-interface selects by comma-separated interfaces or networks; all entries if
+    `wanted` is empty."""
     if not wanted:
         return list(entries)
     parts = [part.strip() for part in wanted.split(",")]
@@ -69,12 +73,12 @@ def allowed(entries: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[s
 
 
 def fastest(entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The entry to use when the other hosts reach all of them."""
+    """Return the address entry with the highest speed, to use if other hosts reach all entries."""
     return min(entries, key=lambda entry: _cost(entry, []))
 
 
 def check(wanted: str) -> None:
-    """Raises ConfigError if --network-interface contains an invalid network."""
+    """Raise ConfigError if the value of --network-interface contains an invalid network."""
     for part in filter(None, wanted.split(",")):
         if "/" in part:
             try:
@@ -84,12 +88,12 @@ def check(wanted: str) -> None:
 
 
 class ProbeListener:
-    """Answers every connection with this agent's token. Without it, an address that several hosts have (a container
-    network) would look like a way between them."""
+    """Answers every connection with this agent's token. Clients need the token to notice an address that several hosts
+    have (of a container network), at which they would reach themselves."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
-        # One socket serves both families if the kernel has IPv6.
+        # One socket serves IPv4 and IPv6 if the kernel supports IPv6.
         both = socket.has_dualstack_ipv6()
         server = socket.create_server(("", 0), family=_family(), backlog=BACKLOG, dualstack_ipv6=both)
         server.setblocking(False)
@@ -103,10 +107,10 @@ class ProbeListener:
         for _ in range(MOST_AT_ONCE):
             connection = self._entrance.accept()
             if connection is None:
-                return  # a connection that could not be accepted now wakes the selector again
+                return  # connections that could not be accepted yet will wake the selector again
             self._entrance.settle(connection)
-            with connection, suppress(ConnectionError):  # the client has hung up already
-                connection.send(self._token)  # 16 bytes always fit into a new socket's buffer
+            with connection, suppress(ConnectionError):  # the client may have hung up already
+                connection.send(self._token)  # the token's 16 bytes always fit into the buffer of a new socket
 
     def close(self) -> None:
         self._entrance.close()
@@ -123,12 +127,12 @@ class _Attempt:
 
 @dataclass(slots=True)
 class Probe:
-    """Connects to all addresses of all other hosts at once. The agent advances it until `finished`."""
+    """Connects to all addresses of all other hosts at once. The agent calls `advance` until `finished`."""
 
     targets: Sequence[Mapping[str, Any]]
-    """One {index, port, token, addresses} per other host."""
+    """One {index, port, token, addresses} for each other host."""
     reached: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Host to the addresses that answered, each with the seconds it took."""
+    """For each host index, the addresses that answered, with the seconds until the answer."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _deadline: float = field(default_factory=lambda: time.monotonic() + PROBE_SECONDS)
     _settled: float = float("inf")
@@ -161,7 +165,7 @@ class Probe:
         try:
             connection = socket.socket(family, socket.SOCK_STREAM)
         except OSError:
-            return  # this host lacks that address family
+            return  # this host does not support the address family
         connection.setblocking(False)
         error = connection.connect_ex((address, target["port"]))
         if error not in (0, errno.EINPROGRESS):
@@ -176,7 +180,7 @@ class Probe:
         except BlockingIOError:
             return
         except OSError:
-            data = b""  # refused or unreachable
+            data = b""  # the connection was refused, or the host is unreachable
         attempt.heard += data
         if attempt.heard == attempt.token:
             self.reached[attempt.index][attempt.address] = time.monotonic() - attempt.begun
@@ -191,10 +195,11 @@ class Probe:
 def agree(
     names: Sequence[str], reports: Sequence[Mapping[str, Any]], reached: Sequence[Mapping[str, Mapping[str, float]]]
 ) -> list[tuple[str, str]]:
-    """For each host the (address, interface) that all others reach: the fastest link, then the quickest answer.
+    """Choose for each host an (address, interface) that all other hosts reach: the fastest link first, then the
+    quickest answer.
 
-    reports: each agent's report about its host, with the allowed addresses only. reached: the result of each agent's
-    Probe, by index. Raises LaunchError, which names all pairs without a way.
+    reports: each agent's report about its host, with allowed addresses only. reached: the results of each agent's
+    Probe. Lists are indexed by host. Raises LaunchError, which names all pairs of hosts without a connection.
     """
     ways = [
         [reached[other].get(str(index), {}) for other in range(len(reports)) if other != index]
@@ -207,7 +212,7 @@ def agree(
     if not all(good):
         raise LaunchError(_cut(names, reports, reached, [index for index, entries in enumerate(good) if not entries]))
     for newer in (False, True):
-        # Use one address family for all hosts if possible, since libraries do not mix them well.
+        # Use the same address family (IPv4 or IPv6) for all hosts if possible, since libraries mix them badly.
         same = [[entry for entry in entries if (":" in entry["address"]) is newer] for entries in good]
         if all(same):
             good = same
@@ -217,8 +222,10 @@ def agree(
 
 
 def choose(entries: Sequence[Mapping[str, Any]], ways: Sequence[Mapping[str, float]]) -> tuple[str, str]:
-    """As `agree`, for one more host. entries: its allowed addresses. ways: by host, those that it reaches. Raises
-    LaunchError."""
+    """Choose (address, interface) for one more host: the fastest link that all others reach, then the quickest answer.
+    entries: the new host's allowed addresses. ways: for each other host, the addresses it reaches, with seconds. Raises
+    LaunchError.
+    """
     good = [entry for entry in entries if all(entry["address"] in way for way in ways)]
     if not good:
         tried = ", ".join(entry["address"] for entry in entries)

@@ -1,4 +1,4 @@
-"""TCP connections that send no faster than they are told: Linux paces each by itself, without root, on any device."""
+"""Limits the sending rate of TCP connections, by Linux's own pacing of sockets: without root, on any network device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _BYTES = struct.Struct("=Q")
 
 
 def check(rate: float) -> None:
-    """Raises ConfigError where this kernel does not pace connections."""
+    """Raise ConfigError if this kernel cannot pace connections. rate: bytes per second to try."""
     with socket.socket() as connection:
         _pace(connection, rate)
 
 
 @contextmanager
 def paced(rate: float) -> Iterator[None]:
-    """The connections that this process makes meanwhile send so many bytes per second at most; 0: as many as they can.
-    Raises ConfigError as `check`."""
+    """Context manager: TCP connections that this process makes within it send at most `rate` bytes per second; 0: no
+    limit. Raises ConfigError if the kernel cannot pace connections."""
     before = {_inode(connection) for connection in _connections()} if rate else set()
     yield
     for connection in _connections() if rate else ():
@@ -32,15 +32,15 @@ def paced(rate: float) -> Iterator[None]:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """This process's TCP sockets, as copies that last until the next one."""
+    """Yield duplicates of this process's TCP sockets; each is closed when the next one is requested."""
     for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 (numbers are wanted)
         try:
             copy = os.dup(int(descriptor))
-        except OSError:  # it was closed meanwhile
+        except OSError:  # raised if the descriptor was closed in the meantime
             continue
         try:
             connection = socket.socket(fileno=copy)
-        except OSError:  # it is no socket
+        except OSError:  # raised for a descriptor that is no socket
             os.close(copy)
             continue
         with connection:

@@ -1,5 +1,5 @@
-"""Permissions of the files that DADT writes: only this user may read them, unless an existing folder grants more. The
-umask is left to the script."""
+"""Permissions of the files that DADT writes: only this user may read them, unless an existing folder grants more. DADT
+does not change the umask, which belongs to the script."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ PRIVATE = 0o700
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder and its missing parents, for this user only. An existing folder stays as it is."""
+    """Create the folder and its missing parents, accessible to this user only. An existing folder keeps its
+    permissions."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(PRIVATE, exist_ok=True)
     if not missing and not path.is_dir():
-        path.mkdir()  # raises FileExistsError, as there is a file
+        path.mkdir()  # raises FileExistsError if the path is a file
 
 
 def make_inner_folder(path: Path) -> None:
-    """Make a folder with the permissions of its parent. Raises FileExistsError."""
+    """Create a folder with the permissions of its parent. Raises FileExistsError."""
     path.mkdir(PRIVATE)
-    with suppress(PermissionError):  # a file system without permissions
+    with suppress(PermissionError):  # the file system may not support permissions
         path.chmod(stat.S_IMODE(path.stat().st_mode) & stat.S_ISGID | permissions(path.parent))
 
 
 def open_file(path: Path, how: str = "wb", *, inner: bool = False, **options: Any) -> IO[Any]:
-    """Open a file for writing, as `Path.open` does. A new file is for this user only, or has the permissions of its
-    folder if `inner`; an existing file stays as it is."""
+    """Open a file for writing, as `Path.open` does. A new file is accessible to this user only, or has its folder's
+    permissions if `inner`; an existing file keeps its permissions."""
     mode = (permissions(path.parent) if inner else PRIVATE) & 0o666
 
     def opener(name: str, flags: int) -> int:
@@ -38,13 +39,14 @@ def open_file(path: Path, how: str = "wb", *, inner: bool = False, **options: An
         descriptor = os.open(name, flags, mode)
         if fresh:
             with suppress(PermissionError):
-                os.fchmod(descriptor, mode)  # restores the bits that the umask cleared
+                os.fchmod(descriptor, mode)  # restores permission bits that the umask has cleared
         return descriptor
 
     return open(path, how, opener=opener, **options)
 
 
 def permissions(folder: Path) -> int:
-    """Permissions for a file or folder made in this folder: the folder's own, but private if it is world-writable."""
+    """Return the permissions for a new file or folder in this folder: those of the folder, but private if it is
+    world-writable."""
     mode = folder.stat().st_mode
     return PRIVATE if mode & stat.S_IWOTH else PRIVATE | stat.S_IMODE(mode) & 0o077

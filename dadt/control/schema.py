@@ -1,6 +1,7 @@
-"""The frames allowed on each connection of a job: for each speaker the kinds, their fields, and their largest bodies.
+"""Defines the frames (messages) allowed on each connection of a job: for each sender the kinds, their fields, and their
+largest bodies.
 
-Every frame is checked against this before it is handled. One that does not fit ends its connection.
+Every frame is checked against this before it is handled. A frame that does not fit ends its connection.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 
 Check = Callable[[Any], bool]
 
-TEXT = 1 << 16  # most characters of a text for users
-BLOB = 64 << 20  # most bytes that a rank gives to the others in one exchange
+TEXT = 1 << 16  # most characters of a text that is shown to users
+BLOB = 64 << 20  # most bytes that a rank sends to other ranks in one exchange of the rendezvous
 RESULT = 1 << 30  # most bytes of the function of `dadt.run` with its arguments, and of its result
 OUTPUT = 1 << 20  # most bytes of a worker's output or stacks in one frame
 MOST_RANKS = 1 << 20
@@ -23,8 +24,8 @@ SIZES = re.compile("-?[0-9]{1,6}")
 MARK = re.compile(r"\.dadt-\w+(-[0-9]+){4}-")
 RAISED = ("DadtError", "StartTimeout", "PeerLost", "CommTimeout", "NotResumed")
 TOKEN = re.compile(r"([0-9a-f]{2}){1,32}")
-MOST_AROUND = 16  # exceptions that were raised from another
-DEPTH = 6  # deepest nesting of values that are passed on unread
+MOST_AROUND = 16  # most exceptions of a chain (raised from one another) that a report names
+DEPTH = 6  # deepest nesting of JSON values that are passed on unread
 
 
 def whole(least: int = 0, most: int = 1 << 62) -> Check:
@@ -32,7 +33,7 @@ def whole(least: int = 0, most: int = 1 << 62) -> Check:
 
 
 def number(value: Any) -> bool:
-    """Whether it is a finite number; the comparison is false for NaN."""
+    """Whether the value is a finite number; the comparison is false for NaN."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
@@ -45,7 +46,7 @@ def matching(pattern: re.Pattern[str]) -> Check:
 
 
 def is_address(value: Any) -> bool:
-    """Whether it is the text of an IPv4 or IPv6 address; names of hosts are not."""
+    """Whether the value is the text of an IPv4 or IPv6 address; host names are not."""
     try:
         return isinstance(value, str) and bool(ipaddress.ip_address(value))
     except ValueError:
@@ -87,19 +88,20 @@ def pair(first: Check, second: Check) -> Check:
 
 
 def record(**facts: Check) -> Check:
-    """A dictionary with these fields and no others; a field named with a trailing underscore may be absent."""
+    """Return a check for dictionaries with exactly these fields. A field name with a trailing underscore means that the
+    field (without the underscore) is optional."""
     return lambda value: isinstance(value, dict) and misfit(facts, value) is None
 
 
 def anything(value: Any, depth: int = DEPTH) -> bool:
-    """JSON of bounded depth, which is passed on unread."""
+    """Whether the value is JSON of at most this depth. For values that are passed on unread."""
     if isinstance(value, dict):
         value = list(value.values())
     return not isinstance(value, list) or (depth > 0 and all(anything(each, depth - 1) for each in value))
 
 
 def misfit(facts: Mapping[str, Check], header: Mapping[str, Any]) -> str | None:
-    """The name of the first field that is missing, wrong or unknown; None if all fit."""
+    """Return the name of the first field that is missing, wrong or unknown; None if all fields fit."""
     for name, check in facts.items():
         optional = name.endswith("_")
         name = name.rstrip("_")
@@ -114,23 +116,23 @@ def misfit(facts: Mapping[str, Check], header: Mapping[str, Any]) -> str | None:
 
 class FrameKind(NamedTuple):
     facts: Mapping[str, Check] | None
-    """Checks by field; None allows any fields of bounded depth, for a frame that is only shown."""
+    """Check for each header field; None allows any fields of limited depth, for frames that are only displayed."""
     body: int = 0
-    """Most bytes that follow the header."""
+    """Most bytes of the body, which follows the header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """One side of a connection, and the kinds of frames it may send."""
+    """One side of a connection, with the kinds of frames that it may send."""
 
     name: str
-    """Name for messages, such as "a worker"."""
+    """Name of the side for error messages, such as "a worker"."""
     kinds: Mapping[str, FrameKind]
     header: int = 1 << 20
-    """Most bytes of a header."""
+    """Most bytes of a frame's header."""
 
     def refusal(self, kind: str, header: Mapping[str, Any], body: int) -> str:
-        """Why a frame with this header and this many bytes is not allowed; empty if it is."""
+        """Return why a frame with this header and a body of this many bytes is not allowed; empty if it is allowed."""
         known = self.kinds.get(kind)
         if known is None:
             return f"{kind[:80]!r} is nothing that {self.name} may say"
@@ -150,7 +152,7 @@ class Speaker:
 
 RANK = whole(0, MOST_RANKS)
 SIGNAL = whole(1, 64)
-PID = whole(2, 1 << 31)  # kill() would signal others for 0, 1 or a negative number
+PID = whole(2, 1 << 31)  # kill() would signal a whole group of processes for 0, 1 or a negative number
 SECONDS = number
 STEP = whole(-1)
 COUNT = whole()
@@ -163,13 +165,14 @@ VARIABLES = mapped(text(1 << 20), 1 << 16)
 TERMINAL = maybe(pair(whole(0, 65535), whole(0, 65535)))
 
 DEATH = FrameKind({"text": text(TEXT), "steps_": COUNT})
-"""Says which rank has ended and how, with its steps if it ended well."""
+"""Frame that says which rank has ended and how. steps: number of its steps, if it ended successfully."""
 
 _ranks, _writers = listed(RANK, MOST_RANKS), listed(STEP, MOST_RANKS)
 APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # of a new worker
 REGROUP = FrameKind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "writers_": _writers, "text": text(TEXT),
                 "handed_": COUNT})  # fmt: skip
-"""Says which ranks train on together, which of them are the first of their hosts, and who has ended."""
+"""Frame that says which ranks train on together after a loss (members), the first rank on each host (firsts), and which
+rank ended."""
 
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
 _question: dict[str, Check] = {**_process, "timeout": SECONDS, "generation_": COUNT}
@@ -225,7 +228,7 @@ WORKER = Speaker(
         "ended": FrameKind({"rank": RANK, "status": whole(0, 1 << 16), "peak_memory": COUNT}),
     },
 )
-"""Frames from a worker or shim to the agent of its host."""
+"""Frames that the agent of a host accepts from a worker, or from the shim that mpirun started in its place."""
 
 _member = record(rank=RANK, host=text(), pid=COUNT, state=text(TEXT), said=text(), step=STEP, seconds=number)
 
@@ -313,7 +316,7 @@ AGENT = Speaker(
     },
     header=8 << 20,
 )
-"""Frames from an agent to the launcher."""
+"""Frames that the launcher accepts from an agent."""
 
 _worker = record(rank=RANK, local_rank=RANK, env=VARIABLES, command=ARGUMENTS)
 _target = record(index=RANK, port=whole(1, 65535), token=matching(TOKEN), addresses=listed(is_address, 1 << 16))
@@ -366,10 +369,10 @@ LAUNCHER = Speaker(
     },
     header=64 << 20,
 )
-"""Frames from the launcher to an agent."""
+"""Frames that an agent accepts from the launcher."""
 
 VERDICT = Speaker("node0", {"verdict": FrameKind({"code": whole(0, 255), "lines": listed(text(TEXT), 100)})})
-"""Frames from node 0 to the `dadt run` of the other nodes, in a job started by hand."""
+"""Frames from node 0 to `dadt run` on the other nodes, in a job started by hand on each node."""
 
 CALLER = Speaker(
     "a caller",
@@ -392,4 +395,4 @@ TOLD = Speaker(
     },
     header=64 << 20,
 )
-"""Frames from the launcher to such a caller."""
+"""Frames from the launcher of a running job to `dadt ps`, `dadt stacks` and `dadt kill`."""

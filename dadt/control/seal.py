@@ -1,6 +1,7 @@
-"""Encryption of a network connection between two sides that have proved themselves, in numbered records.
+"""Encryption of a network connection in numbered records, after the handshake in which both sides have proved
+themselves.
 
-A record is its length and then the text under ChaCha20-Poly1305 (RFC 8439), with the record's number as nonce. A
+A record is its length followed by its text under ChaCha20-Poly1305 (RFC 8439), with the record's number as nonce. A
 record that was changed, dropped, repeated or reordered on its way therefore ends the connection.
 """
 
@@ -21,7 +22,7 @@ NONCE = struct.Struct(">4xQ")
 
 @dataclass(slots=True)
 class Direction:
-    """One direction of a connection: its key, and the number of its next record."""
+    """One direction of an encrypted connection: its key, and the number of its next record."""
 
     key: bytes
     number: int = 0
@@ -34,7 +35,7 @@ class Direction:
 
 @dataclass(slots=True)
 class Seal:
-    """One side's view of a connection. Not thread-safe."""
+    """Encryption state of one side of a connection: a key and record number for each direction. Not thread-safe."""
 
     sent: Direction
     received: Direction
@@ -42,7 +43,8 @@ class Seal:
 
     @classmethod
     def between(cls, key: bytes, transcript: bytes, mine: bytes, theirs: bytes) -> Seal:
-        """Derive the keys of one connection. transcript: both sides' nonces. mine, theirs: the names of the sides."""
+        """Derive the keys of one connection from the job's key. transcript: both sides' random numbers from the
+        handshake. mine, theirs: names of the sides."""
 
         def way(side: bytes) -> Direction:
             return Direction(hmac.digest(key, b"dadt seal " + side + b"\0" + transcript, "sha256"))
@@ -50,7 +52,7 @@ class Seal:
         return cls(way(mine), way(theirs))
 
     def to_text(self) -> str:
-        """Serialize for another process that takes the connection over, between two records."""
+        """Serialize the state, between two records, for another process that takes over the connection."""
         return " ".join(f"{way.key.hex()} {way.number}" for way in (self.sent, self.received))
 
     @classmethod
@@ -62,8 +64,9 @@ class Seal:
         )
 
     def closed(self, data: bytes) -> bytes:
-        """Encrypt the data into records."""
-        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305  # needed only with a network
+        """Encrypt the data into one or more records."""
+        # imported late, since only network connections need it
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
         cipher = ChaCha20Poly1305(self.sent.key)
         records = bytearray()
@@ -74,7 +77,7 @@ class Seal:
         return bytes(records)
 
     def opened(self, data: bytes) -> bytes:
-        """Decrypt the records that are complete. Raises DadtError if one is not the next of the other side."""
+        """Decrypt the records that are complete. Raises DadtError if a record is not the next one of the other side."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 

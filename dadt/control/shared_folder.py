@@ -1,4 +1,4 @@
-"""Hosts that work in the same folder, as over NFS: how they find that out, and which rank writes there for all."""
+"""Finds out which hosts work in the same folder, as over NFS, and which rank writes there for all of them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 
 class Marker:
-    """A file that lies in the working folder of its host until the others have looked for it. Nobody can guess its name
-    or its content."""
+    """A file that lies in a host's working folder until the other hosts have looked for it. Its random name and content
+    cannot be guessed."""
 
     def __init__(self, folder: str, job: str) -> None:
         self.name = f".dadt-{job}-{os.urandom(8).hex()}"
         self.content = os.urandom(16).hex()
         self._folder = Path(folder)
         self._made = False
-        with suppress(OSError):  # a folder in which nobody can write has no writers to agree on
+        with suppress(OSError):  # a folder in which this host cannot write needs no agreed writer
             (self._folder / self.name).write_text(self.content)
             self._made = True
 
     def describe(self) -> dict[str, str]:
-        """The file's name and content, for which others look; empty if it could not be written."""
+        """Return the file's name and content, for which other hosts look; empty if it could not be written."""
         return {"name": self.name, "content": self.content} if self._made else {}
 
     def seen(self, markers: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The indices of those markers whose files lie in the working folder of this host."""
+        """Return the indices of the markers whose files are found in this host's working folder."""
         found = []
         for each in markers:
             with suppress(OSError, UnicodeDecodeError):
@@ -39,17 +39,17 @@ class Marker:
         return found
 
     def remove(self) -> None:
-        """Remove the file, if it is there. May be called again."""
+        """Remove the marker file if it exists. May be called repeatedly."""
         with suppress(OSError):
             (self._folder / self.name).unlink(missing_ok=True)
 
 
 def writers(places: Mapping[int, tuple[int, int | None]], firsts: Collection[int] | None = None) -> dict[int, int]:
-    """For each rank whose working folder several hosts share: the rank that writes there for good. Other ranks are left
-    out.
+    """Return the writing rank for each rank whose working folder several hosts share; other ranks are missing from the
+    result.
 
-    places: for each rank, in order, its host and the number of its working folder (None: not known). firsts: the ranks
-    that may write for good, by default all; the first of them in a folder does.
+    places: for each rank, in order, its host and the number of its working folder (None: unknown). firsts: ranks that
+    may write in a shared folder, by default all; the first of them in each folder does.
     """
     hosts: defaultdict[int, set[int]] = defaultdict(set)
     writer: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The secret by which separately started processes of a job recognize each other."""
+"""The secret (DADT_SECRET) by which separately started processes of a job recognize each other."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import os
 from dadt.errors import ConfigError
 
 SECRET = "DADT_SECRET"
-"""The variable with the secret that all nodes of the rendezvous share."""
+"""Environment variable with the secret that all nodes of the rendezvous share."""
 SECRET_LENGTH = 16
-"""Least number of characters: an observer of a handshake can guess shorter secrets by trying."""
+"""Fewest characters of a secret: an observer of a handshake could guess shorter ones by trial."""
 MAKE_SECRET = f"export {SECRET}=$(openssl rand -hex 32) on node 0 and the same value on the others, or give file://"
 
 
 def shared_key(what: str) -> bytes:
-    """The key derived from the secret; empty without one. what: the purpose, for the message. Raises ConfigError if
-    the secret is short enough to be guessed."""
+    """Return the key derived from the secret; empty if no secret is set. what: names the purpose in the error. Raises
+    ConfigError if the secret is short enough to be guessed."""
     secret = os.environ.get(SECRET, "")
     if 0 < len(secret) < SECRET_LENGTH:
         short = f"{SECRET} has {len(secret)} characters, fewer than {SECRET_LENGTH}, and can be guessed"

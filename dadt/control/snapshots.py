@@ -1,10 +1,10 @@
-"""The files of a snapshot, from which a job goes on: whole, or not there.
+"""The files of a snapshot, from which a job resumes. An incomplete snapshot counts as missing.
 
-<the job's folder>/snapshots/000000000120/     after that many optimizer steps
-    rank0.pt       what is rank 0's, and for the first rank of a host what all ranks have in common; of lost ranks
-                   there are no parts
-    rank0.json     its length and its checksum, and a digest of what came to the first training forward after it:
-                   the snapshot is not whole before
+<the job's folder>/snapshots/000000000120/     the snapshot after 120 optimizer steps
+    rank0.pt       content of rank 0; on the first rank of each host also what all ranks have in common. Ranks that
+                   were lost have no part.
+    rank0.json     length and checksum of rank0.pt, and a digest of the input of the first training forward after
+                   the snapshot, which is therefore complete only after this forward.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dadt.errors import NotResumed
 
 VERSION = 2
 KEPT = 2
-"""Number of whole snapshots that are kept. Training goes on from the last one."""
+"""Number of complete snapshots that are kept. Training resumes from the newest one."""
 FOLDER = "snapshots"
 _BLOCK = 1 << 20
 _SYNCED = 32 << 20
-"""Bytes written after which the disk is waited for."""
+"""Bytes written between two syncs to the disk."""
 _LARGEST = 16 << 20
-"""Most bytes of a part's description of the job, whose largest piece is the arguments of the script."""
+"""Most bytes of the JSON description of a part; its largest value is the script's arguments."""
 _PART = re.compile(r"rank(\d{1,7})")
 
 
@@ -44,15 +44,15 @@ def content_of(folder: Path, rank: int) -> Path:
 
 
 class Content:
-    """A file that a rank's content is written to. Its checksum is computed on the way, and what is on disk leaves the
-    memory of the operating system, which the files of the training need: nobody reads it soon."""
+    """File to which one rank's content is written, with a checksum computed on the way. Data already on disk is dropped
+    from the operating system's cache, which training files need more, since nobody reads a snapshot soon."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash = file, hashlib.sha256()
         self._size = self._synced = 0
 
     def write(self, data: Any) -> int:
-        """Write all of the data. Raises OSError."""
+        """Write all of the data and return its number of bytes. Raises OSError."""
         view = memoryview(data).cast("B")
         self._hash.update(view)
         self._file.write(view)
@@ -62,11 +62,11 @@ class Content:
         return len(view)
 
     def flush(self) -> None:
-        """Flush the file, as torch wants it. Raises OSError."""
+        """Flush the file; torch.save requires this method. Raises OSError."""
         self._file.flush()
 
     def sync(self) -> None:
-        """Return once all of it is on disk. Raises OSError."""
+        """Wait until everything written is on disk. Raises OSError."""
         self._file.flush()
         os.fsync(self._file.fileno())
         os.posix_fadvise(self._file.fileno(), self._synced, 0, os.POSIX_FADV_DONTNEED)
@@ -74,20 +74,20 @@ class Content:
 
     @property
     def sha256(self) -> str:
-        """The checksum, in hexadecimal digits, of what has been written so far."""
+        """Checksum of the data written so far, in hexadecimal digits."""
         return self._hash.hexdigest()
 
 
 def complete(folder: Path, rank: int, half: Path, sha256: str, told: dict[str, Any]) -> None:
-    """`half` is the rank's content, on disk, with this checksum: from now on it is part of the snapshot. Raises
-    OSError."""
+    """Make `half`, a file on disk with a rank's content and this checksum, a part of the snapshot. told: further facts
+    for the part's description. Raises OSError."""
     about = {"version": VERSION, "size": half.stat().st_size, "sha256": sha256, **told}
     half.rename(content_of(folder, rank))
     write(folder / f"rank{rank}.json", json.dumps(about))
 
 
 def write(path: Path, text: str) -> None:
-    """Write the whole file, or none. Raises OSError."""
+    """Write a text file atomically: afterwards the file is either complete or unchanged. Raises OSError."""
     half = path.with_suffix(f"{path.suffix}.half")
     try:
         with private_files.open_file(half, "w", inner=True) as file:
@@ -100,8 +100,8 @@ def write(path: Path, text: str) -> None:
 
 
 def about(folder: Path, rank: int) -> dict[str, Any]:
-    """What the rank's part of a snapshot says of the job. Raises NotResumed if the part is not whole, as far as its
-    length says, or something is missing or of another kind."""
+    """Return the description of the job in a rank's part of a snapshot. Raises NotResumed if the part is incomplete
+    (judged by its length), or if a value is missing or of the wrong type."""
     path = folder / f"rank{rank}.json"
     try:
         if not _is_file(path) or path.stat().st_size > _LARGEST:
@@ -123,7 +123,7 @@ def about(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether it is a regular file: reading a pipe would wait."""
+    """Return whether the path is a regular file; opening a pipe, for example, would block."""
     return stat.S_ISREG(path.stat().st_mode)
 
 
@@ -145,11 +145,11 @@ ABOUT: Mapping[str, schema.Check] = {
     "arguments": schema.listed(_TEXT, _LARGEST),
     "next": _TEXT,
 }
-"""What a part has to say of the job, with a check for each value; it may say more."""
+"""Required values of a part's description, with a check for each; further values are allowed."""
 
 
 def parts(folder: Path) -> list[int]:
-    """The ranks whose parts this host sees. Raises NotResumed if there is none."""
+    """Return the ranks whose parts of the snapshot this host sees. Raises NotResumed if there are none."""
     names = [_PART.fullmatch(path.stem) for path in folder.glob("rank*.json")]
     found = sorted({int(name[1]) for name in names if name is not None})
     if not found:
@@ -158,12 +158,12 @@ def parts(folder: Path) -> list[int]:
 
 
 def told(folder: Path) -> dict[str, Any]:
-    """What the first part says of the job. Raises NotResumed."""
+    """Return the description of the job in the snapshot's first part. Raises NotResumed if the part is incomplete."""
     return about(folder, parts(folder)[0])
 
 
 def shares(folder: Path) -> int:
-    """Number of workers among which the job's data was divided; 1 if that cannot be read."""
+    """Return the number of workers among which the job's data was divided; 1 if this cannot be read."""
     try:
         return int(told(folder)["shares"])
     except (NotResumed, KeyError, TypeError, ValueError):
@@ -171,7 +171,7 @@ def shares(folder: Path) -> int:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all ranks that trained then have written their parts."""
+    """Return whether all ranks that were training at this step have written their parts."""
     try:
         return all(about(folder, rank) for rank in told(folder)["members"])
     except NotResumed:
@@ -179,25 +179,26 @@ def is_whole(folder: Path) -> bool:
 
 
 def whole(root: Path) -> list[Path]:
-    """The folders of the whole snapshots, in order of steps."""
+    """Return the folders of the complete snapshots, in order of steps."""
     return [folder for folder in sorted(root.glob("[0-9]*")) if is_whole(folder)]
 
 
 def newest(root: Path) -> Path | None:
-    """The folder of the last whole snapshot, whose step is the largest, as earlier attempts' were set aside; None if
-    there is none."""
+    """Return the folder of the complete snapshot with the largest step, or None. Snapshots of earlier attempts were set
+    aside."""
     return next((folder for folder in sorted(root.glob("[0-9]*"), reverse=True) if is_whole(folder)), None)
 
 
 def drop_old(root: Path) -> None:
-    """Remove all whole snapshots but the last KEPT; those that are not whole may become so and stay."""
+    """Remove all complete snapshots but the newest KEPT. Incomplete ones stay, since ranks may still be writing
+    them."""
     for folder in whole(root)[:-KEPT]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(root: Path, last: Path | None, attempt: int) -> None:
-    """Before an attempt that goes on from `last`, or from none: what it writes is not to meet others' of the same
-    step. Those that came after the last whole one go, and where none is gone on from, all get another name."""
+    """Prepare the folder for an attempt that resumes from snapshot `last`, or from none, so that its snapshots do not
+    mix with older ones of the same step. Removes those newer than `last`; without `last`, renames the whole folder."""
     if last is not None:
         for folder in root.glob("[0-9]*"):
             if folder.name > last.name:

@@ -1,4 +1,4 @@
-"""A histogram of a rank's step times, which stays small however long a job runs."""
+"""A histogram of a rank's step times, whose size stays small however long a job runs."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 PER_DOUBLING = 8
-"""Bins between a time and twice that time; each is 9 % longer than the one before."""
+"""Number of bins between a time and twice that time; each bin is 9 % wider than the previous one."""
 
 
 def bound(size: int) -> float:
-    """Lower bound of a bin in seconds; bins below 1 s have negative numbers."""
+    """Return the lower bound of a bin in seconds. size: number of the bin; bins below 1 s have negative numbers."""
     return float(2.0 ** (size / PER_DOUBLING))
 
 
 class StepTimes:
-    """Times from the end of each step to the end of the next, including whatever the script does in between."""
+    """Histogram of the times from the end of each step to the end of the next, including whatever the script does in
+    between."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._seconds = 0.0
         self.last = 0.0
-        """Time at which the last step ended."""
+        """Time at which the last step ended, in seconds of a monotonic clock."""
 
     def stepped(self, now: float) -> None:
         """Record the end of a step. now: seconds of a monotonic clock."""
@@ -34,5 +35,5 @@ class StepTimes:
         self.last = now
 
     def describe(self) -> Mapping[str, Any]:
-        """{counts: {size: steps}, seconds: their sum}."""
+        """Return {counts: {bin number: steps}, seconds: sum of all step times}."""
         return {"counts": dict(self._counts), "seconds": self._seconds}

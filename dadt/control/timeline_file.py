@@ -1,4 +1,4 @@
-"""The files of a timeline: the names and headers of its parts, and a check that they can be written."""
+"""File names and headers of a timeline and of its parts (one per rank), and a check that they can be written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dadt.errors import ConfigError
 
 HEAD = b'{"displayTimeUnit":"ms","otherData":{"program":"dadt"},"traceEvents":[\n'
 PART_HEAD = b"[\n"
-"""The format allows an array without its end, so the parts of a failed job can be opened as well."""
+"""First bytes of a part, which opens an array. Trace viewers accept an array without its end, so the parts of a failed
+job can be opened as well."""
 
 
 def part(path: Path, rank: int) -> Path:
@@ -18,7 +19,7 @@ def part(path: Path, rank: int) -> Path:
 
 
 def check(path: Path) -> None:
-    """Raises ConfigError if no timeline can be written there. Makes nothing."""
+    """Raise ConfigError if no timeline can be written at this path. Creates nothing."""
     try:
         if path.is_dir():
             raise ConfigError(f"--timeline {path}: this is a folder; give a file, as timeline.json")
@@ -36,7 +37,7 @@ def check(path: Path) -> None:
 
 
 def prepare(path: Path) -> None:
-    """Make the folder of a timeline. Raises ConfigError if none can be written there."""
+    """Create the folder of a timeline. Raises ConfigError if no timeline can be written there."""
     check(path)
     try:
         private_files.make_folder(path.parent)

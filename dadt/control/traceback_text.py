@@ -1,4 +1,4 @@
-"""Tracebacks that are text: on stderr, or in the message of an exception that another process has raised."""
+"""Parses tracebacks from text: of a script's stderr, or in the message of an exception that another process raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 TRACEBACK = "Traceback (most recent call last):"
 DIRECT = "The above exception was the direct cause of the following exception:"
 OWN = "dadt.errors."
-"""Begins the types whose texts say all that there is to say."""
+"""Prefix of exception types whose message explains the failure completely, so that their causes are not searched."""
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 _ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 _NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Indentation|Tab)Error: )', re.MULTILINE)
@@ -19,15 +19,16 @@ _LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception, as its traceback shows it."""
+    """An exception, as far as its traceback text shows it."""
 
     type: str
-    """Its name, with its module where the traceback has that."""
+    """Name of the exception's type, with its module if the traceback shows one."""
     message: str = ""
     frames: Sequence[Mapping[str, Any]] = ()
-    """Stack frames {file, line, function, text}, innermost last: those outside of libraries, if there are any."""
+    """Stack frames {file, line, function, text}, innermost last; without frames of libraries, unless there are only
+    these."""
     around: Sequence[str] = field(default=())
-    """Texts of the exceptions that were raised from it, from the outermost one inwards."""
+    """Texts of the exceptions that were raised from this one, outermost first."""
 
     @property
     def text(self) -> str:
@@ -35,8 +36,8 @@ class Raised:
 
 
 def innermost(text: str) -> Raised | None:
-    """The exception of the last traceback, or the innermost of those from which it was raised; else the syntax error of
-    a script that is not Python. None if there is neither."""
+    """Return the root cause: the exception of the last traceback, or the innermost of those that it was raised from.
+    For a script that is not Python, its syntax error. None if the text shows none."""
     found = _last(text)
     if found is None:
         return None
@@ -52,13 +53,13 @@ def innermost(text: str) -> Raised | None:
 
 
 def first_line(text: str) -> str:
-    """What a message says before the traceback in it."""
+    """Return the first line of a message that precedes the traceback in it."""
     before = text.partition(TRACEBACK)[0].removesuffix("Original ")
     return next((line.strip() for line in before.splitlines() if line.strip()), "")
 
 
 def _last(text: str) -> tuple[Raised, str] | None:
-    """The exception of the last traceback, and the text before that."""
+    """Return the exception of the last traceback in the text, and the text before this traceback."""
     before, found, rest = text.rpartition(TRACEBACK)
     if not found:
         places = list(_NO_PYTHON.finditer(text))
@@ -70,7 +71,7 @@ def _last(text: str) -> tuple[Raised, str] | None:
         if (frame := _FRAME.match(line)) is not None:
             frames.append({**frame.groupdict(), "text": ""})
         elif line.startswith("    "):
-            # Lines below the source line mark the place of the error.
+            # Only the first line is source code; further lines mark the place of the error in it.
             if frames and not frames[-1]["text"]:
                 frames[-1]["text"] = line.strip()
         elif (error := _ERROR.match(line)) is not None:

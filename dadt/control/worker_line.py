@@ -25,34 +25,36 @@ class WorkerLine(Protocol):
     _pid: int
 
     def hello(self, torch: str) -> None:
-        """Report that this process has imported torch (its version) and DADT is hooked in."""
+        """Report that this process has imported torch, and that DADT is hooked in. torch: version of torch."""
 
     def stacks(self, path: Path, signal: int) -> None:
-        """Report that this process writes the stacks of its threads to the file on this signal."""
+        """Report that this process writes its threads' stacks to the file `path` when it receives the signal."""
         return
 
     def claim(self) -> tuple[int, int]:
-        """Claim the rank for this process, which trains as it. Calling it again changes nothing. Returns the number of
-        the signal by which the script is told to save, 0 if there is none, and how often that has been done.
+        """Register this process as the one that trains as this rank; repeated calls change nothing. Returns the number
+        of the signal that asks the script to save (0: none), and how often it was sent so far.
 
         Raises DadtError if another living process has claimed the rank.
         """
 
-    # Of `exchange`, `put`, `get` and `reconnect` the launcher answers none that an older generation of ranks asks.
+    # generation: number of the set of ranks left after losses. The launcher does not answer requests of an older
+    # generation.
 
     def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
-        """All-gather: every rank's blob for the key, by rank. Each key may be used once per job.
+        """Publish this rank's `blob` and return every rank's, ordered by rank. Each key may be used once per job.
 
         Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has exited; the message names the
-        missing ranks and how far they came.
+        missing ranks and their progress.
         """
 
     def put(self, key: str, blob: bytes, generation: int = 0) -> None:
-        """Store a blob for any rank that asks for the key. Raises DadtError if the key was put before, or if this rank
-        has put too many bytes."""
+        """Publish a blob that any rank may read with get(). Raises DadtError if the key is in use, or if this rank has
+        stored too many bytes."""
 
     def get(self, keys: Sequence[str], timeout: float, generation: int = 0) -> list[bytes]:
-        """The blobs under the keys; waits for those not put yet. Raises StartTimeout as `exchange` does."""
+        """Wait for the blobs that ranks publish with put() under `keys`, and return them. Raises StartTimeout as
+        `exchange` does."""
 
     def say(self, text: str, level: str = "info") -> None:
         """Have `dadt: text` printed, once however many ranks say it. level: info or warning."""
@@ -63,8 +65,8 @@ class WorkerLine(Protocol):
         return False
 
     def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
-        """Record the optimizer steps done so far, which costs a write to memory. Numbers are sent when `due`, the
-        last ones always."""
+        """Record the optimizer steps done so far, in shared memory without a system call. numbers: sent to the agent if
+        `due`, and always if this is the last step."""
 
     def failed(
         self,
@@ -87,45 +89,52 @@ class WorkerLine(Protocol):
         """
 
     def exits(self, text: str, frame: Mapping[str, Any] | None, step: int) -> None:
-        """Report the text with which the script has called `sys.exit`, and where: {file, line, function, text}. Its
-        process may end by that."""
+        """Report the text with which the script called `sys.exit`, and the place {file, line, function, text}; the
+        process may end by this call."""
         return
 
     def ending(self, steps: int) -> None:
-        """Report that the script ended after this many steps and this rank now waits for the others."""
+        """Report that the script ended after `steps` steps and this rank now waits for other ranks."""
 
     def done(self, summary: Mapping[str, Any]) -> None:
-        """Report that training succeeded. summary: {steps, delayed, wait_fraction} and further numbers."""
+        """Report that training succeeded. summary: {steps, delayed (number of steps with late averages), wait_fraction
+        (share of time spent waiting)} and further numbers."""
 
     def peers(self, starts: bool = False) -> list[dict[str, Any]]:
         """All ranks in order: {rank, pid, state, step (-1: none), seconds (since the last sign of life)}. Reports that
         this one waits for them; starts: for its first connection with them."""
 
     def reconnect(self, text: str, timeout: float, generation: int) -> tuple[bool, str]:
-        """Ask that all ranks connect again, as this one's connection has failed with the error in the text. Waits until
-        the launcher has decided. Returns whether they do, and why not: empty if the error says all."""
+        """Ask that all ranks connect again, because this rank's connection failed. text: the error. Waits for the
+        launcher's decision. Returns whether the ranks reconnect, and why not (empty if the error itself explains it).
+        """
         raise self._no_agent()
 
     def approach(self, known: int, last: bool, timeout: float) -> bytes:
-        """Ask how far the others are, as a new worker. known, last: as of Approach. Waits until they have taken a step;
-        raises StartTimeout, or NotResumed where this one cannot join them."""
+        """As a replacement worker, ask for the state of training and wait until the other ranks have taken a step.
+        known: bytes of the values read from tensors by other ranks' scripts that this worker already has. last: whether
+        the other ranks wait for this worker. Raises StartTimeout, or NotResumed if the worker cannot join.
+        """
         raise self._no_agent()
 
     def give(self, number: int, blob: bytes, generation: int, *, last: bool, text: str = "") -> None:
-        """Answer the approach of this number. Where it is the last one, all ranks do, and one of them gives the blob.
-        text: why the new worker cannot join; empty if it can."""
+        """Answer a replacement worker's question `number` about the state of training. blob: the answer. last: whether
+        this is the last answer, which all ranks send, one of them with the blob. text: why the worker cannot join;
+        empty if it can.
+        """
         raise self._no_agent()
 
     def dump(self) -> None:
         """Ask for every rank's Python stacks to be written."""
 
     def writes(self, path: str, mark: str) -> None:
-        """Report that this process writes in that folder, below names that begin with the mark, files that are not
-        whole yet. What is left there of one that is killed, the agent removes."""
+        """Report that this process writes temporary files in folder `path`, under names that begin with `mark`. If the
+        process is killed, the agent removes them."""
         return
 
     def saved(self, path: str, count: int, number: int) -> None:
-        """Report that local rank 0 has written the file for the count-th time, which was its number-th save."""
+        """Report that local rank 0 has written the file `count` times. number: counts all saves of this rank, of any
+        file."""
 
     def wrote(self, path: str, **facts: Any) -> bool:
         """Report to the hosts that see the same folder what this process writes there. facts: size, as for
@@ -137,11 +146,12 @@ class WorkerLine(Protocol):
         return ()
 
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
-        """Wait until local rank 0, or the first rank of another host (far), has written the file `count` times.
+        """Wait until local rank 0, or with `far` the first rank of another host, has written the file `count` times.
+        Returns "there" if it has.
 
-        Returns "there" if it has. Returns "write" if local rank 0 has written another file in its number-th save, went
-        past `step`, ended, or took longer than `timeout` seconds: the caller then writes the file itself. Returns
-        "yours" if the caller has taken the place of local rank 0, which was lost.
+        Returns "write" if the caller must write the file itself, since local rank 0 wrote another file in its save
+        number `number`, went past `step`, ended, or took longer than `timeout` seconds. Returns "yours" if the caller
+        has replaced the lost local rank 0.
         """
 
     def listen(self, hear: Callable[[Frame], None]) -> bool:

@@ -1,4 +1,4 @@
-"""What the workers of a host have written: the file in the folder of the job to which each adds a line."""
+"""Records what the workers of a host have written: each worker appends lines to a file in the job's folder."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 NAME = "written"
 REMOVED = -2
-"""Stands for the size in a line that reports a removal."""
+"""Stands in place of the size in a line that reports a removed file."""
 
 
 def line(rank: int, size: int, path: str) -> bytes:
-    """The line about a path that this rank writes. size: bytes of what was there before; -1 for nothing; or REMOVED."""
+    """Return the line about a path that this rank writes. size: bytes of the file that was there before; -1 if there
+    was none; or REMOVED."""
     return f"{json.dumps([rank, size, path])}\n".encode()
 
 
 def add(folder: Path, rank: int, size: int, path: str) -> None:
-    """Add what a worker of another host has written in a folder that both see. Where a cleaner has removed the file,
-    the workers go on without."""
+    """Append a line about what a worker of another host has written in a folder that both hosts see. Does nothing if a
+    cleaner has removed the job's folder."""
     with suppress(OSError), (folder / NAME).open("ab", buffering=0) as file:
         file.write(line(rank, size, path))

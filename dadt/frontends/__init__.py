@@ -1,1 +1,1 @@
-"""What speaks the language of another library: a folder for each, on the operations of dadt.api."""
+"""APIs in the style of other libraries, a folder for each, built on the operations of dadt.api."""

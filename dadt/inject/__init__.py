@@ -1,4 +1,5 @@
-"""How DADT gets into a script: torch calls `hook` at the end of `import torch` (entry point `torch.backends`)."""
+"""Entry point of DADT in a script: torch calls `hook` at the end of `import torch` (entry point group
+`torch.backends`)."""
 
 from __future__ import annotations
 
@@ -6,15 +7,16 @@ import sys
 from typing import Any
 
 asked_for = False
-"""Whether the program imports dadt itself, which under mpirun, srun or torchrun is what makes it train
+"""Whether the program itself imports dadt. Under mpirun, srun or torchrun, this is what makes DADT train it
 data-parallel."""
 _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "multiprocessing.spawn")
 
 
 def hook() -> None:
-    """Hook into the script that imports torch, if it is a worker: of `dadt run`, or of another launcher where the
-    script imports dadt. Does nothing otherwise, and nothing in a child that multiprocessing made (a DataLoader's
-    worker): those are no ranks."""
+    """Start DADT in the script that imports torch, if this process is a worker of `dadt run`, or of another launcher
+    whose script imports dadt. Does nothing in other processes, nor in children of multiprocessing (such as a
+    DataLoader's workers), which are no ranks.
+    """
     from dadt.config import Config
     from dadt.world import World
 
@@ -38,15 +40,16 @@ def hook() -> None:
 
 
 def _end_by(error: Exception) -> None:
-    """Show the error and end this worker: torch's import would turn an exception into another one, with the advice to
-    turn DADT off."""
+    """Print the error and exit this worker with status 1. If the error were raised, torch's import would turn it into
+    another error, with the advice to turn DADT off."""
     sys.last_value = error
     sys.excepthook(type(error), error, error.__traceback__)
     raise SystemExit(1)
 
 
 def _offer_backend() -> None:
-    """Register the backend, so that init_process_group("dadt") works from here on, also in child processes."""
+    """Register the torch.distributed backend "dadt", so that init_process_group("dadt") works from now on, also in
+    child processes."""
     import torch.distributed as dist
 
     def create(options: Any, own: Any) -> Any:
@@ -60,8 +63,8 @@ def _offer_backend() -> None:
 
 
 def _hook_elsewhere() -> None:
-    """Start training under another launcher, such as torchrun or mpirun. Does nothing in a world of one, or in a
-    program that has imported dadt_cli."""
+    """Start DADT in a worker of another launcher, such as torchrun or mpirun. Does nothing if there is only one rank,
+    or in a program that has imported dadt_cli."""
     from dadt.config import Config
     from dadt.errors import DadtError
     from dadt.world import World
@@ -75,19 +78,20 @@ def _hook_elsewhere() -> None:
 
             worker.start(world)
     except DadtError as error:
-        # Nobody else says it, and out of torch's import only this comes as it is.
+        # Written here because nothing else reports the error, and only SystemExit leaves the import of torch unchanged.
         sys.stderr.write(f"dadt: rank {world.rank}: {error}\n")
         raise SystemExit(error.exit_code) from error
 
 
 def _forget() -> None:
-    """Remove dadt from the imported modules, so that a later import of it by the script is noticed."""
+    """Remove dadt from sys.modules, so that DADT notices when the script imports dadt later."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "dadt"]:
         del sys.modules[name]
 
 
 def _is_multiprocessing_child() -> bool:
-    # Not by multiprocessing.parent_process(): importing multiprocessing here would alter what scripts see of it.
+    # The command line is examined, not multiprocessing.parent_process(): importing multiprocessing here would be
+    # visible to the script.
     return "--multiprocessing-fork" in sys.orig_argv or any(
         name in argument for argument in sys.orig_argv[1:3] for name in _MULTIPROCESSING
     )

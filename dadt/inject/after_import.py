@@ -1,4 +1,4 @@
-"""Changes to modules that the script may import later, or never."""
+"""Apply changes to modules that the script may import later, or never."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Call `change` with the module once it has been imported; at once if it is already."""
+    """Call `change` with the module `name` right after it is imported, or immediately if it is already imported."""
     if name in sys.modules:
         change(sys.modules[name])
     else:
@@ -19,7 +19,8 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the module as the other finders do, and adds a call after its execution."""
+    """An import finder that lets the other finders locate the module, and calls `change` once the module was
+    executed."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -41,7 +42,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            sys.meta_path.remove(self)  # only now: many look for a module's spec only to see whether it is there
+            # removed only when the module is executed: many callers look up a module's spec only to see if it is
+            # installed
+            sys.meta_path.remove(self)
             execute(module)
             self._change(module)
 

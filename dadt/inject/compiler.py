@@ -1,4 +1,4 @@
-"""torch.compile: what DADT does around a step is no part of a graph."""
+"""Keeps torch.compile from compiling the code that DADT runs around an optimizer's step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 
 def look_past() -> Callable[[], None]:
-    """A function to call now and then: once torch's compiler is loaded, it is made to leave DADT's own code as it is.
+    """Return a function to call now and then: once torch's compiler is loaded, the function makes the compiler skip
+    DADT's own code.
 
-    Otherwise a compiled optimizer compiles the exchange along with its step: to no use, and with warnings.
+    Otherwise a compiled optimizer would compile the exchange of gradients along with its step, which gains nothing and
+    prints warnings.
     """
     told = False
 

@@ -1,5 +1,5 @@
-"""CUDA graphs are left out of training: a graph's next run overwrites its gradients, perhaps before they were averaged,
-and a step within one runs without DADT."""
+"""Keeps CUDA graphs out of training: the next run of a graph overwrites its gradients, perhaps before they were
+averaged, and an optimizer step inside a graph would run without DADT."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from dadt.train.runtime import Runtime
 
 _OPTION = "triton.cudagraphs"
 _MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-"""Modes of torch.compile that make CUDA graphs, each with the mode that is the same without graphs."""
+"""Modes of torch.compile that use CUDA graphs, each with the equivalent mode without CUDA graphs."""
 _BACKENDS = {"cudagraphs": "aot_eager"}
 
 
 def install(runtime: Runtime) -> None:
-    """Patch what makes graphs; `refuse_capture` is for those that the script captures itself."""
+    """Patch the functions of torch that create CUDA graphs. Graphs that the script captures itself are refused by
+    `refuse_capture`."""
     compile_, graphed = torch.compile, torch.cuda.make_graphed_callables
     told = False
 
@@ -49,7 +50,7 @@ def install(runtime: Runtime) -> None:
 
 
 def without_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of torch.compile, changed to those that make no graph where these would."""
+    """Return the keyword arguments of torch.compile, changed so that torch.compile makes no CUDA graphs."""
     changed = dict(options)
     for name, others in (("mode", _MODES), ("backend", _BACKENDS)):
         if isinstance(given := options.get(name), str):
@@ -60,15 +61,17 @@ def without_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _forget_default() -> bool:
-    """Whether the script, or TORCHINDUCTOR_CUDAGRAPHS, has asked for graphs everywhere. From here on nobody has."""
-    from torch._inductor import config  # the compiler's, which is loaded only now
+    """Turn CUDA graphs off in the compiler's global settings. Return whether the script, or the variable
+    TORCHINDUCTOR_CUDAGRAPHS, had turned them on."""
+    # imported here because it loads torch's compiler, which only scripts that compile need
+    from torch._inductor import config
 
     asked, config.triton.cudagraphs = bool(config.triton.cudagraphs), False
     return asked
 
 
 def refuse_capture() -> None:
-    """Called in each training step. Raises ConfigError where it is being captured."""
+    """Called in each training step. Raises ConfigError if the step is being captured in a CUDA graph."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise ConfigError(
             "the script captures a training step in a CUDA graph (torch.cuda.graph), which would then run without"

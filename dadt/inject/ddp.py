@@ -1,4 +1,5 @@
-"""DistributedDataParallel and its like, which a script has put around the modules that its optimizers train."""
+"""Handles DistributedDataParallel and similar wrappers that a script has put around the modules its optimizers
+train."""
 
 from __future__ import annotations
 
@@ -15,24 +16,26 @@ from dadt.errors import DadtError
 from dadt.train.runtime import Runtime
 
 _SHARDING = ("FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel")
-"""Names of classes that shard parameters or average gradients themselves. The last one is for other libraries' classes
-of that name, not torch's DDP."""
+"""Names of classes that shard parameters or average gradients themselves. The last one stands for classes of this name
+in other libraries, since torch's DDP is excluded."""
 _QUIET = {
     "require_backward_grad_sync": False,
     "require_forward_param_sync": False,
-    # Else a static graph averages at the end of its first backward, whatever the line above says.
+    # Without it, DDP with a static graph would average at the end of its first backward, regardless of
+    # require_backward_grad_sync.
     "_static_graph_delay_allreduce_enqueued": True,
 }
 
 
 class Wrappers:
-    """Decides, of everything that averages by itself, whether DADT averages in its place or leaves it alone.
+    """Decides for everything in the script that averages by itself whether DADT averages in its place or leaves it
+    alone.
 
-    A DDP in whose place DADT averages runs its forwards as within its own `no_sync()`: backward leaves the rank's own
-    gradients, and what uses them first averages them, as for any other model. (A communication hook would do so at
-    the cost of a copy of all gradients into DDP's buckets and back, with DDP's broadcast of buffers and its agreement
-    on unused parameters, for which ranks wait in each step.) A forward that is not seen is averaged by DDP and once
-    more by DADT, to the same values.
+    Where DADT averages in place of a DDP, the DDP's forwards run as within its own `no_sync()`: backward leaves the
+    rank's own gradients, and whatever uses them first averages them, as for any other model. (A communication hook
+    would instead copy all gradients into DDP's buckets and back, and would keep DDP's broadcast of buffers and its
+    agreement on unused parameters, for which ranks wait in each step.) A forward that DADT does not see is averaged by
+    DDP and once more by DADT, to the same values.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -41,14 +44,16 @@ class Wrappers:
         self._optimizers = runtime.optimizers
         self._undecided: weakref.WeakSet[DDP] = weakref.WeakSet()
         self._quiet: weakref.WeakSet[DDP] = weakref.WeakSet()
-        """The wrappers in whose place DADT averages."""
+        """The DDP wrappers in whose place DADT averages."""
 
     def notice(self, modules: Iterable[nn.Module]) -> None:
         self._undecided.update(m for m in modules if isinstance(m, DDP) and m not in self._quiet)
 
     def leaves_alone(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> bool:
-        """Whether the optimizer is left alone for what it is, or for the modules above its parameters."""
-        # Within a ZeroRedundancyOptimizer is one for the rank's share of its parameters.
+        """Whether DADT leaves the optimizer alone, because of its class or of the modules that contain its
+        parameters."""
+        # A ZeroRedundancyOptimizer contains a plain optimizer for this rank's share of its parameters, which is to be
+        # left alone, too.
         if any(_is_zero(o) and _ids(o) & _ids(optimizer) for o in [optimizer, *self._optimizers.left_alone]):
             self._leave(optimizer, "ZeroRedundancyOptimizer shares out its state among the ranks by itself")
         elif any(_is_sharding(m) for m in modules):
@@ -56,7 +61,8 @@ class Wrappers:
         return optimizer in self._optimizers.left_alone
 
     def decide(self) -> None:
-        """Decide, before optimizers are attached, how each DDP whose parameters they train is averaged."""
+        """Decide, before optimizers are attached, whether DADT or DDP averages the gradients of each DDP with trained
+        parameters."""
         if self._runtime.script.explicit:
             return
         for ddp in list(self._undecided):
@@ -77,7 +83,7 @@ class Wrappers:
                 )
 
     def _reason(self, ddp: DDP, optimizers: list[torch.optim.Optimizer]) -> str:
-        """Why the DDP goes on averaging by itself; empty where it does not."""
+        """Return why the DDP continues to average by itself; an empty string if DADT averages in its place."""
         size, world_size = ddp.process_group.size(), self._ranks.world.world_size
         if size != world_size:
             return f"over {size} of {world_size} workers"
@@ -96,7 +102,8 @@ class Wrappers:
             self._optimizers.leave_alone(optimizer, reason)
 
     def unanswered(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, a forward that no backward follows: a DDP would wait for it, and average the next one's gradients."""
+        """Return `call`, a forward without a following backward, wrapped so that no DDP averages: the DDP would wait
+        for the backward, and average the gradients of the next one."""
 
         def quiet(*args: Any, **kwargs: Any) -> Any:
             with self.quiet(undecided=True):
@@ -106,8 +113,10 @@ class Wrappers:
 
     @contextmanager
     def quiet(self, *, undecided: bool = False) -> Iterator[None]:
-        """A context for a forward, in which these DDPs do not average. Outside of it their attributes, and so pickles,
-        are as the script knows them. undecided: also DDPs of which nothing is decided yet."""
+        """A context for a forward in which the DDPs replaced by DADT do not average. Outside of it their attributes,
+        and so their pickles, are unchanged for the script. undecided: include DDPs for which it is not decided yet who
+        averages.
+        """
         before: list[tuple[DDP, dict[str, Any]]] = []
         for ddp in self._quiet:
             self._check(ddp)
@@ -122,7 +131,8 @@ class Wrappers:
                 ddp.__dict__.update(values)
 
     def _check(self, ddp: DDP) -> None:
-        """Raises where the script has made a DDP average in a way of its own when DADT already does."""
+        """Raises DadtError if the script has set up a communication hook or uneven inputs in a DDP after DADT began to
+        average in its place."""
         late = "join()" if ddp._join_config.enable else "register_comm_hook()" if ddp._comm_hooks else ""
         if late:
             raise DadtError(

@@ -1,8 +1,8 @@
-"""Downloads of an unmodified script: into one folder by one rank of a host at a time.
+"""Makes sure that, on each host, only one rank at a time downloads into a folder.
 
 Covered: torch.hub.download_url_to_file and load_state_dict_from_url, and of torchvision (if the script imports it)
-download_url, download_and_extract_archive and the constructors of its data sets. The ranks that come second find the
-file there.
+download_url, download_and_extract_archive and the constructors of its data sets. Ranks that come later find the file
+already downloaded.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ POLL_SECONDS = 0.05
 
 
 class Turn:
-    """The turn to download into a folder, among the ranks of this host. Re-entrant within a thread.
+    """Lock that lets one rank of this host at a time download into a folder. Re-entrant within a thread.
 
-    Its lock files lie with the job's, not in the user's folder, and go with the job.
+    Its lock files lie in the job's folder, not in the user's, and are removed with it.
     """
 
     def __init__(self, world: World, timeout: float, overlay: Overlay | None = None) -> None:
-        """overlay: left within a turn, so that all ranks find what one has downloaded."""
+        """timeout: seconds to wait for the lock. overlay: suspended while the lock is owned, so that all ranks find
+        what one has downloaded."""
         self.world = world
         self.overlay = overlay
         self.timeout = timeout
@@ -49,7 +50,8 @@ class Turn:
 
     @contextmanager
     def of(self, folder: str | os.PathLike[str]) -> Iterator[None]:
-        """Wait for the turn, for at most the timeout: then CommTimeout names the process that has it."""
+        """Own the lock for a folder within this context. Raises CommTimeout after `timeout` seconds, naming the process
+        that owns the lock."""
         with self.overlay.real() if self.overlay is not None else nullcontext(), self._turn(folder):
             yield
 
@@ -68,17 +70,17 @@ class Turn:
                 yield
             finally:
                 held.discard(key)
-                lock.truncate(0)  # closing the file gives the turn back
+                lock.truncate(0)  # so that no owner is named; closing the file releases the lock
 
     def done(self, key: str, first: bool) -> bool:
-        """Whether another rank has made this rank's call for the key, each rank's n-th call for it being the same; with
-        `first`, whether any rank has made one. Call it within a turn."""
+        """Return whether another rank has already made the call for this key (every rank's n-th call counts as the same
+        one); with `first`, whether any rank has made any call for it. To be called while the lock is owned."""
         self._calls[key] += 1
         record = self._file(key, "done")
         return record.exists() and int(record.read_text()) >= (1 if first else self._calls[key])
 
     def made(self, key: str) -> None:
-        """The call was made, and has succeeded."""
+        """Record that this rank's call for the key has succeeded."""
         self._file(key, "done").write_text(str(self._calls[key]))
 
     def _file(self, key: str, kind: str) -> Path:
@@ -108,11 +110,12 @@ class Turn:
 
 
 def in_turn(turn: Turn, original: Callable[..., Any], folder: str, made: str = "") -> Callable[..., Any]:
-    """`original`, called in turn. folder: its parameter that names the destination.
+    """Return `original` wrapped so that ranks of a host call it one after another. folder: name of its parameter for
+    the destination.
 
-    made: "file" if the destination is a file, which a rank whose turn comes after another's does not make again;
-    "folder" if others may be reading what the call puts into it, so that a job makes the call once; "" where the
-    function looks itself for what is there.
+    made: "file" if the destination is a file, which only the first rank creates; "folder" if other ranks may already
+    read what the call puts into the folder, so that a job makes the call only once; "" if the function itself checks
+    for existing files.
     """
     signature = inspect.signature(original)
 
@@ -152,7 +155,8 @@ def install(runtime: Runtime, overlay: Overlay | None = None) -> None:
                 setattr(module, name, in_turn(turn, getattr(module, name), folder, made))
 
     def vision(module: ModuleType) -> None:
-        """A data set looks for its files, downloads them and opens them in its constructor: all in one turn."""
+        """Serialize the constructors of torchvision's data sets, in which they look for their files, download them and
+        open them."""
 
         def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
             super(module.VisionDataset, cls).__init_subclass__(**kwargs)

@@ -1,4 +1,4 @@
-"""Where the steps of an optimizer draw random numbers from."""
+"""Finds out from which generators an optimizer's steps draw random numbers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 _KNOWN = ("builtins", "abc", "torch.optim.optimizer")
-"""Modules of base classes, which say nothing of a step."""
+"""Modules of base classes that are ignored, since every optimizer has them."""
 
 
 def draws_from_torch_alone(optimizer: Optimizer) -> bool:
-    """Whether no module of its class knows `random` or numpy, from which it might draw as well."""
+    """Return whether no module that defines the optimizer's classes imports `random` or numpy, from which steps could
+    draw as well."""
     kind: Any = type(optimizer)
     return _draws_from_torch_alone(kind)
 
@@ -28,6 +29,6 @@ def _draws_from_torch_alone(kind: Any) -> bool:
 
 
 def random_state(only_torch: bool) -> str:
-    """The state of the generators, to see whether anything was drawn."""
+    """Return the generators' state as text, to find out whether any random number was drawn."""
     state = torch.default_generator.get_state().numpy().tobytes()
     return repr((state, () if only_torch else (random.getstate(), np.random.get_state())))

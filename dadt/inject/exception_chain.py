@@ -1,4 +1,4 @@
-"""Which of several exceptions is the cause, where some were raised from others."""
+"""Finds the original cause among exceptions that were raised from one another."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dadt.errors import CommError, DadtError
 
 _MOST = 16
 _REMOTE = "RemoteTraceback"
-"""Ends the names of classes that only carry the traceback of another process, as text: of multiprocessing's and
-concurrent.futures' pools, and of joblib's."""
+"""Ending of the names of exception classes that only carry the traceback of another process as text, as in the pools of
+multiprocessing, concurrent.futures and joblib."""
 
 
 class Chain(NamedTuple):
     cause: BaseException
     """The exception from which all others were raised."""
     around: list[str]
-    """Texts of those that were raised from it, from the outermost one inwards."""
+    """Texts of the exceptions raised from the cause, from the outermost one inwards."""
     context: str
-    """Text of another exception that was being handled when this one was raised; empty if there is none."""
+    """Text of another exception that was being handled when the cause was raised; empty if there is none."""
     remote: str
-    """The traceback of another process in which it was raised; empty if it was this one."""
+    """Traceback text of the other process in which the cause was raised; empty if it was raised in this process."""
     secondary: bool
-    """Whether another rank's failure has caused it."""
+    """Whether the exception was caused by another rank's failure."""
 
 
 def chain_of(error: BaseException) -> Chain:
-    """Follows what the raisers have stated (`raise ... from ...`, groups). An exception that was only being handled
-    meanwhile need not be the cause, so it is told beside it."""
+    """Find the cause of an exception by following `raise ... from ...` and exception groups. An exception that was
+    merely being handled at the time need not be the cause, and is returned separately as `context`."""
     around: list[str] = []
     secondary = False
     while True:
@@ -50,13 +50,13 @@ def text_of(error: BaseException) -> str:
 
 
 def remote_frames(remote: str) -> list[dict[str, object]]:
-    """The frames {file, line, function, text} of a traceback that is text, innermost last."""
+    """Return the frames {file, line, function, text} of a traceback given as text, innermost last."""
     raised = innermost(remote)
     return [{**frame, "line": int(frame["line"])} for frame in raised.frames] if raised is not None else []
 
 
 def _inner(error: BaseException) -> BaseException | None:
-    group = getattr(error, "exceptions", None)  # of an ExceptionGroup, which Python 3.10 does not have
+    group = getattr(error, "exceptions", None)  # set in an ExceptionGroup, a class that Python 3.10 does not have
     if isinstance(group, tuple) and group and isinstance(group[0], BaseException):
         return group[0]
     return error.__cause__

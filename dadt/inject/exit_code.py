@@ -1,4 +1,4 @@
-"""The exit code of a process whose script has ended well and whose training has not."""
+"""Sets the exit code of a process whose script ended well but whose training did not."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ import sys
 
 
 class _Last:
-    """Python clears `sys` behind all modules: what a script has registered to run at its end has run then. An exception
-    at that point changes no exit code."""
+    """Ends the process with another exit code when Python destroys this object at exit. As an attribute of `sys`, which
+    Python clears after all other modules, it is destroyed when everything that the script registered to run at exit has
+    run; an exception at that point would not change the exit code.
+    """
 
     def __init__(self, code: int) -> None:
         self._code = code
-        # What this needs is gone from its modules then. An abstract class would need more.
+        # Stored here, because module globals are gone at that time. Abstract classes such as io.IOBase would need more
+        # of them.
         self._given = os._exit, gc.get_objects, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
     def __del__(self) -> None:
         leave, objects, files = self._given
-        for kind in files:  # those that the script has left open, and nobody closes any more
+        for kind in files:  # files that the script has left open, which nothing else closes any more
             for each in objects():
                 if issubclass(type(each), kind):
                     try:
                         each.flush()
-                    except (OSError, ValueError):  # closed, detached, or not written to
+                    except (OSError, ValueError):  # closed, detached, or not opened for writing
                         continue
         leave(self._code)
 
 
 def end_with(code: int) -> None:
-    """The interpreter ends as it would, and the process with this code."""
+    """Let the interpreter end as usual, but the process with the exit code `code`."""
     vars(sys)["_dadt_exit_code"] = _Last(code)

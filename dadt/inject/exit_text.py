@@ -1,4 +1,5 @@
-"""The text in `sys.exit("text")`: why the script ends, which Python prints and does not keep."""
+"""Records the text given to `sys.exit("text")`, which says why the script ends: Python prints the text and does not
+store it."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ from typing import Any, NoReturn
 
 
 class ExitText:
-    """Stands in for `sys.exit`. Whether the process ends by that call shows at its end only."""
+    """Replaces `sys.exit` to record its last call. Whether the call really ends the process is known only at the
+    process's end."""
 
     def __init__(self) -> None:
         self.fails = False
-        """Whether the last call was to end the process with another code than 0."""
+        """Whether the last call of sys.exit had a nonzero exit code."""
         self.text = ""
-        """The text given to the last call; empty if it was given a number, or nothing."""
+        """The text given to the last call of sys.exit; empty if it was given a number, or nothing."""
         self.frame: dict[str, Any] | None = None
-        """Where the script made the call that gave the text, as {file, line, function, text}; None without a text."""
+        """Where the script called sys.exit with the text, as {file, line, function, text}; None without a text."""
 
     def install(self) -> None:
         original = sys.exit

@@ -1,4 +1,4 @@
-"""A worker's own end: it reports the uncaught exception, and its stacks when it is asked for them."""
+"""Reports how a worker ends: its uncaught exception, and on request the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dadt.inject import full_disk
 from dadt.inject.exception_chain import chain_of, remote_frames
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
-"""One that scripts do not use, unlike SIGUSR1 and SIGUSR2."""
+"""Signal that makes this process write its stacks; one that scripts do not use, unlike SIGUSR1 and SIGUSR2."""
 OURS = str(Path(__file__).resolve().parents[1])
 FRAMES = 5
 
@@ -33,11 +33,11 @@ def install(
     interrupted: Callable[[], bool],
     unseen: Callable[[BaseException], str],
 ) -> None:
-    """Chain into the exception hooks, and offer the stacks of all threads on a signal.
+    """Chain into the exception hooks, and offer the stacks of all threads on request.
 
-    What the script does with exceptions, its exit codes and what it prints stay as they are; but an error of DADT's
-    own that ends a thread ends the job. step: the optimizer steps done so far. interrupted: the user has pressed
-    Ctrl-C. unseen: the path that an error did not find, though this rank has written it.
+    The script's handling of exceptions, its exit codes and its output stay unchanged; but an error of DADT's own that
+    ends a thread ends the job. step: returns the number of optimizer steps done so far. interrupted: returns whether
+    the user has pressed Ctrl-C. unseen: returns the path that an error did not find although this rank has written it.
     """
     owner = os.getpid()
     main_hook = sys.excepthook
@@ -62,24 +62,26 @@ def install(
                 unseen=unseen(chain.cause),
             )
         except DadtError:
-            pass  # the agent is gone, so nobody is left to tell; the traceback is printed all the same
+            pass  # the agent is gone, so the error cannot be reported; its traceback is printed nevertheless
 
     def on_main(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         report(kind, error, trace, "")
         if issubclass(kind, PeerLost | CommTimeout | Aborted):
-            # Another rank's failure caused it, and its own words would hide those of the cause.
+            # Another rank's failure caused this error, and a traceback here would only hide the one of the cause.
             sys.stderr.write(f"dadt: rank {control.world.rank} ended: {error}\n")
         elif issubclass(kind, KeyboardInterrupt) and interrupted():
-            if control.world.rank == 0:  # shows where it was, as the others were there, too
+            if control.world.rank == 0:  # one traceback is enough, as all ranks stop at the same point
                 trace = _to_ours(trace)
                 main_hook(kind, error.with_traceback(trace), trace)
-        elif not issubclass(kind, ConfigError | StartTimeout):  # which the launcher says, last and once
+        # errors of configuration and start are printed by the launcher, once and last
+        elif not issubclass(kind, ConfigError | StartTimeout):
             main_hook(kind, error, trace)
 
     def on_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None:
             name = args.thread.name if args.thread else "unknown"
-            # Training cannot go on, and the main thread may wait for this one for ever: told as if it were its own.
+            # An error of DADT ends training, and the main thread may wait for this thread forever, so the error is
+            # reported as the main thread's.
             ends = isinstance(args.exc_value, DadtError)
             report(args.exc_type, args.exc_value, args.exc_traceback, "" if ends else name)
         thread_hook(args)
@@ -87,13 +89,13 @@ def install(
     sys.excepthook = on_main
     threading.excepthook = on_thread
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # crashes leave their stack there
+        faulthandler.enable(sys.__stderr__)  # crashes then print their stack to stderr
     if control.world.agent:
         _offer_stacks(control)
 
 
 def _to_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Without what DADT was doing when the script called it, or a library for the script."""
+    """Return the traceback without frames of DADT that were called by the script, or by a library for it."""
     frames = []
     while trace is not None:
         frames.append(trace)
@@ -107,7 +109,8 @@ def _to_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def frames_of(trace: TracebackType | None) -> list[dict[str, Any]]:
-    """The innermost frames {file, line, function, text} that are the user's; without such, of all."""
+    """Return up to FRAMES innermost frames {file, line, function, text} of the user's code; of all code if none are the
+    user's."""
     frames: list[dict[str, Any]] = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -119,34 +122,38 @@ def frames_of(trace: TracebackType | None) -> list[dict[str, Any]]:
 
 
 def is_users(file: str) -> bool:
-    """Whether the code in this file is the user's, rather than a library's."""
+    """Whether a file contains the user's own code, not a library's."""
     path = str(Path(file).resolve())
     libraries = (OURS, sys.prefix + os.sep + "lib", sys.base_prefix + os.sep + "lib")
     return not path.startswith(libraries) and "site-packages" not in path and not file.startswith("<")
 
 
 def _offer_stacks(control: WorkerLine) -> None:
-    """Write stacks to a file that the agent reads: when it asks through a pipe, or else at the signal.
+    """Write the stacks of all threads to a file that the agent reads: on request through a pipe, or else at a signal.
 
-    A handler of signals walks through frames of threads that run meanwhile, which has crashed healthy processes. So it
-    is for those where no thread comes to hold the interpreter's lock: what holds it then runs no Python.
+    A signal handler walks through the frames of threads that are running meanwhile, which has crashed healthy
+    processes. So the signal is only for processes whose threads cannot get the interpreter's lock: whatever owns the
+    lock then runs no Python.
     """
     path = Path(control.world.agent).with_name(f"stacks-{os.getpid()}")
-    # Open for the life of the process: a signal handler cannot open files.
+    # Stays open for the life of the process, since a signal handler cannot open files.
     file = path.open("wb")
-    # faulthandler restores this when the interpreter ends: a signal that comes then must not kill the process.
+    # faulthandler restores this handler when the interpreter ends: a signal that arrives later must not kill the
+    # process.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file, all_threads=True, chain=False)
     pipe = path.with_suffix(ASK)
-    pipe.unlink(missing_ok=True)  # of this process before it replaced itself, or of one that had its pid
+    # a pipe left by this process before it called exec, or by an earlier process with the same pid
+    pipe.unlink(missing_ok=True)
     os.mkfifo(pipe, 0o600)
-    asked = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)  # also for writing, or it would be at its end without an agent
-    _thread.start_new_thread(_answer, (asked, file))  # not among threading's, which scripts may count or wait for
+    # opened for writing, too, since reading would return end-of-file as long as no agent has the pipe open
+    asked = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+    _thread.start_new_thread(_answer, (asked, file))  # not a thread of `threading`, which scripts may count or wait for
     control.stacks(path, STACKS_SIGNAL)
 
 
 def _answer(asked: int, file: IO[bytes]) -> None:
-    """Write the stacks of all threads but this one, at each byte."""
+    """For each byte read from the pipe, write the stacks of all threads except this one."""
     with os.fdopen(os.memfd_create("dadt-stacks"), "w+b") as scratch:
         while os.read(asked, 1):
             scratch.seek(0)

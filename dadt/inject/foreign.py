@@ -1,6 +1,6 @@
-"""Optimizers that are none of torch's, such as fastai's: found by their shape, averaged at their step.
+"""Finds optimizers that are not torch's, such as fastai's, by their methods, and averages gradients at their steps.
 
-Each gets a carrier, an optimizer of torch over the same parameters whose step is that of the other one.
+Each gets a Carrier: an optimizer of torch over the same parameters, whose step is the step of the other one.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dadt.errors import DadtError
 from dadt.train.runtime import Runtime
 
 DEPTH = 6
-"""How deep in lists, dictionaries and objects an optimizer may hold its parameters."""
+"""Levels of nested lists, dictionaries and objects to search for an optimizer's parameters."""
 
 
 class Carrier(Optimizer):
-    """Takes the part of another optimizer wherever DADT needs one of torch's. Its state is that one's tensors, all of
-    them under the first parameter, once a step has made them."""
+    """An optimizer of torch that stands for another library's optimizer wherever DADT needs one of torch's. Its state
+    consists of the other optimizer's tensors, all stored under the first parameter once a step has created them."""
 
     def __init__(self, owner: Any, parameters: list[torch.Tensor], values: dict[str, Any] | None = None) -> None:
-        """values: of its one group, as its momentum, by which weights are predicted."""
+        """values: options of the only parameter group, such as momentum, from which DADT predicts weights."""
         super().__init__(parameters, values or {})
         self.owner = owner
         self.run: Callable[[], Any] = lambda: None
-        """The other optimizer's step that is under way."""
+        """Calls the original step of the other optimizer, for the step under way."""
 
     def step(self, closure: Any = None) -> Any:
         result = self.run()
@@ -40,7 +40,7 @@ class Carrier(Optimizer):
         return result
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """What the other optimizer remembers, by names that are the same on all ranks."""
+        """Return the tensors in the other optimizer's state, by names that are the same on all ranks."""
         given = set(map(id, self.param_groups[0]["params"]))
         found: list[torch.Tensor] = []
         for tensor in _tensors(self.owner, DEPTH):
@@ -56,7 +56,7 @@ class Carrier(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if not state_dict["state"]:  # of before its first step
+        if not state_dict["state"]:  # the state was saved before the optimizer's first step
             return
         mine, given = self.kept(), state_dict["state"].get(0, {})
         self.state[self._first] = mine
@@ -73,7 +73,7 @@ class Carrier(Optimizer):
 
 
 def adopt(runtime: Runtime) -> None:
-    """Find the optimizers that are none of torch's, and average at their steps from here on."""
+    """Find all optimizers that are not torch's, and average gradients at their steps from now on."""
     seen: set[int] = set()
     carriers: dict[int, Carrier] = {}
     for each in gc.get_objects():
@@ -93,7 +93,8 @@ def adopt(runtime: Runtime) -> None:
 
 
 def _steps(kind: type) -> bool:
-    """Whether the class has the methods of an optimizer. Instances are not asked: looking may wake them up."""
+    """Whether the class has the methods of an optimizer. Instances are not examined, because reading their attributes
+    may run code."""
     if issubclass(kind, Optimizer | nn.Module) or str(kind.__module__).partition(".")[0] in ("torch", "dadt"):
         return False
     methods = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}

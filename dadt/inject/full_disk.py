@@ -1,4 +1,5 @@
-"""A full disk, where an error does not say which one it is, or hides it: torch.save's speaks of an "unexpected pos"."""
+"""Finds out whether an error was caused by a full disk, and by which one. Some errors do not say so: torch.save reports
+an "unexpected pos" instead."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ _LEAST = 64 << 10
 """Free bytes below which a disk counts as full."""
 _KEY = "__dadt_disk__"
 _MARK = ".dadt-"
-"""Begins the names of folders in which files are written before they are whole."""
+"""Prefix of the folders in which files are written until they are complete."""
 _MOST_PATHS = 200
 
 
 def noting(write: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`write`, whose second argument of this name is a path or an open file. Where it fails as its disk is full, the
-    error remembers that: what it has written may be removed soon, and then the disk has room."""
+    """Return `write` wrapped so that an error caused by a full disk records this fact at once: the partial file may be
+    removed soon, and then the disk has space again. name: the second parameter of `write`, a path or an open file."""
 
     @functools.wraps(write)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +41,8 @@ def noting(write: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def text_of(error: BaseException) -> str:
-    """Text about the full disk, and what is free there, if that has caused the error; else empty."""
+    """Return a text about the full disk and its free space if a full disk has caused the error; otherwise an empty
+    string."""
     chain = list(_chain(error))
     for each in chain:
         if _KEY in each.__dict__:
@@ -49,7 +51,7 @@ def text_of(error: BaseException) -> str:
         if isinstance(each, OSError) and each.errno in _FULL:
             paths: Iterator[Path] = _near(each, each.filename)
         elif (found := _TEXT.search(str(each))) is not None:
-            paths = _near(each, found["path"])  # it comes from another process
+            paths = _near(each, found["path"])  # the error comes from another process, so only its text is known
         else:
             continue
         return next(filter(None, map(_full, paths)), "")
@@ -57,7 +59,7 @@ def text_of(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """It, and what it was raised from or amid."""
+    """Yield the error, and in turn each exception from which it was raised or during which it occurred."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -67,7 +69,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _near(error: BaseException, path: Any) -> Iterator[Path]:
-    """Paths that may lie on the full disk: files and paths that the innermost functions know, then usual places."""
+    """Yield paths that may lie on the full disk: files and paths in local variables of the innermost functions, then
+    usual temporary folders."""
     if isinstance(path, str):
         yield Path(path)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -91,7 +94,7 @@ def _path_of(value: Any) -> Path | None:
 
 
 def _full(path: Path) -> str:
-    """A text about the disk on which the file would lie, if that is full."""
+    """Return a text about the disk on which the file would lie if the disk is full; otherwise an empty string."""
     folder = path.absolute().parent
     if folder.name.startswith(_MARK):
         folder = folder.parent

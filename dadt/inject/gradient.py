@@ -1,4 +1,5 @@
-"""Gradients that are used before the step: clipping and the gradient scaler see averages, as the step does."""
+"""Averages gradients that are used before the optimizer's step, so that gradient clipping and the gradient scaler see
+the averages."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip
 
 
 def average(runtime: Runtime, modules: Modules, attachment: Attachment) -> None:
-    """Have the averages in `.grad`, as what is about to use them needs them."""
+    """Put the averaged gradients into `.grad`, for code that uses them before the optimizer's step."""
     with runtime.replay.aside():
         if not attachment.consumed:
             modules.step_begins(attachment.optimizer)
@@ -29,7 +30,8 @@ def install(runtime: Runtime, modules: Modules) -> None:
     consume = functools.partial(average, runtime, modules)
 
     def consume_of(tensors: Iterable[torch.Tensor], *, gradients: bool = False) -> None:
-        """Average what the optimizers of these parameters (or gradients) are about to use."""
+        """Average the gradients of all optimizers that train any of these tensors. gradients: the tensors are
+        gradients, not parameters."""
         ids = {id(t) for t in tensors}
         runtime.begin()
         if gradients:
@@ -45,8 +47,8 @@ def install(runtime: Runtime, modules: Modules) -> None:
     scale, unscale, step = GradScaler.scale, GradScaler.unscale_, GradScaler.step
 
     def tell(scaler: GradScaler, attachments: Iterable[Attachment]) -> None:
-        """Give the attachments the loss scale of this step's gradients, which may be clipped or sent before they are
-        unscaled."""
+        """Record for each attached optimizer the loss scale of this step's gradients, which may be clipped or sent
+        before they are unscaled."""
         value = scaler._scale if scaler.is_enabled() else None
         token = None if value is None else (id(value), value._version)
         for attachment in attachments:
@@ -104,7 +106,8 @@ def _before_parameters(original: Callable[..., Any], consume: Callable[..., None
 def _before_gradients(
     original: Callable[..., Any], runtime: Runtime, consume: Callable[..., None]
 ) -> Callable[..., Any]:
-    """get_total_norm takes gradients: those that the averages replace are looked up again."""
+    """Return a replacement for get_total_norm, which is given gradients: after averaging, each gradient is looked up
+    again, because the average may have replaced it."""
 
     @functools.wraps(original)
     def patched(tensors: Any, *args: Any, **kwargs: Any) -> Any:

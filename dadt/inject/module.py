@@ -1,4 +1,4 @@
-"""Modules: where a training forward begins, and what the script sees of the weights in between."""
+"""Notices training forwards of modules, and lets the script see true weights, not predicted ones, between them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dadt.train.runtime import Runtime
 _UNSEEN_STEPS = 3
 _PASSES_WITHOUT = 10
 _PASSING_ON = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
-"""Classes of wrappers that call the module inside them, compiled, or a copy of it."""
+"""Classes of wrappers that call the module inside them, or a compiled version or copy of it."""
 
 
 class CallEntry:
-    """Runs around every call of one module, in the slot that torch keeps for compiled calls.
+    """Runs code around every call of one module, installed in the attribute that torch reserves for compiled calls.
 
-    That slot is left out of pickles and copies, costs other modules nothing, and torch.compile looks past it: the
-    graph has no break.
+    This attribute is left out of pickles and copies, costs other modules nothing, and is ignored by torch.compile, so
+    that its graph has no break.
     """
 
     def __init__(self, modules: Modules, module: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -47,7 +47,7 @@ class CallEntry:
         module = self._module()
         assert module is not None
         call = self._call or module._call_impl
-        if torch._C._get_tracing_state():  # by torch.jit.trace, which knows tensors and nothing of ours
+        if torch._C._get_tracing_state():  # torch.jit.trace cannot trace DADT's own code
             return call(*args, **kwargs)
         with self._modules.runtime.replay.aside():
             return self._called(module, call, args, kwargs)
@@ -67,7 +67,7 @@ class CallEntry:
             return call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Pickles and copies hold None in its place: some modules pickle all that they hold, as DDP does."""
+        """Pickle and copy this object as None, because some modules pickle all their attributes, as DDP does."""
         return type(None), ()
 
     def withdraw(self, module: nn.Module) -> None:
@@ -81,32 +81,32 @@ class CallEntry:
         self._was_training = module.training
 
     def stepped(self) -> None:
-        """A step follows its calls: a module that was in eval mode then trains so."""
+        """Called when a step follows calls of the module: if it was in eval mode, it is trained in eval mode."""
         self._trained_in_eval = not self._was_training
 
 
 class Modules:
-    """Finds the modules whose parameters an optimizer trains, and guards what the script sees of them."""
+    """Finds the modules whose parameters an optimizer trains, and controls which weights the script sees in them."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.wrappers = Wrappers(runtime)
         self.stand_in: Callable[..., Any] | None = None
-        """Called in place of a module, with it, its call and its arguments."""
+        """Called instead of a module, with the module, its original call, and the arguments."""
         self.saw: list[Callable[[Any], None]] = []
-        """Called with what is given to a training forward."""
+        """Functions called with the arguments of each training forward."""
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[torch.optim.Optimizer]] = (
             weakref.WeakKeyDictionary()
         )
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[CallEntry, int]] = weakref.WeakKeyDictionary()
-        """Each entry's calls at the optimizer's last step."""
+        """Number of calls of each entry until the optimizer's last step."""
         self._unseen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        """Steps in a row for which no call was seen."""
+        """Number of consecutive steps of each optimizer before which no call of its modules was seen."""
 
     # Finding ---------------------------------------------------------------------------------------------------
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
-        """Enter the topmost modules above the optimizer's parameters."""
+        """Install an Entry in the topmost modules that contain the optimizer's parameters."""
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         modules = [m for m in all_modules() if "_parameters" in m.__dict__ and "_modules" in m.__dict__]
         parents: dict[nn.Module, list[nn.Module]] = {}
@@ -136,18 +136,18 @@ class Modules:
     def enter(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.setdefault(module, weakref.WeakSet()).add(optimizer)
         if not isinstance(module.__dict__.get("_compiled_call_impl"), CallEntry):
-            # Not by setattr: torch.compile's wrapper would pass it on to the module inside.
+            # Not by setattr: torch.compile's wrapper would set the attribute of the module inside.
             module.__dict__["_compiled_call_impl"] = CallEntry(self, module, module.__dict__.get("_compiled_call_impl"))
 
     def _leave(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Calls of the module come through a wrapper that would trace or copy what is in its slot."""
+        """Remove the Entry of a module that is called through a wrapper, which would trace or copy the Entry."""
         self._optimizers.setdefault(module, weakref.WeakSet()).add(optimizer)
         entry = module.__dict__.get("_compiled_call_impl")
         if isinstance(entry, CallEntry):
             entry.withdraw(module)
 
     def wrapped(self, parent: nn.Module, child: nn.Module) -> None:
-        """A module was put into another one."""
+        """Called when a module becomes a child of another one: a wrapper gets the hooks in place of its child."""
         self.wrappers.notice([parent])
         for optimizer in list(self._optimizers.get(child, ())):
             if self.wrappers.leaves_alone(optimizer, [parent]):
@@ -157,7 +157,7 @@ class Modules:
                 self._leave(child, optimizer)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before an optimizer's step: hooks go one level down from a topmost module that was not called."""
+        """Called before an optimizer's step: if a topmost module was not called, install hooks in its children."""
         seen = self._seen.setdefault(optimizer, {})
         called = False
         modules = [m for m, optimizers in self._optimizers.items() if optimizer in optimizers]
@@ -174,7 +174,7 @@ class Modules:
         self._unseen[optimizer] = 0 if called else self._unseen.get(optimizer, 0) + 1
         attachment = self.runtime.attachments.of(optimizer)
         if self._unseen[optimizer] >= _UNSEEN_STEPS and attachment is not None:
-            # Called from inside a compiled function, where nothing of ours runs: its forwards saw what was shown.
+            # Called inside a compiled function, without DADT's code: the model used the buffers shown to the script.
             self.runtime.buffers.keep_shown(attachment.modules)
             if attachment.algorithm.predicts and attachment.prediction.wanted:
                 why = (
@@ -200,7 +200,7 @@ class Modules:
         return [a for a in known if a.alive and a.optimizer in self._optimizers.get(module, ())]
 
     def forward_begins(self, module: nn.Module, given: Any) -> None:
-        if traces():  # what is made of parameters there has no memory to exchange
+        if traces():  # while a program is traced, parameters have no memory that could be exchanged
             return
         self.runtime.begin()
         for callback in self.saw:
@@ -216,13 +216,13 @@ class Modules:
         if not self.runtime.prediction_scope.in_backward or attachment.prediction.applied:
             attachment.prediction.apply()
         else:
-            # Its first pass was without gradients, at true weights: this one is to be the same.
+            # A first pass ran without gradients on true weights (recomputation), so this one has to, too.
             attachment.prediction.barred = attachment.prediction.wanted
 
     # What the script sees --------------------------------------------------------------------------------------
 
     def mode_changed(self, module: nn.Module, training: bool) -> None:
-        """eval() shows true weights and official buffers; train() gives back the rank's own buffers."""
+        """After eval() the module shows true weights and averaged buffers; after train() the rank's own buffers."""
         if training:
             self.runtime.buffers.hide(module)
         else:
@@ -232,7 +232,7 @@ class Modules:
                 attachment.prediction.undo()
 
     def reveal(self, module: nn.Module) -> list[Attachment]:
-        """Called before state_dict() or load_state_dict(), which see the true weights and the official buffers."""
+        """Show true weights and averaged buffers before state_dict() or load_state_dict(); return the attachments."""
         ids = {id(p) for p in module.parameters()}
         mine = [a for a in self.runtime.attachments if not ids.isdisjoint(a.prediction.given)]
         for attachment in mine:
@@ -242,7 +242,7 @@ class Modules:
         return mine
 
     def loaded(self, module: nn.Module, mine: Iterable[Attachment]) -> None:
-        """Call this after load_state_dict(): forget the weights and buffers from before. mine: from `reveal`."""
+        """Called after load_state_dict(): forget previous weights and buffers. mine: the result of `reveal`."""
         for attachment in mine:
             attachment.loaded()
         for m in module.modules():
@@ -250,7 +250,7 @@ class Modules:
 
 
 def install(modules: Modules) -> None:
-    """Patch nn.Module's own methods and Parameter's copying; all at class level, so nothing is seen in an instance."""
+    """Patch methods of nn.Module, and the copying of Parameter; only classes, so that instances look unchanged."""
     runtime = modules.runtime
     runtime.events.on_claim.append(modules.wrappers.decide)
     train, state_dict, load_state_dict, compile_ = (
@@ -268,7 +268,7 @@ def install(modules: Modules) -> None:
 
     @functools.wraps(state_dict)
     def patched_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Only the outermost call: the ones that it makes for its children pass a destination.
+        # Only for the outermost call: recursive calls for child modules pass a destination.
         if not args and kwargs.get("destination") is None:
             modules.reveal(self)
         return state_dict(self, *args, **kwargs)
@@ -316,7 +316,7 @@ def install(modules: Modules) -> None:
 
 
 def _true_first(copy: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Copies and pickles hold true weights."""
+    """Return `copy` wrapped so that copies and pickles of parameters contain true weights, not predicted ones."""
 
     @functools.wraps(copy)
     def patched(self: nn.Parameter, *args: Any) -> Any:
@@ -338,8 +338,8 @@ def _predicted_first(backward: Callable[..., Any], runtime: Runtime) -> Callable
 
 
 def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Counts and announces backwards, and warns of training without an optimizer that DADT knows, while there is still
-    time to end the job."""
+    """Return `backward` wrapped so that it counts and announces backwards. Warns after a few backwards without any
+    optimizer that DADT knows, while the user can still end the job."""
     passes = 0
 
     @functools.wraps(backward)
@@ -366,7 +366,7 @@ def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., An
 
 
 def _show_copies(runtime: Runtime) -> None:
-    """Copies and pickles of modules, and averages of models, take the official buffers."""
+    """Patch copies and pickles of modules, and averages of models, to use the averaged buffers."""
     if "__getstate__" in nn.Module.__dict__:
         getstate = nn.Module.__getstate__
 

@@ -1,4 +1,4 @@
-"""Modules that are moved between two steps, as by `model.cpu()` and `model.cuda()` around a save."""
+"""Handles modules that are moved between two steps, as by `model.cpu()` and `model.cuda()` around a save."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dadt.train.runtime import Runtime
 
 
 def install(runtime: Runtime) -> None:
-    """Patch what `to`, `half`, `share_memory` and others call: it gives other memory to `.grad`, which is a place in a
-    bucket."""
+    """Patch the method behind `to`, `half`, `share_memory` and others: moving gives `.grad` new memory, while DADT
+    needs it to lie in a bucket."""
     apply: Callable[..., nn.Module] = nn.Module._apply
     moving = False
 
     @functools.wraps(apply)
     def patched(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         nonlocal moving
-        if moving:  # a child
+        if moving:  # this is the call for a child module; the outermost call handles all
             return apply(self, *args, **kwargs)
         moving = True
         try:

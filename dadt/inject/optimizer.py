@@ -1,4 +1,4 @@
-"""Optimizers: noticed when they are built, averaged when they step."""
+"""Notices optimizers when they are built, and averages gradients when they step."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ from dadt.train.runtime import Runtime
 
 
 class Steps:
-    """The optimizer steps under way, outermost only: a step() that calls super().step(), or wraps another optimizer
-    of the same parameters, is one step."""
+    """The outermost optimizer steps under way: a step() that calls another for the same parameters is one step."""
 
     def __init__(self, runtime: Runtime, modules: Modules) -> None:
         self._runtime, self._ranks = runtime, runtime.ranks
@@ -42,9 +41,9 @@ class Steps:
         self._under_way: list[tuple[FrameType, Optimizer, Attachment | None]] = []
         self.derivatives = Derivatives(runtime)
         self.inside: Attachment | None = None
-        """The attachment whose optimizer's own code runs, rather than a closure; None if there is none."""
+        """The attachment whose optimizer's own code is running, not a closure; None if no optimizer's code runs."""
         self._backwards: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """Backwards that the script had begun when each optimizer's last step ended."""
+        """Number of backwards that the script had begun when each optimizer's last step ended."""
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         begun = perf_counter()
@@ -82,7 +81,7 @@ class Steps:
             self.modules.find(optimizer)
         attachment = self._attachment(optimizer)
         if attachment is not None and not attachment.consumed:
-            attachment.scale = None  # a scaler would have used the gradients before
+            attachment.scale = None  # a gradient scaler would have consumed the gradients by now
         self._under_way.append((frame, optimizer, attachment))
         if attachment is None:
             return None
@@ -108,7 +107,7 @@ class Steps:
         return None
 
     def take(self, frame: FrameType, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The optimizer's own code, and the end of its step, before its own hooks. frame: of what calls these."""
+        """Run the optimizer's own step, and end it before its post hooks. frame: of the caller of the hooks."""
         attachment = next((each for under_way, _, each in self._under_way[::-1] if under_way is frame), None)
         if attachment is None:
             return step(*args, **kwargs)
@@ -128,7 +127,7 @@ class Steps:
             self.derivatives.end()
 
     def averaging(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """A backward, whose gradients are averaged at once where a step begins it by itself."""
+        """Return `backward` wrapped to average gradients immediately when an optimizer's step calls it."""
 
         @functools.wraps(backward)
         def averaged(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +144,7 @@ class Steps:
 
     @contextmanager
     def _alike(self, attachment: Attachment) -> Iterator[None]:
-        """Random numbers that a step draws are the same on all ranks, and those that the one process would draw."""
+        """A context in which a step draws the same random numbers on all ranks, as a single process would."""
         streams = self._runtime.checkpoints.streams
         if streams is None or is_torchs(attachment.optimizer) or not attachment.algorithm.identical:
             yield
@@ -161,8 +160,8 @@ class Steps:
             self._optimizers.take_no_snapshots(f"steps of {name} draw random numbers, and a replay takes none")
 
     def _comes_after_backward(self, optimizer: Optimizer, attachment: Attachment) -> bool:
-        """Whether an optimizer that is given a closure has gradients beside it, which it may use first, as SAM does.
-        torch's own do not."""
+        """Whether an optimizer that is given a closure already has gradients from a backward, which it may use first,
+        as SAM does. False for torch's own optimizers, which do not use them."""
         if is_torchs(optimizer) or self._script.backwards == self._backwards.get(optimizer, 0):
             return False
         return any(p.grad is not None for p in attachment.parameters)
@@ -186,7 +185,7 @@ class Steps:
         self._runtime.stepped(attachment, left_alone=left_alone)
 
     def _attachment(self, optimizer: Optimizer) -> Attachment | None:
-        """The optimizer's, or that of another one of the same parameters for which clipping has averaged already."""
+        """Return the optimizer's attachment, or one of the same parameters whose gradients clipping has averaged."""
         attachment = self._runtime.attachment(optimizer)
         if attachment is None or attachment.consumed or self._optimizers.trains_one:
             return attachment
@@ -196,7 +195,7 @@ class Steps:
 
 
 class Withheld(BaseException):
-    """Out of a closure, where its step is to apply nothing: the optimizer goes no further."""
+    """Raised out of a closure if its step has to apply nothing, so that the optimizer stops right after the closure."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -204,8 +203,8 @@ class Withheld(BaseException):
 
 
 class Closure:
-    """A script's closure during one step. torch's optimizers call it once, before anything else, and use the gradients
-    then: so they come as late as without a closure. LBFGS and what turns out to be like it evaluate by themselves."""
+    """A script's closure during one step. torch's optimizers call it once, first of all, and then use the gradients, so
+    averages may arrive as late as without one. LBFGS and similar ones have each evaluation averaged."""
 
     def __init__(self, closure: Callable[[], Any], attachment: Attachment, steps: Steps) -> None:
         functools.update_wrapper(self, closure)
@@ -244,7 +243,7 @@ class Closure:
         return _like(loss, evaluation.average(a, _number(loss)))
 
     def _apart(self, closure: Callable[[], Any], streams: Randomness | None) -> Callable[[], Any]:
-        """The closure, in which a rank draws random numbers of its own, as for dropout."""
+        """Return the closure wrapped so that each rank draws random numbers of its own in it, as for dropout."""
         if streams is None or is_torchs(self._attachment.optimizer):
             return closure
         only_torch = draws_from_torch_alone(self._attachment.optimizer)
@@ -256,7 +255,7 @@ class Closure:
         return drawing
 
     def _evaluates(self) -> str:
-        """Why the optimizer's evaluations are averaged at once; empty if it uses one as if there were no closure."""
+        """Return why the optimizer's evaluations are averaged immediately; empty if it calls the closure only once."""
         name = type(self._attachment.optimizer).__name__
         if isinstance(self._attachment.optimizer, torch.optim.LBFGS) or self.calls > 1:
             return f"{name} evaluates its closure more than once in a step"
@@ -266,7 +265,7 @@ class Closure:
 
 
 def use_gradients(attachment: Attachment, modules: Modules) -> None:
-    """The optimizer's next look at its gradients is that of its step."""
+    """Average the gradients for the optimizer's step; if no average has arrived yet, remove them from `.grad`."""
     if not attachment.consumed:
         modules.step_begins(attachment.optimizer)
     attachment.average_gradients()
@@ -274,7 +273,7 @@ def use_gradients(attachment: Attachment, modules: Modules) -> None:
 
 
 def _withholds(attachment: Attachment) -> bool:
-    """Whether the optimizer's step is to change nothing."""
+    """Whether the optimizer's step must change nothing, because no averages have arrived yet."""
     return attachment.stepping and attachment.algorithm.holds
 
 
@@ -291,7 +290,7 @@ def _versions(attachment: Attachment) -> list[int]:
 
 
 def is_caller(frame: FrameType, of: FrameType | None) -> bool:
-    """Whether the frame still runs, below this one. (A step that raised has left without its post hook.)"""
+    """Whether `frame` is `of` or one of its callers, and so still runs. (A step that raised has no post hook.)"""
     while of is not None:
         if of is frame:
             return True
@@ -344,7 +343,7 @@ def _note_schedulers(runtime: Runtime, kind: type[Any]) -> None:
 
 
 def _patch_steps(steps: Steps) -> None:
-    """Let steps be left out, which hooks cannot do."""
+    """Patch the wrapper around optimizers' steps, so that steps can be skipped, which hooks cannot do."""
     hooked = Optimizer.profile_hook_step
 
     @functools.wraps(hooked)
@@ -379,7 +378,7 @@ def _patch_groups_and_zeroing(runtime: Runtime, modules: Modules) -> None:
 
 
 def _patch_states(runtime: Runtime, checkpoints: Checkpoints) -> None:
-    """Put what a resumed training needs beside the optimizer's state into that state."""
+    """Patch saving and loading of optimizers' states, to include what DADT needs to resume training exactly."""
     save, load = Optimizer.state_dict, Optimizer.load_state_dict
 
     @functools.wraps(save)

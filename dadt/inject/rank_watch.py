@@ -1,4 +1,5 @@
-"""Finds out whether the script learns which rank it is: what it shares out and writes is then its own business."""
+"""Detects whether the script learns its rank. If so, the script itself is responsible for dividing data and for what
+each rank writes."""
 
 from __future__ import annotations
 
@@ -29,17 +30,19 @@ HIDDEN = frozenset(
     | {"TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"}
 )
 HIDDEN_FROM = frozenset({"accelerate", "transformers", "timm", "fastai", "fastcore", "ultralytics"})
-"""Libraries that take such variables for an order to train on GPUs, which fails or goes wrong on machines without."""
+"""Libraries that take variables such as RANK as a request to train on GPUs, which fails or goes wrong on machines
+without GPUs."""
 LITERAL = re.compile(rf"""(["'])({"|".join(VARIABLES)})\1""")
 ENVIRONMENT = ("os", "collections.abc")
 OURS = ("torch", "dadt")
 
 
 def install(runtime: Runtime) -> None:
-    """The script's own code reads its rank from the environment, or any code but torch's asks a process group for it.
+    """Set `knows_rank` when the script's own code reads its rank from the environment, or any code except torch's asks
+    a process group for its rank.
 
-    A library that reads the environment may only look for a launcher. HIDDEN_FROM find none on machines without GPUs,
-    and train as if they were alone, as the script does.
+    A library that reads the environment may only look for a launcher, so it does not count. From the libraries in
+    HIDDEN_FROM the variables are hidden on machines without GPUs, so that they train as if alone, as the script does.
     """
     runtime.script.knows_rank |= any(_names_a_variable(module) for module in list(sys.modules.values()))
     _watch_environment(runtime)
@@ -54,7 +57,8 @@ def install(runtime: Runtime) -> None:
 
 
 def _names_a_variable(module: Any) -> bool:
-    """Whether the script's own module may have read its rank before it imported torch."""
+    """Whether the script's own module contains the name of a rank variable, and so may have read its rank before it
+    imported torch."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or not is_users(file):
         return False
@@ -91,7 +95,7 @@ def _watch_environment(runtime: Runtime) -> None:
 
 
 def _asker(frame: FrameType) -> FrameType:
-    """Who reads the environment, through functions of the standard library."""
+    """Return the frame that reads the environment, past functions of the standard library."""
     while frame.f_back is not None and frame.f_globals.get("__name__") in ENVIRONMENT:
         frame = frame.f_back
     return frame

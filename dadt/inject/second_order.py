@@ -1,8 +1,8 @@
-"""Optimizers that differentiate their gradients, as AdaHessian does after `backward(create_graph=True)`.
+"""Averages for optimizers that differentiate their gradients, as AdaHessian does after `backward(create_graph=True)`.
 
-Averages have no graph. They are given that of the rank's own gradient, and what the step derives through it is averaged
-as well: the mean over ranks of such products with second derivatives is that of the mean loss, if all ranks multiply by
-the same vectors.
+Averages have no autograd graph. They are given the graph of the rank's own gradient, and the derivatives that the step
+computes through it are averaged as well: the mean over ranks of such second-derivative products is that of the mean
+loss, if all ranks multiply by the same vectors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dadt.train.runtime import Runtime
 
 
 class _WithGraph(torch.autograd.Function):
-    """An average, differentiated as the rank's own gradient."""
+    """Returns an averaged gradient, which autograd differentiates as if it were the rank's own gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-        return average.clone()  # no view, which scripts could not detach in place
+        return average.clone()  # a clone and not a view, which scripts could not detach in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -30,19 +30,19 @@ class _WithGraph(torch.autograd.Function):
 
 
 class Derivatives:
-    """The derivatives that optimizers take of their gradients within a step: averages them over ranks."""
+    """Averages over ranks the derivatives that optimizers compute from their gradients within a step."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._weight: float | None = None
-        """This rank's weight in the averages of the step under way; None if the step differentiates nothing."""
+        """This rank's weight in the averages of the current step; None if the step differentiates no gradients."""
         self._taken = 0
 
     def install(self) -> None:
         torch.autograd.grad = self._averaged(torch.autograd.grad)
 
     def of(self, attachment: Attachment) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The optimizer's parameters whose gradients have a graph, each with that gradient."""
+        """Return the optimizer's parameters whose gradients have an autograd graph, each with its gradient."""
         self._weight = None
         found = [(p, p.grad) for p in attachment.parameters if p.grad is not None and p.grad.grad_fn is not None]
         if found:
@@ -50,7 +50,8 @@ class Derivatives:
         return found
 
     def give_graphs(self, own: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Call this when averages have replaced these gradients: gives the averages the gradients' graphs."""
+        """Give the averaged gradients the autograd graphs of the original ones. To be called once averages have
+        replaced them. own: parameters with their original gradients."""
         for p, gradient in own:
             if p.grad is not None:
                 with torch.enable_grad():

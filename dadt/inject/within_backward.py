@@ -1,4 +1,5 @@
-"""Optimizers that change weights within the backward, as LOMO does by hooks on parameters: no average reaches them."""
+"""Refuses optimizers that change weights within the backward, as LOMO does by hooks on parameters, before gradients
+could be averaged."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from dadt.train.replicas import checksum
 from dadt.train.runtime import Runtime
 
 _LOOKS = 3
-"""Backwards that are looked at, of parameters with hooks of the script's."""
+"""Number of backwards to check if parameters have hooks of the script."""
 
 
 class BackwardWatch:
-    """Looks whether the first backwards change weights, where hooks might do so."""
+    """Checks whether the first backwards change weights, if parameters have hooks that might do so."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._left: weakref.WeakKeyDictionary[Attachment, int] = weakref.WeakKeyDictionary()
-        """Looks that are left."""
+        """Number of backwards still to check for each attached optimizer."""
 
     def install(self) -> None:
         original = torch.autograd.backward

@@ -1,4 +1,4 @@
-"""Makes this process a worker: everything that is hooked into torch, in one place."""
+"""Makes this process a worker: installs everything that DADT hooks into torch."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from dadt.train.runtime import Runtime
 from dadt.world import World
 
 runtime: Runtime | None = None
-"""This process's, once it is a worker."""
+"""The runtime of this process, once it is a worker; None before."""
 modules: module.Modules | None = None
 streams: seed.Streams | None = None
 
 
 def start(world: World, *, explicit: bool = False) -> None:
-    """Install all hooks. Claims nothing: that happens when the script begins to train.
+    """Install all hooks. The job's ranks are connected later, when the script begins to train.
 
-    explicit: the script calls `dadt.init`, and its data, seeds and files are its own.
+    explicit: the script calls `dadt.init`, and handles its data, seeds and files itself.
     """
     global runtime, modules
     if runtime is not None:
@@ -90,7 +90,8 @@ def start(world: World, *, explicit: bool = False) -> None:
 
 
 def ask() -> Runtime:
-    """The runtime for a script that calls `dadt.init`: it leaves everything else to the script from here on."""
+    """Return the runtime for a script that calls `dadt.init`, and leave everything except training to the script from
+    now on."""
     if runtime is None:
         world = World.from_env()
         start(world if world.job else World.from_launcher(), explicit=True)
@@ -103,14 +104,14 @@ def ask() -> Runtime:
 
 
 def forget_seeds() -> None:
-    """Let each rank of a script that calls `dadt.init` draw numbers of its own from here on, unless the script has
-    seeded."""
+    """In a script that calls `dadt.init`, let each rank draw random numbers of its own from now on, unless the script
+    has set a seed."""
     if streams is not None and streams.parting is not None:
         (streams.parting.waive if streams.seeded else streams.parting.part)()
 
 
 def watch_deaths(abort: Abort) -> None:
-    """Have `abort` called when a rank of the job has ended."""
+    """Call `abort` when a rank of the job has ended."""
     if runtime is not None:
         runtime.reports.listen()
         runtime.ranks.deaths.watch(abort)
@@ -125,7 +126,8 @@ def wrap(chosen: torch.optim.Optimizer) -> None:
 
 
 def average(chosen: torch.optim.Optimizer) -> None:
-    """Have the averages of a wrapped optimizer in `.grad` before its step, for a script that asks for them."""
+    """Put the averaged gradients of a wrapped optimizer into `.grad` before its step, for a script that asks for
+    them."""
     assert runtime is not None and modules is not None
     runtime.begin()
     attachment = runtime.attachment(chosen)
@@ -134,13 +136,13 @@ def average(chosen: torch.optim.Optimizer) -> None:
 
 
 def _install_around(runtime: Runtime, modules: module.Modules) -> None:
-    """Hook what the script does beside training."""
+    """Install the hooks for what the script does beside training: data, seeds, files, downloads and replay."""
     global streams
     rank_watch.install(runtime)
     streams = mine = seed.install(runtime)
     if streams.enabled:
         runtime.checkpoints.streams = streams
-    # A script that knows its rank, and has seeded, has seeded each rank as it wants it.
+    # A script that knows its rank and has set a seed wants its own seeds on each rank.
     runtime.events.on_begin.append(lambda: None if mine.seeded and runtime.script.is_distributed else mine.split())
     if runtime.hooked:
         sources = entropy.install(runtime, streams)
@@ -158,10 +160,11 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
 
 
 def _join(world: World, config: Config) -> tuple[StoreClient, Config]:
-    """Meet the ranks that the same mpirun, srun or torchrun started."""
+    """Connect to the other ranks that the same mpirun, srun or torchrun started. Return the connection and the
+    configuration agreed on."""
     forum, agreed = StoreClient.connect(world, config)
     environment.adopt()
-    # torchrun's scripts choose by LOCAL_RANK, others take the first that they see.
+    # Scripts for torchrun choose a GPU by LOCAL_RANK, other scripts use the first GPU that is visible.
     gpus = machine.gpus()
     if world.launcher != "torchrun" and config.gpu_visibility == "one" and len(gpus) > 1:
         environment.see(gpus[forum.world.local_rank % len(gpus)])
@@ -172,7 +175,7 @@ def _join(world: World, config: Config) -> tuple[StoreClient, Config]:
 
 def _end(runtime: Runtime, exit_text: ExitText) -> None:
     error = getattr(sys, "last_value", None)
-    # All ranks have got Ctrl-C after the same step, so they come to their end together.
+    # All ranks receive Ctrl-C after the same step, so they end together and none counts as failed.
     interruption = runtime.ranks.requests.interruption
     together = isinstance(error, KeyboardInterrupt) and interruption.heard and not interruption.apart
     failed = isinstance(error, BaseException) and not together
@@ -185,5 +188,5 @@ def _end(runtime: Runtime, exit_text: ExitText) -> None:
         if not exit_text.fails:
             exit_code.end_with(1)
     except CommError as error:
-        # The peers raise the same where they stand; this rank's exit code is its script's own.
+        # The other ranks raise the same error where they are; this rank exits with its script's own code.
         sys.stderr.write(f"dadt: rank {runtime.ranks.world.rank} ended: {error}\n")

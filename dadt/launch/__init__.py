@@ -1,1 +1,2 @@
-"""Places workers, starts one agent per host, reads their output, and leaves nothing behind."""
+"""Starts a distributed job: places workers on hosts, starts one agent per host, collects the workers' output, and
+cleans up when the job ends."""

@@ -175,7 +175,7 @@ class Outbox:
         self.put(WriteJournal(kind, facts))
 
     def reply(self, question: Event) -> Reply:
-        """A function that answers this question of a worker."""
+        """Return a function that sends the answer to this question of a worker."""
 
         def answer(frame: Frame, now: float) -> None:
             header = {"line": question.frame["line"], "answer": {"kind": frame.kind, **frame.header}}

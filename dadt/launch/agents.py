@@ -20,11 +20,12 @@ from dadt.launch.members.node import Node
 
 T = TypeVar("T")
 EXPLAIN_SECONDS = 2.0
-"""How long to wait for the reason of an agent's end."""
+"""Seconds to wait for an explanation of why an agent ended."""
 
 
 class Agents:
-    """All agents of a job. Single-threaded, except that the launcher may connect in threads."""
+    """All agents of a job. Used by a single thread, except that the launcher may connect to agents in threads of its
+    own."""
 
     def __init__(
         self,
@@ -33,17 +34,19 @@ class Agents:
         orphan_timeout: float,
         see: Callable[[str, Frame], None] = lambda host, frame: None,
     ) -> None:
-        """Begins to start the agents. see: called with every frame and its host."""
+        """Begin to start one agent per host. orphan_timeout: seconds of silence after which an agent counts as lost.
+        see: called with each frame and the name of its host."""
         self.nodes = [Node(index, host) for index, host in enumerate(hosts)]
         self._contact = Contact(self.nodes, orphan_timeout, time.monotonic())
         self._channels: dict[Node, Channel] = {}
         self._launcher = launcher
         self._see = see
         self._events: list[tuple[Node, Frame]] = []
-        started = launcher.launch(list(hosts))  # before there is anything to close, as it may raise
+        started = launcher.launch(list(hosts))  # may raise, so it comes before anything that would have to be closed
         self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
-        self._wake.setblocking(False)  # a full one wakes as well, and nobody reads it while this is closed
+        # a send need not block, as a full buffer wakes the reader as well; after close() nobody empties it
+        self._wake.setblocking(False)
         self._selector.register(self._waker, selectors.EVENT_READ, lambda: self._waker.recv(4096))
         self._futures: dict[Node, Future[Channel]] = {}
         for node, future in zip(self.nodes, started, strict=True):
@@ -54,15 +57,15 @@ class Agents:
         future.add_done_callback(lambda _: self._poke())
 
     def watch(self, source: Any, read: Callable[[], Any]) -> None:
-        """Call `read` in `turn` whenever there is something to read from the descriptor."""
+        """Call `read` during `turn` whenever the descriptor `source` is readable."""
         self._selector.register(source, selectors.EVENT_READ, read)
 
     def forget(self, source: Any) -> None:
         self._selector.unregister(source)
 
     def turn(self, seconds: float) -> Iterator[tuple[Node, Frame]]:
-        """Wait at most `seconds` for frames, and yield them. Two kinds are made here: `connected`, and `lost`
-        {message}, the last frame of a node."""
+        """Wait at most `seconds` for frames, and yield each with its node. Two kinds are created here rather than
+        received: `connected`, and `lost` {message}, which is the last frame of a node."""
         self._contact.excuse(time.monotonic())
         self.beat()
         for node in self.nodes:
@@ -98,7 +101,7 @@ class Agents:
             outbox.empty(perform)
 
     def _watch_writes(self, node: Node) -> None:
-        """Wake up when the bytes that did not fit can be written."""
+        """Have the selector wake up as soon as this agent's connection accepts the bytes that are still unsent."""
         if (channel := self._channels.get(node)) is None or node.ended:
             return
         writer, waiting = channel.link.writer, bool(channel.link.unsent)
@@ -109,7 +112,8 @@ class Agents:
                 self._selector.unregister(writer)
 
     def beat(self) -> None:
-        """Send the agents a heartbeat, if one is due. To be called while nobody calls `turn`."""
+        """Send all agents a heartbeat, if one is due. `turn` does this by itself; call this during other work that
+        takes long."""
         if self._contact.is_beat_due(time.monotonic()):
             self.send_all(Frame("beat"))
 
@@ -127,7 +131,7 @@ class Agents:
         return channel.link.preface if (channel := self._channels.get(node)) is not None else b""
 
     def dismiss(self, nodes: Sequence[Node]) -> None:
-        """End the agents of these hosts, which get no workers."""
+        """End the agents of these hosts, on which no workers will run, and remove the hosts from the job."""
         for node in nodes:
             self._finish(node, EXPLAIN_SECONDS)
             if (future := self._futures.pop(node, None)) is not None and not future.cancel():
@@ -139,13 +143,14 @@ class Agents:
         self._expect(node, self._launcher.launch([node.host])[0])
 
     def give_up(self, node: Node) -> None:
-        """End the agent of a host that cannot come; its place is kept."""
+        """End the agent of a host that could not be brought into the job. The node stays in the list, marked as
+        ended."""
         self._finish(node, 0.0)
         if (future := self._futures.pop(node, None)) is not None and not future.cancel():
             future.add_done_callback(_hang_up)
 
     def close(self, seconds: float) -> None:
-        """Hang up, and wait until all agents are gone. Idempotent."""
+        """Disconnect from all agents, and wait at most `seconds` seconds until they are gone. Idempotent."""
         deadline = time.monotonic() + seconds
         for node in self.nodes:
             if (channel := self._channels.get(node)) is not None:
@@ -163,7 +168,7 @@ class Agents:
         self._waker.close()
 
     def _collect(self) -> None:
-        """Collect the futures that were settled since the last call."""
+        """Handle the connections to agents that were made, or have failed, since the last call."""
         for node, future in list(self._futures.items()):
             if not future.done():
                 continue
@@ -208,12 +213,12 @@ class Agents:
         try:
             channel.link.flush()
         except BrokenPipeError:
-            pass  # the agent is gone, which reading from it reports
+            pass  # the agent is gone; the next read from it reports that
 
     def _lose(self, node: Node, why: str, seconds: float) -> None:
-        at = time.time()  # taken first, so that the consequences do not seem to come before it
+        at = time.time()  # read the clock before waiting, so that consequences of the loss do not appear to precede it
         told = self._finish(node, seconds)
-        # With no time to explain, the agent is ended here, and how it ends does not say why.
+        # After 0 seconds the agent is killed by the launcher itself, so how it ended would not explain the loss.
         self._events.append((node, Frame("lost", {"message": told or why if seconds else why, "time": at})))
 
     def _finish(self, node: Node, seconds: float) -> str:
@@ -229,14 +234,14 @@ class Agents:
                 self._selector.unregister(descriptor)
 
     def _poke(self) -> None:
-        """Wake the selector; called from other threads."""
+        """Wake the selector from another thread."""
         try:
             self._wake.send(b"1")
         except OSError:
-            pass  # full; or closed, so the new connection is closed as well
+            pass  # a full buffer wakes the selector as well; a closed one means that `close` handles the new connection
 
 
 def _hang_up(future: Future[Channel]) -> None:
-    """Close a connection that came too late."""
+    """Close a connection to an agent that was made after the launcher stopped waiting for it."""
     if not future.cancelled() and future.exception() is None:
         future.result().hang_up()

@@ -33,7 +33,7 @@ from dadt.launch.start.plan import Plan
 from dadt.launch.start.startup import Voice, gather
 
 HANG_UP_SECONDS = 4.0
-"""How long an agent may take to end its workers after the launcher hangs up."""
+"""Seconds that an agent may take to end its workers after the launcher has disconnected."""
 
 Views = Callable[[Placed, Watch], Sequence[View]]
 """Makes what shows and records a job while it runs, once every worker has its place."""

@@ -46,7 +46,7 @@ def spawn(
 
 
 def _die_with(parent: int) -> None:
-    """Runs in the child between fork and exec."""
+    """Have the kernel kill this process when its parent dies. Runs in the child between fork and exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)  # the parent died before prctl took effect

@@ -8,7 +8,8 @@ from dadt.control.frame import Frame
 from dadt.launch.members.node import Node
 
 BEATS = 6
-"""Heartbeats that each side sends within the timeout after which the other gives it up."""
+"""Number of heartbeats that launcher and agent each send within the orphan timeout, after which the other side counts
+as lost."""
 
 
 class Contact:
@@ -33,7 +34,8 @@ class Contact:
         return due
 
     def excuse(self, now: float) -> None:
-        """Forgive silence while this process itself was away (suspended, or blocked by a slow reader)."""
+        """Do not count the time during which this process itself did not run (suspended, or blocked by a slow reader)
+        as silence of the agents."""
         if now - self._turned > self._orphan_timeout / 2:
             for node in self._nodes:
                 node.heard = now
@@ -63,7 +65,7 @@ class Contact:
 
 
 def _named(frame: Frame) -> set[int]:
-    """The ranks that an agent's frame is about."""
+    """Return the ranks that an agent's frame is about."""
     if frame.kind == "beat":
         return {int(rank) for facts in ("steps", "memory", "conditions") for rank in frame[facts]}
     return {frame["rank"]} if "rank" in frame.header else set()

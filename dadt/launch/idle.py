@@ -1,4 +1,5 @@
-"""A job without workers, which waits for hosts: it answers other commands of the same user as a running one does."""
+"""Lets a job that has no workers yet, because it waits for hosts, answer other commands of the same user, as a running
+job does."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from dadt.launch.query import Query
 
 
 class Idle:
-    """Stands for the agents and the workers, of which there are none. Single-threaded."""
+    """Stands in for the agents and the workers while a job waits for hosts and has none. Single-threaded."""
 
     gauges: Sequence[Gauge] = ()
 
     def __init__(self, folder: Folder, facts: Mapping[str, Any], refused: Callable[[str], None]) -> None:
-        """folder: of the job. facts: as of Query. refused: called with the reason why a caller was turned away."""
+        """folder: the job's folder, in which its socket is. facts: constant facts about the job, as for `Query`.
+        refused: called with the reason when a caller was rejected."""
         self.begin = time.time()
         self.state = "waiting for hosts"
         self.is_killed = False
@@ -43,7 +45,7 @@ class Idle:
         """Does nothing, as there is no agent to send to."""
 
     def wait(self, seconds: float) -> None:
-        """Answer queries for this many seconds, or until the job is killed."""
+        """Answer other commands for `seconds` seconds, or until one of them kills the job."""
         deadline = time.monotonic() + seconds
         while not self.is_killed and (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(max(0.0, min(left, self._query.turn()))):

@@ -35,13 +35,14 @@ from dadt.launch.start.plan import Plan
 from dadt.launch.start.startup import Voice
 
 Told = Callable[[Placed, Watch], View | None]
-"""Called once every worker has its place. Returns the view that shows the job, or None."""
+"""Called once every worker has its place. Returns the view that displays the job, or None."""
 
 
 def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Outcome:
-    """Start the job and wait for its end.
+    """Start the job and wait for its end. placed: called once every worker has its place. signals: whether to handle
+    the process's signals, which only the main thread can.
 
-    signals: whether this thread may take over the process's signals. Raises DadtError if nothing could be started.
+    Raises DadtError if nothing could be started.
     """
     exports: Sequence[Export] = ()
     try:
@@ -164,7 +165,7 @@ class Launch:
 
 
 def reserve(log_dir: Path) -> Folder:
-    """Reserve the job's id, and make the folder of its logs. Raises ConfigError or LaunchError."""
+    """Reserve an id for the job, and create the folder of its logs. Raises ConfigError or LaunchError."""
     try:
         private_files.make_folder(log_dir)
     except OSError as error:
@@ -184,7 +185,7 @@ def reserve(log_dir: Path) -> Folder:
 
 
 def not_distributed(outcome: Outcome, where: Placed) -> str | None:
-    """Why training was not distributed although the job succeeded; None if it was."""
+    """Return why training was not distributed although the job succeeded; None if training was distributed."""
     if len(where.slots) < 2:
         return None
     if not outcome.hooked and where.config.inject == "none":
@@ -194,7 +195,7 @@ def not_distributed(outcome: Outcome, where: Placed) -> str | None:
             "no worker imported torch with DADT hooked in (does the script import torch, in a Python in which dadt "
             "is installed? try --inject sitecustomize)"
         )
-    # A script that calls dadt.init may use its ranks without an optimizer.
+    # A script that calls dadt.init (summary "explicit") may use its ranks without an optimizer.
     told = any(summary.get("steps", 0) or summary.get("explicit") for summary in outcome.summaries.values())
     if not (told or outcome.stepped):
         return (
@@ -205,7 +206,7 @@ def not_distributed(outcome: Outcome, where: Placed) -> str | None:
 
 
 def _labels(where: Placed) -> dict[str, str]:
-    """The job's labels for metrics."""
+    """Return the labels that identify the job in exported metrics."""
     config = where.config
     executor = executors_of(config)[1]
     chosen = {"algorithm": config.algorithm, "executor": executor, "compression": config.compression}

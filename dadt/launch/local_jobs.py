@@ -1,4 +1,4 @@
-"""The traces of this user's jobs on this machine: folders, sockets, processes."""
+"""Finds this user's jobs on this machine by their folders, sockets and processes."""
 
 from __future__ import annotations
 
@@ -23,52 +23,53 @@ END_SECONDS = 5.0
 
 @dataclass(slots=True)
 class Trace:
-    """The traces of one job. A job that was launched elsewhere has agents here, but no launcher."""
+    """Sockets and processes of one job on this machine. A job that was launched on another host has agents here, but no
+    launcher."""
 
     job: str
     launcher: Path | None = None
-    """The socket of its launcher, which may be dead."""
+    """Path of the launcher's socket, at which possibly nobody listens any more; None if the job was launched elsewhere.
+    """
     agents: list[Path] = field(default_factory=list)
-    """The socket for local rank 0 of each of its agents."""
+    """For each agent of the job on this machine: path of its socket for local rank 0."""
     pids: list[int] = field(default_factory=list)
-    """Processes that carry its mark: the workers and their descendants."""
+    """Processes with the job's id in their environment: the workers and their descendants."""
     workers: dict[int, int] = field(default_factory=dict)
-    """Rank to process id, for the workers on this machine."""
+    """Process id by rank, for the job's workers on this machine."""
 
     def call(self) -> CallerLine | None:
-        """A connection to its launcher; None if it does not listen."""
+        """Return a connection to the job's launcher; None if the launcher does not listen."""
         return _call(self.launcher) if self.launcher is not None else None
 
     def steps(self) -> list[int]:
-        """Steps done by each of this machine's ranks; -1 for none."""
+        """Return the steps done by each of the job's ranks on this machine; -1 for a rank without a step."""
         steps = []
         for agent in self.agents:
             try:
                 pulse = Heartbeat(agent.with_name("pulse"))
             except (OSError, ValueError):
-                continue  # not there yet, or removed
+                continue  # the heartbeat file does not exist yet, or was removed
             steps += [pulse.read(rank)[0] for rank in range(pulse.local_size)]
             pulse.close()
         return steps
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its processes run without a launcher or agent that would end them."""
+        """Whether processes of the job run without a launcher or an agent that would end them."""
         sockets = [*self.agents, *filter(None, [self.launcher])]
         return bool(self.pids) and not any(_listener(path) for path in sockets)
 
     @property
     def since(self) -> float:
-        """Time at which the first of its folders was made, or the first process started."""
+        """Time at which the first of the job's folders was created or the first of its processes started; 0 if all are
+        gone."""
         folders = [path.parent for path in [self.launcher, *self.agents] if path is not None]
         paths = [*folders, *(Path(f"/proc/{pid}") for pid in self.pids)]
         return min(filter(None, map(_begin, paths)), default=0.0)
 
     def kill(self) -> list[int]:
-        """End its agents and processes on this machine, gently and then by force, even without its launcher.
-
-        Returns the processes that did not die.
-        """
+        """End the job's agents and processes on this machine, first gently and then by force, whether its launcher runs
+        or not. Returns the processes that could not be killed."""
         agents = [Process.of(pid) for path in self.agents if (pid := _listener(path))]
         for process in {*agents, *map(Process.of, self.pids)}:
             process.signal(signal.SIGTERM)
@@ -82,7 +83,7 @@ class Trace:
 
 
 def traces() -> list[Trace]:
-    """The traces of all jobs that run or have left something running, oldest first."""
+    """Return the traces of all jobs that run, or that left something running, oldest first."""
     found: dict[str, Trace] = {}
     for path in sorted(root().iterdir()):
         if (name := NAME.fullmatch(path.name)) is None:
@@ -101,20 +102,20 @@ def traces() -> list[Trace]:
 
 
 def _exists(trace: Trace) -> bool:
-    """Whether more than folders is left. A killed job may leave these, and the next job removes them."""
+    """Whether the job has left more than folders. A killed job may leave those, and the next job removes them."""
     sockets = [*trace.agents, *filter(None, [trace.launcher])]
     return bool(trace.pids) or any(_listener(path) for path in sockets)
 
 
 def _marked() -> Iterator[tuple[int, dict[str, str]]]:
-    """This user's processes that carry a job's mark, and their DADT_* variables."""
+    """Yield this user's processes that have a job's id in their environment, each with its DADT_* variables."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             text = (entry / "environ").read_text(errors="replace") if entry.stat().st_uid == os.getuid() else ""
         except OSError:
-            continue  # it has just ended, or we may not read it
+            continue  # the process has just ended, or may not be read
         pairs = (pair.partition("=") for pair in text.split("\0") if pair.startswith("DADT_"))
         marks = {name: value for name, _, value in pairs}
         if NAME.fullmatch(marks.get("DADT_JOB", "")) and is_alive(int(entry.name)):
@@ -125,11 +126,11 @@ def _call(path: Path) -> CallerLine | None:
     try:
         return CallerLine(path)
     except OSError:
-        return None  # nobody listens any more
+        return None  # no process listens at this socket any more
 
 
 def _listener(path: Path) -> int:
-    """The process that listens there; 0 if none does."""
+    """Return the id of the process that listens at this socket; 0 if none does."""
     line = _call(path)
     if line is None:
         return 0
@@ -138,7 +139,7 @@ def _listener(path: Path) -> int:
 
 
 def _begin(path: Path) -> float:
-    """Time at which a folder was made or a process started; 0 if it is gone."""
+    """Return the time at which a folder was created or a process started; 0 if the path is gone."""
     try:
         return path.stat().st_ctime
     except OSError:
@@ -153,7 +154,8 @@ def _leads_session(pid: int) -> bool:
 
 
 def _await_end(agents: list[Process], job: str, seconds: float) -> None:
-    """Wait for the processes to end. They are polled, as the kernel reports an end only to the parent."""
+    """Wait for the job's processes to end. They are polled, as the kernel reports the end of a process only to its
+    parent."""
     deadline = time.monotonic() + seconds
     while (any(agent.is_alive for agent in agents) or members(f"DADT_JOB={job}")) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,5 @@
-"""Questions to a running job: the launcher's socket, and the client for other commands of the same user."""
+"""Lets other dadt commands of the same user query a running job: the launcher's socket, and the commands' end of a
+connection."""
 
 from __future__ import annotations
 
@@ -22,17 +23,18 @@ if TYPE_CHECKING:
 
 WRITE_SECONDS = 0.05
 STACKS_SECONDS = 4.0
-"""How long agents may take to answer; longer than they wait for their workers."""
+"""Seconds that agents have to answer a question about stacks; longer than they wait for their workers."""
 ANSWER_SECONDS = 3.0
 MOST_CALLERS = 256
 LOOK_SECONDS = 1.0
 UNSENT_LIMIT = 4 << 20
-"""A caller with more unread bytes of answers than this may ask no more."""
+"""Most bytes of answers that a caller may leave unread; a caller who asks more questions then is disconnected."""
 
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """One connection. It stays open until the caller hangs up or the job ends, so callers can wait for that."""
+    """A connection from another dadt command. It stays open until the command disconnects or the job ends, so a command
+    can use it to wait for the end."""
 
     socket: socket.socket
     link: Link = field(init=False)
@@ -41,13 +43,13 @@ class Caller:
         self.link = Link(self.socket.fileno(), self.socket.fileno(), schema.CALLER)
 
     def answer(self, frame: Frame) -> None:
-        """Queue an answer. Never blocks: the bytes are sent as they fit."""
+        """Queue an answer for the caller. Never blocks: bytes are sent as the connection accepts them."""
         self.link.post(frame.encode())
 
 
 @dataclass(eq=False, slots=True)
 class StackInquiry:
-    """A caller that waits for stacks, and the ranks that have not answered yet."""
+    """A caller's unanswered question about stacks, with the ranks whose stacks are still missing."""
 
     caller: Caller
     ranks: set[int]
@@ -55,7 +57,7 @@ class StackInquiry:
 
 
 class Channels(Protocol):
-    """The agents, as questions need them."""
+    """Interface that `Query` needs for agents and for waiting on sockets."""
 
     def watch(self, source: Any, read: Callable[[], Any]) -> None: ...
     def forget(self, source: Any) -> None: ...
@@ -63,7 +65,7 @@ class Channels(Protocol):
 
 
 class Watched(Protocol):
-    """The state of the job and of its ranks, as questions need it."""
+    """Interface that `Query` needs for the state of the job and its ranks."""
 
     begin: float
     state: str
@@ -73,7 +75,8 @@ class Watched(Protocol):
 
 
 class Query:
-    """The launcher's end. Single-threaded: it runs in the job's selector and never waits for a caller."""
+    """The launcher's end of connections from other commands. Single-threaded: runs in the job's selector and never
+    waits for a caller."""
 
     def __init__(
         self,
@@ -100,8 +103,8 @@ class Query:
         agents.watch(self._entrance.server, self._accept)
 
     def turn(self) -> float:
-        """Send bytes that did not fit before, and end inquiries that take too long. Returns the seconds until the next
-        call is due."""
+        """Send bytes that connections did not accept before, and end questions that take too long. Returns the seconds
+        until the next call is due."""
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -118,8 +121,10 @@ class Query:
         return min((inquiry.deadline - now for inquiry in self._inquiries.values()), default=float("inf"))
 
     def _tend(self) -> None:
-        """Listen once more where a cleaner of /tmp has removed the socket."""
-        with suppress(OSError, LaunchError):  # else no other command finds the job, which goes on; tried again
+        """Create the socket again, if something that cleans up /tmp has removed it."""
+        # if this fails, the job continues, and a later call tries again; only other commands cannot find the job
+        # meanwhile
+        with suppress(OSError, LaunchError):
             self._folder.tend()
             if not self._folder.query.exists():
                 server = self._listen()
@@ -135,10 +140,10 @@ class Query:
         return server
 
     def told(self, frame: Frame) -> None:
-        """Handle an agent's answer about the stacks of a rank."""
+        """Handle an agent's answer about the stack of a rank."""
         inquiry = self._inquiries.get(frame["number"])
         if inquiry is None or frame["rank"] not in inquiry.ranks:
-            return  # too late
+            return  # the answer came after the deadline
         inquiry.ranks.discard(frame["rank"])
         about = {**frame.header, **self._watch.gauges[frame["rank"]].describe(time.monotonic())}
         inquiry.caller.answer(Frame("stack", about, frame.body))
@@ -147,17 +152,17 @@ class Query:
             inquiry.caller.answer(Frame("end"))
 
     def close(self) -> None:
-        """Hang up on all callers, which tells them that the job is over. Call it after the agents are closed.
-        Idempotent."""
+        """Close the connections to all callers, which thereby learn that the job is over. Call this after the agents
+        are closed. Idempotent."""
         for caller in self._callers:
             try:
                 caller.link.flush()
             except BrokenPipeError:
-                pass  # the caller has hung up as well
+                pass  # the caller has disconnected already
             caller.socket.close()
         self._callers.clear()
         self._entrance.close()
-        self._folder.query.unlink(missing_ok=True)  # the next attempt makes its own
+        self._folder.query.unlink(missing_ok=True)  # removed, as the next attempt creates its own
 
     def _describe(self, caller: Caller, question: Frame) -> None:
         ranks = [gauge.describe(time.monotonic()) for gauge in self._watch.gauges]
@@ -165,7 +170,8 @@ class Query:
         caller.answer(Frame("description", {**self._facts, **about}))
 
     def _stacks(self, caller: Caller, question: Frame) -> None:
-        """Ask for the stacks of those ranks in question that live; null means all ranks."""
+        """Ask the agents for the stacks of the ranks in the question that are alive; None in the question means all
+        ranks."""
         asked = question["ranks"]
         ranks = {gauge.rank for gauge in self._watch.gauges if not gauge.member.ended}
         ranks = ranks if asked is None else ranks & set(asked)
@@ -240,10 +246,10 @@ QUESTIONS = {"describe": Query._describe, "stacks": Query._stacks, "kill": Query
 
 
 class CallerLine:
-    """A caller's end: a connection to a launcher or an agent."""
+    """The end of a connection to a launcher or an agent that another dadt command uses."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if nobody listens there."""
+        """Connect to the socket at this path. Raises OSError if nobody listens."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(ANSWER_SECONDS)
         try:
@@ -261,14 +267,16 @@ class CallerLine:
 
     @property
     def pid(self) -> int:
-        """Pid of the process that listens, according to the kernel."""
+        """Id of the process that listens at the socket, according to the kernel."""
         return peer_of(self._socket).pid
 
     def ask(self, frame: Frame, seconds: float = ANSWER_SECONDS) -> Iterator[Frame]:
-        """Yield the answers as they come, until the connection ends. Raises TimeoutError after `seconds`."""
+        """Send a question, and yield the answers as they arrive, until the connection ends. Raises TimeoutError after
+        `seconds` seconds."""
         deadline = time.monotonic() + seconds
         self._socket.settimeout(seconds)
-        with suppress(BrokenPipeError, ConnectionResetError):  # the job is ending, and sent bytes can still be read
+        # the job is ending, but answers sent before can still be read
+        with suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(frame.encode())
         while True:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -281,7 +289,7 @@ class CallerLine:
             yield from self._parser.feed(data)
 
     def ended(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the other side to hang up. Returns whether it has."""
+        """Wait at most `seconds` seconds for the other side to close the connection. Returns whether it did."""
         deadline = time.monotonic() + seconds
         while select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
             try:

@@ -1,4 +1,4 @@
-"""`report.json`, which describes a job as data, while it runs and after its end."""
+"""Writes `report.json`, which describes a job as data, while the job runs and after its end."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from dadt.launch.monitor.watch import Gauge, Watch
 from dadt.launch.start.plan import Plan
 
 VERSION = 1
-"""Version of the format, raised when a name changes its meaning or is removed."""
+"""Version of the file format, increased when a field changes its meaning or is removed."""
 SECONDS = 2.0
-"""Time between two reports while the job runs."""
+"""Least number of seconds between two reports while the job runs."""
 SHARE = 0.01
-"""Largest share of the launcher's time for reports: with very many ranks they are written less often."""
+"""Largest share of the launcher's time to spend on writing reports: with very many ranks they are written less often.
+"""
 
 
 class Interim:
-    """A View that writes the report while the job runs."""
+    """A view that rewrites the report regularly while the job runs."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
@@ -46,10 +47,11 @@ class Interim:
 
 
 class JobReport:
-    """The records of a job in its log folder: the journal and the report. Errors here never stop a job."""
+    """Records of a job in its log folder: the journal of events and the report. Errors in writing them never stop a
+    job."""
 
     def __init__(self, plan: Plan, logs: Path, warn: Callable[[str], None]) -> None:
-        """warn: called with a text if something cannot be written."""
+        """warn: called with a text for the user if a file cannot be written."""
         self.journal = Journal(logs / "events.jsonl", warn)
         self._plan = plan
         self._logs = logs
@@ -61,7 +63,7 @@ class JobReport:
         self._watch: Watch | None = None
         self._failure: Failure | None = None
         self._restarts: list[dict[str, Any]] = []
-        """How the attempts failed after which the job was started again."""
+        """For each restart: its time, and how the attempt before it failed."""
         self._preemption: str | None = None
         self._signal = 0
         self._resume = ""
@@ -72,29 +74,29 @@ class JobReport:
         self.journal.write("start", job=logs.name, command=list(plan.command), dadt=version.VERSION)
 
     def placed(self, config: Config, nodes: Sequence[Node], slots: Sequence[Slot], watch: Watch) -> None:
-        """Record the places of the workers."""
+        """Record on which hosts and GPUs the workers were placed."""
         self._config, self._nodes, self._slots, self._watch = config, nodes, slots, watch
         ranks = [{name: getattr(slot, name) for name in ("rank", "host", "local_rank", "gpu")} for slot in slots]
         self.journal.write("placed", ranks=ranks, algorithm=config.algorithm, executor=config.executor)
 
     @property
     def began(self) -> bool:
-        """Whether workers have been placed."""
+        """Whether the workers have been placed on hosts."""
         return self._watch is not None
 
     def restarts(self, count: int, why: str) -> None:
-        """Record why an attempt has failed, and that restart number `count` follows."""
+        """Record why an attempt failed, and that restart number `count` follows."""
         self._restarts.append({"time": time.time(), "why": why})
         self.journal.write("restart", count=count, why=why)
 
     def ended(self, outcome: Outcome) -> None:
-        """Record the outcome of a job that ended by itself, by a worker's failure, or by the user."""
+        """Record the outcome of a job that ran: it succeeded, a worker failed, or it was ended from outside."""
         self._exit_code, self._failure, self._signal = outcome.exit_code, outcome.failure, outcome.signal
         self._preemption = outcome.preemption.text if outcome.preemption is not None else None
         self._error, self._resume = "", outcome.resume
 
     def failed(self, error: DadtError) -> None:
-        """Record the error of a job without an outcome."""
+        """Record the error of a job that ended without an outcome."""
         self._exit_code, self._error = error.exit_code, str(error)
 
     def interim(self) -> Interim:
@@ -107,7 +109,7 @@ class JobReport:
         self._write()
 
     def _write(self) -> None:
-        """Replace the report atomically: readers see the previous one or this one."""
+        """Replace the report atomically, so that readers always see a complete one."""
         path = self._logs / "report.json"
         new = path.with_name(f"{path.name}.new")
         try:
@@ -147,7 +149,8 @@ class JobReport:
 
 
 def _value(name: str, value: Any) -> Any:
-    """A knob's value; of forwarded variables only the names, as their values may be secret."""
+    """Return a setting's value for the report. For forwarded variables only the names are included, as their values may
+    be secret."""
     return [each.partition("=")[0] for each in value] if name == "forward" else value
 
 

@@ -1,1 +1,1 @@
-"""One rank's training: the runtime, its optimizers, checkpoints."""
+"""Training on one rank: the runtime, its optimizers, gradient exchanges, weight prediction and checkpoints."""

@@ -1,4 +1,5 @@
-"""Decisions from the lanes of an exchange. All ranks see the same lanes, so all decide alike."""
+"""Decisions that all ranks of an optimizer reach alike, from the metadata (`StepMetadata`, called a lane) that each
+rank sends to all ranks with an exchange."""
 
 from __future__ import annotations
 
@@ -15,60 +16,70 @@ from dadt.train.ranks import Ranks
 from dadt.train.restored import RestoredExchange
 
 FINGERPRINTED_STEPS = 20
-"""First exchanges, in which gradients and inputs are compared: these are to differ between ranks."""
+"""Number of first exchanges in which ranks compare fingerprints of their gradients and inputs: equal ones mean that
+ranks train on the same data."""
 _EVERY = 64
-"""Steps between two looks at weights, which are not to differ."""
+"""Exchanges between two comparisons of the ranks' weights, which should be equal."""
 _SAME_STEPS = 5
-"""Steps with equal gradients or inputs on all ranks, after which a warning is due."""
+"""Number of consecutive steps with equal gradients or inputs on all ranks after which a warning is printed."""
 _HALF = 16
-"""Bits of a gradient's fingerprint; those of the inputs' stand above. Likewise of weights that are not trained, and of
-those that are."""
+"""Bits in the lower part of a 32-bit fingerprint: a gradient's, with the inputs' fingerprint above it; or that of
+untrained parameters, with that of trained ones above it."""
 _SEEN = 0x7FFF
-"""The part of the inputs' fingerprint that is compared; 0: no input was seen."""
+"""Mask of the input fingerprint that ranks compare; the masked value is 0 if no input was seen."""
 _FRESH = 1 << 31
-"""The bit above it: they differ from those of the step before. What is the same in each step, as numbers of rows or a
-noise to look at, is no data that ranks should share out."""
+"""Flag bit above the input fingerprint: this step's inputs differ from the previous step's. Inputs that stay equal from
+step to step, such as a number of rows or fixed noise, are not data to be divided among ranks, so they cause no warning.
+"""
 
 
 class Adopt(Protocol):
-    """Takes rank 0's param_group values; with `weights` its weights and state as well."""
+    """Callback that loads rank 0's param_group values into this rank's optimizer; with `weights`, rank 0's weights and
+    optimizer state as well."""
 
     def __call__(self, *, weights: bool) -> None: ...
 
 
 class Agreement:
-    """The agreement of one optimizer's ranks."""
+    """Compares the metadata that all ranks of one optimizer sent with an exchange: warns of differences or raises,
+    alike on all ranks."""
 
     def __init__(self, name: str, ranks: Ranks, adopt: Adopt) -> None:
-        """name: the optimizer's, behind what is said of it."""
+        """name: suffix that names the optimizer in messages, empty for the first optimizer."""
         self._name = name
         self._ranks = ranks
         self._say = ranks.say
         self._adopt = adopt
         self.follows = False
-        """The script sets other param_group values on each rank, step by step: rank 0's are fetched before each."""
+        """Whether the script sets different param_group values on each rank at every step, so that rank 0's are fetched
+        before each step."""
         self.loss = self.mean_loss = 0.0
-        """What this rank's closure gave last, and the mean over ranks that goes with the gradients which came last."""
+        """Loss that this rank's closure returned last, and the mean of all ranks' losses that came with the newest
+        averaged gradients."""
         self._agreed = -1
-        """Number of the newest exchange when param_group values were made equal last; -1: they never were."""
+        """Number of the newest exchange when param_group values were last made equal on all ranks; -1 if they never
+        were."""
         self._same_inputs = self._same_gradients = 0
-        """Steps in a row with equal inputs on all ranks; and with equal gradients, where inputs say nothing."""
+        """Counts of consecutive steps: with equal inputs on all ranks, and with equal gradients while the inputs were
+        unknown or inconclusive."""
         self._differ = False
         self._looks = True
-        """Whether the inputs of steps are still fingerprinted."""
+        """Whether the inputs of the coming steps are still fingerprinted."""
         self._inputs = self._inputs_before = 0
-        """Fingerprints of this step's inputs so far, and of those of the step before."""
+        """Fingerprint of the inputs seen so far in this step, and that of the previous step's inputs."""
 
     def saw(self, given: Any) -> None:
-        """Note the inputs that a training forward is given."""
+        """Add the inputs of a training forward to this step's fingerprint."""
         if self._looks:
             self._inputs = of_inputs(given, self._inputs)
 
     def fingerprint(
         self, number: int, parameters: Sequence[torch.Tensor], weights: Callable[[int], tuple[int, int]]
     ) -> int:
-        """This rank's fingerprint for the exchange with this number. weights: given the number of the look,
-        returns fingerprints of what is trained and is not."""
+        """Return this rank's fingerprint for exchange `number`: of inputs and gradients in the first exchanges, later
+        of weights now and then, else 0. weights: called with the number of the comparison; returns the fingerprints of
+        trained and of untrained parameters.
+        """
         self._looks = number + 1 < FINGERPRINTED_STEPS
         if number < FINGERPRINTED_STEPS:
             inputs, self._inputs = self._inputs, 0
@@ -89,10 +100,11 @@ class Agreement:
         *,
         late: bool,
     ) -> None:
-        """Raises Mismatch where ranks have taken different steps.
+        """Compare the ranks' metadata of one exchange, and act on every difference. Raises Mismatch if ranks have taken
+        different steps.
 
-        newest: number of the last exchange under way. loader: of the last pass that has begun. late: some steps have
-        used gradients of the steps before.
+        newest: number of the last exchange launched. loader: name of the loader whose pass began last. late: whether
+        steps have used gradients of earlier steps.
         """
         self.mean_loss = mean_loss(lanes)
         self._ranks.requests.agree(lanes)
@@ -117,13 +129,15 @@ class Agreement:
         else:
             self._warn_different(lanes)
         if not self.follows and len({lane.groups for lane in lanes}) > 1 and exchange.number > self._agreed:
-            # The first exchange since they were made equal, and they differ again.
+            # If param_group values differ again in the first exchange after they were made equal, the script sets them
+            # at every step.
             self.follows = self._agreed >= 0 and exchange.number == self._agreed + 1
             self._agreed = newest
             self.take_groups(weights=late)
 
     def take_groups(self, *, weights: bool = False) -> None:
-        """Rank 0's param_group values, on all ranks; its weights and state as well, where wrong ones were used."""
+        """Load rank 0's param_group values on all ranks, with a warning; rank 0's weights and optimizer state as well
+        if steps were already taken with wrong values."""
         self._say(
             "the ranks' learning rates (or other param_group values) differ, as where each rank sets them by its own"
             " loss, or a scheduler was loaded on rank 0 alone: rank 0's are used on all",
@@ -132,8 +146,8 @@ class Agreement:
         self._adopt(weights=weights)
 
     def _warn_identical(self, lanes: list[StepMetadata]) -> None:
-        """Warn where ranks seem to train on the same data. Equal gradients alone do not show that, as a script may
-        average them itself before its step: only equal inputs do."""
+        """Warn if ranks seem to train on the same data, which only equal inputs prove: gradients are also equal if a
+        script averages them itself before its step."""
         inputs = {lane.fingerprint >> _HALF & _SEEN for lane in lanes}
         gradients = {lane.fingerprint & (1 << _HALF) - 1 for lane in lanes}
         are_known, several = 0 not in inputs, len(lanes) > 1

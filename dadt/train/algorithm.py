@@ -1,4 +1,4 @@
-"""The interface of an algorithm: hooks around one optimizer's step, in the order of a training step."""
+"""Base class of the algorithms: hooks around one optimizer's step, in the order in which a training step calls them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Attached(Trained, Protocol):
     prediction: Prediction
     index: int
     step: int
-    """Steps that the optimizer has taken."""
+    """Number of steps that the optimizer has taken."""
     warmup_steps: int
     known: WeakTensorKeyDictionary
     """The parameters that all ranks have from the first one."""
@@ -45,7 +45,7 @@ class Attached(Trained, Protocol):
 
 
 class Relaunched(InFlight, Protocol):
-    """An exchange that can be launched again, on another connection."""
+    """Interface of an exchange that can be launched again on a new connection, after ranks were lost."""
 
     began: float
 
@@ -53,41 +53,41 @@ class Relaunched(InFlight, Protocol):
 
 
 class Algorithm(abc.ABC):
-    """Decides what is exchanged, when, and how it is applied. One instance per optimizer.
+    """Decides what one optimizer's ranks exchange, when, and how it is applied. One instance per optimizer.
 
-    All hooks run on the training thread of one rank. Where `identical`, every rank runs the same sequence of them.
+    All hooks run on the training thread of one rank. If `identical`, every rank runs the same sequence of hooks.
     """
 
     identical = True
-    """Whether all ranks take the same steps, and have the same weights after each."""
+    """Whether all ranks take the same steps and have the same weights after each."""
 
     together = True
-    """Whether all ranks take the same steps. Where not, each goes at its own speed, and nothing waits for a peer
+    """Whether all ranks take the same steps. If false, each rank trains at its own speed, and nothing waits for a peer
     between the first step and the end."""
 
     in_flight = 1
-    """Exchanges that are under way at once, at most, from one step to the next."""
+    """Maximum number of exchanges that are still under way between two steps."""
 
     survives = False
-    """Whether training goes on when ranks are lost: there is a `regroup`."""
+    """Whether training continues when ranks are lost; requires a `regroup` method."""
 
     tries = False
-    """Whether the coming step tries its compression, within the warm-up."""
+    """Whether the coming step, within the warm-up, measures a compression that may be chosen later."""
 
     wants_gradients = False
-    """Whether `gradient_ready` is to be called."""
+    """Whether backward passes call `gradient_ready` for each parameter."""
 
     def __init__(self, attachment: Attached) -> None:
         self.attachment = attachment
 
     @property
     def predicts(self) -> bool:
-        """Whether the next training forward is to run at predicted weights."""
+        """Whether the next training forward runs with predicted weights."""
         return False
 
     @property
     def tracks(self) -> bool:
-        """Whether what the coming step does will be wanted for prediction."""
+        """Whether the effect of the coming step on the weights will be needed for a prediction."""
         return False
 
     @property
@@ -97,85 +97,91 @@ class Algorithm(abc.ABC):
 
     @property
     def averages(self) -> bool:
-        """Whether the coming step uses averaged gradients, those of a closure, too; else they are the rank's own."""
+        """Whether the coming step uses gradients averaged over ranks, also those of each closure evaluation; if false,
+        it uses the rank's own."""
         return self.together
 
     def starting(self) -> None:  # noqa: B027 (optional hook)
-        """All ranks are about to take rank 0's weights and state."""
+        """Called before all ranks load rank 0's weights and optimizer state."""
 
     def started(self) -> None:  # noqa: B027 (optional hook)
-        """The optimizer is attached: all ranks have rank 0's weights and state."""
+        """Called when the optimizer is attached and all ranks have rank 0's weights and optimizer state."""
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:  # noqa: B027 (optional hook)
-        """A backward has added to this parameter's gradient. Called only where `wants_gradients`."""
+        """Called when a backward has added to this parameter's gradient, only if `wants_gradients`."""
 
     @abc.abstractmethod
     def before_step(self) -> None:
-        """Gradients are about to be used: make `.grad` what the optimizer shall apply."""
+        """Called when a step is about to use gradients: set `.grad` to what the optimizer should apply."""
 
     def after_step(self) -> None:  # noqa: B027 (optional hook)
-        """The optimizer has stepped, or the step was skipped by agreement."""
+        """Called when the optimizer has stepped, or when all ranks agreed to skip the step."""
 
     @property
     def rests(self) -> bool:
-        """Whether nothing is under way that `state` would leave out."""
+        """Whether no operation is under way that the result of `state` would miss."""
         return True
 
     @property
     def launched(self) -> Exchange | None:
-        """What this step has launched, while it waits for an exchange."""
+        """The exchange that this step has launched, while `before_step` still waits for an earlier one; else None."""
         return None
 
     @property
     def pending(self) -> Exchange | RestoredExchange | None:
-        """What earlier steps have launched, as it was before this step."""
+        """The exchange that earlier steps have launched and no step has applied, as it was before this step."""
         return None
 
     def regroup(self, behind: bool, keep: bool) -> Exchange | None:
-        """Ranks were lost, and with them what was under way: go back to before this step, whose `before_step` failed if
-        it was in it. Returns the exchange that is to be launched once more.
+        """Called when ranks were lost, together with all exchanges under way: go back to the state before this step,
+        also if its `before_step` failed. Returns the exchange to launch again, if any.
 
-        behind: others have had the averages of this step, or of the coming one; their weights and state are in place,
-        and nothing is to be applied in it. keep: what earlier steps have launched can be launched again, on all ranks.
+        behind: whether other ranks already applied the averages of this or the coming step; their weights and state are
+        loaded here, and this rank must not apply anything in that step. keep: whether the exchanges that earlier steps
+        launched can be launched again on all ranks.
         """
         return None
 
     def common(self) -> Mapping[int, torch.Tensor]:
-        """What all ranks have in common in place of a parameter's value, by the parameter's id. Nothing is listed where
-        the values themselves are equal."""
+        """Return, by a parameter's id, the tensor that all ranks have in common in place of its value. Parameters whose
+        values are equal on all ranks are left out."""
         return {}
 
     def rounds(self) -> dict[str, list[int]]:
-        """How far this rank is in exchanges that belong to no step, for `follow`."""
+        """Return how far this rank is in exchanges that belong to no step, as input for `follow`."""
         return {}
 
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Relaunched]:
-        """Ranks were lost, and with them what was under way beside the steps: come as far as the furthest rank. rounds:
-        what each rank gave, by rank of the group. Returns what is to be launched once more. Raises CommError."""
+        """Called when ranks were lost, together with exchanges that belong to no step: catch up with the furthest rank.
+        rounds: each rank's result of `rounds`, by its index in the group. Returns the exchanges to launch again. Raises
+        CommError.
+        """
         return []
 
     def loaded(self) -> None:  # noqa: B027 (optional hook)
-        """The script has replaced weights by `load_state_dict`."""
+        """Called when the script has replaced weights by `load_state_dict`."""
 
     def finish(self) -> None:  # noqa: B027 (optional hook)
-        """The script has ended, on this rank: bring what is in flight to its end. Peers may still train, unless
-        `identical`. Raises CommError."""
+        """Called when the script has ended on this rank: complete the exchanges in flight. If not `identical`, peers
+        may still train. Raises CommError."""
 
     def state(self) -> dict[str, Any]:
-        """State that a resumed training needs beside weights and optimizer state: plain values and CPU tensors."""
+        """Return the state that a resumed training needs besides weights and optimizer state, as plain values and CPU
+        tensors."""
         return {}
 
     def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
-        """What `state` holds in a parameter's shape, by its number in the optimizer: where a shape is another, the
-        checkpoint is one of another model."""
+        """Return the tensors in `state` that have a parameter's shape, by the parameter's index in the optimizer. A
+        different shape means that the checkpoint is of another model."""
         return {}
 
     def observe(self) -> dict[str, Any]:
-        """What is this rank's own between two steps beside `state`. Nothing is waited for or changed."""
+        """Return this rank's state between two steps as far as `state` lacks it, without waiting for or changing
+        anything."""
         return {}
 
     def restore(self, own: dict[str, Any]) -> None:  # noqa: B027 (optional hook)
-        """Go on with the same bits from what `observe` gave on this rank, after `load_state`."""
+        """Continue bit for bit from the result of `observe` on this rank; called after `load_state`."""
 
     def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 (optional hook)
-        """Go on from what `state` gave, on all ranks."""
+        """Continue from a result of `state`; called on all ranks."""

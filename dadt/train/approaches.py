@@ -1,5 +1,5 @@
-"""Requests of new workers, whose scripts are made again up to where the others are: all ranks heed each at the end of
-the same step."""
+"""Requests of new workers that replay the script up to the running ranks' step in order to join. All ranks handle a
+request at the end of the same step."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from typing import NamedTuple
 
 
 class Approach(NamedTuple):
-    """A new worker asks how far the others are."""
+    """Request of a new worker, which asks how far the running ranks have trained."""
 
     number: int
-    """The request's number among all of the job, from 1."""
+    """The request's number, counted from 1 over the whole job."""
     rank: int
-    """The new worker's rank."""
+    """Rank of the new worker that sent the request."""
     known: int
-    """Bytes of the values that the others' scripts have read from tensors which it has already."""
+    """Bytes of recorded values that the new worker already has: the values that scripts on running ranks have read from
+    tensors."""
     last: bool
-    """Whether the others wait for it at that step, and it joins them."""
+    """Whether this is the new worker's last request: running ranks wait for it at that step, and it joins them."""
 
 
 class Approaches:
-    """`hear` and `forget` are called by the thread that listens to the agent, all else by the training thread."""
+    """The requests of new workers that one rank has received. `hear` and `forget` run on the thread that listens to the
+    agent, all other methods on the training thread."""
 
     def __init__(self) -> None:
         self.heard = 0
-        """The number of the newest request that this rank has received; 0: none."""
+        """Number of the newest request that this rank has received, 0 if none."""
         self._open: dict[int, Approach] = {}
         self._agreed = 0
 
     def forget(self) -> None:
-        """A new generation of ranks begins: the agent sends again what is still open."""
+        """Forget all requests: a new generation of ranks begins, for which the agent sends every open request again."""
         self._open.clear()
         self.heard = 0
 
@@ -39,14 +41,16 @@ class Approaches:
         self.heard = max(self.heard, approach.number)
 
     def agree(self, heard: Iterable[int]) -> None:
-        """heard: the newest request that each rank has received, as all ranks know from one exchange."""
+        """Note which requests all ranks have received. heard: each rank's number of its newest request, as one exchange
+        brought them to all ranks."""
         self._agreed = max(self._agreed, min(heard))
 
     def begin_anew(self) -> None:
-        """Ranks have connected again: one may have had an exchange that another has not, or have joined."""
+        """Reset the agreement after ranks have reconnected: some may have missed an exchange or joined just now."""
         self._agreed = 0
 
     def due(self) -> list[Approach]:
-        """After a complete step: the requests to heed now, as all ranks know them. Each is returned once."""
+        """Return the requests to handle now, each of them once; called after a complete step, with equal results on all
+        ranks."""
         numbers = sorted(number for number in list(self._open) if number <= self._agreed)
         return [approach for number in numbers if (approach := self._open.pop(number, None)) is not None]

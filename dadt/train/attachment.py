@@ -1,4 +1,4 @@
-"""One optimizer under DADT: what is exchanged for it, its algorithm, its prediction, and their agreement."""
+"""One managed optimizer: its exchanges, its algorithm, its weight prediction and what ranks compare about it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
 class Attachment:
-    """Made when the runtime attaches an optimizer; every rank attaches the same ones in the same order."""
+    """One optimizer managed by DADT. Every rank attaches the same optimizers in the same order."""
 
     def __init__(
         self,
@@ -63,23 +63,25 @@ class Attachment:
         self._modules = below(optimizers.root_modules(optimizer))
         self.changing_buffers = ChangingBuffers(optimizers.buffers, ranks, self.name)
         self._listing = ParameterListing()
-        self.known = WeakTensorKeyDictionary()  # parameters that all ranks have from rank 0
-        self._welcomed: list[torch.Tensor] = []  # the optimizer's parameters when they were last looked at
-        self.scale: torch.Tensor | None = None  # loss scale of this step, where the script has a GradScaler
-        self.scale_token: tuple[int, int] | None = None  # of the values that it was copied from
+        self.known = WeakTensorKeyDictionary()  # parameters whose values all ranks have from rank 0
+        self._welcomed: list[torch.Tensor] = []  # parameters that `broadcast_new_parameters` saw last
+        self.scale: torch.Tensor | None = None  # loss scale of this step, if the script has a GradScaler
+        self.scale_token: tuple[int, int] | None = None  # identifies the GradScaler value that `scale` was copied from
         self.batch_weight = BatchWeight(lambda: optimizers.script.backwards)
         self.agreement = Agreement(self.name, ranks, partial(replicas.take_first, self))
         self.finite = Finite(ranks.config.on_nan, ranks, optimizers.parameter_names, self.measure)
-        self.exchanges = self.numbered_from = 0  # one for each step, and each evaluation of a closure
-        self.consumed = self.stepping = False  # gradients are averaged; the optimizer's own step is under way
+        # exchanges so far, one per step and per closure evaluation; step from which their names count, after a resume
+        self.exchanges = self.numbered_from = 0
+        # whether this step's gradients are averaged; whether the optimizer's own step() is running
+        self.consumed = self.stepping = False
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._growth = Growth()
         self._schema: BucketPlan | None = None
-        self._followed: list[torch.Tensor] = []  # the parameters of the schema
-        self._tables: list[torch.Tensor] = []  # parameters whose gradients are sparse
+        self._followed: list[torch.Tensor] = []  # the parameters that the bucket plan covers
+        self._tables: list[torch.Tensor] = []  # parameters whose gradients are sparse tensors
         self._token: tuple[Any, ...] = ()
         self.prediction = prediction.choose(ranks.config, optimizer, self.parameters, ranks.world.world_size)
-        # Collected between forward and step, it must not leave its prediction in the weights.
+        # An optimizer that is garbage-collected before its step must not leave predicted weights behind.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
         self.algorithm: Algorithm = optimizers.algorithm(self)
         self.switch_note: dict[str, Any] = {}  # see `switch_to`
@@ -96,12 +98,12 @@ class Attachment:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that are trained, in registration order; none once the optimizer is collected."""
+        """The optimizer's trained parameters in registration order; empty once the optimizer is garbage-collected."""
         return self._listing.trained(optimizer) if (optimizer := self._optimizer()) else []
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All modules of the models that it trains, as they were when parameters were attached or added last."""
+        """All modules of the models that this optimizer trains, as of the last change of its parameters."""
         return [m for ref in self._modules if (m := ref()) is not None]
 
     @property
@@ -110,7 +112,8 @@ class Attachment:
 
     @property
     def overlaps(self) -> bool:
-        """Whether buckets may be launched from backward: with several optimizers ranks could differ in their order."""
+        """Whether buckets may be launched during backward: several optimizers could do so in other orders on other
+        ranks."""
         return not self.has_closure and not self.consumed and self.optimizers.trains_one
 
     @property
@@ -120,7 +123,7 @@ class Attachment:
 
     @property
     def trained(self) -> tuple[Any, ...]:
-        """A token of what the script trains now: it changes when parameters are added, frozen, moved or cast."""
+        """Token for the set of trained parameters, which changes when the script adds, freezes, moves or casts some."""
         return (*self._token[0], self._listing.used)
 
     @property
@@ -148,7 +151,7 @@ class Attachment:
         self.algorithm.started()
 
     def broadcast_new_parameters(self) -> None:
-        """Parameters that the script has added start from rank 0's values. Cheap where there are none."""
+        """Set parameters that the script has added to rank 0's values. Returns at once if there are none."""
         every = self._listing.every(self.optimizer)
         if every is self._welcomed:
             return
@@ -165,7 +168,8 @@ class Attachment:
             self.changing_buffers.watch(m for m in self.modules if m not in self.optimizers.buffers)
 
     def refresh(self) -> None:
-        """Follow parameters that were frozen, added, moved or cast, and buffers that came to life."""
+        """Adapt the bucket plan and the prediction if parameters were frozen, added, moved or cast, or if more buffers
+        are averaged."""
         parameters = self._followed = self.parameters
         token = self._make_token(parameters)
         if self._schema is not None and token == self._token:
@@ -186,12 +190,12 @@ class Attachment:
         self._token = token
 
     def watch_gradients(self) -> None:
-        """Notice gradients that grow, from now on."""
+        """Begin to detect gradients to which a backward adds, and to report them to the algorithm if it wants that."""
         self._growth.told = self.algorithm.gradient_ready if self.algorithm.wants_gradients else None
         self._growth.watch(self.parameters)
 
     def compress(self, name: str) -> None:
-        """Change the compression from the next exchange on, on all ranks. No exchange may be under way."""
+        """Change the compression from the next exchange on. All ranks call it, while no exchange is under way."""
         self.compression = name
         self._token = (self._token[0], None)
         self.refresh()
@@ -205,11 +209,11 @@ class Attachment:
         self.measure.late = 0
 
     def average_gradients(self) -> None:
-        """The first place of a step where gradients are used: exchange, and make `.grad` what shall be applied."""
+        """Exchange gradients where a step first uses them, and set `.grad` to what the optimizer should apply."""
         if self.consumed and not self.algorithm.averages:
-            return  # gradients are the rank's own: what it does with them concerns nobody
+            return  # no average has been applied, so the script may add to its rank's own gradients
         if self.consumed and self._growth.seen and not self._growth.has_averages:
-            self.skipped()  # the script let the averages go, and computed again
+            self.skipped()  # the script discarded the averages and computed again
         if self.consumed:
             if self._growth.seen:
                 raise DadtError(
@@ -230,7 +234,7 @@ class Attachment:
         if len(self.prediction.given) != len(parameters):
             self.prediction.follow(parameters)
         if self.finite.look(parameters, self.scale) and self.finite.skips:
-            self.zero_gradients()  # else what compression owes would never be finite again
+            self.zero_gradients()  # a NaN or infinity that enters the compression's error feedback would never leave it
         if self.algorithm.tracks:
             into = self._schema.addresses if self._schema is not None else frozenset()
             self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale, delivery=into)
@@ -251,12 +255,13 @@ class Attachment:
             other.prediction.release(ids)
 
     def backward_begins(self) -> None:
-        """Averages may be about to grow, which is an error."""
+        """Called before a backward: gradients that grow after they were averaged are an error."""
         if self.consumed and not self._growth.watches:
             self.watch_gradients()
 
     def forget_launched(self, exchange: Exchange | None) -> None:
-        """Ranks were lost: what compression owes is forgotten, and the step launches this exchange again."""
+        """Called when ranks were lost: reset the compression's error feedback, and give back the number of `exchange`,
+        which the step launches again."""
         if self._schema is not None:
             self._schema.forget_residuals()
         if exchange is not None:
@@ -264,18 +269,22 @@ class Attachment:
             exchange.give_back()
 
     def zero_gradients(self) -> None:
-        """Zero the gradients for a step that applies none, in other memory: the flat buffers may be under way."""
+        """Set the gradients to zeros in newly allocated memory, for a step that applies none: an exchange may still
+        read the flat buffers."""
         tables = {id(p) for p in self._tables}
-        # Where there is none, zeros would be another thing: optimizers then decay the parameter, and have state for it.
+        # Only parameters with a gradient: with zeros in place of None, an optimizer would apply weight decay and create
+        # state. If none has one, all get zeros.
         for p in [p for p in self.parameters if p.grad is not None] or self.parameters:
             zeros = torch.zeros_like(p)
             p.grad = zeros.to_sparse(1) if id(p) in tables else zeros
 
     def withhold_gradients(self) -> None:
-        """Remove the gradients while no average has come: a step then changes no weight, momentum or counter."""
+        """Called just before the optimizer steps: remove the gradients if no average has arrived yet, so that the step
+        changes no weight, momentum or counter."""
         self.stepping = True
         if self.agreement.follows and self.algorithm.averages:
-            # Here, where no exchange is open and the script sets nothing any more before the step.
+            # Fetched at this point because no exchange is open and the script sets no param_group values any more
+            # before the step.
             self.replicas.take_first_groups(self)
         if self.algorithm.holds:
             self._held = [(p, p.grad) for p in self.parameters]
@@ -283,7 +292,7 @@ class Attachment:
                 p.grad = None
 
     def stepped(self) -> None:
-        """The optimizer has stepped."""
+        """Called when the optimizer has stepped: restore withheld gradients, update the prediction and end the step."""
         self.prediction.after_step(held=bool(self._held), scale=self.scale)
         for p, gradient in self._held:
             p.grad = gradient
@@ -291,7 +300,8 @@ class Attachment:
         self._end_step()
 
     def skipped(self) -> None:
-        """All ranks left the step out: by the gradient scaler, or by the script from the averages' norm."""
+        """Called when all ranks skip the step: the gradient scaler found infinities, or the script discarded the
+        averaged gradients, for example because of their norm."""
         self.prediction.forget()
         self._end_step()
         for callback in self.events.on_skipped:
@@ -307,13 +317,14 @@ class Attachment:
         self.scale, self.consumed, self.stepping = None, False, False
 
     def loaded(self) -> None:
-        """The script has replaced weights by `load_state_dict`."""
+        """Called when the script has replaced weights by `load_state_dict`."""
         self.prediction.forget()
         self.algorithm.loaded()
 
     @property
     def compresses(self) -> bool:
-        """Line searches compare what closures give, and power iteration starts better from settled gradients."""
+        """Whether the next exchange is compressed: not with closures, since line searches compare their results, nor in
+        PowerSGD's warm-up, since power iteration starts better from settled gradients."""
         settles = self.compression.startswith("powersgd") and self.step < self.warmup_steps and not self.algorithm.tries
         return not self.has_closure and not settles
 
@@ -322,7 +333,7 @@ class Attachment:
         self.exchanges += not again
         name = f"step {self.numbered_from + self.exchanges - 1}{self.name}{', again' if again else ''}"
         if again:
-            self._schema.forget_residuals()  # they went with the exchange before, which nobody uses
+            self._schema.forget_residuals()  # the discarded exchange used up the compression's residuals
         weight = self.batch_weight.value
         exchange = Exchange(self.ranks, self._schema, self.exchanges - 1, name, weight, compressed=self.compresses)
         exchange.scale = self.scale
@@ -330,7 +341,7 @@ class Attachment:
         return exchange
 
     def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
-        """Launch what is left of the exchange, with this rank's lane; value: what the algorithm sends its peers."""
+        """Launch the exchange's remaining buckets with this rank's metadata. value: a number for all ranks."""
         exchange.scale, exchange.frozen = self.scale, self._listing.used
         exchange.close(
             StepMetadata(
@@ -352,14 +363,14 @@ class Attachment:
         )
 
     def _weights(self, number: int) -> tuple[int, int]:
-        """Fingerprints of some trained weights, which are true ones here, and of those that no optimizer trains."""
+        """Return fingerprints of some trained (not predicted) weights, and of parameters that no optimizer trains."""
         equal = self.algorithm.identical and self.ranks.config.broadcast
         trained = fingerprint.of_trained(self.parameters, number) if equal else 0
         others = [p for o in self.optimizers if o is not self.optimizer for p in listed(o)]  # maybe predicted
         return trained, fingerprint.of_untrained(self.modules, others) if self.algorithm.predicts else 0
 
     def wait(self, exchange: Exchange | RestoredExchange) -> list[StepMetadata]:
-        """Like `exchange.receive`, by the name that users' algorithms know."""
+        """Wait for an exchange and return all ranks' metadata. User-written algorithms call it by this name."""
         return exchange.receive()
 
     def deliver(self, exchange: Exchange | RestoredExchange) -> None:
@@ -371,11 +382,11 @@ class Attachment:
         self._listing.averaged(exchange.frozen, averages)
         hand_out(exchange.parameters, averages, ratio, exchange.frozen)
         for p in absent:
-            # As on the ranks that had one: some optimizers take no dense gradient, or none after a sparse one.
+            # Sparse, as on the ranks that had a gradient: some optimizers accept no dense one here.
             if p.grad is not None and p.grad.layout == torch.strided:
                 p.grad = p.grad.to_sparse(1)
         if exchange.schema is not self._schema and self._schema is not None:
-            # Added or unfrozen since: their first average has not come yet.
+            # Parameters that were added or unfrozen after the exchange began have no average yet.
             averaged = {id(p) for p in exchange.schema.parameters}
             for p in self._schema.parameters:
                 if id(p) not in averaged:
@@ -383,7 +394,7 @@ class Attachment:
         self.optimizers.buffers.update(exchange.places, exchange.averaged_buffers())
 
     def agree(self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange) -> None:
-        """Act on what the lanes say, the same on all ranks. Raises Mismatch."""
+        """Compare all ranks' metadata and act on differences, alike on all ranks. Raises Mismatch."""
         self.measure.exchanged(exchange.seconds, exchange.waited)
         newest, late = self.exchanges - 1, self.measure.delayed > 0
         self.agreement.check(lanes, exchange, newest, self.batch_weight.begun, late=late)

@@ -23,7 +23,7 @@ class Attachments:
         return len(self._attached)
 
     def of(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
-        """The optimizer's attachment, if it has one by now."""
+        """Return the optimizer's attachment, or None if it has none yet."""
         return self._attached.get(optimizer)
 
     def add(self, attachment: Attachment) -> None:
@@ -33,8 +33,8 @@ class Attachments:
         self._attached.clear()
 
     def sharing(self, ids: set[int]) -> list[Attachment]:
-        """The attachments whose gradients are used where those of these parameters (by id) are: the newest
-        that owns just them, or as many, newest first, as it takes to have them all."""
+        """Return the attachments that own these parameters (by id): the newest that owns exactly these, or else newest
+        ones until all are covered."""
         mine = [(a, {id(p) for p in a.parameters}) for a in reversed(list(self))]
         exact = [a for a, owned in mine if owned and owned == ids]
         if exact:
@@ -47,19 +47,19 @@ class Attachments:
         return chosen
 
     def discard_averages(self, ids: set[int]) -> None:
-        """The script drops gradients of these parameters: averages that no step has used are left out, where nothing
-        is left of them."""
+        """Called when the script drops the gradients of these parameters: if that leaves nothing of averages that no
+        step has used, their step counts as skipped."""
         for attachment in self:
             mine = attachment.parameters if attachment.consumed and not attachment.stepping else []
             others = [p for p in mine if id(p) not in ids]
-            # In a step that applies nothing all gradients are zeros.
+            # In a step that applies nothing, all gradients are zeros, so zeros do not show that they were dropped.
             kept = bool(others) and (attachment.algorithm.holds or any(map(_counts, others)))
             if len(others) < len(mine) and not kept:
                 attachment.skipped()
 
 
 def _counts(parameter: torch.Tensor) -> bool:
-    """Whether the parameter has a gradient that is not zero."""
+    """Whether the parameter has a gradient with any nonzero value."""
     gradient = parameter.grad
     if gradient is not None and gradient.layout != torch.strided:
         gradient = gradient.coalesce().values()

@@ -1,4 +1,4 @@
-"""The weight of a rank's gradient in the mean: how full the batches of its step are."""
+"""Weight of a rank's gradient in the mean over ranks, which is smaller if the batches of its step are not full."""
 
 from __future__ import annotations
 
@@ -9,44 +9,48 @@ from zlib import crc32
 
 _RECENT = 64
 MOST_AHEAD = 2
-"""Batches that a script may hold back: Accelerate fetches one before it gives the one before."""
+"""Maximum number of batches that a script may fetch before it trains on them: Accelerate fetches one ahead."""
 
 
 class Pass:
-    """One pass over a shared loader."""
+    """One pass over a loader that all ranks share."""
 
     def __init__(self, name: str) -> None:
         """name: what messages call the loader."""
         self.name = name
         self.order = 0
-        """crc32 of the first batch's samples, those of all ranks; 0 where the loader has no order."""
+        """crc32 of the sample indices in the first batch of all ranks; 0 if the loader has no order."""
         self.ahead: int | None = None
-        """Batches that the script fetches before it trains on them; None: not known yet."""
+        """Number of batches that the script fetches before it trains on them; None if not known yet."""
         self.is_over = False
 
 
 class BatchWeight:
-    """The weight for one optimizer, by the batches that shared loaders hand to the script."""
+    """Weight of one optimizer's gradient, computed from the sizes of the batches that shared loaders return to the
+    script."""
 
     def __init__(self, backwards: Callable[[], int]) -> None:
         """backwards: returns how many backward passes the script has begun so far."""
         self.drawn = 0
-        """Batches since the last exchange."""
+        """Number of batches drawn since the last exchange."""
         self.order = 0
-        """crc32 of the orders of passes over loaders that began since the last exchange; 0: none has one."""
+        """crc32 over the sample orders of all passes that began since the last exchange; 0 if no loader has an order.
+        """
         self.begun = ""
-        """The name of the loader whose pass began last."""
+        """Name of the loader whose pass began last."""
         self._backwards = backwards
         self._passes: WeakKeyDictionary[Pass, _Drawn] = WeakKeyDictionary()
         self._recent: deque[Pass] = deque(maxlen=_RECENT)
-        """Passes drawn from since the last exchange, kept as a script may drop them at once: `next(iter(loader))`."""
+        """Passes drawn from since the last exchange. References keep them alive, as `next(iter(loader))` drops its pass
+        at once."""
         self._last = 1.0
         self._fills_up = False
-        """Whether the weight is 1 again from the next step on, unless that step has a batch."""
+        """Whether the weight becomes 1 again from the next step on, unless that step has a batch."""
 
     @property
     def value(self) -> float:
-        """The weight of the coming step's gradient. A step that has no batch of its own has that of the step before."""
+        """Weight of the coming step's gradient in the mean, usually from 0 to 1. A step without a new batch has the
+        previous step's weight."""
         if not self._passes:
             return self._last
         now = self._backwards()
@@ -54,7 +58,8 @@ class BatchWeight:
         return sum(fills) / len(fills) if fills else self._last
 
     def drew(self, source: Pass, samples: int, nominal: int) -> None:
-        """A batch of a shared loader was handed to the script. samples: those that count; nominal: a full one's."""
+        """Called when a shared loader returns a batch to the script. samples: the batch's samples that count; nominal:
+        samples of a full batch."""
         self._fills_up = False
         self.drawn += 1
         self._recent.append(source)
@@ -64,16 +69,16 @@ class BatchWeight:
         drawn.add(samples / max(nominal, 1))
 
     def pass_over(self, source: Pass) -> None:
-        """A shared loader has come to its end: a step that is without a batch (the script repeats those that it has
-        kept) counts in full, as it is not known which one it takes."""
+        """Called at the end of a pass over a shared loader. Steps without a new batch, in which a script reuses
+        batches, then have weight 1, as it is unknown which batch they use."""
         if (drawn := self._passes.get(source)) is not None and drawn.fills:
-            self._fills_up = True  # what was fetched since the last step is still to be used
+            self._fills_up = True  # the next step still trains on batches fetched since the last one
             self._recent.append(source)
         else:
             self._last = 1.0
 
     def exchanged(self) -> None:
-        """The gradients of what is due are on their way."""
+        """Called when an exchange begins: the batches that it covers are counted as trained on."""
         self.drawn = self.order = 0
         if not self._passes:
             return
@@ -88,22 +93,22 @@ class BatchWeight:
 
 
 class _Drawn:
-    """The batches of one pass that an optimizer has not been trained on."""
+    """Batches of one pass that an optimizer has not been trained on yet."""
 
     def __init__(self, backwards: int) -> None:
         self.fills: list[float] = []
         self._began = backwards
         self._since = 0
-        """Batches since the last exchange."""
+        """Number of batches drawn since the last exchange."""
         self._first = self._each = 0
-        """Batches drawn before the first exchange, and batches that the last exchange was about."""
+        """Number of batches drawn before the first exchange, and number of batches that the last exchange covered."""
 
     def add(self, fill: float) -> None:
         self.fills.append(fill)
         self._since += 1
 
     def due(self, source: Pass, backwards: int) -> list[float]:
-        """How full each batch is that the coming exchange is about; 1 is full."""
+        """Return how full each batch is that the coming exchange covers; 1 is a full batch."""
         return self.fills[: max(len(self.fills) - self._ahead(source, backwards), 0)]
 
     def exchanged(self, source: Pass, backwards: int) -> None:
@@ -118,9 +123,11 @@ class _Drawn:
         if source.is_over:
             return max(len(self.fills) - self._each, 0) if source.ahead else 0
         if source.ahead is None:
-            # Each batch has had a backward but for those that the script holds back.
+            # So far, each batch has had one backward, except for those that the script fetched ahead.
             left = self._since - (backwards - self._began) if backwards > self._began else 0
             return left if 0 < left <= MOST_AHEAD else 0
         if self._since >= self._first > 0:
-            return 0  # as many for each step as before the first: they are trained on together
+            # no batch is ahead: as many were drawn as before the first exchange, and the script trains on all of them
+            # together
+            return 0
         return source.ahead

@@ -1,4 +1,5 @@
-"""Buffers (BatchNorm statistics): each rank trains with its own; what the script reads is the average."""
+"""Averaged buffers such as BatchNorm statistics: each rank trains with its own values, and the script reads the
+average."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from dadt.train.ranks import Ranks
 
 
 def buffer_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The module's buffer of this name; None where it has none of it any more."""
+    """Return the module's buffer of this name, or None if the module does not have it any more."""
     buffers = module._buffers
     return buffers[name] if name in buffers else None  # noqa: SIM401 (a scripted module's have no get)
 
@@ -23,22 +24,25 @@ Observed = tuple[nn.Module, list[str], dict[str, torch.Tensor], dict[str, torch.
 
 
 class Buffers:
-    """The floating buffers that training changes, of all modules that are trained. One per runtime.
+    """The floating-point buffers that training changes, in all trained modules. One instance per runtime.
 
-    The average that came with the last exchange is the official copy, equal on all ranks. `show` puts it into a
-    module (eval(), state_dict()), `hide` puts the rank's own back (train(), the next training forward).
+    The average that came with the last exchange is the official copy, equal on all ranks. `show` writes it into a
+    module (for eval() or state_dict()); `hide` restores the rank's own values (for train() or the next training
+    forward).
     """
 
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
         self.added = 0
-        """How many modules came in so far."""
+        """Number of modules added so far."""
         self._official: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
         self._own: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 
     def watch(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """Take up BatchNorm's statistics. Of other floating buffers, gives (module, name, value now): those that
-        training has changed by then are for `add`; constants (masks, position tables) are not worth sending."""
+        """Add BatchNorm's statistics of these modules. Returns (module, name, copy of its value) for all other
+        floating-point buffers: the caller passes those that training changes to `add`, since constants (masks, position
+        tables) are not worth sending.
+        """
         candidates = []
         for module in modules:
             names = [n for n, b in module._buffers.items() if b is not None and b.is_floating_point()]
@@ -61,11 +65,11 @@ class Buffers:
             names.append(name)
 
     def of(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """(module, name, the rank's own buffer), in the order of the modules."""
+        """Return (module, buffer name, the rank's own buffer) for each averaged buffer, in the order of the modules."""
         return [(m, n, b) for m in modules for n in self._names.get(m, ()) if (b := buffer_of(m, n)) is not None]
 
     def update(self, places: Sequence[tuple[nn.Module, str]], averages: Sequence[torch.Tensor]) -> None:
-        """A new official copy has come."""
+        """Store newly averaged values as the official copies. places: (module, buffer name) of each average."""
         for (module, name), average in zip(places, averages, strict=True):
             self._official.setdefault(module, {})[name] = average
 
@@ -88,12 +92,12 @@ class Buffers:
                 buffer.data.copy_(value)
 
     def observe(self) -> list[Observed]:
-        """For each module the names of its averaged buffers, their official copies, and this rank's own values where
-        the module shows the official ones; else None."""
+        """Return for each module: the names of its averaged buffers, their official copies, and this rank's own values
+        if the module shows the official ones, else None."""
         return [(m, list(names), dict(self._official.get(m, {})), self._own.get(m)) for m, names in self._names.items()]
 
     def restore(self, every: Iterable[Observed]) -> None:
-        """Go on from what `observe` returned, where the modules hold what they held then."""
+        """Continue from a result of `observe`; the modules must contain the values from the time of that call."""
         for table in (self._names, self._official, self._own):
             table.clear()
         for module, names, official, own in every:
@@ -104,7 +108,7 @@ class Buffers:
                 self._own[module] = own
 
     def release(self) -> None:
-        """Show the official copies, and forget which buffers are averaged."""
+        """Write the official copies into the modules, and forget which buffers are averaged."""
         self.show_all()
         for table in (self._names, self._official, self._own):
             table.clear()
@@ -114,19 +118,21 @@ class Buffers:
             self.show(module)
 
     def hide_training(self) -> None:
-        """A training forward begins: modules in training mode get the rank's own buffers back."""
+        """Called when a training forward begins: restore the rank's own buffers in modules that are in training
+        mode."""
         for module in list(self._own):
             if module.training:
                 self.hide(module)
 
     def keep_shown(self, modules: Iterable[nn.Module]) -> None:
-        """Training went on from the official copy: what it became is the rank's own."""
+        """Called when training went on with the official copies: the values in these modules become the rank's own."""
         for module in modules:
             if module.training:
                 self._own.pop(module, None)
 
     def join(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """The rank's own becomes what all ranks have in common; what the script reads stays as it is."""
+        """Replace the rank's own value by `value`, which all ranks have in common; the script reads the official copy
+        as before."""
         self.add(module, name)
         shown, buffer = self._own.get(module, {}), buffer_of(module, name)
         if name in shown:
@@ -136,51 +142,56 @@ class Buffers:
             buffer.data.copy_(value)
 
     def join_official(self, modules: Iterable[nn.Module]) -> None:
-        """Like `join`, with the official copies of these modules' buffers."""
+        """Replace the rank's own buffers of these modules by their official copies; the script reads the official
+        copies as before."""
         for module in modules:
             for name, average in self._official.get(module, {}).items():
                 self.join(module, name, average)
 
     def forget(self, module: nn.Module) -> None:
-        """The script has set the values: they are official and the rank's own."""
+        """Called when the script has set the module's buffers: the new values count as official and as the rank's
+        own."""
         self._own.pop(module, None)
         self._official.pop(module, None)
 
 
 class ChangingBuffers:
-    """The buffers of one optimizer's modules. Those that a training forward has changed on any rank are averaged."""
+    """The buffers of one optimizer's modules; a buffer is averaged once a training forward has changed it on any
+    rank."""
 
     def __init__(self, buffers: Buffers, ranks: Ranks, name: str) -> None:
-        """name: the optimizer's, for names of operations; empty for the first optimizer."""
+        """name: suffix that names the optimizer in names of operations; empty for the first optimizer."""
         self._buffers = buffers
         self._ranks = ranks
         self._name = name
         self._candidates: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._found_in: tuple[object, int] = (None, 0)
         self._found: list[weakref.ref[nn.Module]] = []
-        """The modules that have buffers to average: most have none."""
+        """Weak references to the modules that have buffers to average, which most modules do not have."""
 
     def of(self, modules: list[weakref.ref[nn.Module]]) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """(module, name, the rank's own buffer), in the order of the modules."""
+        """Return (module, buffer name, the rank's own buffer) for each averaged buffer, in the order of the modules."""
         if self._found_in != (found_in := (modules, self._buffers.added)):
             self._found_in, self._found = found_in, [ref for ref in modules if ref() in self._buffers]
         return self._buffers.of(m for ref in self._found if (m := ref()) is not None)
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Note the buffers of these modules, to be looked at in `select`."""
+        """Note the buffers of these modules, so that `select` finds out which of them training changes."""
         self._candidates += self._buffers.watch(modules)
 
     def forget(self) -> None:
-        """Look at no noted buffers: it is known from before which are averaged."""
+        """Drop the noted buffers without comparing them, because it is already known which buffers are averaged."""
         self._candidates = []
 
     def select(self) -> None:
-        """A training forward has run: what it has changed is averaged from now on. All ranks call it together."""
+        """Called after a training forward, on all ranks together: average from now on each noted buffer that has
+        changed on any rank."""
         if not self._candidates:
             return
         pairs = [(buffer_of(m, n), before) for m, n, before in self._candidates]
         changed = [now is not None and not torch.equal(now, before) for now, before in pairs]
-        # As a table of positions that grows with the longest text: it says nothing of the training.
+        # A buffer that changed its shape is not averaged: a table of positions that grows with the longest text is no
+        # statistic of training.
         reshaped = [now is None or now.shape != before.shape for now, before in pairs]
         work = self._ranks.allgather(f"buffers that change{self._name}", pack_flags(changed + reshaped))
         self._ranks.wait(work)

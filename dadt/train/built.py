@@ -1,8 +1,8 @@
-"""What each rank has built, compared when an optimizer is attached: ranks that train different things end before the
-first step, by a sentence with both values.
+"""Compares the optimizers, models and schedulers that ranks have built when an optimizer is attached. Ranks that differ
+fail before the first step, with a message that shows both values.
 
-State that is restored may be one rank's alone, which the others take over. So where a rank has loaded some, what counts
-is what the optimizers were built with.
+If some ranks have loaded a checkpoint's state, only the values with which the optimizers were first built are compared,
+as the other ranks take the loaded state over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dadt.errors import Mismatch
 from dadt.train.param_groups import group_values, plain_values
 
 ADVANCING = ("last_epoch", "base_lrs")
-"""Values of a scheduler that a script gives it to go on from a checkpoint."""
+"""Attributes of a scheduler that a script sets to continue from a checkpoint, so they may differ between ranks."""
 CAUSES = (
     "each has chosen for itself, by entropy (a generator that DADT does not seed), by random numbers drawn after"
     " training began, by the time, or by a measurement of its own: seed them (as by torch.manual_seed before each"
@@ -27,7 +27,7 @@ MODEL = f"every rank must build the same model; {CAUSES}"
 
 
 class Made(NamedTuple):
-    """An optimizer as it was when it was built."""
+    """Names and values of an optimizer's param_groups at the time when it was built."""
 
     keys: list[list[str]]
     values: list[dict[str, Any]]
@@ -39,22 +39,22 @@ class Scheduler(NamedTuple):
 
 
 class Build(NamedTuple):
-    """What a rank reports of an optimizer, in plain values."""
+    """Description of one rank's optimizer, model and schedulers, in plain values that ranks can compare."""
 
     kind: str
     parameters: list[tuple[str, str]]
-    """For each parameter its name (empty: not known), and its shape and dtype."""
+    """For each parameter its name (empty if not known), and its shape and dtype."""
     made: Made
     now: Made
     schedulers: list[Scheduler]
     epochs: list[int]
-    """The `last_epoch` of each scheduler."""
+    """The `last_epoch` of each scheduler, in the order of `schedulers`."""
     restored: bool
-    """Whether state was loaded into an optimizer, or this one was attached before."""
+    """Whether state was loaded into an optimizer, or this optimizer was attached before."""
 
 
 def made(optimizer: torch.optim.Optimizer, *, wait: bool = False) -> Made:
-    """The optimizer as it is now. wait: as in group_values."""
+    """Return the optimizer's param_groups as they are now. wait: whether to include values of tensors on a GPU."""
     return Made([sorted(map(str, group)) for group in optimizer.param_groups], group_values(optimizer, wait=wait))
 
 
@@ -71,15 +71,15 @@ def build(
     *,
     restored: bool,
 ) -> Build:
-    """What this rank reports of the optimizer as it is now. names: of parameters, by id, as far as they are known. was:
-    when it was built. schedulers: those built over it, and how far they are."""
+    """Return the description of this rank's optimizer as it is now. names: known parameter names by id. was: the
+    param_groups when it was built. schedulers: the optimizer's learning rate schedulers, each with its epoch."""
     now = made(optimizer, wait=True)
     kinds, epochs = [each for each, _ in schedulers], [epoch for _, epoch in schedulers]
     return Build(type(optimizer).__qualname__, _described(names, optimizer), was or now, now, kinds, epochs, restored)
 
 
 def encoded(build: Build) -> Any:
-    """The build in types that ranks can send each other."""
+    """Return the description in types that ranks can send to each other."""
     return [
         build.kind,
         build.parameters,
@@ -102,8 +102,8 @@ def _described(names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> li
 
 
 def check(builds: Sequence[Build], members: Sequence[int], which: str) -> None:
-    """Raises Mismatch where one differs from the first. members: the ranks that have built these, in order; which: the
-    optimizer, as messages name it."""
+    """Raises Mismatch if any description differs from the first. members: ranks that sent the descriptions, in their
+    order. which: suffix that names the optimizer in messages."""
     restored = any(each.restored for each in builds) or len({tuple(each.epochs) for each in builds}) > 1
     for rank, other in zip(members, builds, strict=True):
         _check_order(rank, other, members[0], builds[0], which)
@@ -112,11 +112,12 @@ def check(builds: Sequence[Build], members: Sequence[int], which: str) -> None:
 
 
 Difference = tuple[str, Any, Any, str]
-"""What differs, its value on both ranks, and likely causes."""
+"""One difference between two ranks: its description, the value on each rank, and likely causes."""
 
 
 def _check_order(rank: int, other: Build, first: int, firsts: Build, which: str) -> None:
-    """Averages of one parameter would go to another of its shape. Raises Mismatch."""
+    """Raises Mismatch if two ranks list the same parameters in different orders: averages would reach another parameter
+    of equal shape."""
     order, expected = ([name for name, _ in each.parameters] for each in (other, firsts))
     if order != expected and sorted(order) == sorted(expected):
         mine, its = next((a, b) for a, b in zip(order, expected, strict=True) if a != b)
@@ -151,7 +152,7 @@ def _of_parameters(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) -
     for number, ((name, kind), (other_name, other_kind)) in enumerate(zip(a, b, strict=False)):
         if kind != other_kind:
             yield name or f"parameter {number}", kind, other_kind, MODEL
-        # A rank may have wrapped its model, for its reports or the like.
+        # Names may differ by a prefix, because a rank may have wrapped its model, for example for its reports.
         wrapped = f".{name}".endswith(f".{other_name}") or f".{other_name}".endswith(f".{name}")
         if name and other_name and not wrapped:
             yield f"the name of parameter {number}", name, other_name, MODEL

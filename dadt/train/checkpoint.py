@@ -1,6 +1,7 @@
-"""State that a checkpoint holds beside the script's own, so that a resumed training goes on bit for bit.
+"""State that DADT adds to a checkpoint besides the script's own, so that a resumed training continues bit for bit.
 
-It goes with the optimizer's state, under a key that torch's load_state_dict ignores: plain numbers and tensors.
+It is stored in the optimizer's state dict, under a key that torch's load_state_dict ignores, as plain numbers and
+tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from dadt.train.ranks import Ranks
 from dadt.train.restored import by_index, by_parameter, numbers_of, places_of
 
 KEY = "dadt"
-"""The key in the dict that optimizer.state_dict() gives."""
+"""Key of DADT's state in the dict that optimizer.state_dict() returns."""
 VERSION = 2
 _MANY = 5
-"""Steps in a row in which the script takes the optimizer's state, after which a warning is due."""
+"""Number of consecutive steps in which the script reads the optimizer's state, after which a warning is printed."""
 
 
 class Randomness(Protocol):
-    """The random streams, as checkpoints and steps need them."""
+    """Interface of the random streams, as checkpoints and steps use them."""
 
     seeded_anew: set[str]
 
@@ -53,21 +54,21 @@ class Checkpoints:
         self._ranks, self._optimizers, self._attachments = ranks, optimizers, attachments
         self.streams: Randomness | None = None
         self._loaded: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """State that the script has loaded, until training goes on from it."""
+        """State that the script has loaded into each optimizer, until training continues from it."""
         self._saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """For each optimizer the step of its last save, and how many steps in a row had one."""
+        """For each optimizer: the step of its last save, and the number of consecutive steps with a save."""
         self.any_loaded = False
-        """The script has loaded state into an optimizer."""
+        """Whether the script has loaded state into any optimizer."""
         self._own: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """What a snapshot holds of this rank alone, from the same step as `_loaded`."""
+        """State of this rank alone from a snapshot, for each optimizer, of the same step as the entry in `_loaded`."""
         self.on_resumed: list[Callable[[], None]] = []
-        """Called once when training goes on from what was loaded."""
+        """Callbacks that run once when training continues from loaded state."""
         self._aside = False
         self._by_all = False
 
     @contextmanager
     def by_all(self) -> Iterator[None]:
-        """Inside, all ranks save, also those of a script that knows of ranks."""
+        """Context in which all ranks save together, also in a script with distributed code of its own."""
         self._by_all = True
         try:
             yield
@@ -76,7 +77,7 @@ class Checkpoints:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, optimizer states are read and set for DADT's own ends."""
+        """Context in which DADT itself reads or sets optimizer states, so that saving and loading do nothing here."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -85,7 +86,8 @@ class Checkpoints:
 
     @torch.inference_mode(False)
     def save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """The state that goes with the optimizer's. Waits for the exchange in flight; raises CommError."""
+        """Return DADT's part of the optimizer's state, or None if there is none. Waits for the exchange in flight;
+        raises CommError."""
         if self._aside or self._ranks.alone or optimizer in self._optimizers.left_alone:
             return None
         if optimizer in self._loaded:
@@ -105,7 +107,7 @@ class Checkpoints:
         return {**self.common(a, state or {}, prediction), "random": random}
 
     def common(self, a: Attachment, state: dict[str, Any], prediction: dict[str, Any]) -> dict[str, Any]:
-        """The part that does not depend on what is one rank's alone. state: the algorithm's."""
+        """Return the part of the saved state that is equal on all ranks. state: the algorithm's state."""
         return {
             "version": VERSION,
             "algorithm": self._ranks.config.algorithm,
@@ -118,7 +120,8 @@ class Checkpoints:
         }
 
     def _state_of(self, a: Attachment) -> dict[str, Any] | None:
-        """The algorithm's state with the gradients in flight; None where these are lost, with ranks or by a failure."""
+        """Return the algorithm's state with the gradients in flight, or None if these were lost with a rank or by a
+        failure."""
         ranks = self._ranks
         while True:
             failed = ranks.engine.error is not None
@@ -127,7 +130,8 @@ class Checkpoints:
                     return {**a.algorithm.state(), **a.switch_note}
                 except CommError as error:
                     if ranks.survives and any(each.consumed for each in self._attachments):
-                        # Others may lack the averages that this rank is about to apply, and it cannot give them now.
+                        # Other ranks may lack the averages that this rank is about to apply, and sending them is
+                        # impossible in the middle of a save.
                         ranks.say("saved as ranks were lost: without the gradients in flight", level="warning")
                         return None
                     try:
@@ -137,12 +141,12 @@ class Checkpoints:
                     except CommError:
                         if not failed:
                             raise
-            # A last checkpoint, after a failure that every exchange ends with.
+            # After a failure no exchange can complete, but the script may still save a last checkpoint.
             ranks.say("saved after a failure: without the gradients in flight", level="warning")
             return None
 
     def _count(self, a: Attachment) -> None:
-        """Warn a script that takes the state in every step, as to log a learning rate."""
+        """Warn if the script reads the optimizer's state in every step, for example to log a learning rate."""
         last, row = self._saves.get(a.optimizer, (-1, 0))
         row = row + (a.step > last) if a.step <= last + 1 else 1
         self._saves[a.optimizer] = a.step, row
@@ -154,7 +158,8 @@ class Checkpoints:
             )
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """The script has loaded this state. It counts from the next training forward or use of gradients on."""
+        """Called when the script has loaded a state dict: note DADT's part of it, which takes effect at the next
+        training forward or use of gradients."""
         if self._aside or self._ranks.alone:
             return
         self.any_loaded = True
@@ -170,18 +175,21 @@ class Checkpoints:
             self.streams.loaded()
 
     def keep(self, optimizer: torch.optim.Optimizer, part: dict[str, Any]) -> None:
-        """Training goes on from this part of the state once the optimizer is attached again."""
+        """Note a saved state from which training continues once the optimizer is attached again."""
         self._loaded[optimizer] = part
 
     def keep_own(self, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
-        """Like `keep`, for what an Observation of this rank has held; all ranks have theirs."""
+        """Note this rank's own state from a snapshot (an Observation), to be used with the state passed to `keep`. All
+        ranks have such a state."""
         self._own[optimizer] = own
 
     def spread(self, a: Attachment) -> None:
-        """All ranks go on from what the first has loaded; called by all, when the optimizer is attached."""
+        """Send the state that the first rank has loaded to all ranks, which continue from it. All ranks call it when
+        the optimizer is attached."""
         mine = self._loaded.get(a.optimizer)
         seeded_anew = sorted(self.streams.seeded_anew) if self.streams is not None else []
-        # The form is the same on all ranks: the null executor gives each what it said itself.
+        # A value of this form on all ranks: under the null executor, which sends nothing, each rank gets its own value
+        # back.
         told = (mine if self._ranks.group.rank == 0 else None, seeded_anew)
         part, seeded_anew = self._ranks.collect(f"checkpoint{a.name}", told)[0]
         self._loaded.pop(a.optimizer, None)
@@ -190,7 +198,7 @@ class Checkpoints:
             self._load_streams(part, mine or part, seeded_anew)
 
     def resume(self) -> None:
-        """Training goes on: from what was loaded, if anything was."""
+        """Called when training continues: restore each optimizer's state that was loaded, if any."""
         for a in self._attachments if self._loaded else ():
             if a.alive and (part := self._loaded.pop(a.optimizer, None)) is not None:
                 self._resume(a, part, self._own.pop(a.optimizer, None))
@@ -224,7 +232,7 @@ class Checkpoints:
                 observation.restore(a, own, prediction, part["state"])
             except DadtError:
                 raise
-            except Exception as error:  # values of a file
+            except Exception as error:  # the values come from a file and may be of any kind
                 what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 raise NotResumed(f"the state of this rank's training cannot be put in place ({what})") from error
             return
@@ -236,14 +244,15 @@ class Checkpoints:
             a.schema.forget_residuals()
 
     def _load_streams(self, part: dict[str, Any], mine: dict[str, Any], seeded_anew: Iterable[str]) -> None:
-        """part: whose shared stream it is; mine: what this rank has loaded, perhaps from a file of its own."""
+        """Restore the random streams. part: state with the stream that all ranks share; mine: state that this rank has
+        loaded, perhaps from its own file."""
         if self.streams is not None and part["random"]:
             own = mine["random"]["own"] if mine["random"] and mine["rank"] == self._ranks.world.rank else None
             self.streams.load_state(part["random"]["shared"], own, seeded_anew)
 
     def _join(self, a: Attachment, state: dict[str, Any]) -> None:
-        """What is the rank's own becomes what all ranks have in common: buffers their newest average, and what is
-        expected of the gradients in flight these themselves."""
+        """Replace state of this rank alone by what all ranks have in common: buffers by their newest average, and the
+        prediction's expected gradients by the averages in flight."""
         buffers = self._optimizers.buffers
         flights = state.get("in_flight", ())
         if flights:

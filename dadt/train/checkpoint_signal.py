@@ -1,4 +1,5 @@
-"""The signal by which the script is to save: where ranks take their steps together, all get it after the same one."""
+"""The Unix signal that makes the script save a checkpoint. If ranks take their steps together, all ranks receive it
+after the same step."""
 
 from __future__ import annotations
 
@@ -9,32 +10,34 @@ from collections.abc import Iterable
 
 
 class CheckpointSignal:
-    """`hear` is called by the thread that listens to the agent, all else by the training thread.
+    """Raises the signal on all ranks after the same step. `hear` runs on the thread that listens to the agent, all
+    other methods on the training thread.
 
-    A script may end once it has saved. If that were in different steps, some ranks would wait for one that has ended,
-    and never come to save.
+    A script may end once it has saved. With signals in different steps, some ranks would wait for one that has ended,
+    and would never save.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        """The number of the signal; 0: the job has none."""
+        """Number of the Unix signal; 0 if the job has none."""
         self.heard = 0
-        """How often the agent has sent this rank the order to save."""
+        """How many orders to save this rank has received from its agent."""
         self._agreed = 0
-        """The most orders that any rank has received, as all ranks know from an exchange."""
+        """Largest number of orders to save that any rank has received, as an exchange brought it to all ranks."""
         self._raised = 0
         self._lock = threading.Lock()
 
     def begin(self, number: int, told: int) -> None:
-        """This rank trains from now on. told: how often the script got the signal before, without this. Idempotent."""
+        """Called when this rank's training begins. told: number of signals that the script received before, outside
+        this object. Idempotent."""
         if self.number:
             return
         self.number = number
         self.heard = self._agreed = self._raised = told
 
     def hear(self, patience: float) -> None:
-        """The script gets the signal with the others', or after `patience` seconds, as it may take no step for long. 0:
-        at once, and the others do not."""
+        """Called for an order to save: deliver the signal together with the other ranks, or after `patience` seconds if
+        they take no step meanwhile. With 0 seconds, deliver it at once, on this rank only."""
         if not patience:
             self._late(self._raised + 1)
             return
@@ -44,20 +47,21 @@ class CheckpointSignal:
         timer.start()
 
     def agree(self, heard: Iterable[int]) -> None:
-        """heard: how many orders each rank has received, as all ranks know from one exchange."""
+        """Note the largest number of orders to save that any rank has received. heard: each rank's number of orders, as
+        one exchange brought them to all ranks."""
         self._agreed = max(self._agreed, *heard)
 
     def stepped(self) -> None:
-        """A step is complete, and nothing of it is left to do."""
+        """Called when a step is complete: deliver the signal if an order to save is pending on any rank."""
         if self._agreed > self._raised:
             self._raise(self._agreed)
 
     def _late(self, count: int) -> None:
-        """The ranks have not agreed on a step in time, or were not to."""
+        """Deliver the signal although ranks agreed on no step: none was taken in time, or this rank alone must save."""
         self._raise(count)
 
     def _raise(self, count: int) -> None:
-        """Give the script the signal for the count-th time, unless it has had it so often."""
+        """Deliver the signal to the script for the count-th time, unless that has happened already."""
         with self._lock:
             due = count > self._raised
             self._raised = max(self._raised, count)
@@ -65,6 +69,7 @@ class CheckpointSignal:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Send this process the signal, if the script handles it: otherwise the process would end."""
+        """Send the signal to this process if the script handles it; without a handler, it would end the process."""
         if signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
-            os.kill(os.getpid(), self.number)  # wakes the main thread, whatever it waits for
+            # unlike a direct call of the handler, it wakes the main thread from any wait
+            os.kill(os.getpid(), self.number)

@@ -1,4 +1,5 @@
-"""Values that all ranks come to have in common, by gatherings: where ranks are lost meanwhile, others give them on."""
+"""Makes tensors equal on all ranks by gathering them. If ranks are lost meanwhile, remaining ranks pass the values
+on."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from dadt.train.ranks import Ranks
 
 
 def take_first_ranks(ranks: Ranks, tensors: Sequence[torch.Tensor], name: str, then: Callable[[], None]) -> None:
-    """The tensors become those of the first rank. then: called once they have."""
+    """Replace the tensors on all ranks by those of the first rank. then: called once they are replaced."""
     came = False
 
     def take(lanes: Sequence[bytes]) -> None:
@@ -24,14 +25,14 @@ def take_first_ranks(ranks: Ranks, tensors: Sequence[torch.Tensor], name: str, t
                     tensor.copy_(value)
             then()
 
-    while not came:  # where the first rank was lost, another is first
+    while not came:  # repeat, since another rank becomes the first if that one was lost
         mine = [t.cpu() for t in tensors] if ranks.group.rank == 0 else None
         ranks.wait(ranks.allgather(name, plain.encode(mine, name), take))
 
 
 @torch.no_grad()
 def take_means(ranks: Ranks, tensors: Sequence[torch.Tensor], name: str) -> None:
-    """The tensors, small ones, become their means over ranks."""
+    """Replace the tensors, which should be small, by their means over all ranks."""
     every = ranks.collect(name, [t.cpu() for t in tensors])
     for tensor, *values in zip(tensors, *every, strict=True):
         tensor.copy_(torch.stack(values).mean(0))

@@ -1,4 +1,4 @@
-"""The end of a rank: all meet once more, so that none that ends early goes unnoticed."""
+"""The end of a rank's training: all ranks meet once more, so that the early end of one is noticed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Departure:
         self._ranks, self._optimizers, self._attachments = ranks, optimizers, attachments
         self._final_weights, self._events = final_weights, events
         self._arrived = False
-        """Whether all ranks are at their end."""
+        """Whether all ranks have reached their end."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Meet the peers a last time, so that a rank that ends early is noticed; then stop the engine. Idempotent."""
+        """Meet the peers a last time, so that a rank that ends early is noticed, then stop the engine. Idempotent."""
         if self._ranks.closing:
             return
         self._ranks.closing = True
         try:
             self._leave(failed)
-        except CommError:  # a peer did not come to the end in time; it has trained all the same
+        except CommError:  # a peer did not reach the end in time, but this rank has trained to the end
             with suppress(DadtError):
                 self._tell_end()
             raise
@@ -68,7 +68,7 @@ class Departure:
                     timelines.merge_all(ranks)
             except CommError:
                 if not self._arrived or not ranks.survives:
-                    raise  # else all have trained to the end, and what becomes of the others now is no matter
+                    raise  # otherwise all ranks have trained to the end, and a rank lost now does not matter
             finally:
                 self._stop()
         elif not failed:
@@ -91,16 +91,17 @@ class Departure:
 
     @property
     def _is_left_alone(self) -> bool:
-        """Whether DADT has trained nothing, and what the script trains by itself need not run alike: each rank ends
-        when it does."""
+        """Whether DADT has trained nothing, so that ranks need not end together: what the script trains by itself may
+        differ between ranks."""
         optimizers, progress = self._optimizers, self._ranks.progress
         alone = not optimizers.script.explicit and (len(optimizers.left_alone) > 0 or progress.left_alone > 0)
         return alone and not progress.measures and self._ranks.timeline is None
 
     @property
     def _is_same(self) -> bool:
-        """Whether all ranks have taken the same steps."""
-        # With gradients of its own a rank's scaler may have left out steps that others took.
+        """Whether all ranks have taken the same steps, so that their ends can be compared."""
+        # After steps with rank-local gradients (`parted`), the ranks' gradient scalers may have skipped different
+        # steps.
         return self._ranks.alone or (self._optimizers.algorithm.identical and not self._ranks.parted)
 
     @property
@@ -109,9 +110,10 @@ class Departure:
         return f"the end, after {steps} steps" if self._is_same else "the end"
 
     def _arrive(self) -> None:
-        """Meet the others at the end. Raises where some do not come: those that wait for this rank say so, and fail.
+        """Meet all ranks at the end. Raises CommTimeout if some do not come; a rank that waits for an exchange with
+        this one reports that and fails.
 
-        Once all are there, what is still in flight ends, too: the engine runs in order.
+        Once all have come, exchanges still in flight complete, too, as the engine runs operations in order.
         """
         ranks = self._ranks
         while ranks.control is not None and (ranks.survives or not ranks.mismatch_is_told):
@@ -126,12 +128,12 @@ class Departure:
                     raise
                 try:
                     self._ranks.regroup(error)
-                except StartTimeout as late:  # it has not come to meet the others once more, and may be at its end
+                except StartTimeout as late:  # the lost rank has not come to reconnect, and may itself be at its end
                     raise CommTimeout(str(late)) from late
 
     def _arrive_apart(self) -> None:
-        """The last averages, each rank when it is there. Where ranks are lost meanwhile, all that are left average once
-        more: nobody knows who has done so already."""
+        """Compute the last averages, which each rank begins when it reaches its end. If ranks are lost meanwhile, all
+        remaining ranks average again, as nobody knows which ones have done so already."""
         with self._ranks.reconnection.within():
             while True:
                 try:

@@ -21,13 +21,14 @@ class DrawnBatches:
     def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments, replay: ReplayState) -> None:
         self._ranks, self._optimizers, self._attachments, self._replay = ranks, optimizers, attachments, replay
         self._kept: weakref.WeakKeyDictionary[torch.optim.Optimizer, BatchWeight] = weakref.WeakKeyDictionary()
-        """Batch weights of released or replayed optimizers: batches of the coming step may be drawn already."""
+        """Batch weights of optimizers that are released or replayed, as batches of the coming step may already be
+        drawn."""
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {ranks.world.world_size} is left out"
-        """Given a number of lost workers, says what becomes of their data."""
+        """Returns a text that says what happens to the data of a given number of lost workers."""
 
     def drew(self, source: Pass, samples: int, nominal: int) -> None:
-        """A training batch was handed to the script. Read ahead, it belongs to no step that is known, so each of those
-        counts in full."""
+        """Called when a loader returns a training batch to the script. Batches read on other threads belong to no known
+        step, so their steps have full weight."""
         self._ranks.progress.samples += samples
         if self._optimizers.script.on_training_thread:
             self._optimizers.one_batch.drew(source, samples)
@@ -35,7 +36,7 @@ class DrawnBatches:
                 weight.drew(source, samples, nominal)
 
     def pass_over(self, source: Pass) -> None:
-        """The script has come to the end of a shared loader."""
+        """Called when the script reaches the end of a pass over a shared loader."""
         source.is_over = True
         if self._optimizers.script.on_training_thread:
             for weight in self._weights:
@@ -51,7 +52,7 @@ class DrawnBatches:
         return list(self._kept.values())
 
     def trained_before(self, optimizer: torch.optim.Optimizer) -> None:
-        """In a replay: this optimizer was stepped here, with the batches that were drawn."""
+        """Called in a replay where the original run stepped this optimizer: mark the drawn batches as trained on."""
         if (weight := self._kept.get(optimizer)) is not None:
             weight.exchanged()
             weight.stepped()

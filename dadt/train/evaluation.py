@@ -1,4 +1,5 @@
-"""Optimizers that evaluate by themselves (LBFGS): each evaluation of their closure is averaged at once."""
+"""Optimizers that evaluate their closure themselves (LBFGS): gradients and loss of each evaluation are averaged at
+once."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from dadt.train.attachment import Attachment
 
 
 def begin(a: Attachment, why: str) -> None:
-    """Average each evaluation from now on. All ranks call it, as they run the same optimizer. Raises ConfigError with
-    --min-np."""
+    """Average each evaluation of the closure from now on. All ranks call it, as they run the same optimizer. Raises
+    ConfigError with --min-np."""
     if least := a.ranks.config.min_np:
         raise ConfigError(
             f"--min-np {least}: {why}, in the midst of which the others cannot go on without a rank; leave --min-np out"
@@ -19,13 +20,14 @@ def begin(a: Attachment, why: str) -> None:
 
 
 def before(a: Attachment) -> None:
-    """The optimizer is about to evaluate: what it uses inside (clipping) is averaged at once."""
+    """Called before the optimizer evaluates its closure, so that gradients that the closure itself uses (to clip them)
+    are averaged at once."""
     a.consumed = False
     a.prediction.forget()
 
 
 def average(a: Attachment, loss: float) -> float:
-    """Gradients and loss of one evaluation of a closure, averaged at once. Returns the mean loss."""
+    """Average the gradients and the loss of one evaluation of a closure over all ranks. Returns the mean loss."""
     a.consumed = False
     a.broadcast_new_parameters()
     a.refresh()

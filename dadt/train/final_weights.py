@@ -1,10 +1,10 @@
-"""The weights with which ranks end, compared once: replicas that have come apart end the job with an error.
+"""Compares the ranks' final weights once, so that a job whose replicas differ at the end fails with an error.
 
-What a script does behind its last step is its own business: one rank may load its best weights, another an average of
-them. So what counts is how weights were right behind the last step. That costs each step a note of the parameters'
-versions, and a copy of a few values of one parameter, of each in its turn. Values that have changed since without a
-new version (by `.data`) are seen in that copy; and copies that differ between ranks say that weights had come apart
-before, whatever the script has changed since.
+A script may change weights freely after its last step: one rank may load its best weights, another an average. So the
+weights right after the last step are compared. For this, each step notes the parameters' autograd versions and copies a
+few values of one parameter, of a different one each step. The copy shows whether values were changed later without a
+new version (by `.data`); copies that differ between ranks show that weights differed before, whatever the script has
+changed since.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _VALUES = 16
 
 
 class LastStepWeights:
-    """How one optimizer's weights were behind its last step."""
+    """Notes about one optimizer's weights right after its last step."""
 
     def __init__(self) -> None:
         self.step = 0
         self.parameters: list[torch.Tensor] = []
-        """The trained parameters: the same list object for as long as they stay the same."""
+        """The trained parameters, as the same list object while they do not change."""
         self.versions: list[int] = []
         self.copies: dict[int, tuple[int, torch.Tensor]] = {}
-        """Step and first values of each parameter, by its place, as of its last turn."""
+        """Copies by the parameter's index: the step of the copy, and the parameter's first values after that step."""
         self.last = 0
-        """The place whose turn it was in the last step."""
+        """Index of the parameter copied in the last step."""
 
     def step_ends(self, attachment: Attachment) -> None:
         self.step, parameters = attachment.step, attachment.parameters
@@ -54,7 +54,7 @@ class LastStepWeights:
                 self.copies[self.last] = self.step, some_values(parameters[self.last], _VALUES).clone()
 
     def told(self) -> dict[str, Any]:
-        """What this rank reports of them, in plain values."""
+        """Return this rank's checksums and copies of the weights, in plain values to send to other ranks."""
         is_other = self._was_replaced()
         sums = [
             None if is_other or p._version != version or not is_compared(p) else _sum(p)
@@ -64,7 +64,8 @@ class LastStepWeights:
         return {"step": self.step, "sums": sums, "copies": copies}
 
     def _was_replaced(self) -> bool:
-        """Whether values were changed in place since the last step, as by a script that sets others by `.data`."""
+        """Whether the script has changed values since the last step without a new autograd version, for example by
+        `.data`."""
         step, before = self.copies.get(self.last, (0, None))
         if before is None or step != self.step:
             return False
@@ -73,21 +74,21 @@ class LastStepWeights:
 
 
 class FinalWeights:
-    """Compares the final weights of all optimizers whose replicas are identical by definition."""
+    """Compares the final weights of all optimizers whose algorithm keeps all ranks' replicas identical."""
 
     def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments) -> None:
         self._ranks, self._optimizers, self._attachments = ranks, optimizers, attachments
         self._noted: WeakKeyDictionary[Attachment, LastStepWeights] = WeakKeyDictionary()
 
     def stepped(self, attachment: Attachment) -> None:
-        """The optimizer has stepped: weights are true ones."""
+        """Called when the optimizer has stepped, while its parameters contain true weights and not predicted ones."""
         if attachment.algorithm.identical:
             if (noted := self._noted.get(attachment)) is None:
                 noted = self._noted[attachment] = LastStepWeights()
             noted.step_ends(attachment)
 
     def tell(self) -> bytes:
-        """What this rank reports of its weights at the end; empty where ranks may have weights of their own."""
+        """Return this rank's encoded report of its weights at the end; empty if ranks may have different weights."""
         config = self._ranks.config
         if not config.broadcast or config.executor == "null":
             return b""
@@ -95,7 +96,8 @@ class FinalWeights:
         return json.dumps(told).encode()
 
     def compare(self, lanes: Sequence[bytes]) -> None:
-        """lanes: what each rank has reported, by rank of the group. Raises WeightsDiffer where weights differ."""
+        """Compare the reports. lanes: each rank's report, by its index in the group. Raises WeightsDiffer if weights
+        differ."""
         if not lanes or not all(lanes):
             return
         every = [json.loads(bytes(lane)) for lane in lanes]
@@ -105,7 +107,7 @@ class FinalWeights:
                 self._judge(attachment, each)
 
     def _judge(self, attachment: Attachment, each: Sequence[dict[str, Any]]) -> None:
-        """Raises WeightsDiffer where this optimizer's weights differ between ranks."""
+        """Raises WeightsDiffer if this optimizer's weights differ between ranks."""
         if len({len(told["sums"]) for told in each}) > 1:
             return
         by_place = dict[int, list[Any]]()
@@ -138,7 +140,8 @@ def is_compared(p: torch.Tensor) -> bool:
 
 
 def _sum(parameter: torch.Tensor) -> int | None:
-    """The parameter's checksum; None where it is not finite: bits of NaN may differ where nothing else does."""
+    """Return the parameter's checksum, or None if it is not finite: bits of NaN may differ between ranks whose values
+    are equal."""
     value = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
     if not bool(torch.isfinite(value.sum(dtype=torch.float64))):
         return None

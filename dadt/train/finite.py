@@ -1,4 +1,4 @@
-"""Gradients that are not finite on some rank: `--on-nan`."""
+"""Detects gradients that are not finite on some rank, and applies `--on-nan`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 IGNORE, SKIP, STOP = "ignore", "skip", "stop"
 TOLD = 5
-"""First times that are reported one by one; later only the 8th, the 16th and so on."""
+"""Number of first cases that are reported one by one; later only the 8th, the 16th and so on are."""
 
 
 class Finite:
-    """Each rank looks at its own gradients and says so beside them, so that all ranks act alike and know whose they
-    were."""
+    """Checks gradients for NaN and infinity. Each rank sends the result along with its gradients, so that all ranks act
+    alike and know the rank concerned."""
 
     def __init__(self, choice: str, ranks: Ranks, names: Callable[[], Mapping[int, str]], measure: Measure) -> None:
         """choice: the value of `--on-nan`. names: returns the names of parameters, by id."""
@@ -32,20 +32,23 @@ class Finite:
         self._names = names
         self._measure = measure
         self.number = 0
-        """What `look` has returned last."""
+        """Result of the last call of `look`."""
 
     @property
     def skips(self) -> bool:
         return self._choice == SKIP
 
     def look(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | None) -> int:
-        """The number, from 1, of the first parameter with a gradient that is not finite here; 0 if there is none, or
-        nobody wants to know, or a gradient scaler looks itself. One pass over the gradients."""
+        """Return the 1-based index of the first parameter whose gradient is not finite on this rank. Returns 0 if there
+        is none, with `--on-nan ignore`, or with a gradient scaler, which checks itself. Takes one pass over the
+        gradients.
+        """
         self.number = 0 if self._choice == IGNORE or scale is not None else _first(parameters)
         return self.number
 
     def judge(self, lanes: Sequence[StepMetadata], exchange: Exchange | RestoredExchange) -> bool:
-        """Whether these averages are to be delivered, the same on all ranks. Raises DadtError with `stop`."""
+        """Return whether to apply these averages, with an equal result on all ranks. Raises DadtError with `--on-nan
+        stop`."""
         rank = next((rank for rank, lane in enumerate(lanes) if lane.not_finite), None)
         if rank is None:
             return True
@@ -65,10 +68,10 @@ class Finite:
 def _first(parameters: Sequence[torch.Tensor]) -> int:
     gradients = [(i, _values(p.grad)) for i, p in enumerate(parameters, 1) if p.grad is not None]
     norms = torch._foreach_norm([g for _, g in gradients]) if gradients else ()
-    devices = {norm.device for norm in norms}  # each is waited for once
+    devices = {norm.device for norm in norms}  # so that the host waits once per device
     if all(bool(torch.isfinite(torch.stack([n for n in norms if n.device == each])).all()) for each in devices):
         return 0
-    # A norm of half precision may be infinite where all values are finite.
+    # In half precision a norm may overflow to infinity although all values are finite.
     return next((i for i, g in gradients if not bool(torch.isfinite(g).all())), 0)
 
 

@@ -1,4 +1,5 @@
-"""Bytes that every rank gives to all others, without waiting: small, so that what has arrived can be given on."""
+"""Allgathers of bytes that the training does not wait for. Messages are small, so that a rank that has received all can
+pass them on."""
 
 from __future__ import annotations
 
@@ -14,36 +15,36 @@ if TYPE_CHECKING:
 
 
 KEPT = 16
-"""Gatherings that a rank keeps, as another one may still wait for them."""
+"""Number of newest gatherings that a rank keeps, because another rank may still wait for one of them."""
 
 
 class Gathering:
-    """An allgather that outlives the connection on which it began."""
+    """An allgather that continues on a new connection if the one on which it began is lost."""
 
     def __init__(self, name: str, data: bytes, number: int, then: Callable[[Sequence[bytes]], None]) -> None:
-        """number: its place among all gatherings, the same on all ranks. then: called with the lanes once they are
-        there, at the latest before ranks that have connected again compare what they train."""
+        """number: position among all gatherings, equal on all ranks. then: called with all ranks' bytes when they have
+        arrived, at the latest before reconnected ranks compare what they train."""
         self.name = name
         self.number = number
         self.began = perf_counter()
         self._data = data
         self._then = then
         self._work: Work | None = None
-        """None where the connection was lost before it was launched."""
+        """The engine's operation; None if the connection was lost before it was launched."""
         self._lanes: Sequence[bytes] | None = None
 
     def launch(self, engine: Engine) -> None:
-        """Begin it, also once more with another group of ranks."""
+        """Launch the allgather, also again with another group of ranks."""
         self._work = engine.allgather(self._data, self.name)
 
     def settle(self, lanes: Sequence[bytes]) -> None:
-        """Complete it with all ranks' bytes, also where only other ranks have them and give them to this one."""
+        """Complete the allgather with all ranks' bytes, which another rank may have passed on to this one."""
         self._lanes = lanes
         self._then(lanes)
 
     @property
     def done(self) -> bool:
-        """Whether it is complete, or has failed."""
+        """Whether the allgather is complete or has failed."""
         return self._lanes is not None or (self._work is not None and self._work.done)
 
     @property
@@ -57,12 +58,13 @@ class Gathering:
 
     @property
     def lanes(self) -> Sequence[bytes]:
-        """After wait: every rank's bytes, by rank."""
+        """Each rank's bytes, in the order of ranks; call it after `wait`."""
         assert self._lanes is not None, "read before it was waited for"
         return self._lanes
 
     def wait(self, timeout: float) -> None:
-        """Wait until it is complete. Raises CommTimeout after `timeout` seconds, and CommError if it has failed."""
+        """Wait for all ranks' bytes. Raises CommTimeout after `timeout` seconds, and CommError if the allgather has
+        failed."""
         if self._lanes is None:
             assert self._work is not None, "waited for before it was launched"
             self._work.wait(timeout)

@@ -1,4 +1,4 @@
-"""Notices gradients that grow: by a hook on each parameter, where somebody wants to know."""
+"""Detects gradients that grow, that is, to which a backward adds, by a hook on each parameter."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ _gradient = attrgetter("grad")
 
 
 class Growth:
-    """Watches one optimizer's gradients. Each one that grows costs a call, so there are no hooks until `watch`."""
+    """Detects when one optimizer's gradients grow. Each growth costs a Python call, so `watch` must be called to
+    install the hooks."""
 
     def __init__(self) -> None:
         self.seen = False
-        """A gradient has grown since averages came."""
+        """Whether any gradient has grown since this step's averages arrived."""
         self._averages: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.told: Callable[[torch.Tensor], None] | None = None
-        """Called with each parameter whose gradient has grown."""
+        """Callback for each parameter whose gradient has grown, or None."""
         self.watches = False
         self._hooked = WeakTensorKeyDictionary()
         self._hooks: list[Any] = []
-        # Of a script that builds its optimizer again in each epoch, each would leave one on each parameter.
+        # If a script builds a new optimizer in each epoch, each would leave another hook on every parameter.
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """`.grad` holds the averages of this step: growth is noticed from here on."""
+        """Called when `.grad` has this step's averages: growth counts from this point on."""
         self.seen = False
         self._averages = list(zip(parameters, map(_gradient, parameters), strict=True))
 
     def forget(self) -> None:
-        """The step is over: let go of its averages."""
+        """Called when the step is over: drop the references to its averages."""
         self._averages = []
 
     @property
     def has_averages(self) -> bool:
-        """Whether the script still has any of those that came in this step."""
+        """Whether any `.grad` is still an average that arrived in this step."""
         return any(p.grad is average for p, average in self._averages if average is not None)
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -54,7 +55,9 @@ class Growth:
 
         for p in parameters:
             if p not in self._hooked and p.is_leaf:
-                wanted = p.requires_grad  # not where it is frozen behind its backward
+                # restored below: a hook can only be registered while the parameter requires gradients, but it may be
+                # frozen now
+                wanted = p.requires_grad
                 hook = p.requires_grad_().register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
                 p.requires_grad_(wanted)
                 self._hooks.append(hook)

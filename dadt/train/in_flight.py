@@ -1,4 +1,4 @@
-"""Exchanges that may not be done yet, whatever has become of who launched them."""
+"""Exchanges that may still be under way, even if the code that launched them no longer refers to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class InFlight(Protocol):
-    """Work that may still be under way, and that holds memory until it is done."""
+    """Interface of an operation that may still be under way and needs its memory until it is done."""
 
     @property
     def works(self) -> Sequence[Work | Averaging]: ...
@@ -23,10 +23,11 @@ class InFlight(Protocol):
     def done(self) -> bool: ...
 
     def tensors_of(self, work: Work | Averaging) -> Sequence[torch.Tensor]:
-        """The parameters whose gradients it moves; none if it is not one of these works."""
+        """Return the parameters whose gradients this work averages, or an empty list if it is not one of this
+        exchange's works."""
 
     def renew(self) -> None:
-        """It has failed, and a library may go on writing to its memory: take other memory."""
+        """Called after a failure: allocate other memory, as a library may still write to the failed operation's."""
 
 
 class Flights:
@@ -35,27 +36,30 @@ class Flights:
     def __init__(self) -> None:
         self.every: list[InFlight] = []
         self._launched_at: weakref.WeakKeyDictionary[InFlight, int] = weakref.WeakKeyDictionary()
-        """How many steps this rank had taken when it launched each."""
+        """Number of steps that this rank had taken when it launched each exchange."""
 
     def keep(self, exchange: InFlight, step: int) -> None:
-        """Hold its memory until its works are done. step: how many this rank has taken."""
+        """Keep the exchange, and so its memory, alive until its works are done. step: number of steps that this rank
+        has taken."""
         self.every = [e for e in self.every if not (e.done or e is exchange)] + [exchange]
         self._launched_at[exchange] = step
 
     def renew(self) -> None:
-        """All have failed: call InFlight.renew of each."""
+        """Called when all exchanges have failed: call `renew` of each, which allocates other memory."""
         for exchange in self.every:
             exchange.renew()
 
     def steps_before(self, work: Any) -> int | None:
-        """How many steps this rank had taken when it launched the work; None if it is of no exchange."""
+        """Return how many steps this rank had taken when it launched the work, or None if the work belongs to no
+        exchange."""
         for exchange in self.every:
             if any(mine is work for mine in exchange.works):
                 return self._launched_at[exchange]
         return None
 
     def parameters_of(self, work: Work | Averaging, names: Mapping[int, str]) -> str:
-        """The names of what an exchange's work moves, as far as known: " (fc.weight and 3 more)"."""
+        """Return the known names of the parameters that an exchange's work averages, as in " (fc.weight and 3
+        more)"."""
         for exchange in self.every:
             known = [names[id(t)] for t in exchange.tensors_of(work) if id(t) in names]
             if known:

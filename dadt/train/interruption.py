@@ -1,4 +1,5 @@
-"""Ctrl-C: the script gets it as a KeyboardInterrupt; where ranks step together, all get it after the same step."""
+"""Ctrl-C: the script receives it as a KeyboardInterrupt. If ranks take their steps together, all receive it after the
+same step."""
 
 from __future__ import annotations
 
@@ -10,21 +11,22 @@ from collections.abc import Callable
 from dadt.train.checkpoint_signal import CheckpointSignal
 
 _LEAST_SECONDS = 1.0
-"""Seconds, at least, that what is in flight may still take once Ctrl-C has ended training on this rank alone."""
+"""Minimum number of seconds in which exchanges in flight may still complete after Ctrl-C has ended training on this
+rank alone."""
 
 
 class Interruption(CheckpointSignal):
-    """A script that catches it saves what it has. After the same step nothing is in flight that some ranks lack, so
-    that nobody waits for one that has left."""
+    """Raises KeyboardInterrupt after the same step on all ranks. A script that catches it can save then: no exchange is
+    in flight that some ranks have not launched, so no rank waits for one that has left."""
 
     def __init__(self) -> None:
         super().__init__()
         self.number = signal.SIGINT
         self.apart = False
-        """This rank got it without the others: they may be in another step, and nothing that they have begun together
-        need ever be done."""
+        """Whether this rank was interrupted without the others: they may be in another step, so exchanges that they
+        began together may never complete."""
         self.abort: Callable[[], None] = lambda: None
-        """Fails what this rank waits for. Any thread."""
+        """Callback that makes this rank's pending operations fail; any thread may call it."""
         self._patience = 0.0
 
     def hear(self, patience: float) -> None:
@@ -36,7 +38,7 @@ class Interruption(CheckpointSignal):
     def _late(self, count: int) -> None:
         if not self._raised:
             self.apart = True
-            # A script that handles SIGINT itself trains on until it comes to its end.
+            # A script with its own SIGINT handler may train on to its end, so its exchanges are not aborted.
             if signal.getsignal(self.number) is signal.default_int_handler:
                 timer = threading.Timer(max(self._patience, _LEAST_SECONDS), lambda: self.abort())
                 timer.daemon = True

@@ -1,4 +1,4 @@
-"""A number of a GPU's that the host reads once it has come, and does not wait for."""
+"""A number in GPU memory that the host reads once it has been copied, without waiting for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 class Later:
     def __init__(self, value: torch.Tensor) -> None:
-        """value: of one element, as it is when the current stream comes here."""
+        """value: tensor with one element, copied as it is at this point of the current CUDA stream."""
         self._value, self._came = value, None
         if value.is_cuda:
             self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
@@ -19,7 +19,7 @@ class Later:
         return self._came is None or bool(self._came.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> float:
-        """The number. Waits until it has come."""
+        """Return the number, after waiting for its copy to the host."""
         if self._came is not None and not self.done:
             self._came.synchronize()
         return float(self._value)

@@ -1,4 +1,4 @@
-"""How far one optimizer is among its peers: it joins them, and averages step by step, again where ranks are lost."""
+"""How far one optimizer is relative to its peers: joins it to them, and averages each step, again if ranks are lost."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from dadt.train.ranks import Ranks
 
 
 class Lockstep:
-    """How far one optimizer of this rank is: whether it has joined its peers, and which steps are averaged."""
+    """State of one optimizer relative to its peers: whether it has joined them, and how many of its steps are
+    averaged."""
 
     def __init__(self, attachment: Attached, ranks: Ranks) -> None:
         self._attachment = attachment
         self._ranks = ranks
         self.averaged = -1
-        """Steps whose gradients have been averaged; -1: it has not joined its peers yet."""
+        """Number of steps whose gradients have been averaged; -1 before the optimizer has joined its peers."""
         self._averaging = False
         self._undone = False
-        """What the step had begun was undone, as ranks were lost: it begins again, however many more are lost."""
+        """Whether the current step was undone because ranks were lost: it begins again, even if more ranks are lost."""
 
     def join(self, take: Callable[[], None]) -> None:
         """Train from the state of the first rank, by `take`. Raises CommError."""
@@ -33,7 +34,7 @@ class Lockstep:
                     self._ranks.regroup(error)  # where others have joined already, so has this one then
 
     def average(self) -> None:
-        """Average one step's gradients. Raises CommError."""
+        """Average one step's gradients over the ranks, again if ranks are lost. Raises CommError."""
         if not self._attachment.algorithm.averages:
             self._attachment.algorithm.before_step()
             return
@@ -50,17 +51,17 @@ class Lockstep:
 
     @property
     def stuck(self) -> bool:
-        """Whether it is in a step, past the point from which the step could begin again."""
+        """Whether the optimizer is inside a step, past the point from which the step could begin again."""
         return self._averaging and not self._undone and self._attachment.algorithm.launched is None
 
     def regroup(self, averaged: int, keep: bool) -> Exchange | None:
-        """Ranks were lost. averaged: steps that the furthest rank has averaged. keep: as in Algorithm.regroup. Returns
-        the exchange that is to be launched once more; None: there is none."""
+        """Called when ranks were lost. averaged: number of steps that the furthest rank has averaged. keep: whether
+        exchanges of earlier steps can be launched again on all ranks. Returns the exchange to launch again, or None."""
         algorithm, behind = self._attachment.algorithm, self.averaged < averaged
         if self.averaged < 0:
             self.averaged = averaged
             return None
-        if self._averaging:  # else it has not come to the step yet in which the others are
+        if self._averaging:  # otherwise this rank has not yet reached the step in which the others are
             self.averaged = averaged
         self._undone = True
         self._attachment.forget_launched(None if behind else algorithm.launched)

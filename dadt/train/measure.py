@@ -1,4 +1,4 @@
-"""Measures a rank's time: computing, exchanging, waiting."""
+"""Measures how a rank spends its time: computing, exchanging or waiting."""
 
 from __future__ import annotations
 
@@ -7,58 +7,61 @@ from collections import deque
 from time import perf_counter
 from typing import Any, Protocol
 
-_WINDOW = 200  # steps that medians are taken over
+_WINDOW = 200  # number of steps over which medians are computed
 
 
 class RankSeconds(Protocol):
-    """Seconds that one rank has spent so far, over all of its optimizers."""
+    """Interface of the seconds that one rank has spent so far, summed over all of its optimizers."""
 
     hook_seconds: float
-    """Seconds in DADT's hooks around steps, waiting included."""
+    """Seconds spent in DADT's hooks around steps, including waits."""
     waits: float
-    """Seconds of waiting for exchanges."""
+    """Seconds spent waiting for exchanges."""
 
 
 class Measure:
-    """Clocks of one optimizer's steps, in seconds. Costs two clock readings a step."""
+    """Time measurements of one optimizer's steps, in seconds. Costs two clock readings per step."""
 
     def __init__(self, rank: RankSeconds) -> None:
-        """rank: the seconds of all optimizers of this rank, to which this one adds."""
+        """rank: sums over all optimizers of this rank, to which this object adds its own waits."""
         self._rank = rank
         self.waited = 0.0
         self.delayed = 0
-        """Gradients that were not applied in the step that computed them."""
+        """Number of gradients that were not applied in the step that computed them."""
         self.late = 0
-        """Steps by which the gradients of the last step were late."""
+        """Number of steps by which the gradients of the last step were late."""
         self.fell_back = 0
-        """Times that late gradients blew up, and steps became synchronous."""
+        """Number of times that training with late gradients diverged and steps became synchronous."""
         self.not_finite = 0
-        """Steps with gradients that were not finite on some rank, where somebody looked."""
+        """Number of steps with NaN or infinite gradients on some rank, if gradients were checked."""
         self.differed = 0
-        """Times that this rank's replica was found to differ from the others'."""
+        """Number of times that this rank's replica was found to differ from the other ranks'."""
         self.why = ""
-        """Why steps that could be late are synchronous now, in a few words; empty if they are late, or nobody asked."""
+        """Reason, in a few words, why steps that could be late are synchronous now; empty if they are late, or if the
+        algorithm is synchronous anyway."""
         self.began = 0.0
-        """When the first step was complete (perf_counter); what was waited until then is start-up, not training."""
+        """Time of the end of the first step (perf_counter); waits before it belong to start-up, not to training."""
         self._step_ended = 0.0
         self._waits = 0.0
         self._waited_in_step = 0.0
         self._compute: deque[float] = deque(maxlen=_WINDOW)
         self._alone: deque[float] = deque(maxlen=_WINDOW)
         self._added: deque[float] = deque(maxlen=_WINDOW)
-        """Parts of steps outside and inside DADT's hooks, waiting included."""
+        """Seconds of each recent step spent in DADT's hooks, including waits; `_alone` has the seconds outside of them.
+        """
         self._hooked = 0.0
         self._exchange: deque[float] = deque(maxlen=_WINDOW)
         self.last = 0.0
 
     def exchanged(self, moving: float, waited: float) -> None:
-        """One exchange took `moving` to move its bytes; the training thread stood still for `waited`."""
+        """Record one exchange. moving: seconds in which its bytes moved; waited: seconds for which the training thread
+        waited."""
         self._exchange.append(moving)
         self._rank.waits += waited
         self._waited_in_step += waited
 
     def state(self) -> dict[str, Any]:
-        """The measured values, for a checkpoint within the warm-up."""
+        """Return the measured times, for a checkpoint saved within the warm-up."""
         return {"compute": list(self._compute), "exchange": list(self._exchange), "alone": list(self._alone)}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -67,7 +70,7 @@ class Measure:
         self._alone = deque(state.get("alone", ()), _WINDOW)
 
     def stepped(self) -> None:
-        """A step is complete."""
+        """Called when a step is complete: record its times."""
         now, hooked, waits = perf_counter(), self._rank.hook_seconds, self._rank.waits
         if self._step_ended:
             self._added.append(hooked - self._hooked)
@@ -82,21 +85,22 @@ class Measure:
 
     @property
     def compute(self) -> float:
-        """Median seconds of a step without waiting."""
+        """Median seconds of a step without waits for exchanges."""
         return statistics.median(self._compute) if self._compute else 0.0
 
     @property
     def alone(self) -> float:
-        """Median seconds of a step outside DADT's hooks."""
+        """Median seconds of a step spent outside DADT's hooks."""
         return statistics.median(self._alone) if self._alone else 0.0
 
     @property
     def exchange(self) -> float:
-        """Median seconds of an exchange, from the arrival of the last rank."""
+        """Median seconds of an exchange, counted from the arrival of the last rank."""
         return statistics.median(self._exchange) if self._exchange else 0.0
 
     def verdict(self, steps: int, workers: int, exchange: float) -> str:
-        """The result of the synchronous steps, and its meaning for `pipe`. exchange: seconds, of all optimizers."""
+        """Return a message with the times of the synchronous warm-up steps, and with the benefit to expect from `pipe`.
+        exchange: seconds of all optimizers' exchanges."""
         share = ratio(self.compute, exchange)
         if share < SMALL:
             meaning = "communication is hidden; sync would be as fast here"
@@ -107,7 +111,8 @@ class Measure:
         return f"{found(steps, self.compute, exchange)}: {self._loss(workers) or meaning}"
 
     def _loss(self, workers: int) -> str:
-        """Says by how much one worker alone, which sees all of the data, would be faster; empty if it would not be."""
+        """Return a message that says by how much a single worker would be faster on the whole data, or an empty string
+        if it would not be."""
         alone, added = (statistics.median(part) if part else 0.0 for part in (self._alone, self._added))
         if alone + added <= workers * alone:
             return ""
@@ -118,9 +123,10 @@ class Measure:
 
 
 SMALL = 0.67
-"""Below this ratio of exchange to compute, sync hides most of the exchange in its backward."""
+"""Ratio of exchange time to compute time below which `sync` hides most of the exchange behind its backward."""
 LARGE = 2.0
-"""Above it, an exchange that one step hides bounds the speed all the same."""
+"""Ratio of exchange time to compute time above which an exchange limits the speed even if it overlaps with a whole
+step."""
 LIGHTER = "send fewer bytes (--compression int8), exchange less often (--algorithm local), or use larger batches"
 
 
@@ -129,7 +135,7 @@ def ratio(compute: float, exchange: float) -> float:
 
 
 def found(steps: int, compute: float, exchange: float) -> str:
-    """Says what the first `steps` synchronous steps took. compute, exchange: seconds of one."""
+    """Return a message with the times of the first `steps` synchronous steps. compute, exchange: seconds per step."""
     return (
         f"warm-up done after {steps} steps: compute {milliseconds(compute)}, exchange {milliseconds(exchange)}"
         f" ({ratio(compute, exchange):.0%} of compute)"

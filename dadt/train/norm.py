@@ -1,4 +1,4 @@
-"""The norm of many tensors together."""
+"""The common norm of many tensors, without their concatenation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each tensor, in float32 at least."""
+    """Return the norm of each tensor, computed in float32 or a wider type."""
     if {t.dtype for t in tensors} == {torch.float32}:
-        return list(torch._foreach_norm(list(tensors)))  # on a GPU at the memory's speed, as one alone is not
+        # on a GPU, _foreach_norm runs at memory speed, which the norm of a single tensor does not
+        return list(torch._foreach_norm(list(tensors)))
     return [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
 
 
 def together(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all, of the norms of each, on the first one's device; one element of float64."""
+    """Return the norm of all tensors together, from the norm of each, as one float64 element on the first norm's
+    device."""
     near = [norm.to(norms[0].device) for norm in norms]
     wide = torch.stack(near).to(torch.float64) if near[1:] else near[0].to(torch.float64)
     norm: torch.Tensor = torch.linalg.vector_norm(wide) if near[1:] else wide

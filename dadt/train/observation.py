@@ -1,8 +1,8 @@
-"""What a rank's training is between two steps, as it is: for a snapshot, which waits for nobody and changes nothing.
+"""State of a rank's training between two steps, for a snapshot, which waits for no peer and changes nothing.
 
-What all ranks have in common has a checkpoint's form, so that other numbers of ranks can go on from it. What is one
-rank's own (its part of the gradient in flight and of prediction, what its compression owes) is beside that, and with it
-the rank goes on with the same bits.
+State that all ranks have in common has the form of a checkpoint, so that another number of ranks can continue from it.
+State of one rank alone (its part of the gradient in flight and of the prediction, its compression residuals) is stored
+separately, and lets the rank continue bit for bit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dadt.train.restored import numbers_of
 
 
 class Observation:
-    """What the training of one optimizer is on this rank. Begun behind a step, and complete once the next one begins,
-    when what was in flight has to come in any case. It holds the rank's own tensors: copy them before they change."""
+    """State of one optimizer's training on this rank. Created after a step; complete once the next step begins, which
+    needs the exchange in flight anyway. Refers to the rank's own tensors: copy them before they change."""
 
     def __init__(self, attachment: Attachment) -> None:
         a = self.attachment = attachment
@@ -26,7 +26,7 @@ class Observation:
             key: {indices[p]: t for p, t in value.items() if p in indices} if isinstance(value, dict) else value
             for key, value in a.prediction.state().items()
         }
-        """What all ranks have in common of it, as a checkpoint has it."""
+        """The part of the prediction that all ranks have in common, in the form of a checkpoint."""
         self.own: dict[str, Any] = {
             "prediction": a.prediction.observe(),
             "barred": a.prediction.barred,
@@ -38,12 +38,12 @@ class Observation:
 
     @property
     def waits(self) -> bool:
-        """Whether it lacks something that is still under way."""
+        """Whether a part of the state is missing because an exchange is still under way."""
         return self.own["owes"] is None
 
     def complete(self) -> None:
-        """All ranks call it before they launch anything of the next step. Waits for what is in flight; raises
-        CommError."""
+        """Add the missing parts of the state. All ranks call it before they launch an operation of the next step. Waits
+        for the exchange in flight; raises CommError."""
         a = self.attachment
         pending = a.algorithm.pending
         if pending is not None:
@@ -53,13 +53,13 @@ class Observation:
             self.own["owes"] = _owes(a)
 
     def state(self) -> dict[str, Any]:
-        """A copy of the algorithm's state, which all ranks have in common, once it is complete."""
+        """Return a copy of the algorithm's state, which all ranks have in common; call it after `complete`."""
         return {**self.attachment.algorithm.state(), **self.attachment.switch_note}
 
 
 def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Go on with the same bits. own: what an Observation of this rank has held. prediction, state: what all ranks have
-    in common."""
+    """Continue bit for bit from an observed state. own: the part of this rank alone. prediction, state: the parts that
+    all ranks have in common."""
     state = dict(state)
     if state.get("in_flight"):
         state["in_flight"] = [{**state["in_flight"][-1], **own["in_flight"]}]
@@ -76,5 +76,6 @@ def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any]
 
 
 def _owes(a: Attachment) -> list[dict[str, Any] | None]:
-    """What compression owes, by bucket (None: nothing is compressed); for when no exchange is under way."""
+    """Return the compression residuals by bucket, None for uncompressed ones. Call it only while no exchange is under
+    way."""
     return [None if form is None else form.observe() for form in a.schema.forms]

@@ -1,5 +1,5 @@
-"""Optimizers over tensors that are made for one batch, as perturbations and latents are: each rank has a batch of its
-own, so that a mean over ranks is of nothing."""
+"""Optimizers of tensors that are created for one batch, such as perturbations and latents. Each rank has another batch,
+so an average over ranks would be meaningless."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from dadt.train.trained import listed
 
 
 class OneBatch:
-    """Knows such optimizers by what all ranks see alike. The first of a kind is looked at on all ranks: their batches,
-    and so the sizes of their tensors, may differ."""
+    """Recognizes optimizers of tensors that are created for one batch, with the same result on all ranks. For the first
+    optimizer of a kind, ranks exchange their findings, as their batches, and so the sizes of their tensors, may differ.
+    """
 
     def __init__(self) -> None:
         self._source: weakref.ref[Pass] | None = None
-        """The pass that the last batch was drawn from."""
+        """The pass over a loader from which the last batch was drawn."""
         self._samples = 0
-        """The number of samples in that batch."""
+        """Number of samples in the last batch."""
         self._fitting: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._kinds: set[tuple[Any, ...]] = set()
-        """The kinds of such optimizers that all ranks have agreed on."""
+        """Kinds of optimizers that all ranks have agreed to be for one batch."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def drew(self, source: Pass, samples: int) -> None:
-        """A training batch was handed to the script."""
+        """Called when a loader returns a training batch to the script."""
         self._source, self._samples = weakref.ref(source), samples
 
     def built(self, optimizer: torch.optim.Optimizer) -> bool:
-        """An optimizer of no module's parameters was built. Returns whether it is of a kind that is known."""
+        """Called when an optimizer was built whose parameters belong to no module. Returns whether its kind is already
+        known to be for one batch."""
         source = self._source() if self._source is not None else None
         if source is None or source.is_over:
             return False
@@ -42,16 +44,16 @@ class OneBatch:
         return optimizer in self.optimizers
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this rank takes it for one, where its kind is not known yet."""
+        """Whether this rank's tensors fit one batch, for an optimizer whose kind is not known yet."""
         return optimizer in self._fitting
 
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
-        """All ranks take it for one, and so what comes later of this kind."""
+        """Record that all ranks have agreed: this optimizer, and later ones of its kind, are for one batch."""
         self._kinds.add(_kind(optimizer))
         self.optimizers.add(optimizer)
 
     def _is_made_for_batch(self, p: torch.Tensor) -> bool:
-        """It has a row for each sample; a vector of one number says nothing."""
+        """Whether the tensor has one row per sample. A vector with one number proves nothing."""
         return p.ndim > 0 and p.shape[0] == self._samples and (p.ndim > 1 or self._samples > 1)
 
 

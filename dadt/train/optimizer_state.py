@@ -1,8 +1,8 @@
-"""What an optimizer remembers, for another rank.
+"""State of an optimizer, to be sent to another rank.
 
-One of torch's keeps it in `state`, by parameters. Others may keep it anywhere: in attributes, in optimizers that they
-wrap, in a `state_dict` of their own layout. So two things are taken: what its `state_dict` gives, where its
-`load_state_dict` can take that again; and tensors and numbers that lie elsewhere in it, by their places.
+Optimizers of torch store it in `state`, by parameter. Others may store it anywhere: in attributes, in optimizers that
+they wrap, or in a `state_dict` of their own layout. So two things are sent: the result of `state_dict`, if
+`load_state_dict` accepts it, and tensors and numbers found elsewhere in the object, by their paths.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dadt.comm import plain
 from dadt.errors import DadtError, Mismatch
 
 DEPTH = 8
-"""How deep in containers, or in wrapped optimizers, something is looked for."""
+"""Maximum depth to which containers and wrapped optimizers are searched for state."""
 _GROUPS = "param_groups"
 _NUMBERS = (bool, int, float)
 _NOT_REMEMBERED = ("params", "defaults")
-"""Names of what is compared and taken elsewhere."""
+"""Attributes to skip, as they are compared and sent by other code."""
 
 
 class StatePlace(NamedTuple):
-    """Where a tensor or a number lies."""
+    """A place in an optimizer that contains a tensor or a number."""
 
     path: str
     value: Any
     put: Callable[[Any], None]
-    """Puts another value there."""
+    """Callback that stores another value at this place."""
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether its step is one of torch's own: these change nothing without gradients, draw no random numbers, and but
-    for LBFGS need no loss."""
+    """Whether the optimizer's step is one of torch's own: these change nothing without gradients, draw no random
+    numbers and, except for LBFGS, need no loss."""
     step: Any = type(optimizer).step
     while (inner := getattr(step, "__wrapped__", None)) is not None:
         step = inner
@@ -44,18 +44,21 @@ def is_torchs(optimizer: Optimizer) -> bool:
 
 
 def encode(optimizer: Optimizer, *, without: Collection[str] = ()) -> bytes:
-    """What the optimizer remembers; empty: nothing. without: paths of numbers that are left out. Raises DadtError."""
+    """Return the optimizer's encoded state, empty if it has none. without: paths of numbers to leave out. Raises
+    DadtError."""
     content = remembered(optimizer, without=without)
     return plain.encode(content, f"the state of {type(optimizer).__name__}") if content else b""
 
 
 def load(optimizer: Optimizer, data: bytes, *, without: Collection[str] = ()) -> None:
-    """Remember what another rank's optimizer does. without: as in `encode`. Raises DadtError."""
+    """Replace the optimizer's state by another rank's. data: result of `encode`. without: paths of numbers that stay
+    unchanged. Raises DadtError."""
     restore(optimizer, plain.decode(data) if data else {}, without=without)
 
 
 def remembered(optimizer: Optimizer, *, without: Collection[str] = (), depth: int = DEPTH) -> dict[str, Any]:
-    """The plain values and tensors that the optimizer and those that it wraps remember; empty: there are none."""
+    """Return the plain values and tensors in the state of the optimizer and of optimizers that it wraps; empty if there
+    are none."""
     state = _loadable(optimizer)
     found = {p.path: p.value for p in places(optimizer) if p.path not in without}
     inner = {path: remembered(each, depth=depth - 1) for path, each in _wrapped(optimizer, depth)}
@@ -66,14 +69,15 @@ def remembered(optimizer: Optimizer, *, without: Collection[str] = (), depth: in
 def restore(
     optimizer: Optimizer, content: Mapping[str, Any], *, without: Collection[str] = (), depth: int = DEPTH
 ) -> None:
-    """Remember what `remembered` has given. Raises Mismatch where there is no place for a tensor."""
+    """Replace the optimizer's state by a result of `remembered`. Raises Mismatch if this optimizer lacks a place for a
+    tensor."""
     state = content.get("state_dict")
     if state is not None:
         _load(optimizer, state)
     elif not _overrides(optimizer, "state_dict"):
         getattr(optimizer, "state", {}).clear()
     for path, each in _wrapped(optimizer, depth):
-        # What its owner has given to it stays, where nothing more is known of it.
+        # Wrapped optimizers without known state keep the values that their owner has set.
         if path in content.get("wrapped", {}):
             restore(each, content["wrapped"][path], depth=depth - 1)
     theirs = content.get("places", {})
@@ -90,7 +94,8 @@ def restore(
 
 
 def _load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load by the optimizer's own `load_state_dict`. What wrappers share with the optimizers inside stays shared."""
+    """Load a state dict by the optimizer's own `load_state_dict`. Dicts and lists that wrappers share with wrapped
+    optimizers stay shared."""
     every = [optimizer, *(each for _, each in _wrapped(optimizer, DEPTH))]
     before = [(each, vars(each).get("state"), vars(each).get(_GROUPS)) for each in every]
     if _is_of_torch(state) and _GROUPS not in state:
@@ -109,31 +114,32 @@ def _load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _wrapped(optimizer: Optimizer, depth: int) -> list[tuple[str, Optimizer]]:
-    """Optimizers among its attributes, with the names of these, but for those that share its state."""
+    """Return the optimizers among the attributes, with the attributes' names, without those that share this optimizer's
+    state."""
     state = vars(optimizer).get("state")
     found = [(name, each) for name, each in vars(optimizer).items() if isinstance(each, Optimizer) and depth]
     return [(name, each) for name, each in found if state is None or vars(each).get("state") is not state]
 
 
 def keeps_elsewhere(optimizer: Optimizer) -> bool:
-    """Whether it remembers more than what a `state_dict` of torch's layout gives."""
+    """Whether the optimizer has more state than a `state_dict` of torch's layout contains."""
     of_torch = not _overrides(optimizer, "state_dict") or _is_of_torch(optimizer.state_dict())
     return not of_torch or bool(tensors(optimizer)) or bool(_wrapped(optimizer, DEPTH))
 
 
 def numbers(optimizer: Optimizer) -> dict[str, float]:
-    """The numbers in the optimizer's attributes, such as counters and settings, by path."""
+    """Return the numbers in the optimizer's attributes, such as counters and settings, by path."""
     return {p.path: p.value for p in places(optimizer) if not isinstance(p.value, torch.Tensor)}
 
 
 def tensors(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """The tensors that the optimizer keeps elsewhere than in a `state` of torch's, by path."""
+    """Return the tensors that the optimizer stores outside a `state` of torch's layout, by path."""
     return {p.path: p.value for p in places(optimizer) if isinstance(p.value, torch.Tensor)}
 
 
 def places(optimizer: Optimizer) -> Iterator[StatePlace]:
-    """Tensors and numbers in its attributes, and in containers there; not its groups, parameters, and what a
-    `state_dict` of torch's layout gives. In the same order on all ranks."""
+    """Yield the tensors and numbers in the optimizer's attributes and in containers there, in the same order on all
+    ranks. Parameters, groups and the contents of a `state_dict` of torch's layout are left out."""
     numbered = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     seen = {id(optimizer), id(optimizer.param_groups), *map(id, optimizer.param_groups), *numbered}
     state: Any = {"state": getattr(optimizer, "state", {})}
@@ -160,7 +166,7 @@ def _within(owner: Any, path: str, numbered: Mapping[int, int], seen: set[int], 
 
 
 def _members(owner: Any, numbered: Mapping[int, int]) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
-    """Name, value, and what puts another value in its place."""
+    """Yield the name and value of each member, and a function that stores another value in its place."""
     if isinstance(owner, Optimizer):
         for name, value in list(vars(owner).items()):
             if name not in _NOT_REMEMBERED and not name.startswith(("_optimizer_", "_zero_grad", "_opt_called")):
@@ -174,7 +180,7 @@ def _members(owner: Any, numbered: Mapping[int, int]) -> Iterator[tuple[str, Any
         for place, value in enumerate(list(owner)):
             if not isinstance(owner, tuple):
                 yield str(place), value, lambda new, place=place: owner.__setitem__(place, new)  # type: ignore[misc]
-            elif type(value) not in _NUMBERS:  # a number in a tuple stays
+            elif type(value) not in _NUMBERS:  # numbers in a tuple cannot be replaced, so they are left as they are
                 yield str(place), value, lambda new: None
 
 
@@ -190,7 +196,7 @@ def _put(place: StatePlace, value: Any) -> None:
 
 
 def _loadable(optimizer: Optimizer) -> dict[str, Any]:
-    """What its `state_dict` gives, where that can be loaded again."""
+    """Return the result of `state_dict` in a form that `load_state_dict` accepts, or an empty dict if there is none."""
     if not (_overrides(optimizer, "state_dict") or getattr(optimizer, "state", None)):
         return {}
     given = optimizer.state_dict()
@@ -198,12 +204,12 @@ def _loadable(optimizer: Optimizer) -> dict[str, Any]:
         raise DadtError(f"{type(optimizer).__name__}.state_dict() gives a {type(given).__name__}, and no dict")
     if _is_of_torch(given):
         return {key: value for key, value in given.items() if key != _GROUPS}
-    # What nobody can load is found by its places.
+    # A custom state_dict without a custom load_state_dict is left out: `places` finds the values.
     return dict(given) if _overrides(optimizer, "load_state_dict") else {}
 
 
 def _is_of_torch(state_dict: Mapping[str, Any]) -> bool:
-    """Whether it has torch's layout, perhaps with more beside it."""
+    """Whether the state dict has torch's layout, perhaps with further entries."""
     return isinstance(state_dict.get("state"), dict)
 
 

@@ -1,4 +1,4 @@
-"""The optimizers of a script: which there are, which of them train data-parallel, and of which modules."""
+"""The optimizers of a script: their order, which of them train data-parallel, and which modules they train."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Optimizers:
         self.roots: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[nn.Module]]] = (
             weakref.WeakKeyDictionary()
         )
-        """The modules that the script calls, whose parameters an optimizer trains."""
+        """For each optimizer, the modules that the script calls and whose parameters the optimizer trains."""
         self.buffers = Buffers()
         """The buffers of these modules."""
         self._made: weakref.WeakKeyDictionary[torch.optim.Optimizer, built.Made] = weakref.WeakKeyDictionary()
         self._schedulers: list[tuple[weakref.ref[Any], built.Scheduler]] = []
-        """Learning rate schedulers as they were built, oldest first."""
+        """Learning rate schedulers with their values when built, oldest first."""
         self._compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers whose gradients the script averages itself, or not wrapped where it calls `dadt.init`, or over
-        tensors of one batch."""
+        """Optimizers that DADT does not manage: the script averages their gradients itself, calls `dadt.init` and did
+        not wrap them, or created their tensors for one batch."""
         self.one_batch = OneBatch()
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ class Optimizers:
 
     @property
     def algorithm(self) -> type[Algorithm]:
-        """The class of all optimizers' algorithm; `dadt.init` may change it before training begins."""
+        """The algorithm class of all optimizers; `dadt.init` may change it before training begins."""
         config = self._ranks.config
         return self._find("auto" if config.compression == "auto" else config.algorithm)
 
@@ -73,29 +73,29 @@ class Optimizers:
         return len(self._registered)
 
     def number(self, optimizer: torch.optim.Optimizer) -> int:
-        """The optimizer's place among all that were built so far."""
+        """Return the optimizer's index among all optimizers built so far."""
         return self._registered[optimizer]
 
     @property
     def trains_one(self) -> bool:
-        """Whether there is just one optimizer to train. Cheap, as it is asked for every gradient."""
+        """Whether exactly one optimizer trains. Cheap, as each gradient asks for it."""
         return len(self._registered) == 1 or len(self) == 1
 
     def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:
         return [m for ref in self.roots.get(optimizer, ()) if (m := ref()) is not None]
 
     def trains(self) -> bool:
-        """Whether gradients are enabled and a registered optimizer's model is in training mode."""
+        """Return whether gradients are enabled and a registered optimizer's model is in training mode."""
         if not torch.is_grad_enabled():
             return False
         every = list(self._registered)
         lasting = [o for o in every if o not in self.one_batch.optimizers]
         roots = [self.root_modules(optimizer) for optimizer in lasting or every]
-        # Parameters of no module have no mode: they train.
+        # Parameters outside of modules have no mode, so they count as training.
         return any(not modules or any(m.training for m in modules) for modules in roots)
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer was built (or is first seen). Claims nothing."""
+        """Note an optimizer that was built or is first seen, without attaching it."""
         self.script.trains_here()
         if optimizer in self._registered:
             return
@@ -111,7 +111,8 @@ class Optimizers:
             self.left_alone.add(optimizer)
 
     def is_of_one_batch(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether all ranks take it for one over tensors of one batch. Asks them, where it trains no module."""
+        """Return whether all ranks find that the optimizer's tensors were created for one batch. Asks them, if it
+        trains no module."""
         if self.script.explicit or self.roots.get(optimizer):
             return False
         told = self._ranks.collect(
@@ -122,13 +123,14 @@ class Optimizers:
         return all(told)
 
     def leave_to_script(self) -> None:
-        """The script calls `dadt.init`: only optimizers that it wraps train."""
+        """Called when the script calls `dadt.init`: from now on only optimizers that it wraps are managed."""
         self.script.explicit = True
         self._ordinals = itertools.count()
         self.left_alone.update(self._registered)
 
     def enlist(self, optimizer: torch.optim.Optimizer) -> None:
-        """The script wraps the optimizer: it trains, and those wrapped are attached in the order of these calls."""
+        """Called when the script wraps the optimizer: it is managed from now on. Wrapped optimizers are attached in the
+        order of these calls."""
         if optimizer in self.left_alone:
             self.left_alone.discard(optimizer)
             self._registered.pop(optimizer)
@@ -141,7 +143,7 @@ class Optimizers:
         scale, shares = self._ranks.config.scale_lr, self._ranks.shares
         factor = {"linear": float(shares), "sqrt": shares**0.5}.get(scale, 1.0)
         if factor != 1.0:
-            # A wrapper may have the very groups of the optimizer inside.
+            # A wrapper may share the param_groups of the optimizer inside, which must not be scaled twice.
             for group in (g for g in optimizer.param_groups if not any(g is other for other in scaled)):
                 if "lr" not in group:
                     raise ConfigError(
@@ -152,13 +154,13 @@ class Optimizers:
         self._made[optimizer] = built.made(optimizer)
 
     def schedule(self, scheduler: Any) -> None:
-        """A learning rate scheduler was built: note it as it is."""
+        """Called when a learning rate scheduler was built: note its values."""
         self._schedulers = [(ref, made) for ref, made in self._schedulers if ref() is not None]
         self._schedulers.append((weakref.ref(scheduler), built.scheduler(scheduler)))
 
     def compare(self, optimizer: torch.optim.Optimizer, which: str, *, loaded: bool) -> None:
-        """Raises Mismatch where ranks have built different things. Waits for all. loaded: this rank has loaded state
-        into an optimizer."""
+        """Raises Mismatch if ranks have built different optimizers or models. Waits for all ranks. loaded: whether this
+        rank has loaded state into an optimizer."""
         over = [(each, made) for ref, made in self._schedulers if (each := ref()) is not None]
         schedulers = [(made, each.last_epoch) for each, made in over if each.optimizer is optimizer]
         restored = loaded or optimizer in self._compared
@@ -173,7 +175,7 @@ class Optimizers:
         return {id(p): name for module in modules for name, p in module.named_parameters()}
 
     def leave_alone(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
-        """Average nothing for this optimizer, and say why."""
+        """Stop managing this optimizer: its gradients are not averaged. The user is informed of the reason."""
         self.left_alone.add(optimizer)
         name = type(optimizer).__name__
         self._ranks.say(f"{name} is left alone: {reason}")

@@ -1,4 +1,5 @@
-"""The values of param_groups that a step reads beside parameters: compared between ranks, taken from rank 0."""
+"""Values in param_groups that a step reads besides parameters, such as learning rates: ranks compare them, and may load
+rank 0's."""
 
 from __future__ import annotations
 
@@ -11,44 +12,46 @@ import torch
 
 
 def group_values(optimizer: torch.optim.Optimizer, *, wait: bool = False) -> list[dict[str, Any]]:
-    """Each param_group's plain values (learning rate, momentum, betas, ...), tensors of one element as numbers.
+    """Return each param_group's plain values (learning rate, momentum, betas, ...), with one-element tensors as
+    numbers.
 
-    wait: take values from tensors on a device as well, and wait for them; otherwise these are left out.
+    wait: include values of tensors on a GPU, which the host has to wait for; otherwise these are left out.
     """
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return [plain_values(group, wait=wait) for group in groups]
 
 
 def plain_values(values: Mapping[str, Any], *, wait: bool = False) -> dict[str, Any]:
-    """The values that can be compared between ranks, by name. wait: as in group_values."""
+    """Return the values that ranks can compare, by name. wait: whether to include values of tensors on a GPU."""
     return {key: plain for key, value in sorted(values.items()) if (plain := _plain(value, wait)) is not _OTHER}
 
 
 def take_values(optimizer: torch.optim.Optimizer, values: list[dict[str, Any]]) -> None:
-    """Take over another rank's values. Tensors stay the script's own objects."""
+    """Replace the param_group values by another rank's. Tensors stay the script's own objects, with new contents."""
     for group, theirs in zip(optimizer.param_groups, values, strict=True):
         for key, value in theirs.items():
             group[key] = _taken(group.get(key), value)
 
 
 def groups_crc(optimizer: torch.optim.Optimizer) -> int:
-    """crc32 of the optimizer's param_group values."""
+    """Return the crc32 of the optimizer's param_group values."""
     return zlib.crc32(repr(group_values(optimizer)).encode())
 
 
 _OTHER = object()
-"""Stands for values that cannot be compared between ranks: functions, objects of the script's, large tensors."""
+"""Marks values that ranks cannot compare: functions, objects of the script, large tensors."""
 
 
 def _plain(value: Any, wait: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() == 1 and (wait or value.device.type == "cpu") else _OTHER
-    if isinstance(value, (list, tuple)):  # betas
+    if isinstance(value, (list, tuple)):  # for example Adam's betas
         plain = [_plain(each, wait) for each in value]
         return _OTHER if _OTHER in plain else tuple(plain) if isinstance(value, tuple) else plain
     if isinstance(value, np.generic):
         return value.item()
-    return value if type(value) in (type(None), bool, int, float, str) else _OTHER  # not a str that is an Enum
+    # exact types only, so that an Enum derived from str is not plain
+    return value if type(value) in (type(None), bool, int, float, str) else _OTHER
 
 
 def _taken(own: Any, value: Any) -> Any:

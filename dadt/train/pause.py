@@ -1,4 +1,4 @@
-"""Between steps another thread may read what a rank trains, where ranks train apart and wait for nobody."""
+"""Lets another thread read a rank's weights between its steps, in algorithms whose ranks train at their own speed."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from dadt.errors import CommTimeout
 
 
 class Pause:
-    """The training thread calls `begin` and `end`, another one `still`."""
+    """A lock between steps and readers: the training thread calls `begin` and `end`, a thread that reads weights uses
+    `still`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._readers = 0
         self._steps = 0
-        """Optimizer steps that are under way: with several optimizers there may be more than one."""
+        """Number of optimizer steps under way, possibly more than one if there are several optimizers."""
 
     def begin(self) -> None:
-        """Weights are about to change. Waits while another thread reads them."""
+        """Called before weights change. Waits while another thread reads them."""
         with self._changed:
             if not self._steps:
                 self._changed.wait_for(lambda: not self._readers)
             self._steps += 1
 
     def end(self) -> None:
-        """The step is over, or was left out."""
+        """Called when the step is over or was skipped."""
         with self._changed:
             self._steps = max(0, self._steps - 1)
             self._changed.notify_all()
 
     @contextmanager
     def still(self, seconds: float) -> Iterator[None]:
-        """No step is made within. Raises CommTimeout where one takes longer than `seconds`."""
+        """Context in which no step changes the weights. Raises CommTimeout if a running step takes longer than
+        `seconds` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._steps, seconds):
                 raise CommTimeout(f"a step took longer than {seconds:g} s, and nobody could read the weights meanwhile")

@@ -1,4 +1,5 @@
-"""When weights are predicted ones: from a training forward to the step, but for what the script sees in between."""
+"""Decides when parameters show predicted weights: from a training forward to the step, except while the script looks at
+them."""
 
 from __future__ import annotations
 
@@ -9,23 +10,24 @@ from dadt.train.prediction.base import Prediction
 
 
 class PredictionScope:
-    """Counts what is under way on the training thread; other threads change nothing."""
+    """Counts the forwards and backwards under way on the training thread; calls on other threads have no effect."""
 
     def __init__(self, predictions: Callable[[], Sequence[Prediction]], on_training_thread: Callable[[], bool]) -> None:
-        """predictions: those of all optimizers that train. on_training_thread: whether it is called on that thread."""
+        """predictions: returns those of all training optimizers. on_training_thread: returns whether the caller runs on
+        the training thread."""
         self._predictions = predictions
         self._on_training_thread = on_training_thread
         self._passes = 0
-        """Training forwards and backwards under way."""
+        """Number of training forwards and backwards under way."""
         self._backwards = 0
         self._looks = 0
-        """Forwards under way that train nothing."""
+        """Number of forwards under way that train nothing."""
         self._stepped = False
-        """An optimizer has stepped in the midst of a pass."""
+        """Whether an optimizer has stepped during a training forward or backward."""
 
     def stepped(self) -> None:
-        """A step is over: the script may derive something from weights, as target networks after the steps of two
-        optimizers."""
+        """Show true weights after a step: the script may copy them, as it does for target networks after the steps of
+        two optimizers."""
         self._stepped = self._passes > 0
         if not self._stepped:
             for prediction in self._predictions():
@@ -42,7 +44,8 @@ class PredictionScope:
 
     @contextmanager
     def training_pass(self) -> Iterator[None]:
-        """A training forward, or a backward: weights stay as they are, also where an optimizer steps in its midst."""
+        """Context of a training forward or a backward: the weights shown stay the same, even if an optimizer steps
+        meanwhile."""
         here = self._on_training_thread()
         self._passes += here
         try:
@@ -54,8 +57,8 @@ class PredictionScope:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward through the weights that its forward saw, though another optimizer has stepped since, as in
-        the training of GANs."""
+        """Context of a backward: shows the weights that its forward used, even if another optimizer has stepped since,
+        as in GAN training."""
         mine = []
         if not self._looks and self._on_training_thread():
             mine = [prediction for prediction in self._predictions() if prediction.suspended]
@@ -73,7 +76,7 @@ class PredictionScope:
 
     @contextmanager
     def true_weights(self, predictions: Sequence[Prediction]) -> Iterator[None]:
-        """A forward that trains nothing: at true weights, also what it differentiates inside."""
+        """Context of a forward that trains nothing: shows true weights, also to gradients computed inside."""
         here = self._on_training_thread()
         mine = [prediction for prediction in predictions if prediction.applied]
         for prediction in mine:

@@ -1,4 +1,4 @@
-"""Counts of what a rank has done so far, for whoever watches the job, and for its last line."""
+"""Counts what a rank has done so far, for users who watch the job and for the job's last line."""
 
 from __future__ import annotations
 
@@ -10,51 +10,53 @@ from dadt.train.measure import Measure
 
 
 class Sender(Protocol):
-    """A sender of gradients or weights."""
+    """Interface of an object that sends gradients or weights to peers."""
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Bytes to the peers so far, and what they would be without compression."""
+        """Bytes sent to the peers so far, and bytes that the same values would take without compression."""
 
 
 class Progress:
-    """One rank's sums since the job began."""
+    """Totals of one rank since the job began."""
 
     def __init__(self) -> None:
         self.step = 0
-        """Optimizer steps that this rank has taken, over all optimizers."""
+        """Number of optimizer steps that this rank has taken, over all optimizers."""
         self.left_alone = 0
-        """Steps of optimizers that DADT leaves alone; each rank may take any number of them."""
+        """Number of steps of optimizers that DADT leaves alone, which may differ between ranks."""
         self.samples = 0
-        """Samples drawn from shared loaders for training."""
+        """Number of samples drawn from shared loaders for training."""
         self.hook_seconds = 0.0
-        """Seconds in DADT's hooks around steps, waiting included."""
+        """Seconds spent in DADT's hooks around steps, including waits."""
         self.waits = 0.0
-        """Seconds of waiting for exchanges."""
+        """Seconds spent waiting for exchanges."""
         self.files_missed: Callable[[], Sequence[str]] = tuple
-        """The files that this rank alone has written, and that are not there after the job."""
+        """Returns the paths of files that only this rank has written and that will be missing after the job."""
         self.unseen: Callable[[BaseException], str] = lambda error: ""
-        """The path in an error which this rank has written and a library does not find; empty if there is none."""
+        """Returns the path of a missing file that an error names, if this rank has written that file but a library
+        cannot find it; else an empty string."""
         self.stood = 0.0
-        """Seconds without training, as ranks were lost and the others connected again."""
+        """Seconds without training, in which ranks reconnected after a loss."""
         self.measures: list[Measure] = []
-        """Sums of all optimizers so far; one may be collected before the end."""
+        """Time measurements of all optimizers so far, including those garbage-collected meanwhile."""
         self.senders: list[Sender] = []
         self._sent_before = (0, 0)
         self._step_times = StepTimes()
 
     def stepped(self, now: float, *, left_alone: bool = False) -> None:
-        """now: in seconds of a clock that only goes forward."""
+        """Count one optimizer step. now: seconds of a monotonic clock. left_alone: whether DADT leaves the optimizer
+        alone."""
         self.step += 1
         self.left_alone += left_alone
         self._step_times.stepped(now)
 
     def sends_with(self, senders: Iterable[Sender]) -> None:
-        """Count what these senders send; what earlier ones sent stays counted."""
+        """Count the bytes of these senders from now on; bytes of earlier senders stay counted."""
         self._sent_before, self.senders = self._sent(), list(senders)
 
     def numbers(self) -> dict[str, Any]:
-        """What whoever watches the job gets to see while this rank trains."""
+        """Return the numbers that users who watch the job see while this rank trains."""
         sent, plain = self._sent()
         return {
             "samples": self.samples,
@@ -69,7 +71,7 @@ class Progress:
         }
 
     def summary(self) -> dict[str, Any]:
-        """What the job's last line is made of, once this rank has ended."""
+        """Return the numbers for the job's last line, once this rank has ended."""
         first = min((m.began for m in self.measures if m.began), default=0.0)
         last = max((m.last for m in self.measures), default=0.0)
         sent, plain = self._sent()

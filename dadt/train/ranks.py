@@ -55,16 +55,18 @@ class Ranks:
         """together: whether all ranks take the same steps, by their algorithm. parameter_names: the names of parameters
         as far as they are known, by id."""
         self.world = world
-        """This rank among those that the job began with."""
+        """This rank among the ranks with which the job began."""
         self.group = world
-        """This rank among those that train now; others may have been lost."""
+        """This rank among the ranks that train now, after the loss of some."""
         self.members: Sequence[int] = range(world.world_size)
         """The ranks that train now, in the order of the group."""
         self.first = world.local_rank == 0 and not world.joins
-        """Whether this rank is the first of its host, which writes files for good."""
-        self.folder_writer = world.folder_writer  # as in World, of those that train now
+        """Whether this rank is the first on its host, so that its files are the ones to keep."""
+        # the rank that writes into this rank's working folder if several hosts share the folder, else -1
+        self.folder_writer = world.folder_writer
         self.shares = world.world_size
-        """Parts of the data, one for each rank that the job began with; of a resumed job, as many as it had before."""
+        """Number of parts of the data: one for each rank with which the job began, or, in a resumed job, as many as
+        before."""
         self.config = config
         self.control = control
         self.progress = Progress()
@@ -74,16 +76,17 @@ class Ranks:
         self.connection: Connection | None = None
         """The newest connection with the group, which may have failed or ended; None before the first one."""
         self.mail: PointToPoint = NoPointToPoint()
-        """Sends and receives messages between two ranks."""
+        """Sends and receives messages between pairs of ranks."""
         self.background: Background
-        """Computes what has to be between two operations of the engine."""
-        self.device: Device | None = None  # that averages tensors of this rank's GPU where they are
+        """Thread for computations between two operations of the engine."""
+        self.device: Device | None = None  # averages tensors in GPU memory, if it can
         self.parted = False
         """Whether ranks have taken steps of their own."""
         self.flights = Flights()
         self.gatherings = Gatherings()
         self.transaction: float | None = None
-        """When this rank began what is done as a whole or not at all; None outside of that."""
+        """Time (perf_counter) at which a block began that is repeated as a whole if ranks are lost; None outside of
+        one."""
         self.closing = False
         """Whether this rank is at its end, where others are, too."""
         self.connect_anew: Callable[[CommError], None] = _give_up
@@ -94,7 +97,7 @@ class Ranks:
         self._steps_together = together
         self._parameter_names = parameter_names
         self._disconnect: Callable[[], bool] = lambda: True
-        self._failed: list[Any] = []  # what failed operations need
+        self._failed: list[Any] = []  # memory that failed operations may still use
         self._said: set[str] = set()
         self._stall = Stall(config, world.rank, control, partial(self.say, level="warning"))
 
@@ -111,26 +114,27 @@ class Ranks:
 
     @property
     def generation(self) -> int:
-        """How often ranks were lost, or have joined."""
+        """Number of times that ranks were lost or have joined."""
         return self.group.generation
 
     @property
     def alone(self) -> bool:
-        """Whether the job has one rank: then nothing is exchanged. Not where it goes on with the work of several."""
+        """Whether the job has one rank and exchanges nothing. False if one rank continues the work of several."""
         return self.world.world_size == 1 and self._stood_for <= 1
 
     @cached_property
     def together(self) -> bool:
-        """Whether all ranks take the same steps; else each goes at its own speed, and waits for nobody between them."""
+        """Whether all ranks take the same steps. If false, each rank trains at its own speed and waits for no peer
+        between steps."""
         return self.alone or self._steps_together()
 
     @property
     def survives(self) -> bool:
-        """Whether training goes on when ranks are lost."""
+        """Whether training continues when ranks are lost."""
         return self.config.min_np > 0 and self.deaths.listening
 
     def say(self, text: str, level: str = "info") -> None:
-        """One line to the user, each text once; rank 0 speaks for all, warnings come from any rank."""
+        """Print one line to the user, each text once. Information is printed by rank 0 only, warnings by any rank."""
         if text in self._said or (self.group.rank != 0 and level == "info"):
             return
         self._said.add(text)
@@ -141,16 +145,16 @@ class Ranks:
 
     @property
     def meet(self) -> Meet:
-        """The rendezvous of all ranks of the group."""
+        """The rendezvous at which all ranks of the group find each other."""
         return self.meet_within(self.connecting.start_timeout)
 
     @property
     def connecting(self) -> Config:
-        """The settings by which ranks connect: once training has begun, all that wait have one deadline."""
+        """The settings for connecting. Once training has begun, connecting has the same deadline as any other wait."""
         return replace(self.config, start_timeout=self.config.timeout) if self.generation else self.config
 
     def meet_within(self, seconds: float) -> Meet:
-        group = self.group  # another thread may enter the next one
+        group = self.group  # read once, as another thread may enter the next group
         has_lost = (lambda: self.deaths.outdated) if self.config.min_np else None
         meet = AllRanks(group, self.control, seconds, has_lost, self.tell_waiting)
         return Apart(meet, f"generation {group.generation}") if group.generation else meet
@@ -175,7 +179,8 @@ class Ranks:
         return self.connection is not None and self.connection.told
 
     def disconnect(self) -> None:
-        """Stop listening to the agent, and end timeline and connection. Waits a few seconds for what is under way."""
+        """Stop listening to the agent, and end the timeline and the connection. Waits a few seconds for operations
+        under way."""
         if self.control is not None:
             self.control.stop_listening()
         if self.timeline is not None:
@@ -183,8 +188,8 @@ class Ranks:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """End the connection with the group. Lets go of what failed operations needed, unless a library may still be
-        at it."""
+        """End the connection with the group, and free the memory of failed operations unless a library may still use
+        it."""
         if self.connection is not None:
             self.deaths.forget(self.connection.abort)
         ended = False
@@ -202,14 +207,14 @@ class Ranks:
                     self.flights.renew()
 
     def keep_failed(self, needed: Any) -> None:
-        """Keep what a failed operation needs until this connection has ended."""
+        """Keep the memory of a failed operation alive until this connection has ended."""
         self._failed.append(needed)
 
     # Losses ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def as_a_whole(self) -> Iterator[None]:
-        """What is done within begins again where ranks are lost meanwhile."""
+        """Context for a block that is repeated as a whole if ranks are lost meanwhile."""
         outer, self.transaction = self.transaction, perf_counter()
         try:
             with nullcontext() if self.together else self.reconnection.within():
@@ -224,8 +229,8 @@ class Ranks:
         self.group = self.world.among(self.members, generation.number)
 
     def regroup(self, error: CommError) -> None:
-        """Ranks were lost, or a connection has failed: connect again with those that are left, and go on. Raises the
-        error where it says something else, or where training cannot go on."""
+        """Called when ranks were lost or a connection has failed: connect again with the remaining ranks. Raises the
+        error if it has another cause, or if training cannot continue."""
         if self.together or not self.survives:
             self.connect_anew(error)
         else:
@@ -236,25 +241,26 @@ class Ranks:
     def allgather(
         self, name: str, data: bytes, then: Callable[[Sequence[bytes]], None] = lambda lanes: None
     ) -> Gathering:
-        """Begin to give these bytes to all ranks, and to get theirs; does not wait. then: as in Gathering."""
+        """Begin to send these bytes to all ranks and to receive theirs, without waiting. then: called with all ranks'
+        bytes when they have arrived."""
         gathering = self.gatherings.begin(name, data, then, kept=self.survives)
         gathering.launch(self.engine)
         return gathering
 
     def tell(self, name: str, data: bytes) -> list[bytes]:
-        """Exchange bytes, beside all that training launches. Returns every rank's, by rank of the group."""
+        """Exchange bytes outside the training's exchanges. Returns each rank's bytes, in the order of the group."""
         work = self.engine.allgather(data, name)
         self.wait(work)
         return work.lanes
 
     def collect(self, name: str, value: Any) -> list[Any]:
-        """Exchange a value. Returns every rank's, by rank of the group."""
+        """Exchange a plain value. Returns each rank's value, in the order of the group."""
         gathering = self.allgather(name, plain.encode(value, f"what ranks tell each other ({name})"))
         self.wait(gathering)
         return [plain.decode(lane) for lane in gathering.lanes]
 
     def broadcast(self, tensors: Sequence[torch.Tensor], name: str, root: int = 0) -> None:
-        """Overwrite the tensors with the root's."""
+        """Overwrite the tensors with those of the rank `root`."""
         self.reconnection.check()
         assert self.connection is not None
         engine = self.connection.engine_of("broadcast")
@@ -262,13 +268,13 @@ class Ranks:
         self._by_host(sent, lambda layout, at, i: engine.broadcast(layout, at, root, f"{name} {i}"))
 
     def average(self, tensors: Sequence[torch.Tensor], name: str, weight: float = 1.0) -> None:
-        """Overwrite the tensors with their means over ranks. weight: 0 for a rank whose own do not count; these have to
-        be numbers all the same."""
+        """Overwrite the tensors with their means over ranks. weight: 0 on a rank whose values do not count; even those
+        must be finite numbers."""
         sent = [t for t in tensors if t.numel()]
         self._by_host(sent, lambda layout, at, i: self.engine.allreduce(layout, at, at, f"{name} {i}", weight))
 
     def _by_host(self, tensors: Sequence[torch.Tensor], launch: Callable[[Layout, list[int], int], Work]) -> None:
-        """Exchange the tensors, or copies of those that are not on the host as they have to be."""
+        """Exchange the tensors in host memory, by way of contiguous copies for those that are elsewhere."""
         staged = [(t.data, t.data.to("cpu").contiguous()) for t in tensors]
         works: list[Work] = []
         for i, bucket in enumerate(split([host for _, host in staged], 2**30)):
@@ -282,23 +288,24 @@ class Ranks:
     # Waiting ---------------------------------------------------------------------------------------------------
 
     def keep(self, exchange: InFlight) -> None:
-        """Hold the exchange's memory until its works are done, whatever becomes of its owner."""
+        """Keep the exchange's memory alive until its works are done, even if its owner drops it."""
         self.flights.keep(exchange, self.step)
 
     def tell_waiting(self, what: str, waited: float) -> None:
-        """This rank has waited `waited` seconds for others, beside the engine, in doing `what`: all count it as
-        waiting, and the user is warned where it takes long."""
+        """Report a wait outside the engine: this rank has waited `waited` seconds for other ranks while it did `what`.
+        All ranks count it as waiting, and the user is warned if it takes long."""
         self._stall.tell(what, waited, starts=self.step == 0 and self.generation == 0)
 
     def wait(self, work: Work | Averaging | Gathering) -> None:
-        """Wait until the work is done. Says for whom it waits, and raises an error that names them."""
+        """Wait until the work is done, and report long waits. Raises CommError with the names of the ranks that are
+        missing."""
         while True:
             try:
                 return self._await(work)
             except CommError as error:
                 if not isinstance(work, Gathering) or self.transaction is not None or self.closing:
                     raise
-                self.regroup(error)  # others may have it complete; else it was launched once more
+                self.regroup(error)  # either another rank passes the result on, or the gathering is launched again
 
     def _await(self, work: Work | Averaging | Gathering) -> None:
         begun = perf_counter()
@@ -324,7 +331,7 @@ class Ranks:
         return self.connection is not None and self.connection.failed
 
     def await_message(self, message: P2PWork, what: str) -> None:
-        """Wait for a message to or from another rank. what: this one does with it. Raises CommError."""
+        """Wait for a message to or from another rank. what: purpose of the message, for reports. Raises CommError."""
         begun = perf_counter()
         while True:
             try:
@@ -336,13 +343,15 @@ class Ranks:
                 self.tell_waiting(what, waited)
 
     def _name_members(self, error: CommError) -> None:
-        """Raises a Mismatch again that names ranks by their places in the group. Names of operations are quoted."""
+        """Raises a Mismatch again with rank numbers of the whole job in place of indices in the group; quoted names of
+        operations stay."""
         if isinstance(error, Mismatch) and self.group is not self.world:
             text = _NAMED.sub(lambda found: f"rank {self.members[int(found[2])]}" if found[2] else found[1], str(error))
             raise Mismatch(text) from error
 
     def _look(self, work: Work | Averaging | Gathering, waited: float, timeout: CommTimeout) -> None:
-        """Look where the peers are, and warn the user. Raises CommError where waiting on is in vain."""
+        """Find out where the peers are during a long wait, and warn the user. Raises CommError if waiting longer is
+        useless."""
         launched = self.flights.steps_before(work)
         steps = None if self.closing else self.step if launched is None else launched
         moves = "" if isinstance(work, Gathering) else self.flights.parameters_of(work, self._parameter_names())

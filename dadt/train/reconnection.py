@@ -1,4 +1,5 @@
-"""A rank that waits for nobody connects with the others again in the background, while it trains."""
+"""Reconnects a rank with its peers on a background thread while the rank trains, for algorithms whose ranks do not wait
+for each other."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ _STOP_SECONDS = 5.0
 
 
 class Reconnection:
-    """`begin` is called by the thread that hears of lost ranks, all else by the training thread.
+    """Reconnects one rank in the background. `begin` runs on the thread that learns of lost ranks, all other methods on
+    the training thread.
 
-    What the training thread does together with all ranks (joining them, the last average) then fails, and that thread
-    begins it again, still inside `within`.
+    Operations that the training thread runs together with all ranks (joining them, the last average) fail meanwhile;
+    the thread begins them again inside the same `within` block.
     """
 
     def __init__(self, deaths: Deaths, connect_anew: Callable[[CommError], None], most: float) -> None:
@@ -28,17 +30,17 @@ class Reconnection:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._failure: CommError | None = None
-        """Why to connect again, where no rank is known to be lost."""
+        """The connection's error, if it failed although no rank is known to be lost."""
         self._error: Exception | None = None
         self._closed = False
         self._count = 0
-        """How often this rank has connected again."""
+        """Number of times that this rank has reconnected."""
         self._within: int | None = None
-        """`_count` when the training thread began what it does with all ranks; None: it does nothing of the kind."""
+        """`_count` at the time when the training thread entered `within`, or None outside of it."""
         self.pause = Pause()
 
     def begin(self, failure: CommError | None = None) -> None:
-        """Connect again; does not wait. failure: that of a connection, where no rank is known to be lost."""
+        """Start to reconnect, without waiting. failure: the connection's error, if no rank is known to be lost."""
         with self._changed:
             there_is_need = failure is not None or self._deaths.outdated
             if self._thread is None and there_is_need and not self._closed:
@@ -54,7 +56,7 @@ class Reconnection:
                 self._connect_anew(error)
             except Exception as found:  # noqa: BLE001 (raised on the training thread)
                 self._error = found
-            with self._changed:  # who sees the thread gone sees the count, too
+            with self._changed:  # one lock, so that a thread that sees `_thread` gone also sees the new count
                 self._count += self._error is None
                 done = self._error is not None or not self._deaths.outdated
                 if done:
@@ -62,7 +64,8 @@ class Reconnection:
                     self._changed.notify_all()
 
     def check(self) -> None:
-        """Raises the error that has ended it; PeerLost where the training thread has to do again what all ranks do."""
+        """Raises the error that ended reconnecting, or PeerLost if the training thread must repeat what it does
+        together with all ranks."""
         if self._error is not None:
             raise self._error
         with self._changed:
@@ -73,7 +76,7 @@ class Reconnection:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """The training thread does something with all ranks."""
+        """Context of an operation that the training thread runs together with all ranks."""
         outer, self._within = self._within, self._count
         try:
             yield
@@ -81,8 +84,8 @@ class Reconnection:
             self._within = outer
 
     def wait(self, error: CommError) -> None:
-        """What the training thread did with all ranks has failed: wait until it can begin again. Raises the error where
-        that cannot be."""
+        """Called when an operation with all ranks has failed: wait until it can begin again. Raises the error if it
+        cannot."""
         before = self._within
         if self._count == before:
             self.begin(error)
@@ -95,7 +98,7 @@ class Reconnection:
         self._within = self._count
 
     def close(self) -> None:
-        """Begin no connection any more, and wait at most _STOP_SECONDS for one under way. Idempotent."""
+        """Start no further connection, and wait at most _STOP_SECONDS for one under way. Idempotent."""
         with self._changed:
             self._closed = True
             thread = self._thread

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dadt.comm.executors.base import Connection
 
 REGROUP_SECONDS = 10.0
-"""Seconds that the launcher may take to say who trains on, once a library has noticed the end of a host."""
+"""Seconds for which a rank waits until the launcher reports who trains on, after a library has noticed a lost host."""
 
 
 class Recovery:
@@ -52,7 +52,7 @@ class Recovery:
         ranks.connect_anew = self.connect_anew
 
     def connect(self) -> None:
-        """Connect with all ranks, and wait for them. Raises StartTimeout, PeerLost, ConfigError."""
+        """Connect with all ranks of the group, after waiting for them. Raises StartTimeout, PeerLost or ConfigError."""
         while True:
             try:
                 return self._ranks.use(self._connected())
@@ -62,7 +62,7 @@ class Recovery:
     def _connected(self) -> Connection:
         ranks = self._ranks
         if ranks.group.world_size == 1:
-            # Buckets of a device stay there.
+            # Even for one rank, buckets in GPU memory need an executor that leaves them there.
             name = "null" if ranks.device is None else executors_of(ranks.config)[1].replace("auto", "nccl")
             return executors.connect_one(name, ranks.connecting, ranks.group, ranks.meet)
         return executors.connect(ranks.connecting, ranks.group, ranks.meet)
@@ -115,8 +115,8 @@ class Recovery:
         ranks.say(f"{size} of {whole} workers train on from step {ranks.step}, {seconds:.2f} s later{missing}")
 
     def _release(self, parts: Mapping[torch.optim.Optimizer, dict[str, Any]]) -> None:
-        """All optimizers are attached again at the next forward, as in a job that goes on from a checkpoint. parts:
-        those of their states, as Checkpoints has them."""
+        """Detach all optimizers, so that the next forward attaches them again as in a job that resumes from a
+        checkpoint. parts: DADT's part of each optimizer's state, as Checkpoints saves it."""
         for attachment in self._attachments:
             attachment.prediction.undo()
             self._batches.keep(attachment)
@@ -126,8 +126,8 @@ class Recovery:
             self._checkpoints.keep(optimizer, part)
 
     def enter(self, error: Exception, seconds: float = 0.0) -> Generation:
-        """Be in the newest group from now on, not connected yet. Raises the error where none comes in time. seconds:
-        that a new worker may take to join."""
+        """Enter the newest group of ranks, without connecting yet. seconds: time that a new worker may take to join.
+        Raises the error if no new group is announced in time."""
         ranks, deaths, rank = self._ranks, self._ranks.deaths, self._ranks.world.rank
         late = isinstance(error, StartTimeout) and not deaths.outdated
         if not ranks.survives or isinstance(error, Mismatch) or (late and ranks.closing):
@@ -144,7 +144,7 @@ class Recovery:
         return generation
 
     def _await_news(self, seconds: float) -> None:
-        """Wait until the launcher says who trains on, at most for `seconds`."""
+        """Wait at most `seconds` seconds until the launcher reports who trains on."""
         begun = perf_counter()
         while not self._ranks.deaths.await_news(min(PATIENCE, max(0.0, seconds - (perf_counter() - begun)))):
             if (waited := perf_counter() - begun) >= seconds:
@@ -152,8 +152,8 @@ class Recovery:
             self._ranks.tell_waiting("connecting anew", waited)
 
     def _may_have_passed(self, error: Exception) -> bool:
-        """Whether the error says no more than that a connection has failed. Who does not come to the start is not
-        waited for twice."""
+        """Whether the error may come from a failed connection, which connecting again can repair. False if a rank did
+        not come to the start, as it is not waited for twice."""
         ranks = self._ranks
         ours = isinstance(error, DadtError) and not isinstance(error, CommError | StartTimeout | Unproved)
         wanted = isinstance(error, CommTimeout) and ranks.config.on_stall == "abort"
@@ -161,7 +161,7 @@ class Recovery:
         return not (ours or wanted or starts)
 
     def _ask_to_reconnect(self, error: Exception) -> None:
-        """Wait until all ranks are to connect again. Raises the error where they are not."""
+        """Ask the agent whether all ranks reconnect, and wait for its answer. Raises the error if they do not."""
         ranks = self._ranks
         assert ranks.control is not None  # there is an agent that reports losses
         most = ranks.config.timeout + REGROUP_SECONDS

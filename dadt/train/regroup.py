@@ -1,10 +1,10 @@
-"""Ranks were lost, or a connection has failed: those that are left connect again, find out how far each was, and train
-on from the furthest.
+"""Continues training after ranks were lost or a connection has failed: the remaining ranks reconnect, find out how far
+each of them is, and train on from the furthest.
 
-Every rank waits for every exchange, so none is more than one step ahead of another. One that has had an average which
-others have not brings them up to it: they take its weights and state, and apply nothing in the step in which they are.
-What was under way is launched once more, from the same gradients. All is decided from what each rank reports of itself,
-so all decide alike.
+Every rank waits for every exchange, so no rank is more than one step ahead of another. Ranks without the newest average
+load weights and state from a rank that has it, and apply nothing in their current step. Exchanges under way are
+launched again with their original gradients. All decisions follow from what each rank reports of itself, so all ranks
+decide alike.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from dadt.train.replicas import Replicas
 from dadt.train.verification import Verification, judge
 
 _TAG = 90
-"""The tag of messages to ranks that are new; the algorithms' tags are above."""
+"""Tag of messages to new ranks; the algorithms use larger tags."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far one rank is, as it reports to the others."""
+    """How far one rank has trained, as it reports to all others after ranks were lost."""
 
     averaged: Sequence[int]
-    """For each attachment the steps whose gradients are averaged; -1: it is about to join."""
+    """For each attachment, the number of steps whose gradients are averaged; -1 if it has not joined yet."""
     consumed: Sequence[bool]
-    """For each attachment whether gradients are averaged, but the optimizer has not stepped yet."""
+    """For each attachment, whether gradients are averaged but the optimizer has not stepped yet."""
     rounds: Sequence[dict[str, list[int]]]
-    """For each attachment what Algorithm.rounds returned, of exchanges that belong to no step."""
+    """For each attachment, how far the rank is in exchanges that belong to no step (the result of Algorithm.rounds)."""
     gathered: int
-    """Gatherings before the first one that is not complete on it."""
+    """Number of gatherings before the first one that is incomplete on this rank."""
     repeatable: bool
-    """Whether what was under way can be launched once more."""
+    """Whether all exchanges under way can be launched again."""
     stuck: str
-    """Why it cannot go on; empty if it can."""
+    """Reason why the rank cannot continue; empty if it can."""
     joins: bool
-    """Whether it is new, and has trained nothing yet."""
+    """Whether the rank is new and has trained nothing yet."""
 
 
 def regroup(
     ranks: Ranks, attachments: Attachments, replicas: Replicas, verification: Verification, *, equal: bool
 ) -> None:
-    """Go on with the ranks that this one is connected with now. equal: after each exchange all have the same weights,
-    or anchors. Raises Mismatch where training cannot go on."""
+    """Continue training with the ranks that are connected now. equal: whether all ranks have equal weights, or equal
+    anchors, after each exchange. Raises Mismatch if training cannot continue."""
     for a in attachments:
         a.prediction.undo()
     mine = json.dumps(asdict(_mine(ranks, attachments))).encode()
@@ -106,7 +106,7 @@ def _mine(ranks: Ranks, attachments: Attachments) -> Position:
 
 
 def _welcome(ranks: Ranks, replicas: Replicas, told: Sequence[Position]) -> None:
-    """The first of those that train gives what it trains to those that are new."""
+    """Send the full training state from the first rank that has trained to all new ranks."""
     root = next((rank for rank, position in enumerate(told) if position.averaged), None)
     if root is None:
         return
@@ -136,7 +136,8 @@ def _stuck(ranks: Ranks, attachments: Attachments) -> str:
 
 
 def _settle(ranks: Ranks, told: Sequence[Position]) -> list[Gathering | Relaunched]:
-    """Give on what some ranks have gathered and others have not. Returns what is to be gathered once more."""
+    """Complete gatherings that some ranks have completed, by passing their results on. Returns the gatherings to launch
+    again."""
     most = max(p.gathered for p in told)
     least = min((p.gathered for p in told if not p.joins), default=most)
     if told[ranks.group.rank].joins:
@@ -155,7 +156,7 @@ def _settle(ranks: Ranks, told: Sequence[Position]) -> list[Gathering | Relaunch
 
 
 def _compare(ranks: Ranks, attachments: Attachments, verification: Verification) -> None:
-    """Raises Mismatch where ranks have different replicas; with `--verify-every` makes them the same instead."""
+    """Raises Mismatch if ranks have different replicas; with `--verify-every`, makes them equal instead."""
     for a in attachments:
         if a.lockstep.averaged < 0:
             continue

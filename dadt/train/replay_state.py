@@ -23,6 +23,7 @@ class ReplayState:
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
         """Returns a context in which what is read from tensors is DADT's own business."""
         self.reported: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-        """Given what DADT reports to the script; returns it, or in a replay what the script was given then."""
+        """Called with each tensor that DADT returns to the script: returns the tensor itself, or in a replay the
+        recorded one."""
         self.stop_snapshots: Callable[[], None] = lambda: None
         """Ends the taking of snapshots, for the rest of the job."""

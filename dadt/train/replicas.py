@@ -35,7 +35,8 @@ class Replicas:
         self.given: list[Any] = []
         """What a rank that joins a running job was given, by attachment."""
         self._own_numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
-        """Numbers in an optimizer's attributes, by their places, that differ between ranks, as a rank's number does."""
+        """For each optimizer, paths of numbers in its attributes that differ between ranks, such as a rank's own
+        number."""
 
     def take_first(self, attachment: Attached, *, weights: bool) -> None:
         """Take the first rank's param_group values; with `weights` its weights, buffers and optimizer state as well.
@@ -180,7 +181,8 @@ class Replicas:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """The sum of its bits as integers of 64: fast, and another one where any value has changed."""
+    """Return the sum of the tensor's bytes as 64-bit integers: fast, and different after a change of any single
+    value."""
     tensor = tensor.detach()
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1).view(torch.uint8)
     if values.storage_offset() % 8:

@@ -1,4 +1,5 @@
-"""Exchanges in a checkpoint: what those in flight bring, and what stands for them when training goes on."""
+"""Exchanges in a checkpoint: the averages of exchanges in flight, and objects that replace the exchanges when training
+continues."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Trained(Protocol):
-    """One optimizer, for which exchanges are made."""
+    """Interface of one managed optimizer, as exchanges use it."""
 
     ranks: Ranks
 
@@ -39,10 +40,10 @@ class Trained(Protocol):
 
 
 class RestoredExchange:
-    """An averaging that was over when the checkpoint was taken; stands for its Exchange."""
+    """Replaces, in a resumed training, an Exchange whose averages are stored in the checkpoint."""
 
     def __init__(self, attachment: Trained, state: dict[str, Any]) -> None:
-        """state: what `flight` returned."""
+        """state: result of `flight`, from the checkpoint."""
         parameters = list(numbers_of(attachment.optimizer))
         self.frozen = frozenset(id(parameters[i]) for i in state.get("frozen", ()))
         gradients = [(parameters[i], g) for i, g in state["gradients"].items()]
@@ -59,7 +60,7 @@ class RestoredExchange:
         self.parameters = attachment.parameters
         self.name = f"the checkpoint's gradient{attachment.name}"
         self._not_finite = state.get("not_finite", [0])
-        """`not_finite` of the lane of each rank, by rank."""
+        """The `not_finite` value of each rank's metadata, in the order of ranks."""
         self._learned = state.get("learned", {})
         self.number = -1
         self.seconds = self.waited = 0.0
@@ -74,14 +75,14 @@ class RestoredExchange:
         return self.wait()
 
     def go_on(self) -> None:
-        """Does nothing: no second half is left to begin."""
+        """Does nothing, since an exchange in a checkpoint has no second half to launch."""
 
     def wait(self) -> list[StepMetadata]:
         crc, value = self.schema.crc, self.value
         return [StepMetadata(crc, 0, 0, 0, 0, False, 1.0, value, n, loss=self._loss) for n in self._not_finite]
 
     def learned(self) -> dict[int, Any]:
-        """What compression will learn in `receive`, by the number of the bucket."""
+        """Return what the compression will learn in `receive`, by the bucket's index."""
         return dict(self._learned)
 
     def norm(self) -> torch.Tensor:
@@ -99,7 +100,7 @@ class RestoredExchange:
 
 
 def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[str, Any]:
-    """The averages of an exchange in flight, which all ranks have launched. Waits for them; raises CommError."""
+    """Return the averages of an exchange in flight, which all ranks have launched. Waits for them; raises CommError."""
     lanes = exchange.wait()
     indices = numbers_of(attachment.optimizer)
     places = {place: i for i, place in enumerate(places_of(attachment))}
@@ -116,8 +117,8 @@ def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[s
 
 
 def flights(attachment: Trained, exchange: Exchange | RestoredExchange | None) -> list[dict[str, Any]]:
-    """What `flight` gives, in a list as a checkpoint has it; empty where nothing is in flight, or all ranks together
-    have to begin the second half."""
+    """Return the result of `flight` as a list for a checkpoint; empty if no exchange is in flight, or if its second
+    half must still be launched by all ranks together."""
     if exchange is not None and exchange.halfway:
         attachment.ranks.say(
             "a checkpoint leaves out the gradient in flight: on a GPU --compression powersgd ends it in a step"
@@ -126,30 +127,31 @@ def flights(attachment: Trained, exchange: Exchange | RestoredExchange | None) -
 
 
 def by_index(value: Any, indices: dict[torch.Tensor, int]) -> Any:
-    """Tensors by their parameters' numbers, on the host; what is no such mapping as it is."""
+    """Replace parameters as keys by their indices, and copy the tensors to the host; values other than dicts are
+    returned unchanged."""
     return {indices[p]: _kept(t) for p, t in value.items() if p in indices} if isinstance(value, dict) else value
 
 
 def by_parameter(value: Any, parameters: Sequence[torch.Tensor]) -> Any:
-    """The inverse of `by_index`: tensors by their parameters."""
+    """Inverse of `by_index`: return tensors by their parameters."""
     if not isinstance(value, dict):
         return value
     return {parameters[i]: t for i, t in value.items() if i < len(parameters)}
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host: a nearly full GPU must need no more memory for a checkpoint."""
+    """Return a copy on the host, so that a checkpoint needs no memory on a nearly full GPU."""
     return tensor.to("cpu", copy=True)
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
-    """Each parameter's number, which stands for it in the optimizer's state, too."""
+    """Return each parameter's index, which the optimizer's state dict also uses for it."""
     every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
     return {p: i for i, p in enumerate(every)}
 
 
 def places_of(attachment: Trained) -> list[tuple[nn.Module, str]]:
-    """Module and name of each buffer that may be averaged, in the order of modules."""
+    """Return module and name of each buffer that may be averaged, in the order of modules."""
     return [
         (m, n) for m in attachment.modules for n, b in m._buffers.items() if b is not None and b.is_floating_point()
     ]

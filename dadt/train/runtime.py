@@ -52,7 +52,7 @@ class Runtime:
         control: WorkerLine | None,
         find: Callable[[str], type[Algorithm]],
     ) -> None:
-        """find: returns the class of the algorithm with a name."""
+        """find: returns the algorithm class for a name."""
         self.events = Events()
         self.script = Script(world)
         self.replay = ReplayState(config)
@@ -94,18 +94,19 @@ class Runtime:
 
     @property
     def hooked(self) -> bool:
-        """Whether calls of modules and passes over loaders are of concern: for training, or for a replay."""
+        """Whether calls of modules and passes over loaders must be intercepted, for training or for a replay."""
         return not self.ranks.alone or self.replay.possible
 
     def resign(self) -> None:
-        """Give up being a rank in a forked child, whose doings concern nobody."""
+        """Stop being a rank, in a forked child process: nothing that the child does is exchanged."""
         self.ranks.resign()
         self.replay.possible = self.replay.under_way = False
         self.optimizers.clear()
         self.attachments.clear()
 
     def leave_to_script(self) -> None:
-        """The script calls `dadt.init`. Raises DadtError where DADT already trains for it."""
+        """Called when the script calls `dadt.init`. Raises DadtError if DADT has already begun to train, and
+        ConfigError with options that such a script cannot use."""
         config = self.ranks.config
         if self._claimed:
             raise DadtError("dadt.init() comes too late, training has begun: call it at the top of the script")
@@ -124,15 +125,15 @@ class Runtime:
     # Joining ---------------------------------------------------------------------------------------------------
 
     def claim(self) -> None:
-        """Become this rank for the whole job, and attach every optimizer registered so far.
+        """Claim this rank for the whole job, and attach every optimizer registered so far.
 
-        Waits for the peers the first time, and whenever there are new optimizers. A second process that claims the
-        same rank gets a DadtError.
+        Waits for the peers the first time, and whenever there are new optimizers. A second process that claims this
+        rank gets a DadtError.
         """
         if self.replay.under_way:
             return
         if self.script.explicit and not len(self.optimizers):
-            return  # what one rank does with an optimizer of its own concerns nobody
+            return  # the script has wrapped no optimizer, so there is nothing to exchange
         if not self._claimed:
             self.take_place()
         if self.ranks.alone:
@@ -140,12 +141,12 @@ class Runtime:
         for callback in self.events.on_claim:
             callback()
         if len(self._unattached()) > 1:
-            gc.collect()  # one that the script has dropped may live on in a cycle of references, on some ranks only
+            gc.collect()  # a dropped optimizer in a reference cycle may still be alive on some ranks only
         for optimizer in self._unattached():
             self._attach(optimizer)
 
     def take_place(self) -> None:
-        """Claim the rank, and connect with the others. Waits for them."""
+        """Claim the rank and connect with the peers, after waiting for them."""
         ranks, config = self.ranks, self.ranks.config
         self._claimed = True
         for callback in self.events.on_place:
@@ -176,7 +177,7 @@ class Runtime:
         return [o for o in self.optimizers if self.attachments.of(o) is None]
 
     def begin(self) -> None:
-        """A training forward or a consumption is next. Raises PeerLost if a rank has ended."""
+        """Called before a training forward or a use of gradients. Raises PeerLost if a rank has ended."""
         ranks = self.ranks
         trains = not (self.replay.under_way or (ranks.alone and self._claimed))
         if trains:
@@ -194,7 +195,7 @@ class Runtime:
             self.checkpoints.resume()
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer train data-parallel, from rank 0's state."""
+        """Make the optimizer train data-parallel, starting from rank 0's state."""
         if any(is_lazy(p) for g in optimizer.param_groups for p in g["params"]):
             raise DadtError(
                 f"{type(optimizer).__name__} has parameters of lazy modules, whose shapes are not known yet: send a"
@@ -211,7 +212,8 @@ class Runtime:
         attachment.start(partial(self._join, attachment))
 
     def _join(self, attachment: Attachment) -> None:
-        """Training begins with rank 0's state, and with what it has loaded; in a running job with that of another."""
+        """Load the state with which the optimizer starts: rank 0's, including what it has loaded, or in a running job
+        that of a rank that trains."""
         if attachment.index < len(self.replicas.given):
             self.replicas.take_given(attachment)
             return
@@ -220,7 +222,7 @@ class Runtime:
         self.checkpoints.spread(attachment)
 
     def attachment(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
-        """The optimizer's attachment, made now if need be; None where DADT leaves it alone."""
+        """Return the optimizer's attachment, created now if necessary; None if DADT leaves the optimizer alone."""
         if not self.optimizers.knows(optimizer):
             self.optimizers.register(optimizer)
         if self.script.explicit and optimizer in self.optimizers.left_alone:
@@ -231,14 +233,14 @@ class Runtime:
     # Training --------------------------------------------------------------------------------------------------
 
     def show_true_weights(self) -> None:
-        """Undo prediction and show the official buffers: the script is about to read or save."""
+        """Call before the script reads or saves weights: undo all predictions and show the official buffers."""
         for attachment in self.attachments:
             attachment.prediction.undo()
         self.buffers.show_all()
 
     def stepped(self, attachment: Attachment | None, *, left_alone: bool = False) -> None:
-        """An optimizer step is complete. attachment: None where nothing is averaged; left_alone: as DADT leaves this
-        optimizer to the script."""
+        """Called when an optimizer step is complete. attachment: None if nothing was averaged. left_alone: whether DADT
+        leaves this optimizer to the script."""
         ranks, progress = self.ranks, self.ranks.progress
         if attachment is not None:
             self.verification.stepped(attachment)

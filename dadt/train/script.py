@@ -21,7 +21,7 @@ class Script:
         self.backwards = 0
         """Backward passes that it has begun."""
         self.began = False
-        """Whether a training forward or a use of gradients has happened."""
+        """Whether the script has run a training forward or used gradients."""
         self.fitting = False
         """Whether a framework's own loop trains: what is read with gradients is for that."""
         self._distributed = False
@@ -31,14 +31,14 @@ class Script:
     def is_distributed(self) -> bool:
         """It has a process group and knows its rank, or calls `dadt.init`: what it shares out and saves is its own
         business."""
-        # Also once it has destroyed the group: what it writes then it still writes by rank.
+        # Remembered after the script has destroyed its process group, as it still saves by rank then.
         self._distributed |= torch.distributed.is_available() and torch.distributed.is_initialized()
         return self.explicit or (self._distributed and self.knows_rank)
 
     @property
     def on_training_thread(self) -> bool:
-        """Optimizers were built or used on this thread: what it does has its place among the steps, the same on all
-        ranks. What another one does, such as reading batches ahead, has none."""
+        """Whether optimizers were built or used on the current thread: its operations come in the same order on all
+        ranks. Those of other threads, such as one that reads batches ahead, do not."""
         return threading.current_thread() in self._training_threads
 
     def trains_here(self) -> None:

@@ -1,4 +1,5 @@
-"""A rank that waits for its peers: where they are, when the user is warned, and when waiting is in vain."""
+"""Waits of a rank for its peers: finds out where they are, warns the user, and raises an error if waiting longer is
+useless."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ __all__ = ["PATIENCE", "Stall"]
 
 
 class Awaited(Protocol):
-    """What a rank waits for."""
+    """Interface of an operation that a rank waits for."""
 
     @property
     def name(self) -> str: ...
 
 
 class Stall:
-    """One rank's waiting, and what the user has been warned of."""
+    """The waits of one rank, and the last warning about them."""
 
     def __init__(self, config: Config, rank: int, control: WorkerLine | None, warn: Callable[[str], None]) -> None:
         self._config = config
@@ -31,7 +32,8 @@ class Stall:
         self._control = control
         self._warn = warn
         self._told: Awaited | str | None = None
-        """What the user was last warned of, as it is not done; None: nothing yet."""
+        """The operation or activity of the last warning, so that each is reported once; None before the first warning.
+        """
 
     def look(
         self,
@@ -41,16 +43,18 @@ class Stall:
         timeout: CommTimeout,
         parameters: str,
     ) -> None:
-        """Raises Mismatch or CommTimeout where waiting on is in vain.
+        """Warn of a long wait, or raise Mismatch or CommTimeout if waiting longer is useless.
 
-        waited: seconds so far. steps_before: steps that this rank had taken when it launched the work;
-        None: it is at its end, where others are, too. parameters: what the work moves, for the user.
+        waited: seconds so far. steps_before: number of steps that this rank had taken when it launched the work; None
+        if this rank is at its end, like the others. parameters: names of the parameters that the work averages, for the
+        message.
         """
         config, rank = self._config, self._rank
         peers = self._peers()
         who = _standing(peers)
         ended = [p for p in peers if str(p["said"]).startswith("has ended")]
-        # One that went on after this rank has launched the work has launched it, too: its bytes are under way.
+        # A peer that ended after more steps than `steps_before` has launched this work before, so its bytes still
+        # arrive.
         if steps_before is not None and any(p["step"] <= steps_before for p in ended):
             raise Mismatch(f"rank {rank} is in {work.name}, {who}: the ranks do not run the same steps")
         if waited > config.timeout:
@@ -60,15 +64,18 @@ class Stall:
             self._tell(f"rank {rank} waits in {work.name}{parameters}: {who}", timeout)
 
     def tell(self, what: str, waited: float, starts: bool = False) -> None:
-        """This rank has waited `waited` seconds for its peers, beside the engine, in doing `what`. starts: it connects
-        with them for the first time. The text is the same on all ranks, so that the user reads it once."""
+        """Report a wait outside the engine: this rank has waited `waited` seconds for its peers while it did `what`.
+        starts: whether it connects for the first time. The warning has the same text on all ranks, so that the user
+        sees it once.
+        """
         peers = self._control.peers(starts) if self._control is not None else []
         if waited > self._config.stall_warning and what != self._told:
             self._told = what
             self._warn(f"{what} takes long: {_standing(peers)}")
 
     def overdue(self, work: Awaited, waited: float, error: CommError) -> None:
-        """Raises CommTimeout that says where the peers are, where the error is an executor's own deadline."""
+        """If the error is an executor's own timeout, raises CommTimeout with a message that says where the peers
+        are."""
         if isinstance(error, CommTimeout) or "imed out" in str(error):
             raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {_standing(self._peers())}") from error
 
@@ -76,7 +83,7 @@ class Stall:
         return [p for p in self._control.peers() if p["rank"] != self._rank] if self._control else []
 
     def _tell(self, text: str, timeout: CommTimeout) -> None:
-        """Do what the user wants when a peer does not come for long."""
+        """Act on a long wait as `--on-stall` says: warn, dump all ranks' stacks, or raise CommTimeout."""
         config = self._config
         if config.on_stall == "abort":
             raise CommTimeout(f"{text}; waited {config.stall_warning:g} s (--on-stall abort)") from timeout

@@ -1,4 +1,4 @@
-"""How many tensors have the same memory."""
+"""Reference counts of the memory that tensors share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ctypes import c_uint32
 import torch
 
 _COUNT = 8
-"""Behind its table of virtual functions, a storage holds how often it is referred to, in the lower half of a word."""
+"""Byte offset of the reference count in a torch storage object: the lower half of the word after the virtual function
+table's pointer."""
 
 
 def _read(storage: int) -> int:
@@ -16,4 +17,5 @@ def _read(storage: int) -> int:
 
 
 storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _read)
-"""storage_uses(tensor.untyped_storage()._cdata). Older builds of torch for the CPU have no such function."""
+"""Returns the reference count of a storage: storage_uses(tensor.untyped_storage()._cdata). Older CPU builds of torch
+lack the function, so the count is read from memory."""

@@ -11,7 +11,7 @@ from dadt.train.ranks import Ranks
 if TYPE_CHECKING:
     from dadt.comm.trace.recorder import Timeline
 
-_MERGE_SECONDS = 300.0  # that making one timeline of all ranks' may take
+_MERGE_SECONDS = 300.0  # seconds allowed for merging all ranks' timelines into one
 
 
 def record(ranks: Ranks, timeline: Timeline) -> None:

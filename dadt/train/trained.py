@@ -1,4 +1,4 @@
-"""The parameters that an optimizer trains, and the modules that have them."""
+"""The parameters that an optimizer trains, and the modules that contain them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 
 
 def listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The optimizer's parameters, each once: where tied weights are given twice, torch only warns."""
+    """Return each of the optimizer's parameters once, since torch accepts tied weights that are listed twice with only
+    a warning."""
     return list({id(p): p for g in optimizer.param_groups for p in g["params"]}.values())
 
 
 class ParameterListing:
-    """An optimizer's parameters, listed again only where the script has changed them: looks are many in each step, and
-    a comparison costs a fraction of a list."""
+    """Cached lists of an optimizer's parameters, rebuilt only if the script has changed them: each step needs them
+    often, and comparing is much cheaper than listing."""
 
     def __init__(self) -> None:
         self._given: list[torch.Tensor] = []
@@ -28,18 +29,19 @@ class ParameterListing:
         self._wants: list[bool] = []
         self._trained: list[torch.Tensor] = []
         self.used: frozenset[int] = frozenset()
-        """Frozen parameters, by id, whose gradients this step uses all the same, where there are any."""
+        """Ids of frozen parameters whose gradients this step still uses."""
         self._idle: frozenset[int] = frozenset()
 
     def every(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """All parameters, each once; the same list object for as long as they stay the same."""
+        """Return all parameters, each once, as the same list object while they do not change."""
         given = list(chain.from_iterable(map(_params, optimizer.param_groups)))
         if len(given) != len(self._given) or not all(map(is_, given, self._given)):
             self._given, self._every, self._wants = given, listed(optimizer), []
         return self._every
 
     def trained(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """The parameters that are not frozen, or in `used`; the same list object for as long as they stay the same."""
+        """Return the parameters that are not frozen or are in `used`, as the same list object while they do not
+        change."""
         before, every = self._every, self.every(optimizer)
         wants = list(map(_requires_grad, every))
         if every is not before or wants != self._wants:
@@ -48,8 +50,10 @@ class ParameterListing:
         return self._trained
 
     def use_frozen(self, optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor]) -> None:
-        """Have this step train frozen ones that have a gradient, which an optimizer applies, and those of `before`, of
-        the last step, that may have one on other ranks: the script may have frozen them behind a backward."""
+        """Let this step use frozen parameters that have a gradient, which the optimizer would apply, and those of
+        `before`, the last step's parameters, that may have one on other ranks: the script may have frozen them after
+        the backward.
+        """
         if len(self.trained(optimizer)) == len(self._every):
             return
         left = {id(p) for p in before} - self._idle
@@ -57,11 +61,12 @@ class ParameterListing:
         self._use(frozenset(id(p) for p in frozen if p.grad is not None or id(p) in left))
 
     def averaged(self, frozen: frozenset[int], averages: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """An exchange that used these frozen ones, by id, has come: those without an average are not used again."""
+        """Called when an exchange that included frozen parameters has arrived. frozen: their ids; those without an
+        average will not be used again."""
         self._idle = frozen and frozen.difference(id(p) for p, _ in averages)
 
     def let_go(self) -> None:
-        """The step is over: none of its frozen parameters are used any more."""
+        """Called when the step is over: stop using frozen parameters."""
         if self.used:
             self._use(frozenset())
 

@@ -1,4 +1,5 @@
-"""Ranks compare their replicas beside training, and one that differs takes over another's: `--verify-every`."""
+"""Compares the ranks' replicas every `--verify-every` steps, without delaying the training. A rank whose replica
+differs loads another rank's."""
 
 from __future__ import annotations
 
@@ -17,22 +18,22 @@ from dadt.train.ranks import Ranks
 from dadt.train.replicas import Replicas, checksum
 
 LOOK_AFTER = 2
-"""Steps after which an answer is looked at. It has come by then, also with `pipe`: the second step waits for an
-exchange that was launched after it."""
+"""Number of steps after which a comparison's result is read. It has arrived by then, even with `pipe`, whose second
+step waits for an exchange launched after the comparison."""
 
 
 class Verdict(NamedTuple):
-    """Which replicas differ, by rank of the group."""
+    """Result of a comparison: the ranks whose replicas differ, as indices in the group."""
 
     right: int
-    """The first rank whose replica counts as right."""
+    """Index of the first rank whose replica counts as right."""
     wrong: list[int]
     sure: bool
-    """More than half of all are alike; else what the first rank has counts."""
+    """Whether more than half of the replicas are equal. If not, the first rank's replica counts as right."""
 
 
 def judge(every: Sequence[Sequence[int]]) -> Verdict:
-    """Which replicas count as right, and which as wrong. every: the checksums of each rank."""
+    """Decide which replicas count as right and which as wrong. every: checksums of each rank's replica."""
     told = [tuple(each) for each in every]
     most, count = Counter(told).most_common(1)[0]
     sure = 2 * count > len(told)
@@ -41,23 +42,24 @@ def judge(every: Sequence[Sequence[int]]) -> Verdict:
 
 
 class PendingComparison(NamedTuple):
-    """A comparison under way."""
+    """A comparison under way: the step it is about, and the gathering that will bring the result."""
 
     step: int
     answer: Gathering
 
 
 class Verification:
-    """The comparisons of all optimizers' replicas. All ranks do the same ones in the same steps."""
+    """Comparisons of all optimizers' replicas. All ranks make the same comparisons in the same steps."""
 
     def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
         self._ranks, self._replicas = ranks, replicas
         self._asked: WeakKeyDictionary[Attachment, PendingComparison] = WeakKeyDictionary()
         self._equal: WeakKeyDictionary[Attachment, int] = WeakKeyDictionary()
-        """Steps after which replicas were equal, as far as it is known."""
+        """For each optimizer, the last step after which its replicas were found equal."""
 
     def stepped(self, attachment: Attachment) -> None:
-        """The optimizer has stepped: weights are true ones. Raises ConfigError where ranks have their own."""
+        """Called when the optimizer has stepped and its weights are true ones. Raises ConfigError if the algorithm
+        gives each rank its own weights."""
         every, step = self._ranks.config.verify_every, attachment.step
         if not every:
             return
@@ -72,7 +74,8 @@ class Verification:
             self._asked[attachment] = PendingComparison(step, answer)
 
     def finish(self) -> None:
-        """The script has ended: report what the last comparisons find. Raises CommError."""
+        """Called when the script has ended: report the results of the last comparisons, still under way. Raises
+        CommError."""
         for attachment, asked in list(self._asked.items()):
             self._look(attachment, asked, last=True)
 
@@ -81,7 +84,7 @@ class Verification:
         ranks.wait(asked.answer)
         told = [array("q", bytes(lane)).tolist() for lane in asked.answer.lanes]
         if any(generation != ranks.generation for generation, *_ in told):
-            return  # ranks were lost since, and the others have compared theirs then
+            return  # ranks were lost meanwhile, and the remaining ranks compared their replicas when they regrouped
         every = [checksums for _, *checksums in told]
         when = f" (equal after {self._equal.get(attachment, 0)} steps, not after {asked.step})"
         self._equal[attachment] = asked.step

@@ -1,1 +1,1 @@
-"""`dadt bench`. Each benchmark is one file; ratios are taken side by side in one run."""
+"""The command `dadt bench`: one module for each benchmark. Contenders that are compared run side by side in one run."""

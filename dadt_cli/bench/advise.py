@@ -1,4 +1,4 @@
-"""`dadt bench advise`: which algorithm and compression would be how fast, on these hosts and on more of them."""
+"""`dadt bench advise`: predicts how fast each algorithm and compression would be on these hosts and on more hosts."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 KNOBS = ("executor", "sync_every")
 SHOWN = (2, 4, 8, 16, 64, 256, 1024)
-"""Numbers of hosts that fit a screen; the JSON has more."""
+"""Numbers of hosts whose predictions fit on a screen; the JSON output has more of them."""
 STEPS = 5
-"""Steps of the progress bar, without what --check trains."""
+"""Number of progress bar steps, not counting those of --check."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdviceRow:
-    """One way to train."""
+    """Predicted and measured speed of one algorithm with one compression."""
 
     algorithm: str
     compression: str
     steps_per_second: dict[int, float]
-    """The predicted steps per second, by number of hosts."""
+    """Predicted steps per second, by number of hosts."""
     best_for: list[int]
     measured: float | None
-    """The steps per second measured on the hosts at hand, with --check; else None."""
+    """Steps per second measured on the available hosts with --check; None without --check."""
     error: float | None
-    """The error of the prediction, as a share of what was measured."""
+    """Relative error of the prediction: the predicted rate over the measured one, minus 1."""
 
 
 def _models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Models whose names begin in this way, for shells to complete."""
+    """Return the model names that begin with `incomplete`, for shell completion."""
     return [name for name in MODELS if name.startswith(incomplete)]
 
 
@@ -112,7 +112,7 @@ def _results(
 ) -> BenchResults:
     from dadt_cli.bench.cost import HOSTS, WAYS, best, rates
 
-    # One host has no network by which to say what more of them would do.
+    # With a single host no network is measured, so nothing can be predicted for more hosts.
     counts = [1] if hosts == 1 else sorted({hosts, *HOSTS})
     predicted = rates(figures, counts)
     marked = {count: best({way: rate[i] for way, rate in predicted.items()}) for i, count in enumerate(counts)}

@@ -1,4 +1,5 @@
-"""Measures, and predicts by dadt_cli/bench/cost.py, how fast each setting is on these hosts and on more of them."""
+"""Measures how fast each algorithm and compression is on these hosts, and predicts with dadt_cli/bench/cost.py how fast
+it would be on more hosts."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from dadt_cli.bench.probe import ProbeResult
 from dadt_cli.bench.training import Task, flags_of
 
 WARMUP = 2
-"""Synchronous steps that a training takes first."""
+"""Number of synchronous steps at the start of each training (--warmup-steps)."""
 LEAD = 1
-"""Steps before those that are counted in each turn: an exchange that was launched before the pause is used up."""
+"""Uncounted steps at the start of each turn: they use up an exchange that was launched before the training was paused.
+"""
 STEPS_SECONDS = 3.0
 CHECK_SECONDS = 6.0
-"""Seconds that a measurement of one way takes, about."""
+"""Approximate seconds to measure one algorithm and compression with --check."""
 CHECK_TURNS = 3
 LEAST_STEPS = 2
 Progress = Callable[[str], None]
@@ -30,7 +32,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One way on the hosts at hand: steps per second as predicted, and as measured."""
+    """Predicted and measured steps per second of one algorithm and compression on the available hosts."""
 
     way: Combination
     predicted: float
@@ -38,12 +40,13 @@ class Checked:
 
     @property
     def error(self) -> float:
-        """The error of the prediction, as a share of what was measured."""
+        """Return the relative error of the prediction: the predicted rate over the measured one, minus 1."""
         return self.predicted / self.measured - 1.0
 
 
 def figures_of(found: Sequence[ProbeResult], compute: dict[str, float], sync_every: int) -> MeasuredCosts:
-    """The model's constants. found: by rank. Raises ConfigError where there is too little."""
+    """Return the constants of the cost model. found: the measurements of each rank. Raises ConfigError if there are
+    fewer than two ranks."""
     hosts = len({each.cross_rank for each in found})
     if len(found) < 2:
         raise ConfigError("advise measures what workers exchange: give -np 2 or more")
@@ -71,19 +74,21 @@ def figures_of(found: Sequence[ProbeResult], compute: dict[str, float], sync_eve
 
 
 def network_of(found: Sequence[ProbeResult], hosts: int) -> NetworkSpeed:
-    """alpha and B. One host has no network: its allreduces cost what they cost."""
+    """Return latency and bandwidth of the network between hosts. For a single host they are 0 and infinite, so that an
+    allreduce costs exactly what was measured."""
     if hosts == 1:
         return NetworkSpeed(0.0, float("inf"))
     spoke = [each for each in found if each.pairs]
     _, per_byte = fit(_slowest([each.pairs for each in spoke]))
-    # In an allreduce the same link may carry more than in one message each way, of a single connection.
+    # An allreduce may get more out of a link than single messages over one connection, so bandwidth is also fitted to
+    # allreduces.
     _, in_ring = fit(_slowest([each.exchanges["none"] for each in found]))
     bandwidth = max(1.0 / per_byte, 2 * (hosts - 1) / hosts / in_ring)
     return NetworkSpeed(statistics.median(each.alpha for each in spoke), bandwidth)
 
 
 def handling_of(draft: MeasuredCosts, found: Sequence[ProbeResult], compression: str, hosts: int) -> Handling:
-    """The time of the measured exchanges that the network does not explain."""
+    """Return the costs of measured exchanges that the network model does not explain: per operation and per byte."""
     times = _slowest([each.exchanges[compression] for each in found])
     rest = [(size, max(0.0, t - cost.allreduce(draft, size, compression, hosts)), t) for size, t in times]
     each, per_byte = _fit(rest)
@@ -101,7 +106,7 @@ def buckets_of(found: ProbeResult) -> list[BucketCost]:
 
 
 def _link_cost(found: Sequence[ProbeResult], compression: str) -> LinkCost:
-    """The cost on the slowest rank."""
+    """Return the cost of one end of a `gossip` exchange on the slowest rank."""
     link_costs = [(each.link_costs[compression], each.scarcity) for each in found]
     return LinkCost(
         link_costs[0][0].bytes,
@@ -111,7 +116,8 @@ def _link_cost(found: Sequence[ProbeResult], compression: str) -> LinkCost:
 
 
 def fit(times: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """a and b of seconds = a + b bytes, by least squares of the relative error; b is positive."""
+    """Return a and b of seconds = a + b * bytes, by least squares of the relative error. Raises ConfigError unless b is
+    positive."""
     each, per_byte = _fit([(size, seconds, seconds) for size, seconds in times])
     if per_byte <= 0:
         raise ConfigError("the measurement was disturbed: larger messages took no longer than small ones; try again")
@@ -121,7 +127,8 @@ def fit(times: Iterable[tuple[int, float]]) -> tuple[float, float]:
 def measure(
     task: Task, location: Location, ranks: int, found: Sequence[ProbeResult], sync_every: int, tell: Progress
 ) -> MeasuredCosts:
-    """Compute by algorithm on the null executor, with what the probe has found."""
+    """Measure the compute time of each algorithm with the null executor, which transfers nothing, and combine it with
+    the probe's measurements."""
     compute = {}
     guess = sum(max(each.parts[part] for each in found) for part in range(3))
     for algorithm in cost.ALGORITHMS:
@@ -141,8 +148,10 @@ def check(
     hosts: int,
     tell: Progress,
 ) -> list[Checked]:
-    """Trains in each way on the hosts at hand, in turn with the same where no byte moves: so that prediction and
-    measurement see the same machine, the compute of a prediction is what it was meanwhile."""
+    """Train in each way (algorithm and compression) on the available hosts, in turn with the same algorithm on the null
+    executor, which transfers nothing. Predictions use the compute time measured by the latter, so that prediction and
+    measurement see the same load of the machine.
+    """
     checked = []
     every = figures.sync_every
     for algorithm in dict.fromkeys(way.algorithm for way in ways):
@@ -152,7 +161,7 @@ def check(
                 share = CHECK_SECONDS / CHECK_TURNS
                 steps = _steps(algorithm, share / cost.seconds(figures, way, hosts), every)
                 least = _steps(algorithm, share / 2 / figures.compute[algorithm], every)
-                # Those before the first average are not of any round.
+                # The steps of `local` before its first average belong to no round, so a whole round is left uncounted.
                 lead = every if algorithm == "local" else LEAD
                 with _party(task, location, ranks, [*way.options, "--sync-every", str(every)]) as party:
                     turns = [(_turn(alone, least, LEAD), _turn(party, steps, lead)) for _ in range(CHECK_TURNS)]
@@ -163,20 +172,20 @@ def check(
 
 
 def _alone(algorithm: str, sync_every: int) -> list[str]:
-    """Options of `dadt run` with which no byte moves."""
+    """Return options of `dadt run` that train without exchanging anything, by the null executor."""
     return ["--executor", "null", "--algorithm", algorithm, "--sync-every", str(sync_every)]
 
 
 def _unpacked(figures: MeasuredCosts, algorithm: str, seconds: float) -> float:
-    """Seconds of a step's compute: `seconds`, measured where no byte moves, less the packing of gradients, which the
-    model counts as a part of each exchange."""
+    """Return a step's compute time: `seconds`, measured with the null executor, minus the packing of gradients, which
+    the cost model counts as part of each exchange."""
     steps = {"sync": 1, "pipe": 1, "local": figures.sync_every}
     return seconds - figures.packing * figures.bytes / steps[algorithm] if algorithm in steps else seconds
 
 
 def _steps(algorithm: str, about: float, sync_every: int) -> int:
-    """About this many steps, but at least LEAST_STEPS; of local whole rounds of `sync_every` steps, each of which has
-    one average."""
+    """Return the number of steps to measure: `about`, rounded, but at least LEAST_STEPS. For `local`, return whole
+    rounds of `sync_every` steps, since each round has one average."""
     count = max(LEAST_STEPS, round(about))
     return max(1, round(count / sync_every)) * sync_every if algorithm == "local" else count
 
@@ -194,14 +203,15 @@ def _turn(party: Party, steps: int, lead: int) -> float:
 
 
 def _share(found: Sequence[ProbeResult], part: int) -> float:
-    """The share of a step's compute that one part takes, on the slowest rank. part: 0 forward, 1 backward, 2
+    """Return the share of a step's compute time that one part takes on the slowest rank. part: 0 forward, 1 backward, 2
     optimizer."""
     slowest = max(found, key=lambda each: sum(each.parts))
     return slowest.parts[part] / sum(slowest.parts)
 
 
 def _slowest(tries: Sequence[probe.Times]) -> list[tuple[int, float]]:
-    """Medians by size, of the slowest rank of each try."""
+    """Return, for each message size, the median time over all tries; a try counts with the slowest rank's time. tries:
+    one list for each rank."""
     by_size: dict[int, list[float]] = {}
     for row in zip(*tries, strict=True):
         by_size.setdefault(row[0][0], []).append(max(seconds for _, seconds in row))
@@ -209,7 +219,8 @@ def _slowest(tries: Sequence[probe.Times]) -> list[tuple[int, float]]:
 
 
 def _fit(rows: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
-    """a, b of y = a + b x, rows of x, y and what the error of y is measured by."""
+    """Return a and b of y = a + b x by weighted least squares. rows: x, y and the scale by which the error of y is
+    divided."""
     x, y, scale = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
     if np.ptp(x) == 0:
         weights = scale**-2.0

@@ -1,4 +1,5 @@
-"""How long averaging takes: dadt's shared memory, torch's Gloo and a bare memcpy, side by side in one run."""
+"""Measures how long averaging takes with DADT's shared memory and with torch's Gloo, compared with a bare memcpy, side
+by side in one run."""
 
 from __future__ import annotations
 
@@ -15,33 +16,34 @@ from dadt_cli.bench.ratio import Interval, cell, interval, ratio
 from dadt_cli.terminal.table import short
 
 TENSORS = 60
-"""The number of tensors, of unequal sizes, of which a bucket is made."""
+"""Number of tensors, of unequal sizes, that are averaged together as one bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllreduceRow:
-    """One size. Seconds are of the slowest rank, with packing from and delivering to separate tensors."""
+    """Results for one size. Seconds are those of the slowest rank; DADT's and Gloo's include packing separate tensors
+    and unpacking into them."""
 
     bytes: int
     count: int
-    """The number of float32 elements that are averaged."""
+    """Number of float32 elements that are averaged."""
     ranks: int
     dadt: Interval
     gloo: Interval
     memcpy: Interval
-    """A memcpy of the same number of bytes, made by all ranks at once."""
+    """Seconds of a memcpy of as many bytes, done by all ranks at once."""
     gloo_per_dadt: Interval
     dadt_per_memcpy: Interval
     wrong: int
-    """Elements that were not exactly the mean, over all ranks."""
+    """Number of elements, over all ranks, that were not exactly the mean."""
 
     def algbw(self, seconds: Interval) -> Interval:
-        """Bytes per second, as nccl-tests counts them: the size over the time."""
+        """Return the algorithm bandwidth as nccl-tests defines it: bytes of the message divided by `seconds`."""
         return Interval(self.bytes / seconds.median, self.bytes / seconds.high, self.bytes / seconds.low)
 
     def busbw(self, seconds: Interval) -> Interval:
-        """Bytes per second that each rank's link must carry, 2 (n - 1) / n times those of `algbw`: comparable over n
-        ranks."""
+        """Return the bus bandwidth as nccl-tests defines it: `algbw` times 2 (n - 1) / n for n ranks, the bytes per
+        second that each rank's link carries. Comparable between different numbers of ranks."""
         factor = 2 * (self.ranks - 1) / self.ranks
         speed = self.algbw(seconds)
         return Interval(factor * speed.median, factor * speed.low, factor * speed.high)
@@ -62,9 +64,10 @@ COLUMNS: dict[str, Callable[[AllreduceRow], str]] = {
 def measure(
     *, ranks: int, sizes: Sequence[int], rounds: int, progress: Callable[[str], None] = lambda what: None
 ) -> list[AllreduceRow]:
-    """One row per size in bytes of float32; starts and ends `ranks` processes of one thread each.
+    """Measure averaging for each size in bytes of float32, in `ranks` new processes of one thread each. Returns one row
+    per size.
 
-    Raises ConfigError for arguments out of range, DadtError where a worker fails.
+    Raises ConfigError for arguments out of range, DadtError if a worker fails.
     """
     if ranks < 2:
         raise ConfigError(f"-np {ranks}: an allreduce needs 2 workers or more")
@@ -74,7 +77,7 @@ def measure(
         if size < 4 * TENSORS:
             raise ConfigError(f"--sizes {size}: give {4 * TENSORS} bytes or more, for {TENSORS} tensors")
     with BenchRanks(ranks, _worker, list(sizes), rounds) as workers:
-        workers.send(workers.receive())  # each one's endpoint, to all
+        workers.send(workers.receive())  # send the endpoints of all workers to every worker
         rows = []
         for size in sizes:
             progress(f"{size:,} bytes")
@@ -96,7 +99,8 @@ def _row(size: int, results: Sequence[tuple[dict[str, list[float]], int]]) -> Al
 
 
 def _counts(size: int) -> list[int]:
-    """Elements of each tensor: many small, some large, as in a network; none a round number."""
+    """Divide `size` bytes of float32 into TENSORS tensors, many small and some large as in a network; return their
+    numbers of elements."""
     total = size // 4
     weights = [1.0 + (i * 7919 % TENSORS) ** 2 for i in range(TENSORS)]
     counts = [max(1, int(total * w / sum(weights))) for w in weights]
@@ -123,7 +127,7 @@ def _worker(rank: int, world_size: int, pipe: Connection, store: str, sizes: lis
 
 
 class _Bucket:
-    """The tensors of one size, and the three ways to handle them."""
+    """The tensors of one size, and the three contenders that process them: dadt, Gloo and memcpy."""
 
     def __init__(self, engine: Any, gloo: Any, rank: int, world_size: int, counts: list[int]) -> None:
         import torch
@@ -144,7 +148,7 @@ class _Bucket:
         return [torch.randn(count, generator=generator) for count in self.counts]
 
     def run(self, rounds: int) -> tuple[dict[str, list[float]], int]:
-        """Seconds per contender and round, and how many elements were wrong."""
+        """Run all contenders in turn. Returns each contender's seconds by round, and the number of wrong elements."""
         wrong = self.check()
         contenders = {"dadt": self.by_dadt, "gloo": self.by_gloo, "memcpy": self.by_memcpy}
         return take_turns(contenders, rounds, 3, self.meet), wrong
@@ -153,7 +157,7 @@ class _Bucket:
         self.engine.allgather(b"", "together").wait(TIMEOUT)
 
     def check(self) -> int:
-        """Averages once and compares with the mean of what every rank had."""
+        """Average once with DADT and return how many elements differ from the mean of all ranks' inputs."""
         import torch
 
         inputs = [self.fresh(rank) for rank in range(self.world_size)]

@@ -33,19 +33,21 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 HOW = ("algorithm", "executor", "compression")
-"""Flags that are DADT's contenders' alone."""
+"""Flags that affect only DADT's own contenders, not peers such as DDP."""
 KNOWN = (*HOW, "sync_every")
-"""Settings by which a measurement goes, wherever they come from."""
+"""Settings that affect a measurement, whether flags, variables or a file set them."""
 
 ROUNDS = 10
 SECONDS = 300.0
-"""Most seconds that a training benchmark takes where no number of rounds is given, unless 6 rounds take longer."""
+"""Longest duration of a training benchmark without --rounds, in seconds, unless the minimum of 6 rounds takes longer.
+"""
 
 np_option = click.option("-np", "--np", "ranks", default=2, show_default=True, help="Number of workers.")
 
 
 class Bench(click.Group):
-    """The group of `dadt bench`: beside its commands, each model is one, and so is `--model module:factory`."""
+    """The command group `dadt bench`. In addition to its registered commands, each model's name is a command, and
+    `--model module:factory` calls the hidden command `model`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0].partition("=")[0] == "--model":
@@ -56,7 +58,7 @@ class Bench(click.Group):
         return [*MODELS, "advise", *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name == "advise":  # which needs this module
+        if name == "advise":  # imported only here, because advise itself imports this module
             from dadt_cli.bench.advise import advise
 
             return advise
@@ -79,7 +81,7 @@ def bench() -> None:
 
 
 def _train_command(name: str) -> click.Command:
-    """The command of a model; `model`: of any, which --model names."""
+    """Create the command that benchmarks the model `name`; the name "model" stands for any model, given by --model."""
     given = click.Option(
         ["--model"], required=True, metavar="MODULE:FACTORY", help="Factory that returns (model, batch, loss)."
     )
@@ -305,7 +307,7 @@ def startup(outputs: Outputs, ranks: int, rounds: int) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from 1000, 64K, 1.5M or 1G.
+    """Parse a size such as 1000, 64K, 1.5M or 1G into bytes.
 
     Raises ConfigError for anything else.
     """

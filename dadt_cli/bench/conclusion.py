@@ -1,4 +1,4 @@
-"""What the figures of a training benchmark say, in a sentence, and what their columns mean."""
+"""Writes the sentence that sums up a training benchmark, and the legend of its table."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ LEGEND = (
 
 
 def reference(rows: Sequence[TrainingRow]) -> TrainingRow:
-    """The contender that others are compared with."""
+    """Return the row of the contender that all others are compared with: its relative speed is exactly 1."""
     return next((row for row in rows if row.speed.low == row.speed.high == 1.0), rows[0])
 
 
 def legend(first: str, unit: str) -> str:
-    """What each column means, in a line each. first: the contender that others are compared with. unit: of the rate."""
+    """Return a line of explanation for each column. first: name of the contender that others are compared with. unit:
+    unit of the rate, such as images."""
     text = "\n".join(f"{name}: {meaning}" for name, meaning in LEGEND)
     return text.replace("NAME", first).replace("UNIT", unit)
 
 
 def conclusion(rows: Sequence[TrainingRow]) -> str:
-    """What was found of the contender that others are compared with; empty where there is nothing to compare."""
+    """Return a sentence that compares the reference contender with the others; empty if there is nothing to compare."""
     first = reference(rows)
     found = [_beside(first.name, row) for row in rows if row is not first and _is_rival(row, first)]
     if first.exposed is not None:
@@ -42,7 +43,8 @@ def conclusion(rows: Sequence[TrainingRow]) -> str:
 
 
 def _is_rival(row: TrainingRow, first: TrainingRow) -> bool:
-    """A way to train what `first` trains: neither copies that exchange nothing, nor the limit."""
+    """Whether `row` trains the same as `first` and exchanges data: neither plain copies that exchange nothing, nor the
+    null executor."""
     return first.ranks > 1 and row.name != "plain" and "null" not in row.options
 
 

@@ -1,27 +1,32 @@
-"""How long a training step takes under each algorithm: the alpha-beta model of communication, on what was measured.
+"""Predicts how long a training step takes under each algorithm, by the alpha-beta model of communication and
+measurements.
 
-A message of M bytes between two hosts takes alpha + M / B: alpha is the latency, B the bandwidth of a host's link in
-each direction (Hockney 1994). Of h hosts, with a byte's handling g and an operation's o on each:
+A message of M bytes between two hosts takes alpha + M / B seconds: alpha is the latency, B the bandwidth of a host's
+link in each direction (Hockney 1994). With h hosts, and on each host o seconds per operation and g seconds per byte for
+handling the data, an exchange takes:
 
     allreduce, ring (Patarasuk and Yuan 2009)    T(M) = o + 2 (h - 1) alpha + 2 (h - 1) / h  M / B + g M
     compressed: alltoall, then allgather         T(M) = o + h alpha + 2 (h - 1) / h  w M / B + g' M
-                                                 w: bf16, fp16 1/2; int8 (256 + 4) / 1024 (comm/executors/compressed.py)
-    up to 32 KiB: everybody gets everything      T(M) = o + (h - 1) alpha + (h - 1) M / B + g M
-    hierarchical: the same with hosts as ranks, as a host's workers share its link; alpha counts for each 4 MiB
+                                                 w: bytes sent per byte: bf16, fp16 1/2; int8 (256 + 4) / 1024
+                                                 (comm/executors/compressed.py)
+    up to 32 KiB: all data goes to all hosts     T(M) = o + (h - 1) alpha + (h - 1) M / B + g M
+    hierarchical: the same, with hosts as ranks, because a host's workers share its link; alpha counts per 4 MiB
 
-PowerSGD of rank r sends r n values of each n x m matrix, then r m; what is no matrix goes with the first, uncompressed.
+PowerSGD of rank r sends r n values of each n x m matrix, then r m values. Tensors that are no matrices travel
+uncompressed with the first half.
 
-With C the step's compute (forward F, then backward), X the sum of T over buckets:
+With C the compute time of a step (forward, then backward) and X the sum of T over all buckets, a step takes:
 
-    sync     buckets go as backward completes them, one after the other; the last one at its end, and is waited for
-    pipe     max(C, X) (arXiv:1811.03619); with PowerSGD X has both halves, and C what it computes
-    local    (H/2 C + max(H/2 C, X)) / H: an average has half a round to come
-    gossip   C: nobody waits. An exchange takes 2 (alpha + m / B) + 2 s + t, as question and answer of m bytes go one
-             after the other, each after s of computing, and t is computed at the end; there is one a step at most
+    sync     each bucket is exchanged when backward has completed it, one after the other; the last one is waited for
+    pipe     max(C, X) (arXiv:1811.03619); with PowerSGD, X has both halves, and C includes PowerSGD's computation
+    local    (H/2 C + max(H/2 C, X)) / H for rounds of H steps: an average has half a round to arrive
+    gossip   C, since no rank waits. An exchange takes 2 (alpha + m / B) + 2 s + t: question and answer of m bytes go
+             one after the other, each after s seconds of computing, and t seconds are computed at the end; at most
+             one exchange begins in each step
 
-While computing holds all cores of a worker, the processor time of what goes on behind it is added to C. C is that of
-each algorithm by itself, measured where no byte moves, without packing, which is part of T. What the model leaves out:
-ranks of unequal speed, and switches that carry less than all links together.
+If computing uses all cores of a worker, the processor time of exchanges in the background is added to C. C is measured
+for each algorithm with the null executor, which transfers nothing, and excludes packing, which is part of T. The model
+leaves out ranks of unequal speed, and switches that carry less than all links together.
 """
 
 from __future__ import annotations
@@ -30,44 +35,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SMALL = 32 * 1024
-"""Bytes up to which an allreduce is an allgather (dadt/comm/executors/pull.py)."""
+"""Largest size in bytes for which an allreduce is done as an allgather (dadt/comm/executors/pull.py)."""
 WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": (256 + 4) / 1024}
-"""Bytes that travel for a byte of float32."""
+"""Bytes sent for each byte of float32, by compression."""
 CHUNK = 4 << 20
-"""Bytes of a chunk, in which the hierarchical executor exchanges the data of an allreduce."""
+"""Bytes of one chunk: the hierarchical executor exchanges the data of an allreduce in chunks of this size."""
 ALGORITHMS = ("sync", "pipe", "local", "gossip")
-"""The algorithms, from the one that changes a training least; see docs/algorithms.md."""
+"""The algorithms, ordered from the one that changes the training least (docs/algorithms.md)."""
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd:4")
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CLOSE = 0.95
-"""Among settings with at least this share of the fastest's rate, the one that changes training least is chosen."""
+"""Settings whose rate is at least this share of the fastest one's count as nearly as fast; among them, the one that
+changes the training least is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkSpeed:
-    """The network between hosts, as measured."""
+    """Measured latency and bandwidth of the network between hosts."""
 
     alpha: float
-    """Seconds of the shortest message, one way."""
+    """Seconds that the shortest message takes one way."""
     bandwidth: float
     """Bytes per second of a host's link, in each direction at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """The costs of one way to compress, beside the network."""
+    """The costs of an exchange with one compression that do not depend on the network."""
 
     each: float
-    """o: seconds of an operation."""
+    """Seconds of each operation, independent of its size (o in the module's formulas)."""
     per_byte: float
-    """g: seconds for each byte of the gradients."""
+    """Seconds for each byte of the gradients (g in the module's formulas)."""
     processor: float
-    """Seconds that a core is taken for each byte of the gradients."""
+    """Processor seconds used for each byte of the gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankBytes:
-    """PowerSGD's two halves of one bucket, in bytes."""
+    """Bytes of the two factors that PowerSGD averages, one after the other, in place of one bucket."""
 
     first: int
     second: int
@@ -75,54 +81,55 @@ class LowRankBytes:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """One end of an exchange of gossip, whichever way it compresses."""
+    """The costs of a `gossip` exchange at one of its two ends, for one compression."""
 
     bytes: float
-    """Bytes of one message."""
+    """Bytes of one message between two neighbours."""
     say: float
-    """Processor seconds before a message is sent."""
+    """Processor seconds to prepare a message before it is sent."""
     settle: float
-    """Processor seconds after the other end's message has come."""
+    """Processor seconds to process the other end's message after it has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketCost:
-    """Gradients that are exchanged together."""
+    """A bucket of gradients, which are exchanged together."""
 
     bytes: int
     ready: float
-    """Share of the backward after which they are complete."""
+    """Share of the backward pass after which all gradients of the bucket are complete."""
     low_rank: LowRankBytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """What was measured of a model and of the machines that train it: all from which the time of a step is computed."""
+    """Measurements of a model and of the machines that train it, from which the time of a step is predicted."""
 
     network: NetworkSpeed
     handling: Mapping[str, Handling]
-    """The costs of exchanges beside the network, by compression, without powersgd."""
+    """The costs of exchanges that do not depend on the network, by compression; there is no entry for powersgd."""
     buckets: Sequence[BucketCost]
     """The buckets in the order in which they are exchanged."""
     buffers: Sequence[int]
-    """Bytes of each exchange of BatchNorm's statistics."""
+    """Bytes of each exchange of BatchNorm statistics."""
     forward: float
-    """Share of a step's compute before the backward."""
+    """Share of a step's compute time that the forward pass takes."""
     backward: float
     compute: Mapping[str, float]
-    """Seconds of a step by algorithm, where no byte moves, without the packing of gradients."""
+    """Seconds of a step by algorithm, measured with the null executor, which transfers nothing, and without packing
+    gradients."""
     packing: float
-    """Seconds of packing gradients for each byte."""
+    """Seconds to pack one byte of gradients into a bucket."""
     low_rank: float
-    """Seconds that PowerSGD computes in a step."""
+    """Seconds of PowerSGD's own computation in a step."""
     link_costs: Mapping[str, LinkCost]
-    """The costs of one end of an exchange of gossip, by compression."""
+    """The costs of a `gossip` exchange at one of its two ends, by compression."""
     mail: float
-    """Seconds that a core is taken for each byte that goes to one other worker, and each that comes."""
+    """Processor seconds per byte of messages with one other worker: one byte sent and one received."""
     busy: float
-    """Share of a step in which computing holds all cores of a worker; 0 where it leaves one for communication."""
+    """Share of a step in which computing uses all cores of a worker; 0 if a core is free for communication."""
     chunked: bool
-    """Whether the executor is hierarchical."""
+    """Whether the executor is hierarchical, which exchanges data in chunks."""
     sync_every: int
 
     @property
@@ -137,7 +144,7 @@ class Combination:
 
     @property
     def options(self) -> list[str]:
-        """Options of `dadt run`."""
+        """Return options of `dadt run` that choose this algorithm and compression."""
         return ["--algorithm", self.algorithm, "--compression", self.compression]
 
     def __str__(self) -> str:
@@ -148,7 +155,7 @@ WAYS = tuple(Combination(algorithm, compression) for algorithm in ALGORITHMS for
 
 
 def allreduce(figures: MeasuredCosts, size: int, compression: str, hosts: int) -> float:
-    """Seconds of one allreduce of `size` bytes of float32."""
+    """Return the predicted seconds of one allreduce of `size` bytes of float32."""
     network, handling = figures.network, figures.handling[compression]
     own = handling.each + handling.per_byte * size
     if hosts == 1:
@@ -162,7 +169,7 @@ def allreduce(figures: MeasuredCosts, size: int, compression: str, hosts: int) -
 
 
 def seconds(figures: MeasuredCosts, way: Combination, hosts: int) -> float:
-    """Seconds of one training step, as the model predicts them for this way and number of hosts."""
+    """Return the predicted seconds of one training step with the algorithm and compression `way` on `hosts` hosts."""
     if way.algorithm == "sync":
         return _sync(figures, way.compression, hosts)
     if way.algorithm == "pipe":
@@ -173,12 +180,13 @@ def seconds(figures: MeasuredCosts, way: Combination, hosts: int) -> float:
 
 
 def rates(figures: MeasuredCosts, hosts: Sequence[int]) -> dict[Combination, list[float]]:
-    """Steps per second of each way, for these numbers of hosts."""
+    """Return the predicted steps per second of each algorithm and compression, for each number of hosts."""
     return {way: [1.0 / seconds(figures, way, count) for count in hosts] for way in WAYS}
 
 
 def best(found: Mapping[Combination, float]) -> Combination:
-    """The setting that changes the training least, of those nearly as fast as the fastest."""
+    """Return the setting that changes the training least, among those nearly as fast as the fastest (CLOSE). found:
+    rate of each setting."""
     enough = CLOSE * max(found.values())
     return next(way for way in WAYS if found.get(way, 0.0) >= enough)
 
@@ -210,7 +218,8 @@ def _pipe(figures: MeasuredCosts, compression: str, hosts: int) -> float:
 
 
 def _local(figures: MeasuredCosts, compression: str, hosts: int) -> float:
-    """The second half of PowerSGD begins where the mean is merged, and is waited for."""
+    """Predict the seconds of a step of `local`. PowerSGD's second half starts only when the weights' average is
+    applied, so the training waits for this half."""
     compute, every = figures.compute["local"], figures.sync_every
     codec, low_rank = _codec(compression)
     exchange = _weights(figures, compression, hosts)
@@ -221,9 +230,10 @@ def _local(figures: MeasuredCosts, compression: str, hosts: int) -> float:
 
 
 def _gossip(figures: MeasuredCosts, compression: str, hosts: int) -> float:
-    """x exchanges a step, of which each takes s of the processor's time: C = c + x s, and x is C / exchange or 1.
+    """Predict the seconds C of a step of `gossip`: C = c + x s, where c is the step's compute, x the exchanges per step
+    (C / seconds of an exchange, at most 1) and s the processor seconds of one exchange.
 
-    What is computed for an exchange takes twice as long where it shares a core with the training.
+    Computing for an exchange takes twice as long if it shares a core with the training.
     """
     compute, link, network = figures.compute["gossip"], figures.link_costs[compression], figures.network
     work = figures.busy * (link.say + link.settle + figures.mail * link.bytes)
@@ -234,14 +244,14 @@ def _gossip(figures: MeasuredCosts, compression: str, hosts: int) -> float:
 
 
 def _codec(compression: str) -> tuple[str, bool]:
-    """The compression of what travels ("none" under PowerSGD, whose factors are sent as they are), and whether it is
-    PowerSGD."""
+    """Return the compression of the data that is sent, and whether `compression` is PowerSGD, whose factors are sent
+    uncompressed ("none")."""
     low_rank = compression.startswith("powersgd")
     return ("none" if low_rank else compression), low_rank
 
 
 def _stolen(figures: MeasuredCosts, size: int, codec: str) -> float:
-    """Seconds that an exchange of `size` bytes takes from the compute beside which it goes on."""
+    """Return the seconds by which an exchange of `size` bytes in the background slows the training's compute."""
     return figures.busy * figures.handling[codec].processor * size
 
 
@@ -250,7 +260,8 @@ def _halves(bucket: BucketCost) -> tuple[int, int]:
 
 
 def _weights(figures: MeasuredCosts, compression: str, hosts: int) -> float:
-    """Seconds to average all gradients, or weights of the same size, at once; under PowerSGD its first half."""
+    """Return the seconds to average all gradients, or weights of the same size, at once; under PowerSGD, only its first
+    half."""
     codec, low_rank = _codec(compression)
     sizes = [_halves(bucket)[0] if low_rank else bucket.bytes for bucket in figures.buckets]
     return sum(allreduce(figures, size, codec, hosts) for size in sizes)
@@ -261,7 +272,7 @@ def _exchange(figures: MeasuredCosts, compression: str, hosts: int) -> float:
 
 
 def _second(figures: MeasuredCosts, hosts: int) -> float:
-    """Seconds to average the second half of PowerSGD for all buckets."""
+    """Return the seconds to average PowerSGD's second half of all buckets."""
     sizes = [_halves(bucket)[1] for bucket in figures.buckets]
     return sum(allreduce(figures, size, "none", hosts) for size in sizes if size)
 

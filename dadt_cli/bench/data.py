@@ -1,4 +1,5 @@
-"""Real samples for a benchmark: a folder of images, or a text. Read when they are drawn, as a training would."""
+"""Real samples for a benchmark, from a folder of images or a text file. Images are read when a sample is drawn, as in a
+normal training."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A folder with a subfolder of images for each class; each image scaled to 3 x side x side.
+    """A folder with a subfolder of images for each class; each image is scaled to 3 x side x side.
 
-    Raises ConfigError where there are none, or nothing can read them.
+    Raises ConfigError if there are no images or too many classes, or Pillow, which reads images, is not installed.
     """
 
     def __init__(self, folder: Path, side: int, classes: int) -> None:
@@ -51,7 +52,8 @@ class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Text(Dataset[tuple[torch.Tensor]]):
-    """A file of text, in pieces of `length` bytes; each byte is a token. Raises ConfigError where it is too short."""
+    """A text file divided into pieces of `length` bytes; each byte is a token. Raises ConfigError if the file cannot be
+    read or is shorter than one piece."""
 
     def __init__(self, file: Path, length: int) -> None:
         try:

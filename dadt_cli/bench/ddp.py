@@ -1,4 +1,5 @@
-"""A step of DistributedDataParallel over backend `dadt` and over torch's Gloo, in turn in the same processes."""
+"""Measures a step of DistributedDataParallel over the backend `dadt` and over torch's Gloo, in turn in the same
+processes."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ LAYERS = 5
 
 @dataclass(frozen=True, slots=True)
 class DdpRow:
-    """Seconds of a step, of the slowest rank."""
+    """Seconds of a DDP step over each backend, on the slowest rank."""
 
     parameters: int
     batch_size: int
     dadt: Interval
     gloo: Interval
     alone: Interval
-    """Seconds of the same step without any exchange, on all ranks at once."""
+    """Seconds of the step without any exchange, while all ranks compute at once."""
     gloo_per_dadt: Interval
 
 
@@ -37,9 +38,10 @@ COLUMNS: dict[str, Callable[[DdpRow], str]] = {
 
 
 def measure(*, ranks: int, width: int, batch_size: int, rounds: int) -> DdpRow:
-    """Steps of a perceptron of LAYERS layers of width x width float32; processes of one thread each.
+    """Measure training steps of a perceptron with LAYERS layers of width x width float32, in `ranks` processes of one
+    thread each.
 
-    Raises ConfigError for arguments out of range, DadtError where a worker fails.
+    Raises ConfigError for arguments out of range, DadtError if a worker fails.
     """
     if ranks < 2:
         raise ConfigError(f"-np {ranks}: an exchange needs 2 workers or more")

@@ -1,4 +1,4 @@
-"""Where the figures of a benchmark go: a table, JSON, CSV, a picture."""
+"""Writes the figures of a benchmark: as a table on the terminal, JSON, CSV or a plot."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def writes(*kinds: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The files that a benchmark's flags name. Raises ConfigError at once for one that cannot be written at its end."""
+    """The output files named by a benchmark's flags. Raises ConfigError before the benchmark starts if a file could not
+    be written at its end."""
 
     json: str | None = None
     csv: str | None = None
@@ -69,7 +70,7 @@ class Outputs:
 
     @property
     def quiet(self) -> bool:
-        """Whether stdout is for a program."""
+        """Whether JSON or CSV goes to stdout for another program, so that no table may be printed."""
         return "-" in (self.json, self.csv)
 
 
@@ -109,16 +110,16 @@ class ResultTable:
 
 @dataclass(frozen=True, slots=True)
 class BenchResults:
-    """The result of a benchmark."""
+    """The result of a benchmark: rows of data, tables, notes and a plot."""
 
     rows: Sequence[Any]
     """Dataclass objects, one for each row of the JSON and of the CSV file."""
     tables: Sequence[ResultTable]
     notes: Sequence[str] = ()
     about: dict[str, Any] = field(default_factory=dict)
-    """Further entries of the JSON file."""
+    """Further entries to write to the JSON file."""
     picture: Callable[[], Any] | None = None
-    """Draws the figure with matplotlib; None: there is none."""
+    """Called to draw the plot with matplotlib; None if the benchmark has no plot."""
 
     def report(self, title: str, outputs: Outputs) -> None:
         rows = [asdict(row) for row in self.rows]
@@ -149,7 +150,7 @@ def command() -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """The conditions that the figures depend on."""
+    """Return the conditions that the figures depend on: time, versions, machine, cores and load."""
     from dadt import _core
 
     return {
@@ -166,7 +167,7 @@ def conditions() -> dict[str, Any]:
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each row; what is nested has columns of its own, as rate.median."""
+    """Return the rows as CSV, one line each. Nested values have columns of their own, such as rate.median."""
     flat = [dict(_flat(row)) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
     text = io.StringIO()

@@ -1,4 +1,4 @@
-"""The script that `dadt bench startup` runs: takes one step, says when, and ends."""
+"""The script that `dadt bench startup` runs: it trains one step, writes the time to a file and ends."""
 
 from __future__ import annotations
 

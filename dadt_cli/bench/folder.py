@@ -1,4 +1,4 @@
-"""Where a measurement keeps its socket and its logs: gone with it, however it ends."""
+"""A temporary folder for the socket and logs of a measurement, removed however the measurement ends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from dadt.control.guard import Guard
 
 @contextmanager
 def folder(mark: str = "") -> Iterator[Path]:
-    """A new one, for the block. Where this process is killed, it is removed, too, and what carries the mark ends.
+    """Create a temporary folder for the block. If this process is killed, the folder is still removed, and processes
+    with the mark in their environment are ended.
 
-    mark: a variable and its value, as BENCH_KEY=...; empty: none is ended.
+    mark: a variable and its value, such as BENCH_KEY=...; if empty, no process is ended.
     """
     with TemporaryDirectory(prefix="dadt-bench-") as name:
         guard = Guard(Path(name), mark)

@@ -1,4 +1,4 @@
-"""The messages between a measuring process and a worker of `dadt bench MODEL`, and their connection."""
+"""Messages and connections between the process that measures and the workers of `dadt bench MODEL`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from dadt.errors import DadtError
 from dadt_cli.bench.folder import folder
 
 KEY = "BENCH_KEY"
-"""The variable in which workers are given what proves that they are ours; those that begin with DADT_ are knobs."""
+"""Environment variable with the secret by which workers prove that they belong to this benchmark. Its name does not
+begin with DADT_, since such variables are settings."""
 TRY_SECONDS = 5.0
-"""Seconds for an address to answer, and for whoever connects to prove who it is."""
+"""Seconds to wait for an address to answer, and for a process that connects to authenticate itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A worker's first message."""
+    """A worker's first message: what the worker trains and on which device."""
 
     rank: int
     threads: int
@@ -36,7 +37,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """Steps to take: first those that are not counted."""
+    """An order to train: first `lead` uncounted steps, then `steps` counted ones."""
 
     lead: int
     steps: int
@@ -44,8 +45,8 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """Seconds of the counted steps, those of them in DADT's hooks, the processor's (of all threads of the process), and
-    the most bytes in use so far."""
+    """A worker's measurements: seconds of the counted steps, how many of these were spent in DADT's hooks, processor
+    seconds of all threads of the process, and the peak memory in bytes."""
 
     seconds: float
     own: float
@@ -54,18 +55,20 @@ class Worked:
 
 
 class Reception:
-    """The end at which workers connect. Every wait of its own is short, whoever else connects."""
+    """The listening end to which workers connect. No process that connects can make it wait for long."""
 
     def __init__(self, listener: Listener, where: str, key: str) -> None:
         self._listener = listener
         self.where = where
         """The address that workers connect to."""
         self.key = key
-        # Inherited by what is accepted: a stranger who connects and says nothing is not waited for.
+        # Accepted connections inherit this timeout, so a stranger who connects and sends nothing cannot block the
+        # benchmark.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(TRY_SECONDS), 0))
 
     def accept(self, seconds: float) -> Connection | None:
-        """Accept the next who has our key; None if nobody has come within `seconds`, or it was somebody else."""
+        """Accept the next connection that authenticates with the benchmark's key. Returns None if none arrives within
+        `seconds`, or its key is wrong."""
         self._socket.settimeout(seconds)
         try:
             connection = self._listener.accept()
@@ -83,8 +86,8 @@ class Reception:
 
 @contextmanager
 def listen(remote: bool, ranks: int) -> Iterator[Reception]:
-    """Listen for workers: for those of this machine on a socket in a folder, which leads there from whatever network
-    they are in; else on every address of this machine."""
+    """Listen for workers. Workers on this machine connect to a Unix socket, which they reach from any network
+    namespace; if `remote`, workers connect to a port on any address of this machine."""
     key = token_hex(16)
     with folder() as place:
         if remote:
@@ -101,8 +104,8 @@ def listen(remote: bool, ranks: int) -> Iterator[Reception]:
 
 
 def connect(where: str) -> Connection:
-    """Connect to a listener. where: a path, or addresses separated by commas and a port, which are tried in turn.
-    Raises DadtError."""
+    """Connect to a listener. where: a socket's path, or addresses separated by commas and a port, which are tried in
+    turn. Raises DadtError if no address answers."""
     key = os.environ[KEY].encode()  # noqa: TID251 (a secret for this process, not a knob)
     if where.startswith("/"):
         return Client(where, "AF_UNIX", authkey=key)
@@ -112,5 +115,5 @@ def connect(where: str) -> Connection:
             socket.create_connection((name, int(port)), TRY_SECONDS).close()
             return Client((name, int(port)), "AF_INET", authkey=key)
         except (OSError, EOFError, AuthenticationError):
-            continue  # another machine's address that this one uses, too, or no way there
+            continue  # unreachable from here, or another machine has this address, too: try the next
     raise DadtError(f"{socket.gethostname()} reaches whoever measures at none of {names}, port {port}")

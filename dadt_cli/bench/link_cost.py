@@ -1,4 +1,4 @@
-"""The cost of what the two ends of one exchange of gossip compute."""
+"""Measures the computation at both ends of one `gossip` exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXCHANGES = 3
 
 
 def link_costs(weights: Sequence[torch.Tensor], compressions: Sequence[str]) -> dict[str, LinkCost]:
-    """The measured costs of one end of an exchange of gossip, by compression. Both ends are in this process: no byte
+    """Measure the cost of one end of a `gossip` exchange, by compression. Both ends are in this process, so no byte
     travels."""
     found = {}
     for compression in compressions:
@@ -36,6 +36,7 @@ def link_costs(weights: Sequence[torch.Tensor], compressions: Sequence[str]) -> 
             answered = time.thread_time()
             mine.settle(here, sent, answer, step)
             rows.append((size, said - begun, time.thread_time() - answered))
-        # The first one sends all, whatever the compression; of PowerGossip, the others are of two kinds in turn.
+        # The first exchange is left out, since it sends everything under any compression. The mean covers two
+        # exchanges, because PowerGossip alternates between two kinds.
         found[compression] = LinkCost(*(statistics.mean(column) for column in zip(*rows[1:], strict=True)))
     return found

@@ -1,4 +1,5 @@
-"""The workers of one contender: started, waiting, and training only when it is their turn."""
+"""The workers of one contender of a benchmark. They stay up while other contenders train, and train only in their own
+turn."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ TURN_SECONDS = 3600.0
 END_SECONDS = 60.0
 LOOK_SECONDS = 0.5
 TAIL = 2000
-"""Bytes of what a party that failed has said."""
+"""Bytes at the end of a failed contender's output that its error message quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,11 @@ class Party:
         self._lines = lines
         self._said = said
         self.hellos: list[Hello] = []
-        """The first message of each worker, by rank."""
+        """The first message of each worker, ordered by rank."""
 
     def greet(self) -> None:
-        """Hear what each worker is. Raises ConfigError where one refuses what it is asked for."""
+        """Receive each worker's first message and order the workers by rank. Raises ConfigError if a worker refuses its
+        task."""
         said = self._receive(self._lines, START_SECONDS)
         for each in said:
             if "refused" in each:
@@ -55,8 +57,8 @@ class Party:
         self.hellos, self._lines = [hello for hello, _ in hellos], [line for _, line in hellos]
 
     def train(self, lead: int, steps: int) -> list[Worked]:
-        """Have all workers train `lead` uncounted and then `steps` counted steps, and return what each measured, by
-        rank. What an earlier step leaves to the next one ends in the uncounted ones."""
+        """Have all workers train `lead` uncounted and then `steps` counted steps, and return each rank's measurements.
+        Exchanges left over from earlier steps end in the uncounted ones."""
         for line in self._lines:
             line.send(asdict(StepOrder(lead, steps)))
         return [Worked(**each) for each in self._receive(self._lines, TURN_SECONDS)]
@@ -70,7 +72,8 @@ class Party:
             raise self._failure(f"has not ended within {END_SECONDS:g} s of its last step") from None
 
     def _receive(self, lines: Sequence[Connection], seconds: float) -> list[Any]:
-        """The next message of each, in their order. Raises DadtError if one is gone, or silent for `seconds`."""
+        """Receive one message from each connection, in the order of `lines`. Raises DadtError if a worker has ended or
+        sends nothing for `seconds` seconds."""
         deadline = time.monotonic() + seconds
         heard: dict[Connection, Any] = {}
         while len(heard) < len(lines):
@@ -93,9 +96,10 @@ class Party:
 
 @contextmanager
 def start(name: str, location: Location, ranks: int, options: Sequence[str], script: Sequence[str]) -> Iterator[Party]:
-    """Workers that have said hello. They end with the block; all that they started is gone then.
+    """Start a contender's workers and wait for their first messages. When the block ends, all processes started here
+    are ended.
 
-    options: of `dadt run`. script: arguments of the trainer.
+    options: those of `dadt run`. script: arguments of the trainer script.
     """
     with ExitStack() as stack:
         reception = stack.enter_context(listen(location.remote, ranks))
@@ -117,7 +121,8 @@ def start(name: str, location: Location, ranks: int, options: Sequence[str], scr
 def accept(
     reception: Reception, processes: Sequence[subprocess.Popen[bytes]], name: str, said: IO[bytes]
 ) -> Connection:
-    """The next worker. Raises DadtError where those who start it have ended, or it takes too long."""
+    """Accept the connection of the next worker. Raises DadtError if the processes that start workers have ended, or
+    START_SECONDS have passed."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         ended = any(process.poll() is not None for process in processes)

@@ -1,4 +1,4 @@
-"""The peers of `dadt bench MODEL --against`."""
+"""Other ways to train that `dadt bench MODEL --against` compares DADT with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import importlib
 from dadt.errors import ConfigError
 
 PEERS = ("ddp", "ddp-view", "ddp-bf16", "ddp-powersgd", "bare", "bare-bf16", "horovod", "sync")
-"""`sync` is DADT's, the others are classes of the trainer's."""
+"""Names that --against accepts: `sync` is DADT's own algorithm, the others are classes in trainer.py."""
 
 
 def parse_peers(text: str) -> list[str]:
-    """The contenders of `ddp,horovod,sync`. Raises ConfigError."""
+    """Parse the contenders in a list such as `ddp,horovod,sync`. Raises ConfigError for an unknown name."""
     peers = list(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
     for peer in peers:
         if peer not in PEERS:
@@ -20,7 +20,7 @@ def parse_peers(text: str) -> list[str]:
 
 
 def absent(peer: str) -> str:
-    """Why the peer's library cannot be used; empty if it can."""
+    """Return why the peer's library cannot be used here; empty if it can."""
     if peer != "horovod":
         return ""
     try:

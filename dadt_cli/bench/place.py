@@ -1,4 +1,4 @@
-"""Where the contenders of a benchmark run."""
+"""Decides on which hosts the contenders of a benchmark run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dadt_cli.bench.party import Location
 
 WHERE = ("config", "hosts", "hostfile", "gpu_visibility", "link", "latency", "simulate_hosts")
-"""Flags that say where all contenders run."""
+"""Flags that decide where workers run, for all contenders alike."""
 
 
 def ranks_of(config: Config, given: int | None) -> int:
@@ -29,7 +29,7 @@ def ranks_of(config: Config, given: int | None) -> int:
 
 
 def _flags(given: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """The flags of these names that were given, as arguments of a command line."""
+    """Return the flags among `names` that the user set, as arguments of a command line."""
     pairs = ((flag(name), given.get(name)) for name in names)
     return [
         part
@@ -50,7 +50,7 @@ def location_of(config: Config, given: dict[str, Any]) -> Location:
 
 
 def check_hosts(config: Config, ranks: int) -> None:
-    """Check, before anything starts, that this many workers can have the simulated hosts. Raises ConfigError if not."""
+    """Check, before anything starts, that the simulated hosts can run `ranks` workers. Raises ConfigError if not."""
     from dadt.launch.hosts import simulated
 
     if simulates(config):
@@ -62,7 +62,7 @@ def simulates(config: Config) -> bool:
 
 
 def network_of(config: Config) -> str:
-    """The hosts, for titles."""
+    """Describe the hosts and links of a benchmark, for titles."""
     hosts = f", {config.simulate_hosts} simulated hosts" if config.simulate_hosts else ""
     hosts += f", on {config.hosts or config.hostfile}" if config.hosts or config.hostfile else ""
     speed = config.link.removeprefix(PACED)
@@ -71,7 +71,7 @@ def network_of(config: Config) -> str:
 
 
 def notes_on(config: Config) -> list[str]:
-    """What a simulated network leaves out."""
+    """Return notes on what connections slowed by --link paced: do not simulate of a real network."""
     if not pace_of(config.link):
         return []
     return [

@@ -1,4 +1,4 @@
-"""Pictures of benchmarks, by matplotlib."""
+"""Plots of benchmark results, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ KINDS = (".png", ".svg", ".pdf", ".html")
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")
 GREY = "#9b9a97"
 DASHES = {"plain": ":", "null (limit)": "--"}
-"""Line styles of the contenders that exchange nothing, by name."""
+"""Line styles of the contenders that exchange nothing, by the contender's name."""
 INCHES = (8.0, 3.6)
 DOTS = 200
-"""Dots per inch: sharp at twice the 800 pixels at which a README shows it."""
+"""Dots per inch: the image is twice as wide as the 800 pixels at which a README shows it, for sharp screens."""
 TEMPLATE = Path(__file__).with_name("plot.html")
 
 
 def check(file: str) -> None:
-    """Before anything is measured. Raises ConfigError for what could not be drawn."""
+    """Check before a measurement that its plot could be written. Raises ConfigError for an unknown kind of file, or if
+    matplotlib is missing."""
     if Path(file).suffix.lower() not in KINDS:
         raise ConfigError(f"--plot {file}: give a file that ends in {', '.join(KINDS)}")
     if find_spec("matplotlib") is None:
@@ -38,7 +39,7 @@ def check(file: str) -> None:
 
 
 def save(figure: Any, file: str, about: dict[str, Any], tables: Sequence[Any]) -> None:
-    """Raises ConfigError where it cannot be written."""
+    """Write the plot to a file; an HTML page also gets the tables. Raises ConfigError if the file cannot be written."""
     kind = Path(file).suffix.lower()
     try:
         if kind != ".html":
@@ -57,7 +58,8 @@ def page(svg: str, about: dict[str, Any], tables: Sequence[Any]) -> str:
 
 
 def training(rows: Sequence[TrainingRow], unit: str, title: str) -> Any:
-    """Against peers, bars; over several numbers of workers, lines."""
+    """Plot the results of a training benchmark: bars if contenders are compared, lines if there are several numbers of
+    workers."""
     several = len({row.ranks for row in rows if row.ranks > 1}) > 1
     figure, axes = _figure(title)
     (_over_workers if several else _against)(axes, rows, unit)
@@ -79,7 +81,8 @@ def _figure(title: str) -> tuple[Any, Any]:
 
 
 def _over_workers(axes: Any, rows: Sequence[TrainingRow], unit: str) -> None:
-    """Throughput and efficiency by number of workers; batch sizes, where there are several, are lines of their own."""
+    """Draw throughput and efficiency over the number of workers. Each contender has a line, and one for each batch size
+    if there are several."""
     batches = {row.batch_size for row in rows}
     one = {row.batch_size: row for row in reversed(rows) if row.ranks == 1}
     lines: dict[tuple[str, int], list[TrainingRow]] = {}
@@ -113,7 +116,7 @@ def _line(axis: Any, x: Sequence[float], values: Sequence[Interval], unit: float
 
 
 def _against(axes: Any, rows: Sequence[TrainingRow], unit: str) -> None:
-    """Throughput of each contender, and its speed beside the first of DADT's; the whiskers are intervals of 95 %."""
+    """Draw each contender's throughput and efficiency as bars; whiskers show 95 % intervals."""
     batches = {row.batch_size for row in rows}
     names = [f"{row.name}, batch {row.batch_size}" if len(batches) > 1 else row.name for row in rows]
     colours = cycle(COLOURS)
@@ -148,7 +151,7 @@ def _said(value: Interval | None, unit: str, factor: float = 1.0) -> str:
 
 
 def allreduce(rows: Sequence[AllreduceRow], title: str) -> Any:
-    """Time and bus bandwidth by size."""
+    """Plot time and bus bandwidth of allreduce by message size."""
     figure, axes = _figure(title)
     for name, colour in zip(("dadt", "gloo", "memcpy"), (*COLOURS[:2], GREY), strict=True):
         style: dict[str, Any] = {"color": colour, "label": name, "marker": "." if name == "memcpy" else "o"}
@@ -170,7 +173,7 @@ def allreduce(rows: Sequence[AllreduceRow], title: str) -> Any:
 
 
 def size(count: int) -> str:
-    """A number of bytes as text, in powers of 1,024: 64K, 1M, 1.5M, 100."""
+    """Format a number of bytes in powers of 1,024, such as 64K, 1M, 1.5M or 100."""
     for unit, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if count >= unit:
             return f"{count / unit:.3g}{letter}"

@@ -1,4 +1,4 @@
-"""The measurements of a worker of `dadt bench advise`: the network, exchanges, and the parts of a step."""
+"""Measurements of a worker of `dadt bench advise`: the network, exchanges, and the parts of a training step."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from dadt_cli.bench.trainer import RATE, device_of
 TIMEOUT = 120.0
 ROUND_TRIPS = 100
 LEAST, MOST = 64 << 10, 16 << 20
-"""Bytes of the smallest and the largest message."""
+"""Bytes of the smallest and the largest message to measure."""
 LONG = 1.0
-"""Seconds after which larger messages are not tried."""
+"""If a message takes longer than this many seconds, larger messages are not measured."""
 REPEATS = 5
 COMPUTE_SECONDS = 3.0
 LOW_RANK = "powersgd:4"
@@ -42,12 +42,12 @@ CODECS = ("none", "bf16", "int8")
 MAILS = 3
 
 Times = list[tuple[int, float]]
-"""Bytes of each try, and its seconds."""
+"""Bytes and seconds of each measured message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The measurements of one rank."""
+    """All measurements that one rank makes for `dadt bench advise`."""
 
     cross_rank: int
     local_size: int
@@ -55,36 +55,39 @@ class ProbeResult:
     threads: int
     executor: str
     alpha: float
-    """Seconds of a short message one way; 0: this rank sent none, as only one of each of two hosts does."""
+    """Seconds that a short message takes one way; 0 on ranks that sent none, since only one rank on each of two hosts
+    does."""
     pairs: Times
-    """Bytes and seconds of messages that two ranks sent each other at once; empty on ranks that sent none."""
+    """Bytes and seconds of messages that two ranks sent each other at the same time; empty on all other ranks."""
     exchanges: dict[str, Times]
     """Bytes and seconds of averagings over all ranks, by compression."""
     processor: dict[str, float]
-    """Processor seconds of this process for each byte in these averagings, by compression."""
+    """Processor seconds of this process per byte averaged over all ranks, by compression."""
     packing: float
-    """Seconds for each byte of an averaging in which none moves."""
+    """Seconds per byte of an averaging by the null executor, which transfers nothing: the cost of packing."""
     buckets: list[tuple[int, float]]
-    """Bytes of each, and the share of the backward after which it is complete."""
+    """For each bucket of gradients its bytes, and the share of the backward pass after which the bucket is complete."""
     low_rank: list[tuple[int, int]]
-    """The same buckets under PowerSGD: bytes of its two halves; 0, 0: it stays as it is."""
+    """For each bucket the bytes of its two halves under PowerSGD; (0, 0) if PowerSGD leaves the bucket uncompressed."""
     low_rank_seconds: float
     link_costs: dict[str, LinkCost]
-    """The costs of one end of an exchange of gossip, by compression."""
+    """The costs of a `gossip` exchange at one of its two ends, by compression."""
     mail: float
-    """Processor seconds of this process for each byte that it sends to one other rank while it receives one from it."""
+    """Processor seconds of this process per byte of a message sent to another rank while one of the same size is
+    received from this rank."""
     buffers: list[int]
     parts: tuple[float, float, float]
-    """Seconds of a forward, a backward, and an optimizer's step."""
+    """Seconds of the forward pass, the backward pass and the optimizer's step."""
     busy: float
-    """Share of these in which the training thread computed, or could have: on a GPU it mostly waits."""
+    """Share of the training time in which the training thread ran or wanted a core; small on a GPU."""
     scarcity: float
-    """Seconds that pass while this thread gets one of a core's, as it has to share cores with others."""
+    """Seconds that pass per second in which the training thread has a core: above 1 if cores are shared."""
     parameters: int
 
 
 def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SECONDS) -> ProbeResult:
-    """Runs on every rank at once; computes for `seconds`. Raises ConfigError for what cannot be trained."""
+    """Measure this rank's share of what `dadt bench advise` needs; runs on all ranks at once. seconds: how long to
+    train for. Raises ConfigError for a model that cannot be trained."""
     runtime = worker.ask()
     if runtime.ranks.control is not None:
         runtime.ranks.control.claim()
@@ -126,7 +129,7 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
 
 
 class _Over:
-    """A connection, as an exchange needs it."""
+    """Adapts a connection to the interface that Exchange expects of a runtime."""
 
     background = None
 
@@ -141,24 +144,24 @@ class _Over:
 
 
 class _Ranks:
-    """All ranks, connected as for a training, and by Gloo for messages between two."""
+    """Connections with all other ranks: one as in a training, and one by Gloo for messages between two ranks."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._world = world = runtime.ranks.world
         self._config = replace(runtime.ranks.config, timeout=TIMEOUT)
         hosts = [int(blob) for blob in runtime.ranks.meet.exchange("probe: host", str(world.cross_rank).encode())]
         self._peer = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 0)
-        """The first rank on another host than rank 0's, with which rank 0 measures the network; 0: there is none."""
+        """The first rank on another host than rank 0's, with which it measures the network; 0 if there is none."""
         self._numbers = count()
         self._connection: Connection = executors.connect(self._config, world, Apart(runtime.ranks.meet, "probe:"))
         still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
         self._still = executors.connect(still, world, Apart(runtime.ranks.meet, "still:"))
-        """A connection by the null executor, which moves no byte."""
+        """A connection by the null executor, which transfers nothing."""
         self._group = c10d.group("gloo", runtime.ranks.meet, world, range(world.world_size), TIMEOUT, "pairs")
         self.executor = executors_name(self._config, world, hosts)
 
     def network(self, most: int) -> tuple[float, Times]:
-        """Between the first ranks of the first two hosts; the others wait."""
+        """Measure the network between the first ranks of two hosts: latency, and bytes and seconds of messages."""
         alpha, pairs = 0.0, []
         if self._world.rank in (0, self._peer) and self._peer:
             other = self._peer if self._world.rank == 0 else 0
@@ -172,8 +175,8 @@ class _Ranks:
         return alpha, pairs
 
     def mail(self, size: int) -> float:
-        """Processor seconds of a byte by the executor's own mail, both ways at once, between the same two ranks, or
-        the first two of one host."""
+        """Return processor seconds per byte of the executor's point-to-point messages, sent both ways at once between
+        the two ranks that measure the network, or between ranks 0 and 1 on a single host."""
         peers = (0, self._peer or 1)
         used = 0.0
         if self._world.rank in peers:
@@ -189,12 +192,12 @@ class _Ranks:
         return used
 
     def packing(self, size: int, device: torch.device) -> float:
-        """Seconds of each byte of an averaging in which none moves."""
+        """Return the seconds per byte of an averaging that transfers nothing: the cost of packing."""
         tries, _ = self._averagings(self._still, "none", [size], device)
         return statistics.median(seconds / size for _, seconds in tries)
 
     def exchanges(self, compression: str, most: int, device: torch.device) -> tuple[Times, float]:
-        """Averagings of one tensor, and the processor seconds of each byte."""
+        """Return bytes and seconds of averagings of one tensor, and processor seconds per byte."""
         return self._averagings(self._connection, compression, _sizes(most), device)
 
     def _averagings(
@@ -207,7 +210,7 @@ class _Ranks:
             parameter.grad = torch.randn_like(parameter)
             schema = BucketPlan([parameter], [], 1 << 40, over.device, 2, compression)
             for turn in range(REPEATS):
-                gradient = parameter.grad.clone()  # what is delivered is the bucket's own memory
+                gradient = parameter.grad.clone()  # a copy, as the gradient lies in the bucket
                 parameter.grad = gradient
                 self._together()
                 before = time.process_time()
@@ -269,14 +272,14 @@ class _Ranks:
         self._connection.engine.allgather(b"", f"together {next(self._numbers)}").wait(TIMEOUT)
 
     def _slowest(self, seconds: float) -> float:
-        """The largest of all ranks' values, so that all ranks go on or end together."""
+        """Return the largest value of all ranks, so that all ranks decide alike whether to continue."""
         work = self._connection.engine.allgather(repr(seconds).encode(), f"seconds {next(self._numbers)}")
         work.wait(TIMEOUT)
         return max(float(lane) for lane in work.lanes)
 
 
 class _Step:
-    """The model's training step, taken apart."""
+    """The model's training step, with each part measured separately."""
 
     def __init__(self, model: str, batch_size: int, device: torch.device, bucket_mb: float) -> None:
         workload = models.make(model)
@@ -298,7 +301,8 @@ class _Step:
             parameter.register_post_accumulate_grad_hook(self._see)  # type: ignore[no-untyped-call]
 
     def measure(self, seconds: float) -> tuple[tuple[float, float, float], list[tuple[int, float]]]:
-        """Seconds of the parts, and each bucket's bytes with the share of the backward that completes it."""
+        """Train for `seconds` seconds. Returns the seconds of each part of a step, and for each bucket its bytes and
+        the share of the backward pass that completes the bucket."""
         rows: list[tuple[float, float, float]] = []
         shares: list[list[float]] = []
         begun, before = time.perf_counter(), _run_and_waited()
@@ -316,7 +320,7 @@ class _Step:
         return (forward, backward, optimizer), list(zip(sizes, ready, strict=True))
 
     def low_rank(self) -> tuple[float, list[tuple[int, int]]]:
-        """Seconds that PowerSGD computes in a step, and the bytes of each bucket's halves."""
+        """Return the seconds that PowerSGD computes in a step, and the bytes of each bucket's two factors."""
         made = forms(LOW_RANK, self._buckets)
         halves = [_halves(form) if isinstance(form, Form) else (0, 0) for form in made]
         times = []
@@ -354,7 +358,7 @@ class _Step:
 
 
 def executors_name(config: Any, world: Any, hosts: list[int]) -> str:
-    """The name of the executor for the user: what `auto` has become."""
+    """Return the name of the executor to show: for `auto`, the one that is chosen for these hosts."""
     if config.executor != "auto":
         return str(config.executor)
     from dadt.config.executor import HostWorkers, pick
@@ -377,11 +381,11 @@ def _halves(form: Form) -> tuple[int, int]:
 
 
 def _run_and_waited() -> tuple[float, float]:
-    """Seconds in which this process's first thread has run, and has waited for a core."""
+    """Return the seconds that the main thread of this process has run, and has waited for a core."""
     try:
         ran, waited, _ = Path("/proc/self/schedstat").read_text().split()
     except OSError:
-        return time.thread_time(), 0.0  # not every kernel counts that
+        return time.thread_time(), 0.0  # kernels without schedstat do not count the time spent waiting
     return 1e-9 * int(ran), 1e-9 * int(waited)
 
 

@@ -1,4 +1,5 @@
-"""The processes of a measurement on this host, each a rank with a pipe to whoever measures."""
+"""Processes on this host that take part in a measurement, each with a rank and with a pipe to the process that
+measures."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from dadt.errors import DadtError
 from dadt_cli.bench.folder import folder
 
 TIMEOUT = 120.0
-"""Seconds that a rank waits for another."""
+"""Seconds that a rank waits for another rank."""
 Target = Callable[..., None]
-"""What a rank runs: called with its rank, how many there are, its pipe, a file for torch's store, and what else it
-was given."""
+"""The function that each process runs: called with its rank, the number of ranks, its pipe, the path of a file for
+torch's FileStore, and any further arguments of Ranks."""
 
 
 def take_turns(
@@ -45,7 +46,8 @@ def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[fl
 
 
 class BenchRanks:
-    """Run until the block is left, then they are killed: `with Ranks(2, target, ...) as ranks`."""
+    """Processes that run one function each and are killed at the end of the block: `with Ranks(2, target, ...) as
+    ranks`."""
 
     def __init__(self, count: int, target: Target, *arguments: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -72,12 +74,13 @@ class BenchRanks:
         self._stack.close()
 
     def send(self, what: Any) -> None:
-        """Send the same to each of them."""
+        """Send the object `what` to every process."""
         for pipe in self._pipes:
             pipe.send(what)
 
     def receive(self, seconds: float = TIMEOUT) -> list[Any]:
-        """The next message of each, by rank. Raises DadtError if one has failed or is silent for `seconds`."""
+        """Receive one message from each process, ordered by rank. Raises DadtError if a process has failed or sends
+        nothing for `seconds` seconds."""
         return [self._receive(rank, pipe, seconds) for rank, pipe in enumerate(self._pipes)]
 
     def _receive(self, rank: int, pipe: Connection, seconds: float) -> Any:

@@ -1,4 +1,4 @@
-"""Medians and their intervals, for figures measured in turn on a noisy machine."""
+"""Medians and their confidence intervals, for figures measured in turn on a noisy machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dadt_cli.terminal.table import short
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A median and an interval that holds the true one with about 95 % probability."""
+    """A median with its confidence interval, which contains the true median with about 95 % probability."""
 
     median: float
     low: float
@@ -23,16 +23,17 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The median and its interval by order statistics, which assume nothing of the distribution. With fewer than 6
-    values the interval is their range.
+    """Return the median and its interval by order statistics, which need no assumption about the distribution. With
+    fewer than 6 values the interval is their range.
 
-    Raises ValueError without values.
+    Raises ValueError if there are no values.
     """
     if not values:
         raise ValueError("nothing was measured")
     ordered = sorted(values)
     n = len(ordered)
-    # The median lies between the k-th smallest and k-th largest but for 2 P(binomial(n, 1/2) < k).
+    # The probability that the median lies outside the k-th smallest and k-th largest value is 2 P(binomial(n, 1/2) <
+    # k); the loop finds the largest k with at most 5 %.
     k = 0
     outside = 0.5**n
     while k + 1 < n / 2 and outside + math.comb(n, k + 1) * 0.5**n <= 0.025:
@@ -42,12 +43,13 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def ratio(mine: Sequence[float], other: Sequence[float]) -> Interval:
-    """mine / other, pair by pair: what drifts with the machine cancels."""
+    """Return the interval of mine / other, divided pair by pair, so that slow changes of the machine's speed cancel
+    out."""
     return interval([a / b for a, b in zip(mine, other, strict=True)])
 
 
 def cell(value: Interval | None, unit: float = 1.0) -> str:
-    """The median, and on a second line the interval."""
+    """Format a cell of a table: the median, and its interval on a second line."""
     if value is None:
         return "-"
     return f"{short(value.median * unit)}\n{short(value.low * unit)}–{short(value.high * unit)}"

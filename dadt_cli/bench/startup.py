@@ -1,4 +1,4 @@
-"""How long it takes from the command to the first step: `dadt run` and torchrun in turn."""
+"""Measures the time from the command to the first training step, for `dadt run` and torchrun in turn."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dadt_cli.bench.ratio import Interval, cell, interval, ratio
 
 SECONDS = 120.0
 Progress = Callable[[str], None]
-"""Called with a text that says what is started next."""
+"""Called with a text that says which start is measured next."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartupRow:
-    """Seconds until the first step, and the ratio to torchrun's, pair by pair."""
+    """Seconds until the first step for one launcher, and their ratio to torchrun's seconds, divided round by round."""
 
     name: str
     seconds: Interval
@@ -38,9 +38,10 @@ COLUMNS: dict[str, Callable[[StartupRow], str]] = {
 
 
 def measure(*, ranks: int, rounds: int, progress: Progress = lambda what: None) -> list[StartupRow]:
-    """Seconds until the last rank has taken its first step; ratios to torchrun's of the same round.
+    """Measure for each launcher the seconds until the last rank has taken its first step, and the ratio to torchrun's
+    seconds in the same round.
 
-    Raises ConfigError for arguments out of range, DadtError where a start fails.
+    Raises ConfigError for arguments out of range, DadtError if a start fails.
     """
     if ranks < 1:
         raise ConfigError(f"-np {ranks}: the number of workers must be 1 or more")
@@ -71,7 +72,8 @@ def _until_first_step(name: str, command: Sequence[str], stamps: Path, ranks: in
         done = subprocess.run(command, env=env, capture_output=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise DadtError(f"{name}: no end within {SECONDS:g} s of its start") from None
-    # How it ends is not measured: Gloo's threads sometimes abort a process that has long taken its step.
+    # The exit code is ignored: Gloo's threads sometimes abort a process after its step, which does not affect the
+    # measurement.
     taken = [float(line) for line in stamps.read_text().split()] if stamps.exists() else []
     if len(taken) != ranks:
         raise DadtError(f"{name}: {len(taken)} of {ranks} took a step: {done.stderr.decode(errors='replace')[-2000:]}")

@@ -1,4 +1,4 @@
-"""Which contenders a measurement has: from a sweep over settings, and peers to compare with."""
+"""Chooses the contenders of a measurement, from a sweep over settings and the peers to compare with."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dadt_cli.bench.place import WHERE
 from dadt_cli.bench.training import Contender, alone, copies, limit
 
 OWN = ("batch", "np")
-"""Keys that are no knobs: samples of each worker's step, and workers."""
+"""Keys of --sweep that are no settings of `dadt run`: samples of each worker's step, and number of workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContenderGroup:
-    """Contenders that are measured together, in turn: one number of workers and one batch size."""
+    """Contenders that are measured together in turn, with one number of workers and one batch size."""
 
     ranks: int
     batch_size: int
@@ -27,9 +27,10 @@ class ContenderGroup:
 
 
 def parse_sweep(text: str) -> dict[str, list[str]]:
-    """Keys with their values, of `executor=shm,gloo,batch=8,32`: what has no `=` is a further value.
+    """Parse a sweep such as `executor=shm,gloo,batch=8,32` into keys with their values: a part without `=` is a further
+    value of the preceding key.
 
-    Raises ConfigError for what is no setting, or none of its values.
+    Raises ConfigError for an unknown setting or a value that the setting does not accept.
     """
     found: dict[str, list[str]] = {}
     values: list[str] | None = None
@@ -55,7 +56,8 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
 def blocks(
     config: Config, base: Sequence[str], sweep: dict[str, list[str]], peers: Sequence[str], ranks: int, batch_size: int
 ) -> list[ContenderGroup]:
-    """base: options of `dadt run` for all of DADT's contenders, which `config` has, too."""
+    """Return one block of contenders for each number of workers and batch size of the sweep. base: options of `dadt
+    run` for all of DADT's contenders, equal to those in `config`."""
     swept = {key: values for key, values in sweep.items() if key not in OWN}
     made = []
     for np, batch in itertools.product(sweep.get("np", [str(ranks)]), sweep.get("batch", [str(batch_size)])):

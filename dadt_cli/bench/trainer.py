@@ -1,6 +1,6 @@
-"""The script that `dadt bench MODEL` runs: trains when it is asked to, and reports how long that took.
+"""The script that `dadt bench MODEL` runs: trains when ordered to, and reports how long that took.
 
-Plain PyTorch: whether it trains data-parallel is decided by how it is started, and by --peer.
+The script is plain PyTorch; the launcher and the option --peer decide whether training is data-parallel.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dadt_cli.bench.models.workload import Batch, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RATE = 1e-5
-"""A learning rate so low that nothing blows up: what the model learns is of no interest."""
+"""Learning rate, so low that values cannot overflow; what the model learns does not matter here."""
 
 
 def main() -> None:
@@ -61,12 +61,12 @@ def main() -> None:
         try:
             while (turn := line.recv()) is not None:
                 line.send(asdict(training.work(StepOrder(**turn))))
-        except (EOFError, ConnectionError):  # whoever measures is gone
+        except (EOFError, ConnectionError):  # the process that measures has ended
             return
 
 
 class BenchTraining:
-    """One worker's model, optimizer and data. Raises ConfigError for what cannot be trained."""
+    """One worker's model, optimizer and data. Raises ConfigError if the task cannot be trained."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.device = device_of(asked.device)
@@ -96,7 +96,8 @@ class BenchTraining:
         )
 
     def work(self, turn: StepOrder) -> Worked:
-        """Some steps that are not counted, for what waits since the last turn, then those that are."""
+        """Train uncounted steps, which finish exchanges left over from the last turn, then measured steps. Returns the
+        measurements."""
         with self._peer.turn():
             for _ in range(turn.lead):
                 self._step()
@@ -132,7 +133,7 @@ class BenchTraining:
 
 
 class Plain:
-    """Nothing of the script's own: copies of it, or DADT around it."""
+    """Training without code for any peer library: plain copies of the script, or the script with DADT injected."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))  # noqa: TID251 (torch's variable, not a knob)
@@ -142,35 +143,39 @@ class Plain:
         return model, optimizer
 
     def without_exchange(self, model: Any) -> AbstractContextManager[None]:
-        """A context for each backward of a step but the last, after which its gradients are not exchanged."""
+        """Return a context for every backward pass of a step but the last; gradients are not exchanged in this
+        context."""
         return nullcontext()
 
     def turn(self) -> AbstractContextManager[None]:
-        """Outside of it, while others train, nothing here uses the processor."""
+        """Return a context for this worker's turn. Outside of it, while other contenders train, this worker must not
+        use the processor."""
         return nullcontext()
 
 
 def library(tensor: torch.Tensor) -> str:
-    """What torch exchanges such tensors with: NCCL, which takes one worker for each GPU, else Gloo."""
+    """Return the backend with which torch exchanges tensors on this device: NCCL if each worker has a GPU of its own,
+    otherwise Gloo."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # noqa: TID251 (torch's variable)
     return "nccl" if tensor.is_cuda and local <= torch.cuda.device_count() else "gloo"
 
 
 def join(tensor: torch.Tensor) -> None:
-    """Connect this process with the other ranks' as torch exchanges such tensors, by connections of --link's pace."""
+    """Connect this process with the other ranks by torch's process group for tensors such as this one; connections are
+    slowed to the pace of --link."""
     config = Config.from_env()
     pace = pace_of(config.link)
-    # Simulated hosts share this one's GPUs.
+    # Simulated hosts share the GPUs of this machine, for which NCCL does not work.
     one_machine = pace or simulates_hosts(config.link, config.latency, config.simulate_hosts)
     with paced(pace):
         torch.distributed.init_process_group("gloo" if one_machine else library(tensor))
 
 
 class Ddp(Plain):
-    """DistributedDataParallel, as its documentation shows."""
+    """Trains with DistributedDataParallel, used as torch's documentation shows."""
 
     VIEW = False
-    """Gradients are views of what is exchanged, which saves a copy."""
+    """Whether gradients are views of the buckets that are exchanged, which saves a copy."""
 
     def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
         join(next(model.parameters()))
@@ -179,7 +184,7 @@ class Ddp(Plain):
         return wrapped, optimizer
 
     def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
-        """How it exchanges a bucket of gradients, where that is not DDP's default."""
+        """Register a hook that exchanges gradients in another way than DDP's default; none here."""
 
     def without_exchange(self, model: Any) -> AbstractContextManager[None]:
         without: AbstractContextManager[None] = model.no_sync()
@@ -192,24 +197,25 @@ class DdpView(Ddp):
 
 class DdpBf16(DdpView):
     def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
-        # Without NCCL DDP refuses the hook by its name, though Gloo adds bfloat16 as well.
+        # DDP's named bf16 hook requires NCCL, but the function also works with Gloo, so it is registered directly.
         model.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
 
 
 class DdpPowerSgd(DdpView):
     def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
-        # Rank 1 is where its documentation begins; 2 is the least number of steps without it, which warm-up takes.
+        # The documentation of PowerSGD's hook starts with rank 1; 2 is the lowest start_powerSGD_iter, and the warm-up
+        # covers these steps.
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 class Bare(Plain):
-    """A baseline: the script without averaging, plus a bare allreduce of as many bytes per step, of buffers that nobody
-    reads or writes. Late averaging over the same library costs at least this."""
+    """A baseline: the script without averaging, plus a bare allreduce of as many bytes per step, on buffers that nobody
+    reads or writes. Late averaging over the same library costs at least this much."""
 
     DTYPE: torch.dtype | None = None
     BUCKET = 25 << 20
-    """Bytes of a bucket, DDP's default."""
+    """Bytes of one bucket of gradients; equal to DDP's default."""
 
     def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
         first = next(model.parameters())
@@ -232,8 +238,8 @@ class BareBf16(Bare):
 
 
 class Horovod(Plain):
-    """Horovod's distributed optimizer, as its documentation shows, over its Gloo. Its launcher knows no simulated
-    hosts, so ranks take what it would set from the variables that `dadt run` sets for any script."""
+    """Trains with Horovod's distributed optimizer as its documentation shows, over Gloo. Horovod's launcher knows no
+    simulated hosts, so each rank sets Horovod's variables from those of `dadt run`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +250,7 @@ class Horovod(Plain):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        self._hvd.init()  # its thread wakes every millisecond, also when there is nothing to do
+        self._hvd.init()  # only for this turn: Horovod's thread wakes every millisecond even without work
         yield
         self._hvd.shutdown()
 
@@ -257,7 +263,8 @@ class Horovod(Plain):
 
 
 def _meet_for_horovod(rank: int, ranks: int) -> tuple[Any, dict[str, str]]:
-    """What rank 0 has to keep until all have met, and Horovod's variables."""
+    """Let the ranks find each other for Horovod. Returns the store and server, which must stay alive until all ranks
+    have connected, and Horovod's environment variables."""
     env = os.environ  # noqa: TID251 (torch's variables)
     local_size, master = int(env["LOCAL_WORLD_SIZE"]), env["MASTER_ADDR"]
     plan = [
@@ -280,7 +287,7 @@ def _meet_for_horovod(rank: int, ranks: int) -> tuple[Any, dict[str, str]]:
 
 
 def _interface(address: str) -> str:
-    """The one by which this host goes there."""
+    """Return the name of the network interface by which this host reaches the address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((address, 9))
         mine = way.getsockname()[0]
@@ -300,7 +307,8 @@ PEERS: dict[str, type[Plain]] = {
 
 
 def device_of(name: str) -> torch.device:
-    """The GPU with this worker's number, unless it sees one alone. Raises ConfigError where there is none."""
+    """Return this worker's device for --device: the GPU numbered by its local rank, or the CPU. Raises ConfigError if a
+    GPU is demanded and there is none."""
     here = torch.cuda.is_available()
     if name == "cuda" and not here:
         raise ConfigError("--device cuda: torch finds no GPU that it can use here -> dadt check-env says why")
@@ -313,12 +321,15 @@ def device_of(name: str) -> torch.device:
 
 
 def batches(workload: Workload, asked: argparse.Namespace) -> Iterator[Batch]:
-    """Without end: one made-up batch again and again, so that it costs nothing, or real ones from a DataLoader."""
+    """Return an endless iterator of batches: one synthetic batch repeated, which costs no time, or with --data real
+    batches from a DataLoader."""
     if not asked.data:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(os.getpid())  # or all ranks have the same, and DADT warns of it
+            # a seed per process: DADT warns if all ranks train on the same data
+            torch.default_generator.manual_seed(os.getpid())
             batch = workload.batch(asked.batch_size)
-        if asked.device != "cpu" and torch.cuda.is_available():  # else the host waits for each copy to the GPU
+        # pinned memory, or the host would wait for each copy to the GPU
+        if asked.device != "cpu" and torch.cuda.is_available():
             batch = tuple(part.pin_memory() for part in batch)
         return itertools.repeat(batch)
     if workload.real is None:
@@ -345,14 +356,14 @@ def scaler(device: torch.device) -> Any:
 
 
 def peak(device: torch.device) -> int:
-    """Bytes: of the GPU that torch has had in use at once, else of the host that this process has had."""
+    """Return the peak memory in bytes: of the GPU as torch counts it, otherwise of this process on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def own_seconds() -> float:
-    """Seconds that DADT's hooks around steps have taken so far, waiting included; 0 without DADT."""
+    """Return the seconds that DADT's hooks around steps have taken so far, waiting included; 0 without DADT."""
     return worker.runtime.ranks.progress.hook_seconds if worker.runtime is not None else 0.0
 
 

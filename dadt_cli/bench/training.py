@@ -1,4 +1,5 @@
-"""How fast contenders train the same model: all are up at once and train in turn, so that all see the same machine."""
+"""Measures how fast contenders train the same model. All stay up at once and train in turn, so that the machine's load
+affects all alike."""
 
 from __future__ import annotations
 
@@ -18,25 +19,27 @@ from dadt_cli.bench.ratio import Interval, interval, ratio
 from dadt_cli.terminal.table import duration
 
 LEAST_ROUNDS = 6
-"""Rounds that are made even if the time for them is over: fewer have no interval of 95 %."""
+"""Minimum number of rounds, even if the time limit has passed: fewer rounds give no 95 % interval."""
 LEAD = 1
-"""Steps before those that are counted in each turn: an exchange that was launched before the pause is used up."""
+"""Uncounted steps at the start of each turn: they use up an exchange that was launched before the pause between turns.
+"""
 WARMUP = 6
 WARMUP_STEPS = {"auto": 10}
-"""The --warmup-steps of an algorithm, by its name; those of others are 2."""
+"""Values of --warmup-steps by algorithm, where they differ from the usual 2."""
 MOST = 16
-"""Most contenders at once: each keeps its workers, and their memory."""
+"""Maximum number of contenders, since all have their workers and memory at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to train: `dadt run` with these options, or the script by itself."""
+    """One way to train: `dadt run` with these options, or the script without DADT."""
 
     name: str
     ranks: int
     options: tuple[str, ...] = ()
     peer: str = ""
-    """A name of PEERS but sync: the script does it, and DADT stays out."""
+    """Name from PEERS of the library that averages in place of DADT; empty for DADT's own contenders, and for plain
+    ones."""
     plain: bool = False
     """Whether the script trains with neither DADT nor a peer."""
 
@@ -46,91 +49,93 @@ class Contender:
 
     @property
     def warmup(self) -> int:
-        """Synchronous steps of its own that it takes first."""
+        """Number of synchronous steps with which this contender's training begins."""
         return WARMUP_STEPS.get(self._chosen("--algorithm", ""), 2)
 
     @property
     def period(self) -> int:
-        """Steps in which it exchanges at least once."""
+        """Number of steps within which this contender exchanges at least once."""
         local = self.injected and self._chosen("--algorithm", "") == "local"
         return int(self._chosen("--sync-every", str(Config().sync_every))) if local else 1
 
     def _chosen(self, option: str, default: str) -> str:
-        """The value of the option, the last one if there are several."""
+        """Return the last value of the option among this contender's options, or the default."""
         pairs = [value for name, value in zip(self.options, self.options[1:], strict=False) if name == option]
         return pairs[-1] if pairs else default
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What each worker trains."""
+    """The task that every worker trains: model, batches, device and precision."""
 
     model: str = "mlp"
     batch_size: int = 8
-    """Samples of each backward, on each worker."""
+    """Samples of each backward pass, on each worker."""
     device: str = "auto"
     precision: str = "fp32"
     data: str = ""
     accumulate: int = 1
-    """The number of backwards in a step."""
+    """Number of backward passes in a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """A contender's figures; each with its interval over rounds."""
+    """The figures of one contender, with their intervals over all rounds."""
 
     name: str
     ranks: int
     batch_size: int
     options: Sequence[str]
     seconds: Interval
-    """Seconds of a step, on the slowest rank."""
+    """Seconds of a step on the slowest rank."""
     rate: Interval
-    """Units (images, tokens) per second of all ranks."""
+    """Units (such as images or tokens) per second of all ranks together."""
     rates: list[Interval]
-    """Units per second of each rank, by rank."""
+    """Units (such as images or tokens) per second of each rank, ordered by rank."""
     efficiency: Interval | None
-    """The rate of all ranks, as a share of that of the same number of copies of the script that exchange nothing. None
-    without these."""
+    """Rate of all ranks divided by the rate of as many copies of the script that exchange nothing; None if such copies
+    were not measured."""
     exposed: Interval | None
-    """Share of a step's time by which it is longer than under the null executor: communication that nothing hides."""
+    """Share of a step by which it is longer than with the null executor, which transfers nothing: communication that
+    computing does not hide."""
     speed: Interval
-    """Rate, over the first contender's that is not alone or null: the one that others are compared with."""
+    """Rate divided by that of the reference contender: the first of DADT's that does not use the null executor."""
     memory: int
-    """Bytes that the rank with the most has had in use: of the GPU, or of the process."""
+    """Peak bytes in use on the rank that uses the most: of the GPU, or of the process."""
     own: float
-    """Share of the time that rank 0 spent in DADT's hooks around its steps, waiting included."""
+    """Share of its training time that rank 0 spends in DADT's hooks around steps, waiting included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One round of contenders, all with the same number of ranks (or one) and the same batch."""
+    """Results of contenders measured in turn, all with the same batch size and number of ranks (or with one rank)."""
 
     hello: Hello
     rows: list[TrainingRow]
     turns: list[list[float]] = field(default_factory=list)
-    """Seconds of a step for each row, round by round."""
+    """For each row, the seconds of a step in every round."""
     cpu: list[list[float]] = field(default_factory=list)
-    """Processor seconds of a step for each row, round by round, on the rank that needs the most."""
+    """For each row, the processor seconds of a step in every round, on the rank that needs the most."""
 
 
 Progress = Callable[[str], None]
-"""Called with a text that says what is done next: started, or measured."""
+"""Called with a text that says which start or measurement comes next."""
 
 
 def alone() -> Contender:
-    """The script by itself in one process."""
+    """Return the contender that trains the script without DADT in a single process."""
     return Contender("1 worker", 1, plain=True)
 
 
 def copies(ranks: int) -> Contender:
-    """This many copies of the script at once, which share cores, caches and memory but exchange nothing; what scaling
-    is measured by."""
+    """Return the contender that runs `ranks` copies of the script at once. They share cores, caches and memory but
+    exchange nothing; scaling efficiency is relative to them."""
     return Contender("plain", ranks, plain=True)
 
 
 def limit(options: Sequence[str], ranks: int) -> Contender:
-    """A contender with these options, except that no byte moves."""
+    """Return a contender with these options but the null executor, which transfers nothing: the limit that faster
+    communication could reach."""
     return Contender("null (limit)", ranks, (*options, "--executor", "null"))
 
 
@@ -144,17 +149,17 @@ def measure(
     seconds: float = math.inf,
     progress: Progress = lambda what: None,
 ) -> Measured:
-    """Every contender takes `steps` counted steps a round, in turn, forwards and backwards. Rounds end once the next
-    one would end later than `seconds` after the call, but there are as many as an interval of 95 % needs.
+    """Measure all contenders: in each round every one trains `steps` counted steps, in an order that is reversed each
+    round. Rounds end before `seconds` would be exceeded, but not before LEAST_ROUNDS.
 
-    Raises ConfigError for what cannot be measured, DadtError where a contender fails.
+    Raises ConfigError for what cannot be measured, DadtError if a contender fails.
     """
     check(contenders, steps, rounds)
     begun = time.monotonic()
     with ExitStack() as stack:
         location, threads, guess = location or Location(), 0, 0.0
-        # Those with the most ranks first: one worker alone gets as many threads as one of theirs. DADT's before plain
-        # ones: what the first needs is taken for what each needs.
+        # Contenders with the most ranks start first, since a single worker shall get as many threads as each of theirs.
+        # DADT's start before plain ones, because the first one's memory is the estimate for the others.
         order = sorted(range(len(contenders)), key=lambda i: (-contenders[i].ranks, contenders[i].plain))
         started: dict[int, Party] = {}
         for at, i in enumerate(order):
@@ -197,7 +202,8 @@ def check(contenders: Sequence[Contender], steps: int, rounds: int) -> None:
 
 
 def _check_memory(worked: Sequence[Worked], more: int) -> None:
-    """A machine that has too little for them stands still for minutes before the kernel ends anything."""
+    """Raise ConfigError if `more` further workers would not fit in memory: a machine without free memory hangs for
+    minutes before the kernel ends a process."""
     need, free = more * max(each.memory for each in worked), psutil.virtual_memory().available
     if need > free:
         raise ConfigError(
@@ -237,12 +243,12 @@ def rows(
 
 
 def _slowest(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
-    """Seconds of a step on the slowest rank, by round."""
+    """Return the seconds of a step on the slowest rank, by round."""
     return [max(worked.seconds for worked in turn) / steps for turn in turns]
 
 
 def _start(stack: ExitStack, contender: Contender, task: Task, location: Location, threads: int) -> Party:
-    """threads: the number for each worker; 0: as many as the launcher gives it."""
+    """Start a contender's workers. threads: number of threads of each worker; 0 lets the launcher decide."""
     options = [*contender.options, "--warmup-steps", str(contender.warmup)] if contender.injected else []
     options += [] if contender.injected else ["--inject", "none"]
     if threads:

@@ -1,7 +1,7 @@
-"""The subjects of `dadt check-env` on one host. Each subject is one file and one line here.
+"""The subjects that `dadt check-env` checks on one host. Each subject is a module in this folder and an entry here.
 
-Its `checks(asked)` yields one Check after the other. It runs in a process of its own, so it may hang or crash: then
-what it has yielded counts, and a failed check says how it ended.
+The module's function `checks(asked)` yields Check objects. A subject runs in a process of its own, so it may hang or
+crash: the checks yielded before that count, and a failed check says how the process ended.
 """
 
 SUBJECTS = {
@@ -20,4 +20,5 @@ SUBJECTS = {
     "tools": 15.0,
     "training": 120.0,
 }
-"""Modules of this package, in the order in which they are shown, and the seconds that each may take."""
+"""Names of this package's modules, in the order in which their checks are shown, and the time limit of each in seconds.
+"""

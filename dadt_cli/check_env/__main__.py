@@ -1,7 +1,7 @@
-"""`python -m dadt_cli.check_env`: all checks of this host, as one line of JSON, after what is between it and others,
-if asked.
+"""Run as `python -m dadt_cli.check_env`: prints all checks of this host as one line of JSON, and measures the
+connections to other hosts if given an order.
 
-With a subject: its checks, a line each.
+With a subject's name as first argument: prints only the checks of this subject, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dadt_cli.check_env.check import CheckOptions
 from dadt_cli.check_env.probe import of_host
 
 PR_SET_PDEATHSIG = 1
-"""What asked for a subject may be killed: then nobody reads its answer."""
+"""Option of prctl(2) that kills this process when its parent ends, since nobody would read the results any more."""
 
 
 def main() -> None:
@@ -27,10 +27,10 @@ def main() -> None:
     subject = words.pop(0) if words and words[0] in SUBJECTS else ""
     asked = CheckOptions(**json.loads(words[0])) if words else CheckOptions()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever libraries print must not get between
+    os.dup2(2, 1)  # libraries that print now write to stderr, so that stdout holds only JSON
     with out:
         if not subject:
-            # Without what its agent gives to a worker.
+            # Leave out variables that the agent sets for a worker; they would change the checks.
             env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
             if not env.get("OMP_NUM_THREADS"):
                 env.pop("OMP_NUM_THREADS", None)
@@ -41,7 +41,7 @@ def main() -> None:
             return
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if subject != "variables":
-            # Neither a worker that asks, nor its settings, get into what is tried.
+            # Remove DADT's variables: neither a calling worker nor its settings may affect the checks.
             for name in [name for name in os.environ if name.startswith("DADT_")]:
                 del os.environ[name]
         for check in importlib.import_module(f"dadt_cli.check_env.{subject}").checks(asked):

@@ -10,18 +10,18 @@ from dadt.launch.ending.failure import last_line
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 VERDICTS = (PASS, WARN, FAIL)
-"""The verdicts, from good to bad."""
+"""The verdicts, ordered from good to bad."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckOptions:
-    """The user's question, the same on all hosts."""
+    """Options of `dadt check-env`, the same on all hosts."""
 
     full: bool = False
-    """Whether tests that take longer are made, too."""
+    """Whether to run tests that take longer, too."""
     hosts: int = 1
     peers: Sequence[str] = ()
-    """Names and addresses of all hosts, where there are several."""
+    """Names and addresses of all hosts, if there are several."""
     cwd: str = "/"
     """The folder in which workers would start."""
     network_interface: str = ""
@@ -30,15 +30,16 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     verdict: str
     value: str
     hint: str = ""
-    """The remedy, in a line; empty if nothing needs to be done."""
+    """The remedy for what was found, in one line; empty if nothing needs to be done."""
     alike: str = ""
-    """The verdict on hosts whose values differ; empty: they may. What has one tells environments apart."""
+    """The verdict if values differ between hosts; empty if they may differ. Checks for which this is set describe the
+    environment in a bug report."""
     subject: str = ""
 
     def of(self, subject: str) -> Check:
@@ -58,19 +59,19 @@ def fail(name: str, value: object, hint: str, alike: str = "") -> Check:
 
 
 def refused(name: str, sentence: str, hint: str) -> Check:
-    """A failed check from a sentence of the launcher's, which may end in `-> what to do`; if it does not, hint says
-    that."""
+    """Return a failed check for a launcher's error message, which may end in `-> what to do`. hint: the remedy if the
+    message has none."""
     value, arrow, remedy = sentence.partition(" -> ")
     return fail(name, value, remedy if arrow else hint)
 
 
 def worst(checks: Iterable[Check]) -> str:
-    """The worst of their verdicts; pass where there are none."""
+    """Return the worst verdict of the checks; pass if there are none."""
     return max((check.verdict for check in checks), key=VERDICTS.index, default=PASS)
 
 
 def said(error: BaseException) -> str:
-    """An exception in one line."""
+    """Return an exception's type and message in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 

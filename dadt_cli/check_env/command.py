@@ -1,4 +1,5 @@
-"""`dadt check-env`: whether training can work here, and on the hosts of -H, and what to do where it cannot."""
+"""`dadt check-env`: checks whether training can work on this host and on the hosts of -H, and says what to do if
+not."""
 
 from __future__ import annotations
 
@@ -24,21 +25,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = 1
-"""The version of the JSON: raised when a name changes its meaning or goes."""
+"""Version of the JSON format, raised when a name changes its meaning or disappears."""
 TITLES = ("hosts", "ssh", *SUBJECTS)
 COLOURS = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 KNOBS = ("hosts", "hostfile", "include", "exclude", *REACHED_BY, "mpirun", "start_timeout")
 SHOWN_VALUES = 4
-"""Most different values of one check that are shown for hosts that pass it."""
+"""Most distinct values of one check to show for hosts that pass the check."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One check, or the same outcome of it on several hosts."""
+    """A row of the table: a check with the same outcome on one or several hosts."""
 
     check: Check
     hosts: str = ""
-    """The names of the hosts that the check is about, separated by commas; empty: all hosts."""
+    """Names of the hosts that the check is about, separated by commas; empty for all hosts."""
 
     @property
     def value(self) -> str:
@@ -59,7 +60,7 @@ def check_env(full: bool, as_json: bool, strict: bool, **given: Any) -> int:
 
     Each check passes, warns or fails, and says what to do. It changes nothing.
     """
-    # Neither what is trained nor how ranks start matters here, only where.
+    # Only the hosts matter here, so settings of what is trained and how ranks start are replaced by neutral ones.
     config = replace(config_of(given), np=1, nnodes=0, executor="auto", broadcast_executor="", allreduce_executor="")
     if config.launcher == "mpi":
         config = replace(config, launcher="auto")
@@ -77,7 +78,7 @@ def check_env(full: bool, as_json: bool, strict: bool, **given: Any) -> int:
 
 
 def _of_this_host(asked: CheckOptions) -> list[Check]:
-    """The checks of this host; on a terminal, with a line meanwhile that says what is still looked at."""
+    """Run the checks of this host. On a terminal, a status line shows which subjects are still being checked."""
     if not sys.stderr.isatty():
         return probe.of_host(asked)
     from rich.console import Console
@@ -97,7 +98,7 @@ def _of_this_host(asked: CheckOptions) -> list[Check]:
 
 
 def rows(found: HostChecks) -> Iterator[CheckRow]:
-    """The rows of the table, by subject. A check with the same outcome on all hosts has one row."""
+    """Yield the rows of the table, ordered by subject. A check with the same outcome on all hosts has one row."""
     for subject in TITLES:
         yield from (CheckRow(check) for check in found.between if check.subject == subject)
         names = dict.fromkeys(
@@ -113,7 +114,7 @@ def _of_name(found: HostChecks, subject: str, name: str) -> Iterator[CheckRow]:
         for check in checks:
             if (check.subject, check.name) == (subject, name):
                 owners.setdefault(check, []).append(host)
-    # A host that could not be checked is reported once, and missed nowhere else.
+    # A host that could not be checked has one row that says so, and is not missed in the rows of other checks.
     asked = {host for host, checks in found.hosts.items() if subject not in SUBJECTS or is_checked(checks)}
     passed = [check for check in owners if check.verdict == PASS]
     left_out = passed[SHOWN_VALUES:]
@@ -125,7 +126,8 @@ def _of_name(found: HostChecks, subject: str, name: str) -> Iterator[CheckRow]:
 
 
 def _lines(found: HostChecks) -> list[str]:
-    """The rows as text: on a terminal in colours and wrapped to its width, otherwise plain and a check a line."""
+    """Return the table as lines: on a terminal with colours and wrapped to its width, otherwise plain with one line per
+    check."""
     from rich.console import Console
 
     screen = Console(highlight=False, emoji=False, markup=False)
@@ -167,7 +169,7 @@ def _counted(found: HostChecks) -> str:
 
 
 def _for_issue(found: HostChecks, shown: Sequence[CheckRow]) -> list[str]:
-    """Markdown: what tells this environment from others, and what is not as it should be."""
+    """Return Markdown for a bug report: facts that describe the environment, and all checks that did not pass."""
     facts = [f"{row.check.subject} {row.check.name}: {row.value}" for row in shown if row.check.alike]
     wrong = [
         f"{row.check.verdict.upper()} {row.check.subject} {row.check.name}: {row.value}"

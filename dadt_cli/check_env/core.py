@@ -1,4 +1,4 @@
-"""DADT itself: its compiled core, and the entry point by which torch calls it."""
+"""Checks DADT's own installation: its compiled core, and the entry point by which torch loads DADT."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
 
 
 def _digest(folder: Path) -> str:
-    """A checksum of the Python code in the folder: checkouts of one version may differ."""
+    """Return a checksum of the Python files in the folder, since two checkouts of one version may differ."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())

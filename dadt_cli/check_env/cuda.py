@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs, their driver, whether this torch can use them, and NCCL."""
+"""Checks NVIDIA GPUs, their driver, whether the installed torch can use them, and NCCL."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ MODES = ("index", "persistence_mode", "mig.mode.current")
 QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "compute_mode")
 SMI_SECONDS = 20.0
 BUSY = 0.1
-"""The share of a GPU's memory that may be in use before it counts as busy."""
+"""Share of a GPU's memory in use above which the GPU counts as busy."""
 NODES = Path("/dev/nvidiactl")
 INSTALL = "https://pytorch.org/get-started/locally names the pip line for it"
 UNPEERED, PEERED_DRIVER = "GeForce RTX 40", (550, 40, 7)
-"""GPUs that claim to reach each other and do not, and the driver from which on they no longer claim it."""
+"""Name of GPUs whose drivers wrongly report access to other GPUs' memory, and the first driver version that reports
+correctly."""
 ARCH = re.compile(r"(sm|compute)_(\d+?)(\d)[a-z]?")
 
 
@@ -61,7 +62,7 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
         yield gpu_links.checked()
         yield from _without_peers(gpus)
     if built_for is None:
-        return  # there is no torch, as others say
+        return  # torch is not installed, which the subject `torch` reports
     if not built_for:
         yield fail("torch", "is built without CUDA, and leaves these GPUs alone", f"install one with CUDA: {INSTALL}")
         return
@@ -69,8 +70,8 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
 
 
 def _gpus() -> list[Gpu] | Check:
-    """The GPUs that nvidia-smi lists, the driver's own tool, which does without torch; empty without a driver, and a
-    check that says why where it should list them and cannot."""
+    """Return the GPUs that nvidia-smi lists, which comes with the driver and needs no torch. Empty without a driver; a
+    Check with the reason if nvidia-smi should list GPUs but fails."""
     if shutil.which("nvidia-smi") is None:
         if NODES.exists():
             hint = "add it to PATH; for a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
@@ -92,7 +93,7 @@ def _gpu(line: str) -> Gpu:
 
 
 def _number(text: str) -> float:
-    """0 where the driver does not tell, as of some MIG instances and virtual GPUs."""
+    """Parse a number; 0 if the driver reports none, as for some MIG instances and virtual GPUs."""
     try:
         return float(text)
     except ValueError:
@@ -131,7 +132,7 @@ def _state(gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def _modes() -> Iterator[Check]:
-    """What older drivers do not know: then nothing is said."""
+    """Check MIG and persistence mode; yields nothing if an old driver does not report them."""
     command = ["nvidia-smi", f"--query-gpu={','.join(MODES)}", "--format=csv,noheader"]
     text, wrong = ask(command, SMI_SECONDS)
     rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
@@ -157,14 +158,15 @@ def _without_peers(gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def _users(index: str) -> str:
-    """The processes that hold its memory; a container may hide them."""
+    """Name the processes that use the GPU's memory, in words. A container may hide them."""
     command = ["nvidia-smi", "-i", index, "--query-compute-apps=pid", "--format=csv,noheader"]
     pids = [line.strip() for line in ask(command, SMI_SECONDS)[0].splitlines() if line.strip().isdigit()]
     return f" by processes {', '.join(pids)}" if pids else ""
 
 
 def _built_for() -> str | None:
-    """The CUDA of the installed torch, without importing it: empty if it is built without; None if there is none."""
+    """Return the CUDA version that the installed torch was built for, without importing torch: empty if it was built
+    without CUDA, None if torch is not installed."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():
@@ -183,7 +185,7 @@ def _torch(built_for: str) -> Iterator[Check]:
     if not available:
         reason = _why(str(caught[0].message) if caught else "")
         if not machine.gpus():
-            return  # CUDA_VISIBLE_DEVICES hides them, as was said
+            return  # CUDA_VISIBLE_DEVICES hides all GPUs, which another check reports
         hint = f"update the driver, or install a torch for an older CUDA: {INSTALL}"
         yield fail("torch", f"is built for CUDA {built_for}, and sees no GPU{reason}", hint)
         return
@@ -193,7 +195,7 @@ def _torch(built_for: str) -> Iterator[Check]:
 
 
 def _why(warning: str) -> str:
-    """torch's own reason, from what it warns of or raises."""
+    """Return torch's reason for seeing no GPU: its warning, or the error that initialization raises."""
     import torch
 
     if not warning:
@@ -205,7 +207,7 @@ def _why(warning: str) -> str:
 
 
 def _each() -> Iterator[Check]:
-    """Whether each GPU runs a kernel of this build."""
+    """Check for each GPU whether it runs a kernel of the installed torch."""
     import torch
 
     built = torch.cuda.get_arch_list()
@@ -228,7 +230,8 @@ def _each() -> Iterator[Check]:
 
 
 def _fits(built: Sequence[str], major: int, minor: int) -> bool:
-    """Binary code runs on the same major capability from its minor on; PTX (compute_) on all later ones."""
+    """Whether code built for one of these architectures runs on a GPU of this compute capability: binary code needs the
+    same major and at most this minor version, PTX (compute_) runs on all later versions."""
     for arch in built:
         if (found := ARCH.fullmatch(arch)) is None:
             continue
@@ -270,6 +273,6 @@ def _nccl() -> Iterator[Check]:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """Names with their numbers, as text: 4 x NVIDIA H100, NVIDIA A100."""
+    """Join names with their counts as text, such as "4 x NVIDIA H100, NVIDIA A100"."""
     counts = {name: names.count(name) for name in names}
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())

@@ -1,4 +1,4 @@
-"""How the GPUs of a host are joined, as `nvidia-smi topo -m` draws it."""
+"""Checks how the GPUs of a host are connected, from the table of `nvidia-smi topo -m`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dadt_cli.check_env.check import Check, ask, fail, good, warn
 SECONDS = 20.0
 GPU = re.compile(r"GPU\d+")
 STYLE = re.compile(r"\x1b\[[\d;]*m")
-"""Newer drivers underline the head of the table, into a pipe, too."""
+"""Matches escape sequences: newer drivers underline the head of the table even if the output is a pipe."""
 NVLINK = re.compile(r"NV\d+")
 SELF, ACROSS = "X", "SYS"
-"""A GPU's way to itself; one from processor to processor, by PCIe and what joins them."""
+"""Marks in nvidia-smi's table: a GPU's entry for itself, and a connection that leads from one processor to another."""
 NAMES = {
     "PIX": "one PCIe switch",
     "PXB": "several PCIe switches",
@@ -21,7 +21,7 @@ NAMES = {
     "NODE": "one NUMA node",
     ACROSS: "both processors",
 }
-"""The parts that a way leads through, the nearest first."""
+"""Parts of the machine that each kind of connection between two GPUs passes through, the nearest first."""
 NAME = "GPU links"
 
 
@@ -35,7 +35,8 @@ def checked() -> Check:
 
 
 def parsed(text: str) -> dict[tuple[str, str], str]:
-    """Each pair of GPUs, and what joins it: NV12, PIX, PXB, PHB, NODE or SYS. NICs and affinities are left out."""
+    """Parse nvidia-smi's table into the connection of each pair of GPUs: NV12, PIX, PXB, PHB, NODE or SYS. Columns of
+    network cards and CPU affinity are ignored."""
     lines = [STYLE.sub("", line).split() for line in text.splitlines()]
     head = next((words for words in lines if words and GPU.fullmatch(words[0]) and SELF not in words), [])
     gpus = [word for word in head if GPU.fullmatch(word)]
@@ -48,7 +49,8 @@ def parsed(text: str) -> dict[tuple[str, str], str]:
 
 
 def judged(ways: dict[tuple[str, str], str]) -> Check:
-    """Warns where each pair's way goes from processor to processor, so that no order of ranks is better."""
+    """Return a check that warns if all connections between GPUs lead from one processor to the other, so that no order
+    of ranks is better."""
     if not ways:
         return warn(NAME, "nvidia-smi topo -m draws no table", "see what it says; update the driver")
     found = set(ways.values())

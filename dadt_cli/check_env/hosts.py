@@ -1,7 +1,7 @@
-"""The checks of several hosts: each by its agent, and what holds between them.
+"""Checks several hosts: each host by an agent that runs there, and the connections between hosts.
 
-Agents are started, and their addresses found, as `dadt run` does it. A host that it would refuse is reported with the
-reason; the others are checked.
+Agents start and their addresses are found as in `dadt run`. A host that `dadt run` would refuse is reported with the
+reason; all other hosts are checked.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ REACHED_BY = (
     "python",
     "prologue",
 )
-"""Knobs that say how hosts are reached, and with what Python."""
+"""Settings that decide how hosts are reached, and which Python runs there."""
 SPARE_SECONDS = 15.0
 SKEW_SECONDS = 1.0
-"""A difference of clocks from which on times in logs mislead."""
+"""Difference in seconds between two hosts' clocks above which times in logs are misleading."""
 NOTHING_ELSE = {"terminal": None, "adopt": 0.0, "secret": ""}
-"""Entries of the order for a job that only the workers of a script need, with values that mean none."""
+"""Entries of an agent's order that only workers of a script need, with values that mean none."""
 OUT_LIMIT = 4 << 20
 ABSENT = "none"
 SAME = "install the same on all hosts, or let --python name the same environment"
 REMEDIES = {
     "network MTU": "ip link set DEVICE mtu N: the same on all hosts, and no more than the switches between them take"
 }
-"""What to do about differences between hosts that are no matter of installing, by the name of the check."""
+"""Remedies for differences between hosts that no installation removes, by the name of the check."""
 SSH = "docs/ssh.md says what the other host needs"
 
 
 @dataclass(slots=True)
 class HostChecks:
-    """The checks that were made, of each host and between hosts."""
+    """The results of all checks: of each host, and between hosts."""
 
     hosts: dict[str, list[Check]] = field(default_factory=dict)
     between: list[Check] = field(default_factory=list)
     pairs: list[dict[str, Any]] = field(default_factory=list)
-    """An entry for each pair of hosts: their names, round trip, jitter and speed, as JSON shows them."""
+    """An entry for each pair of hosts with names, round trip, jitter and speed, as in the JSON output."""
 
     @property
     def all(self) -> list[Check]:
@@ -78,7 +78,8 @@ class HostChecks:
 
 
 def look(config: Config, asked: CheckOptions, voice: Voice) -> HostChecks:
-    """Raises DadtError where nothing can be looked at."""
+    """Check all hosts of the configuration, and the connections between them. Raises DadtError if nothing can be
+    checked."""
     the_plan = plan.make(config, [sys.executable])
     folder = Folder.reserve(Path(config.log_dir))
     ready: dict[str, float] = {}
@@ -158,7 +159,8 @@ def _look(
 
 
 def _order(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
-    """The checks that an agent makes before it is ready. Workers' folder and files are checked with all else."""
+    """Build the order for the checks that an agent makes before it reports ready. Files and the workers' folder are
+    left out; later checks cover them."""
     return {
         "job": job,
         "cwd": "/",
@@ -174,7 +176,7 @@ def _agent(node: Node, seconds: float) -> Check:
 
 
 def _shell(printed: bytes) -> Iterator[Check]:
-    """A login shell that prints is in the way of scp, rsync and MPI's own start, though not in that of dadt."""
+    """Warn if a host's login shell prints something: dadt copes with the output, but scp, rsync and MPI do not."""
     if words := last_line(printed):
         hint = "let its .bashrc print only where a person reads it: [[ $- == *i* ]] || return"
         yield warn("shell", f"prints before it runs a command: {words[:80]!r}", hint).of("ssh")
@@ -188,7 +190,7 @@ def _clock(node: Node) -> Check:
 
 
 def _names(nodes: Sequence[Node]) -> Iterator[Check]:
-    """Machines that call themselves the same: MPI and tools that go by the name take them for one."""
+    """Fail if several machines have the same host name: MPI and other tools would take them for one machine."""
     owners: dict[str, dict[str, str]] = {}
     for node in nodes:
         owners.setdefault(node.report["hostname"], {}).setdefault(node.report["machine"], node.name)
@@ -200,7 +202,7 @@ def _names(nodes: Sequence[Node]) -> Iterator[Check]:
 
 
 def _addresses(agents: Agents, wanted: str, outbox: Outbox, perform: Callable[[Action], None]) -> list[Check]:
-    """Gives each node its address, if all can reach each other."""
+    """Let the agents find an address for each host by which all reach each other; return checks of the result."""
     if len(agents.nodes) < 2:
         return []
     machines: dict[str, list[str]] = {}
@@ -219,13 +221,14 @@ def _addresses(agents: Agents, wanted: str, outbox: Outbox, perform: Callable[[A
 
 
 def _link(node: Node) -> float:
-    """Bits per second of the card that is used; 0 where it does not tell."""
+    """Return the bits per second of the network card that a host uses; 0 if the card does not report its speed."""
     speeds = [entry["speed"] for entry in node.report["addresses"] if entry["address"] == node.address]
     return 1e6 * max(speeds, default=0)
 
 
 def _orders(nodes: Sequence[Node], asked: CheckOptions) -> list[PairOrder]:
-    """An order for each host, to measure the ways between hosts; none where some have no address for the others."""
+    """Build an order for each host to measure its connections to the others; none if a host has no address that others
+    reach."""
     if len(nodes) < 2 or not all(node.address for node in nodes):
         return []
     addresses = [(node.address, node.report["port"]) for node in nodes]
@@ -234,7 +237,8 @@ def _orders(nodes: Sequence[Node], asked: CheckOptions) -> list[PairOrder]:
 
 
 def _results(agents: Agents, asked: CheckOptions, job: str) -> tuple[dict[Node, list[Check]], list[HostPair]]:
-    """The findings on each host, and the ways between them, by their places in the agents."""
+    """Run the checks on all hosts at once. Returns the checks of each host, and measurements between hosts, which name
+    hosts by their indices in `agents.nodes`."""
     orders = _orders(agents.nodes, asked)
     peers = dict.fromkeys(name for node in agents.nodes for name in (node.name, node.address) if name and orders)
     asked = replace(asked, peers=tuple(peers))
@@ -272,12 +276,12 @@ def _parsed(out: bytes, error: str) -> tuple[list[Check], list[HostPair]]:
     try:
         told = json.loads(out)
         return [Check(**fields) for fields in told["checks"]], [HostPair(**fields) for fields in told["ways"]]
-    except (ValueError, TypeError, KeyError):  # nothing, or what another version of DADT says
+    except (ValueError, TypeError, KeyError):  # no output, or that of another version of DADT
         return [fail("checks", error, "run dadt check-env on that host").of("hosts")], []
 
 
 def differences(hosts: Mapping[str, Sequence[Check]]) -> list[Check]:
-    """Findings that must, or should, be the same on all checked hosts, and are not."""
+    """Return a check for each value that should be equal on all checked hosts and is not."""
     told = {
         host: {f"{check.subject} {check.name}": check for check in checks if check.alike}
         for host, checks in hosts.items()
@@ -297,18 +301,18 @@ def differences(hosts: Mapping[str, Sequence[Check]]) -> list[Check]:
 
 
 def is_checked(checks: Sequence[Check]) -> bool:
-    """Whether the host's own checks are among them."""
+    """Whether the host's own subjects were checked, not only the connection to it."""
     return any(check.subject in SUBJECTS for check in checks)
 
 
 def _typed(host: Host) -> str:
-    """The host as -H takes it, with one slot."""
+    """Format the host as -H takes it, with one slot."""
     name = f"[{host.name}]" if ":" in host.name else host.name
     return f"{host.user}@{name}:1" if host.user else f"{name}:1"
 
 
 def _between(config: Config, hosts: Sequence[Host]) -> list[Check]:
-    """A real job over all hosts that answered: does it train, and how fast do bytes go?"""
+    """Run a real job over all hosts that answered, to check whether it trains and how fast tensors are averaged."""
     if len(hosts) < 2:
         return []
     names = ",".join(_typed(host) for host in hosts)

@@ -1,4 +1,4 @@
-"""Processes that jobs of this user have left running on this machine."""
+"""Checks for processes that this user's jobs have left running on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dadt.launch.local_jobs import Trace, traces
 from dadt_cli.check_env.check import Check, CheckOptions, good, warn
 
 ENDING_SECONDS = 6.0
-"""How long a job that is just ending may take until its last process is gone."""
+"""Seconds to wait for the last processes of a job that is just ending."""
 
 
 def checks(asked: CheckOptions) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Limits by the kernel, a container or an administrator."""
+"""Checks limits set by the kernel, a container or an administrator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from dadt_cli.check_env.check import Check, CheckOptions, fail, good, refused, w
 
 SHARED = Path("/dev/shm")
 LEAST_SHARED, ENOUGH_SHARED = 64 << 20, 1 << 30
-"""Docker gives 64 MiB, of which one batch of pictures takes most."""
+"""Bytes of /dev/shm below which the check fails or warns. Docker's default is 64 MiB, most of which one batch of images
+fills."""
 ENOUGH_FILES = 4096
 ENOUGH_PROCESSES = 1024
 LEAST_DISK = 1 << 30
@@ -71,7 +72,7 @@ def _processes() -> Check:
 
 
 def _locked_memory() -> Check:
-    """Check how much memory may be locked, which matters to RDMA alone: it registers its buffers so."""
+    """Check how much memory may be locked. Only RDMA needs it, since it locks its buffers into memory."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY and rdma.devices():
         hint = "ulimit -l unlimited (docker run --ulimit memlock=-1): RDMA locks its buffers into memory"
@@ -82,7 +83,8 @@ def _locked_memory() -> Check:
 
 
 def _core_files() -> Check:
-    """Core files, which a crashed worker leaves for a debugger. Each is as large as the worker's memory."""
+    """Check whether a crashed worker may leave a core file for a debugger; the file is as large as the worker's
+    memory."""
     soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
     if soft == 0:
         return good("core files", "none (ulimit -c unlimited, to look into a crash with gdb)")
@@ -102,7 +104,7 @@ def _folder() -> Check:
 
 
 def _disk(cwd: Path) -> Check:
-    """Check the disk on which a job's logs go without --log-dir."""
+    """Check the free space where a job's logs go if --log-dir is not set."""
     folder = cwd if cwd.is_dir() else Path("/tmp")
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize

@@ -1,4 +1,4 @@
-"""Cores, threads and memory."""
+"""Checks cores, threads and memory of this host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dadt.launch.ending.failure import size
 from dadt_cli.check_env.check import Check, CheckOptions, good, warn
 
 LEAST_FREE = 1 << 30
-"""Bytes: torch alone needs a few hundred MiB in each worker."""
+"""Bytes of memory that should be free: torch alone needs a few hundred MiB in each worker."""
 BUSY = 1.5
-"""Processes that want to run, for each core."""
+"""Processes waiting to run per core, above which the machine counts as busy."""
 
 
 def checks(asked: CheckOptions) -> Iterator[Check]:
@@ -30,7 +30,7 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
 
 
 def _threads(cores: int) -> Check:
-    """`dadt run` shares the cores out, unless the user has said otherwise."""
+    """Check OMP_NUM_THREADS. If unset, `dadt run` divides the cores among the workers."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if not chosen:
         return good("threads", f"dadt run gives each of N workers {cores}/N, at least 1")

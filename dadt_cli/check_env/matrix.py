@@ -1,4 +1,4 @@
-"""The meaning of round trips and speeds between hosts."""
+"""Judges the round trips and speeds that were measured between hosts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dadt_cli.check_env.check import Check, fail, good, warn
 from dadt_cli.check_env.pairs import HostPair
 
 SLOW_SECONDS = 5e-3
-"""Seconds from which on a round trip counts as slow: hosts of one site need less than 1 ms."""
+"""Seconds above which a round trip counts as slow: hosts at one site need less than 1 ms."""
 JITTER_SECONDS = 2e-3
 ENOUGH = 0.5
-"""The share of what the slower card of a pair could do that is fast enough."""
+"""Share of the slower network card's speed that the measured speed between two hosts should reach."""
 SHOWN = 6
-"""Most pairs that a line names."""
+"""Most pairs of hosts that one line of output names."""
 
 
 def judged(ways: Sequence[HostPair], names: Sequence[str], links: Sequence[float]) -> list[Check]:
-    """names, links: of each host, and the bits per second of its card, 0 where it does not tell."""
+    """Return checks of the measurements between hosts. names: of all hosts. links: bits per second of each host's
+    network card; 0 if unknown."""
     found = []
     if failed := [way for way in ways if way.error]:
         listed = _listed([f"{_pair(way, names)}: {way.error}" for way in failed])
@@ -33,7 +34,8 @@ def judged(ways: Sequence[HostPair], names: Sequence[str], links: Sequence[float
 
 
 def as_pairs(ways: Sequence[HostPair], names: Sequence[str]) -> list[dict[str, Any]]:
-    """The matrix, for JSON: who from, who to, and all that is known of that way."""
+    """Return the measurements as entries for the JSON output: for each pair the hosts it leads from and to, and all
+    that was measured."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for way in sorted(ways, key=lambda way: (way.source, way.target)):
         entry = found.setdefault((way.source, way.target), {"from": names[way.source], "to": names[way.target]})
@@ -47,7 +49,7 @@ def as_pairs(ways: Sequence[HostPair], names: Sequence[str]) -> list[dict[str, A
 
 
 def _trip(trips: Sequence[HostPair], names: Sequence[str]) -> Check:
-    """trips: the slowest first."""
+    """Check the round trips between hosts. trips: measurements, the slowest first."""
     slow = [way for way in trips if (way.seconds or 0.0) > SLOW_SECONDS]
     value = _range([_ms(way.seconds) for way in reversed(trips)])
     if slow:
@@ -58,7 +60,7 @@ def _trip(trips: Sequence[HostPair], names: Sequence[str]) -> Check:
 
 
 def _jitter(trips: Sequence[HostPair], names: Sequence[str]) -> Check:
-    """trips: the most unsteady first."""
+    """Check the jitter of round trips between hosts. trips: measurements, those with the most jitter first."""
     value = _range([_ms(way.jitter) for way in reversed(trips)])
     unsteady = [way for way in trips if (way.jitter or 0.0) > JITTER_SECONDS]
     if unsteady:
@@ -68,7 +70,7 @@ def _jitter(trips: Sequence[HostPair], names: Sequence[str]) -> Check:
 
 
 def _speed(speeds: Sequence[HostPair], names: Sequence[str], links: Sequence[float]) -> Check:
-    """speeds: the slowest first."""
+    """Check the speeds between hosts against their network cards. speeds: measurements, the slowest first."""
     slow = []
     for way in speeds:
         link = min(links[way.source], links[way.target])

@@ -1,4 +1,4 @@
-"""Every MPI that is found, and mpi4py: needed by --executor mpi and --launcher mpi alone."""
+"""Checks every MPI installation and mpi4py, which only --executor mpi and --launcher mpi need."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
 
 
 def _programs(chosen: str | None) -> list[Path]:
-    """All that start ranks, in PATH and beside Python, each once."""
+    """Find all programs that start MPI ranks, in PATH and beside Python, each once."""
     folders = [*os.environ.get("PATH", "").split(os.pathsep), str(Path(sys.executable).parent)]
     found = [Path(chosen)] if chosen else []
     for folder in filter(None, folders):
@@ -62,7 +62,7 @@ def _implementation(path: Path, is_chosen: bool) -> Check:
 
 
 def _chosen(name: str, chosen: str | None, others: bool) -> Generator[Check, None, bool]:
-    """Yields what is wrong with the one that `dadt run` takes; returns whether there is one."""
+    """Check the mpirun that `dadt run` would use: yields what is wrong with it, and returns whether there is one."""
     if chosen is not None:
         return True
     if name != "mpirun":
@@ -78,7 +78,7 @@ def _chosen(name: str, chosen: str | None, others: bool) -> Generator[Check, Non
 
 
 def _mpi4py(asked: CheckOptions, mpirun: Path) -> Iterator[Check]:
-    """Under this mpirun, as `dadt run` would let it load its library."""
+    """Check mpi4py with the MPI library that `dadt run` would let it load for this mpirun."""
     libraries = list(mpi_library.beside(mpirun))
     with tempfile.TemporaryDirectory() as folder:
         if libraries:
@@ -103,6 +103,7 @@ def _mpi4py(asked: CheckOptions, mpirun: Path) -> Iterator[Check]:
 
 
 def _cuda(path: Path) -> str:
-    """Asked in a process of its own: two MPI libraries do not go into one."""
+    """Return in words whether an MPI library is CUDA-aware. A process of its own loads the library, since one process
+    cannot load two MPI libraries."""
     out, _ = ask([sys.executable, "-c", ASK_CUDA, str(path)], ASK_SECONDS)
     return AWARE.get(out.strip(), "does not tell whether it is CUDA-aware")

@@ -1,4 +1,4 @@
-"""Network cards, and the address at which other hosts would reach this one."""
+"""Checks network cards, and the address at which other hosts would reach this one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def _addresses(asked: CheckOptions) -> Iterator[Check]:
 
 
 def _chosen(variable: str, chosen: str) -> Check:
-    """Both take a list; NCCL takes prefixes, =exact names, ^what not to use, and name:port for RDMA cards."""
+    """Check that the variable names existing network interfaces. Gloo and NCCL take a list; NCCL also takes prefixes,
+    =exact names, ^excluded names, and name:port for RDMA cards."""
     names = list(psutil.net_if_addrs())
     if chosen.startswith("^"):
         return good(variable, chosen)

@@ -1,7 +1,7 @@
-"""Round trips and speed between each two hosts, measured by a process on each of them.
+"""Measures round trips and speed between any two hosts, by a process on each host.
 
-In each round every host is with at most one other, as in a tournament, so that no measurement is in the way of another
-one of the same host. A pair begins when both have come to its round: who is first waits, at most until the round's end.
+In each round, a host is paired with at most one other, as in a tournament, so that measurements do not disturb each
+other. A pair begins when both hosts have reached its round; the first to arrive waits, at most until the round ends.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from typing import Any
 
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"!{TOKEN_BYTES}sII")
-"""The head of a connection: the job's token, the caller, and its wish: ECHO, UP or DOWN."""
+"""First bytes of a connection: the job's token, the calling host's index, and the kind of measurement (ECHO, UP or
+DOWN)."""
 ECHO, UP, DOWN = range(3)
 WELCOME = b"!"
 STREAMS = 4
-"""Connections at once: one alone does not fill a fast link."""
+"""Number of connections that carry data at the same time, since one alone does not fill a fast link."""
 TRIPS, FEW_TRIPS, TRIPS_SECONDS = 200, 4, 0.5
 SPEED_SECONDS, WARM_SECONDS = 1.0, 0.3
-"""Each way; the first part does not count: TCP begins slowly."""
+"""Seconds to measure the speed in each direction, and how many of them do not count, because TCP starts slowly."""
 BLOCK = 1 << 20
 START_SECONDS = 10.0
-"""How long the processes of all hosts may take until they listen."""
+"""Seconds within which the processes of all hosts must listen."""
 ROUND_SECONDS = 3.0
 AGAIN_SECONDS = 0.02
 BACKLOG = 256
 STRANGER_SECONDS = 1.0
-"""Whoever connects and says nothing within it is not one of us."""
+"""Seconds within which a process that connects must send the job's token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOrder:
-    """An order to a host's process. addresses: [address, port] of each host."""
+    """An order to the measuring process of one host. addresses: [address, port] of each host."""
 
     index: int
     addresses: Sequence[Sequence[Any]]
@@ -48,7 +49,7 @@ class PairOrder:
 
     @property
     def seconds(self) -> float:
-        """After which all of it is over, whatever hangs."""
+        """Seconds after which the measurement has ended, even if hosts hang."""
         return START_SECONDS + len(rounds(len(self.addresses))) * self.round_seconds
 
     @property
@@ -58,21 +59,23 @@ class PairOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPair:
-    """The way from one host to another, by their indices; what could not be measured is None, and error says why."""
+    """Measurements from one host to another, which are named by their indices; None if a value was not measured, with
+    the reason in `error`."""
 
     source: int
     target: int
     seconds: float | None = None
-    """Seconds of a round trip, the median."""
+    """Median seconds of a round trip between the two hosts."""
     jitter: float | None = None
-    """Seconds by which the slowest tenth of the round trips is longer than the median, at least."""
+    """Seconds by which the 90th percentile of the round trips exceeds the median."""
     speed: float | None = None
-    """Bytes per second from source to target."""
+    """Measured bytes per second from the source host to the target host."""
     error: str = ""
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Each two of `count` meet once (the circle method); the lower comes first in a pair."""
+    """Return rounds of pairs in which any two of `count` hosts meet once (the circle method). The lower index comes
+    first in each pair."""
     size = count + count % 2
     order = list(range(size))
     found = []
@@ -84,7 +87,8 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(order: PairOrder) -> list[HostPair]:
-    """This host's findings on its pairs. Never raises for what the network does."""
+    """Measure the connections between this host and all others. A network error becomes a result, and is never
+    raised."""
     address, port = order.addresses[order.index]
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -108,7 +112,7 @@ class _Host:
         self._server = server
         self._started = self._deadline = time.monotonic() + START_SECONDS
         self._early: dict[tuple[int, int], list[socket.socket]] = {}
-        """Connections of pairs whose turn has not come, by who calls and for what."""
+        """Connections that arrived before their round, by calling host and kind of measurement."""
 
     def close(self) -> None:
         for connections in self._early.values():
@@ -123,7 +127,8 @@ class _Host:
                     yield from self._pair(low, high)
 
     def _pair(self, low: int, high: int) -> Iterator[HostPair]:
-        """The lower one calls, and measures round trips. Who receives measures a speed."""
+        """Measure one pair of hosts. The host with the lower index calls and measures round trips; the host that
+        receives data measures the speed."""
         mine = self._order.index
         other = low if mine == high else high
         try:
@@ -143,7 +148,8 @@ class _Host:
             yield HostPair(source=mine, target=other, error=text)
 
     def _flow(self, other: int, kind: int, *, calls: bool) -> float | None:
-        """Up goes from who calls to who answers. Bytes per second, where this host receives."""
+        """Send or receive data at full speed: with UP, the calling host sends, with DOWN, the answering host. Returns
+        bytes per second on the receiving host, otherwise None."""
         with ExitStack() as stack:
             lines = [
                 stack.enter_context(self._call(other, kind) if calls else self._answer(other, kind))
@@ -155,7 +161,7 @@ class _Host:
             return _receive(lines)
 
     def _call(self, other: int, kind: int) -> socket.socket:
-        """Tries again until it listens. Raises OSError."""
+        """Connect to the other host, trying again until it listens. Raises OSError."""
         address, port = self._order.addresses[other]
         while True:
             try:
@@ -167,7 +173,7 @@ class _Host:
                 time.sleep(AGAIN_SECONDS)
         try:
             line.sendall(HELLO.pack(self._token, self._order.index, kind))
-            line.settimeout(self._left())  # the other one may still be with somebody else
+            line.settimeout(self._left())  # the other host may still be measuring with a third one
             _exactly(line, len(WELCOME))
             _prepare(line)
         except OSError:
@@ -176,7 +182,7 @@ class _Host:
         return line
 
     def _answer(self, other: int, kind: int) -> socket.socket:
-        """The next connection of that host for this. Raises OSError."""
+        """Return the next connection of the other host for this kind of measurement. Raises OSError."""
         while not (waiting := self._early.get((other, kind), [])):
             self._server.settimeout(self._left())
             line, _ = self._server.accept()
@@ -220,7 +226,7 @@ def _exactly(line: socket.socket, count: int) -> bytes:
 
 
 def _trips(line: socket.socket) -> tuple[float, float]:
-    """Seconds of the median round trip of one byte, and the jitter."""
+    """Measure round trips of one byte. Returns the median in seconds, and the jitter."""
     found: list[float] = []
     end = time.monotonic() + TRIPS_SECONDS
     while len(found) < FEW_TRIPS or (len(found) <= TRIPS and time.monotonic() < end):
@@ -228,7 +234,7 @@ def _trips(line: socket.socket) -> tuple[float, float]:
         line.sendall(b".")
         _exactly(line, 1)
         found.append(time.perf_counter() - begin)
-    found.pop(0)  # it waits for the other host to begin
+    found.pop(0)  # the first round trip also waits for the other host to begin
     median = statistics.median(found)
     return median, max(0.0, statistics.quantiles(found, n=10)[-1] - median)
 
@@ -239,7 +245,7 @@ def _echo(line: socket.socket) -> None:
 
 
 def _send(lines: Sequence[socket.socket]) -> None:
-    """Send until the other host hangs up, or the time for it is over."""
+    """Send data over all connections until the other host closes them or the time is over."""
     block = bytes(BLOCK)
 
     def work(line: socket.socket) -> None:
@@ -248,13 +254,13 @@ def _send(lines: Sequence[socket.socket]) -> None:
             while time.monotonic() < end:
                 line.sendall(block)
         except OSError:
-            pass  # as it does when it has received enough
+            pass  # the receiver closes the connection when it has received enough
 
     _each(work, lines)
 
 
 def _receive(lines: Sequence[socket.socket]) -> float:
-    """Bytes per second. Raises OSError where none come."""
+    """Receive data over all connections and return bytes per second. Raises OSError if none arrive."""
     begin = time.monotonic()
     counts = [0] * len(lines)
     closed: list[int] = []

@@ -1,4 +1,4 @@
-"""Runs the subjects of this host, each in a process of its own with its own time limit."""
+"""Runs all subjects of `dadt check-env` on this host, each in a process of its own with its own time limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dadt_cli.check_env.check import Check, CheckOptions, fail
 AT_ONCE = 4
 KILL_SECONDS = 2.0
 SLOW = 3.0
-"""With `full`, a subject may take this many times as long."""
+"""Factor by which a subject's time limit grows with the option `full`."""
 
 
 def of_host(
@@ -29,9 +29,10 @@ def of_host(
     seen: Callable[[str, list[Check]], None] = lambda subject, checks: None,
     env: Mapping[str, str] = os.environ,
 ) -> list[Check]:
-    """All subjects, in order. seen: is called by several threads as each one has ended."""
+    """Check all subjects on this host, several at once, and return the checks in order. seen: called from several
+    threads whenever a subject has ended."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    # Slow checks come first.
+    # The slowest subjects (groups of checks) start first, so that all are done sooner.
     for subject in sorted(SUBJECTS, key=lambda subject: -SUBJECTS[subject]):
         waiting.put(subject)
     found: dict[str, list[Check]] = {}
@@ -54,12 +55,12 @@ def of_host(
 
 
 def longest(asked: CheckOptions) -> float:
-    """Seconds after which `of_host` is over, whatever hangs."""
+    """Return the seconds after which `of_host` has ended, even if subjects hang."""
     return (SLOW if asked.full else 1.0) * sum(SUBJECTS.values()) + KILL_SECONDS * len(SUBJECTS)
 
 
 def of_subject(subject: str, asked: CheckOptions, env: Mapping[str, str] = os.environ) -> list[Check]:
-    """The findings; a failed check if the subject did not come to its end."""
+    """Run one subject and return its checks, with a failed check added if its process did not end normally."""
     seconds = SUBJECTS[subject] * (SLOW if asked.full else 1.0)
     command = [sys.executable, "-m", "dadt_cli.check_env", subject, json.dumps(asdict(asked))]
     try:
@@ -69,7 +70,7 @@ def of_subject(subject: str, asked: CheckOptions, env: Mapping[str, str] = os.en
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=dict(env),
-            cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
+            cwd="/",  # python -m searches the current folder first, where the user's files could hide modules
             start_new_session=True,
         )
     except OSError as error:
@@ -83,7 +84,8 @@ def of_subject(subject: str, asked: CheckOptions, env: Mapping[str, str] = os.en
         how = f"no answer within {seconds:g} s"
     else:
         how = _ending(process.returncode)
-    lines = [line for line in out.splitlines(keepends=True) if line.endswith(b"\n")]  # the last may be half a line
+    # a killed process may leave an incomplete last line
+    lines = [line for line in out.splitlines(keepends=True) if line.endswith(b"\n")]
     checks = [_parse(line).of(subject) for line in lines]
     if how:
         words = last_line(err)
@@ -104,7 +106,7 @@ def _parse(line: bytes) -> Check:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it has started; one that hangs in the kernel is left there."""
+    """Kill a process and all processes that it has started. One that hangs in the kernel is left behind."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):

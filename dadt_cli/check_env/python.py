@@ -1,4 +1,4 @@
-"""The Python that runs the workers, and the operating system below it."""
+"""Checks the Python that runs the workers, and the operating system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dadt_cli.check_env.check import Check, CheckOptions, fail, good, warn
 
 NEEDED = (3, 10)
 SUPPORTED_UNTIL = {(3, 10): "2026-10", (3, 11): "2027-10", (3, 12): "2028-10", (3, 13): "2029-10", (3, 14): "2030-10"}
-"""The month with which security fixes end, by version of Python (https://devguide.python.org/versions)."""
+"""Month in which security fixes end, for each version of Python (https://devguide.python.org/versions)."""
 
 
 def checks(asked: CheckOptions) -> Iterator[Check]:

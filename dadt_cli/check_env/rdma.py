@@ -1,4 +1,4 @@
-"""InfiniBand and RoCE: which NCCL and MPI use by themselves where it works."""
+"""Checks InfiniBand and RoCE, which NCCL and MPI use automatically if they work."""
 
 from __future__ import annotations
 

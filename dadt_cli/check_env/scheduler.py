@@ -1,4 +1,4 @@
-"""The scheduler that shares out this machine, and how `dadt run` gets its hosts from it."""
+"""Checks which scheduler manages this machine, and how `dadt run` gets its hosts from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHERS = {
     "PE_HOSTFILE": ("Grid Engine", "dadt run -H with the hosts of $PE_HOSTFILE"),
     "KUBERNETES_SERVICE_HOST": ("Kubernetes", "dadt run --nnodes N --node-rank I --rendezvous host:port in each pod"),
 }
-"""Other schedulers and what to do under them, by the variable that each sets."""
+"""Other schedulers by the variable that each one sets: the scheduler's name, and how to call `dadt run` under it."""
 
 
 def checks(asked: CheckOptions) -> Iterator[Check]:
@@ -50,7 +50,7 @@ def _slurm() -> Check:
 
 
 def _ray() -> Iterator[Check]:
-    """The nodes, and what each has installed."""
+    """Check the nodes of the Ray cluster, and the versions installed on each."""
     if find_spec("ray") is None:
         yield warn("Ray", f"it is not installed for {sys.executable}", "pip install 'dadt[ray]' for --launcher ray")
         return

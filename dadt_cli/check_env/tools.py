@@ -1,4 +1,4 @@
-"""Programs that help to look into a job which hangs, or to place it. None of them is needed."""
+"""Checks for optional programs: some help to debug a job that hangs, others to bind a worker to cores and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOOLS = {
     "py-spy": ("--version", "pip install py-spy, to see where a process is that `dadt stacks` gets no answer from"),
     "gdb": ("--version", "apt-get install gdb, to see where C++ or CUDA hangs, or why a worker crashed"),
 }
-"""How each tells its version, and how to get it and for what."""
+"""For each program the flag that prints its version, and a hint how to install it and what it is for."""
 ANSWER_SECONDS = 5.0
 NODES = Path("/sys/devices/system/node")
 SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -48,7 +48,7 @@ def _tool(name: str, flag: str, hint: str) -> Check:
 
 
 def _numactl() -> Check:
-    """Check for numactl, which has something to do where memory is nearer to some cores than to others."""
+    """Check for numactl, which is useful if some memory is nearer to some cores than to others (several NUMA nodes)."""
     nodes = len(list(NODES.glob("node[0-9]*"))) or 1
     memory = "one NUMA node" if nodes == 1 else f"{nodes} NUMA nodes"
     path = shutil.which("numactl")
@@ -60,7 +60,7 @@ def _numactl() -> Check:
 
 
 def _ptrace() -> Check:
-    """Whether a debugger may attach to a process of the same user (Linux, admin-guide/LSM/Yama)."""
+    """Check whether a debugger may attach to a process of the same user (Linux, admin-guide/LSM/Yama)."""
     try:
         scope = int(SCOPE.read_text())
     except FileNotFoundError:

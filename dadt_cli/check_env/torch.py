@@ -1,4 +1,4 @@
-"""torch: whether it can be imported, and how it was built."""
+"""Checks whether torch can be imported, and how it was built."""
 
 from __future__ import annotations
 

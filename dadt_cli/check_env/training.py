@@ -1,4 +1,4 @@
-"""Whether training is distributed here: a real job of two workers, which import nothing of DADT."""
+"""Checks whether training is distributed here, by a real job of two workers whose code does not import DADT."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
         yield warn("injection", "by PYTHONPATH", hint)
     else:
         yield good("injection", "by torch's entry point")
-    # One GPU, or none, is enough for two workers whose tensors are the host's.
+    # Two workers with tensors in host memory need no GPU of their own, so both may see all GPUs.
     settings: dict[str, Any] = {"executor": "shm", "launcher": "local", "gpu_visibility": "all"}
     yield train("two workers", asked, **settings)
     if asked.full:
@@ -45,7 +45,7 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
 
 
 def train(name: str, asked: CheckOptions, np: int = 2, hosts: str = "", **settings: Any) -> Check:
-    """Ranks that begin with other weights and read other data must end with the same weights."""
+    """Check that ranks which start with different weights and different data end with the same weights."""
     begin = time.monotonic()
     weights = _job(name, _steps, np, hosts, settings)
     if isinstance(weights, Check):
@@ -58,18 +58,18 @@ def train(name: str, asked: CheckOptions, np: int = 2, hosts: str = "", **settin
 
 
 def exchange(name: str, np: int, hosts: str, **settings: Any) -> Check:
-    """Check how fast workers average a tensor."""
+    """Check how fast workers average a tensor of EXCHANGED_MIB MiB."""
     found = _job(name, _average, np, hosts, settings)
     if isinstance(found, Check):
         return found
     seconds = max(found)
-    # Each rank sends at least this share of such an average (nccl-tests' busbw).
+    # Bus bandwidth as nccl-tests defines it: each rank sends at least 2 (n - 1) / n of the tensor's bytes.
     speed = 2 * (np - 1) / np * EXCHANGED_MIB * MIB / seconds
     return good(name, f"{EXCHANGED_MIB} MiB are averaged in {1e3 * seconds:.1f} ms, {speed / 1e9:.2f} GB/s each way")
 
 
 def _job(name: str, function: Any, np: int, hosts: str, settings: dict[str, Any]) -> list[Any] | Check:
-    """The results of the ranks, or why there are none."""
+    """Run the function on `np` ranks. Returns the result of each rank, or a failed check if the job fails."""
     from dadt import run
 
     with tempfile.TemporaryDirectory() as logs:
@@ -82,7 +82,7 @@ def _job(name: str, function: Any, np: int, hosts: str, settings: dict[str, Any]
 
 
 def _steps() -> list[float]:
-    """Runs in a worker: trains as a script that people write does. Returns the weights."""
+    """Runs in a worker: train a few steps as an ordinary script would. Returns the weights."""
     import torch
 
     torch.manual_seed(int(os.environ["DADT_RANK"]))
@@ -96,7 +96,7 @@ def _steps() -> list[float]:
 
 
 def _average() -> float:
-    """Runs in a worker: the median seconds of an average."""
+    """Runs in a worker: return the median seconds to average a tensor."""
     import statistics
 
     import torch

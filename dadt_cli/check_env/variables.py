@@ -1,4 +1,4 @@
-"""Variables of this shell that change what a job does, or that another launcher has left."""
+"""Checks environment variables that change what a job does, or that another launcher has left behind."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RANKS = re.compile(
     r"|TORCHELASTIC_\w+|OMPI_COMM_WORLD_\w+|PMI_\w+|PMIX_RANK"
     r"|DADT_(RANK|LOCAL_RANK|CROSS_RANK|WORLD_SIZE|LOCAL_SIZE|JOB|AGENT)"
 )
-"""Names of the variables by which a launcher gives a worker its rank and place: a script would take those that are left
-over for its own."""
+"""Names of variables by which launchers give a worker its rank and place. If they are left over in a shell, a script
+takes them for its own."""
 TUNING = re.compile(r"(NCCL|GLOO|UCX|FI|CUDA|CUBLAS|TORCH|PYTORCH)_\w+")
 SHOWN = 200
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -72,7 +72,7 @@ def _preloaded(value: str) -> Check:
 
 
 def _python_path(value: str) -> Check:
-    """Whether another torch or dadt is in it, or a module that hides one of Python's own."""
+    """Check that PYTHONPATH does not replace the installed torch or dadt by another one."""
     folders = [folder for folder in value.split(os.pathsep) if folder]
     for name in ("torch", "dadt"):
         found = PathFinder.find_spec(name, folders)
@@ -83,7 +83,8 @@ def _python_path(value: str) -> Check:
 
 
 def _proxies(names: Sequence[str], hosts: Sequence[str]) -> Check:
-    """Whether what speaks HTTP or gRPC to these hosts asks them, and not the proxy. Its address may hold a password."""
+    """Check that HTTP and gRPC between these hosts bypass the proxy. The proxy's address is not shown, as it may
+    contain a password."""
     left = [host for host in hosts if not _bypassed(host)]
     listed = ", ".join(names)
     if left:
@@ -94,19 +95,19 @@ def _proxies(names: Sequence[str], hosts: Sequence[str]) -> Check:
 
 
 def _bypassed(host: str) -> bool:
-    """Whether no_proxy names this host: by names and suffixes as Python reads them, and by networks, as requests and
+    """Whether no_proxy covers this host: by names and suffixes as Python reads them, or by networks as requests and
     curl do."""
     if proxy_bypass(host):
         return True
     for part in getproxies_environment().get("no", "").split(","):
-        with suppress(ValueError):  # a name is no address, and a suffix no network
+        with suppress(ValueError):  # a host name is no address, and a suffix no network
             if ipaddress.ip_address(host) in ipaddress.ip_network(part.strip(), strict=False):
                 return True
     return False
 
 
 def _installed(name: str, without: list[str]) -> str | None:
-    """The file from which a module would be imported if PYTHONPATH were not set; None if there is none."""
+    """Return the file from which a module would be imported if PYTHONPATH were not set; None if there is none."""
     paths = [path for path in sys.path if path not in without]
     found = PathFinder.find_spec(name, paths) or importlib.util.find_spec(name)
     return found.origin if found is not None else None

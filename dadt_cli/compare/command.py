@@ -1,4 +1,4 @@
-"""`dadt compare`: whether two files hold the same weights, and where they differ most."""
+"""`dadt compare`: checks whether two files hold the same weights, and shows where they differ most."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dadt_cli.compare.stored import WeightFile
 
 SHOWN = 10
-"""Rows of each kind, unless all are wanted."""
+"""Most rows to print for each kind of value, unless --all is given."""
 RESULTS = ("only in A", "only in B", "different", "equal")
 PLURALS = {"parameter": "parameters", "buffer": "buffers", "optimizer": "optimizer values", "other": "other values"}
 HEAD = ["NAME", "KIND", "TYPE", "DIFFERENCE", "RELATIVE", "ELEMENTS"]
@@ -54,14 +54,14 @@ def compare(a: str, b: str, tolerance: float, ignore_dtype: bool, everything: bo
 
 @dataclass(frozen=True, slots=True)
 class ComparedName:
-    """A name that is in both, or in one alone."""
+    """The comparison of one name, which is in both files or in only one."""
 
     names: tuple[str, ...]
-    """Several where one tensor has several names, in both."""
+    """Several names if both files use all of them for one tensor."""
     kind: str
     difference: Difference
     sides: tuple[str | None, str | None]
-    """The content of each of the two files, in words; None where the name is not in it."""
+    """Describes the value in each of the two files; None if the name is missing in a file."""
 
     @property
     def result(self) -> str:
@@ -71,7 +71,7 @@ class ComparedName:
 
 
 class Comparison:
-    """The comparison of two files. In each kind of rows, those with the largest differences come first."""
+    """The comparison of two files. Rows of each kind are sorted so that the largest differences come first."""
 
     def __init__(self, a: WeightFile, b: WeightFile, tolerance: float, ignore_dtype: bool) -> None:
         self.files = (a, b)
@@ -109,7 +109,8 @@ class Comparison:
         return f"are equal within {self.tolerance:g}" if self.tolerance else "are equal"
 
     def _ties(self) -> list[str]:
-        """It is no difference of values that an optimizer sees one parameter in one of them and two in the other."""
+        """Describe tensors that have several names in one file but not in the other. Sharing a tensor is not counted as
+        a difference of values."""
         one, other = ({frozenset(group) for group in stored.tied} for stored in self.files)
         pairs = (("A", one - other), ("B", other - one))
         return [
@@ -120,8 +121,8 @@ class Comparison:
         ]
 
     def _hint(self) -> list[str]:
-        """A sentence that names the part in which the two files have names in common; empty where they have some as
-        they are."""
+        """If the two files have no name in common, suggest a part of one file whose names match the other file's;
+        otherwise return an empty list."""
         a, b = self.files
         if a.values.keys() & b.values.keys():
             return []
@@ -216,8 +217,8 @@ def _row_data(row: ComparedName) -> dict[str, Any]:
 
 
 def _common_start(names: Set[str], longer: Set[str]) -> str:
-    """The beginning, such as model/ or module., without which most of the longer names are those of the others; empty:
-    none."""
+    """Return the prefix, such as model/ or module., whose removal from `longer` yields the most names in `names`; empty
+    if there is none."""
     starts: Counter[str] = Counter()
     for name in longer:
         cuts = (index + 1 for index, letter in enumerate(name) if letter in "/.")

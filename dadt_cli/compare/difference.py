@@ -1,4 +1,4 @@
-"""How much two tensors, or two other values of checkpoints, differ."""
+"""Measures how much two tensors, or two other values in checkpoints, differ."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from torch import Tensor
 from dadt.errors import ConfigError
 
 CHUNK = 1 << 22
-"""Elements that are compared at a time, so that a large tensor takes little memory beside itself."""
+"""Number of elements compared at a time, so that comparing a large tensor needs little additional memory."""
 MOST_REPEATED = 1 << 24
-"""Elements that are compared where a tensor has more than are stored, by strides of overlapping rows."""
+"""Most elements to compare in a tensor that has more elements than it stores, because strides make its rows overlap."""
 WORDS = reprlib.Repr()
 WORDS.maxstring = WORDS.maxother = WORDS.maxlong = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two values that have the same name differ."""
+    """How two values with the same name differ."""
 
     what: str = ""
-    """Why they are not equal, where it is not by numbers: type, shape, dtype, or value of what is no number."""
+    """The kind of difference if the values are not compared as numbers: type, shape, dtype, or value."""
     largest: float = 0.0
-    """The largest difference of all elements; inf, and nan where one of the two alone is not a number."""
+    """The largest difference of any element; may be infinite, and is nan if only one of two elements is nan."""
     relative: float | None = None
-    """The largest difference, divided by the largest finite magnitude in the first; None where it has no meaning."""
+    """The largest difference divided by the largest finite magnitude in the first tensor; None if this has no meaning.
+    """
     count: int = 0
-    """Elements that differ by more than the tolerance."""
+    """Number of elements that differ by more than the tolerance."""
     elements: int = 1
 
     @property
@@ -41,14 +42,14 @@ class Difference:
 
     @property
     def weight(self) -> float:
-        """The size by which differences are sorted: the largest of all elements; infinite where they cannot be
-        subtracted."""
+        """Return the number by which rows are sorted: the largest difference of any element, or infinity if values
+        cannot be subtracted."""
         return math.inf if self.what in ("type", "shape", "value") or math.isnan(self.largest) else self.largest
 
 
 def difference(a: Any, b: Any, tolerance: float, ignore_dtype: bool = False) -> Difference:
-    """tolerance: what elements may differ by. ignore_dtype: compare the values of tensors, in whatever dtype. Raises
-    ConfigError where tensors have far more elements than are stored."""
+    """Compare two values. tolerance: largest difference between elements that count as equal. ignore_dtype: compare
+    tensors of different dtypes by their values. Raises ConfigError if a tensor has far more elements than it stores."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape:
             return Difference("shape", elements=a.numel())
@@ -58,7 +59,7 @@ def difference(a: Any, b: Any, tolerance: float, ignore_dtype: bool = False) -> 
         return _between_tensors(a, b, what, tolerance)
     if _is_number(a) and _is_number(b):
         return _between_numbers(a, b, tolerance)
-    for empty in (Mapping, list | tuple):  # those that are not are taken apart before
+    for empty in (Mapping, list | tuple):  # only empty containers get here, since others are compared item by item
         if isinstance(a, empty) and isinstance(b, empty):
             return Difference()
     if type(a) is not type(b):
@@ -67,7 +68,7 @@ def difference(a: Any, b: Any, tolerance: float, ignore_dtype: bool = False) -> 
 
 
 def describe(value: Any) -> str:
-    """float32 [3, 2] of a tensor, else the value, not all of a long one."""
+    """Describe a tensor as "float32 [3, 2]", and any other value by its text, shortened if it is long."""
     if not isinstance(value, Tensor):
         return WORDS.repr(value)
     name = str(value.dtype).removeprefix("torch.")
@@ -94,7 +95,7 @@ def _between_numbers(a: Any, b: Any, tolerance: float) -> Difference:
 def _float(value: Callable[[], float]) -> float:
     try:
         return float(value())
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for any float
         return math.inf
 
 
@@ -110,9 +111,9 @@ def _between_tensors(a: Tensor, b: Tensor, what: str, tolerance: float) -> Diffe
         gap = _gap(x, y)
         if gap is None:
             continue
-        count += int((~(gap <= tolerance)).sum())  # nan is not within any
+        count += int((~(gap <= tolerance)).sum())  # written so that nan counts: it is never within the tolerance
         if not math.isnan(largest):
-            # max() of a tensor is nan where there is one.
+            # If any element is nan, max() of the tensor is nan, too.
             most = gap.max().item()
             largest = most if math.isnan(most) else max(largest, most)
     if largest > 0.0 and math.isfinite(largest):
@@ -121,7 +122,8 @@ def _between_tensors(a: Tensor, b: Tensor, what: str, tolerance: float) -> Diffe
 
 
 def _once(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Without the repetitions of dimensions that are stored once in both, as `expand` makes them."""
+    """Shorten dimensions that repeat the same stored elements in both tensors, as `expand` creates them, to length
+    1."""
     if a.layout != torch.strided:
         return a, b
     for dim, (length, *strides) in enumerate(zip(a.shape, a.stride(), b.stride(), strict=True)):
@@ -134,14 +136,15 @@ def _once(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor | None:
-    """The differences, element by element, in float64; None if there are none."""
+    """Return the differences by element as float64; None if all elements are equal."""
     same = x == y if x.dtype == y.dtype else _wide(x) == _wide(y)
     if same.all():
         return None
     same |= x.isnan() & y.isnan()
     gap = (_wide(x) - _wide(y)).abs().masked_fill_(same, 0.0)
     if not (x.is_floating_point() or x.is_complex() or y.is_floating_point() or y.is_complex()):
-        gap = torch.where(same, gap, gap.clamp(min=1.0))  # integers that float64 cannot tell apart
+        # different integers may become equal as float64: their difference is at least 1
+        gap = torch.where(same, gap, gap.clamp(min=1.0))
     return gap if gap.any() else None
 
 
@@ -155,7 +158,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both flat, dense, and of types that torch computes with."""
+    """Return both tensors as flat, dense tensors of types that torch can compute with."""
     if a.layout != torch.strided:
         return _sparse(a, b)
     return _flat(a), _flat(b)
@@ -167,13 +170,13 @@ def _flat(x: Tensor) -> Tensor:
         x = x.dequantize()
     try:
         _wide(x.new_empty(1))
-    except NotImplementedError:  # packed values: by their bytes
+    except NotImplementedError:  # types of packed values cannot be converted: compare their bytes
         x = x.contiguous().view(torch.uint8)
     return x.reshape(-1)
 
 
 def _sparse(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Values at all places at which one of the two has any."""
+    """Return the values of two sparse tensors at all positions that either of them stores."""
     both = [(x if x.layout == torch.sparse_coo else x.to_sparse()).detach().coalesce() for x in (a, b)]
     empty = [
         torch.sparse_coo_tensor(x.indices(), torch.zeros_like(x.values()), x.shape, check_invariants=True) for x in both

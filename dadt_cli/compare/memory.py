@@ -1,4 +1,4 @@
-"""The memory that reading files may take: a small file can ask for any amount."""
+"""Limits the memory that reading a file may take, since a small file can ask for any amount."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 from dadt.errors import ConfigError
 
 TIMES = 3
-"""Memory that the comparison may take, in units of the files' size: their tensors, and copies that lie in one piece."""
+"""Memory that a comparison may take for tensors and contiguous copies of them, in multiples of the files' size."""
 BESIDE = 3 << 30
-"""Bytes beside that: names, and what is compared at a time."""
+"""Bytes that a comparison may take in addition to tensors: for names and for chunks being compared."""
 PER_CORE = 16 << 20
-"""Bytes of the stack of each of torch's threads."""
+"""Bytes allowed for the stack of each of torch's threads."""
 SIGNS = ("allocate memory", "bad_alloc", "Cannot allocate")
-"""Parts of what torch says where the memory ends."""
+"""Parts of torch's error messages when memory runs out."""
 
 
 @contextmanager
 def bounded(paths: Sequence[Path]) -> Iterator[None]:
-    """Inside, this process gets no more memory than files of this size warrant. Raises ConfigError where one asks for
-    more."""
+    """Limit this process's memory during the block to what files of this size may need. Raises ConfigError if a file
+    needs more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     sizes = sum(path.stat().st_size for path in paths if path.is_file())
     most = _used() + TIMES * sizes + BESIDE + PER_CORE * (os.cpu_count() or 1)
     bounds = [most, *(each for each in (soft, hard) if each != resource.RLIM_INFINITY)]
-    with suppress(OSError, ValueError):  # a system that knows no such limit
+    with suppress(OSError, ValueError):  # some systems do not support RLIMIT_DATA
         resource.setrlimit(resource.RLIMIT_DATA, (min(bounds), hard))
     try:
         yield
@@ -43,7 +43,7 @@ def bounded(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def _used() -> int:
-    """Bytes of this process that count against the limit already."""
+    """Return the bytes of this process that already count towards its memory limit (RLIMIT_DATA)."""
     status = Path("/proc/self/status")
     if not status.exists():
         return 0

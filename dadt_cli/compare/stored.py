@@ -1,4 +1,4 @@
-"""The content of a file of weights: every tensor and value by its name, read without running anything in it."""
+"""Reads every tensor and value in a file of weights by its name, without running any code in the file."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ BUFFERS = re.compile(
     r"(.*\.)?(running_mean|running_var|num_batches_tracked|n_averaged|(weight)?_[uv]|\w+_mask|masked_bias|inv_freq"
     r"|position_ids|token_type_ids|relative_position_index)"
 )
-"""Names of buffers in torch's own modules, torchvision and transformers."""
+"""Matches names of buffers in modules of torch, torchvision and transformers."""
 ZIP = b"PK\x03\x04"
 LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
-"""The magic number with which torch.save began until 1.6, as pickle writes it."""
+"""The magic number at the start of files by torch.save before version 1.6, as pickle encodes it."""
 NEITHER = "is neither a file that torch.save wrote nor a safetensors file"
 DEEPEST = 100
 MOST_VALUES = 1_000_000
 MOST_CHARACTERS = 1 << 27
-"""Most characters of all names in a file together."""
+"""Most characters in all names of a file together."""
 SECOND_SENTENCE = re.compile(r"(?<=[^.])\. |\n")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """Names are keys and indices, with / between them."""
+    """The content of a file of weights. Names are dictionary keys and list indices, joined by /."""
 
     name: str
-    """The file as the user named it."""
+    """The file as the user typed it, possibly with a part."""
     whole: str
-    """The file, and what all names began with before it was taken off: last.pth:model/"""
+    """The file and the prefix that was removed from all names, such as last.pth:model/"""
     values: dict[str, Any]
-    """Tensors, and all else that is neither a mapping nor a sequence, nor one that holds nothing."""
+    """Tensors and other values by name. Mappings and sequences appear only if empty; otherwise their items do."""
     kinds: dict[str, str]
     tied: list[tuple[str, ...]]
-    """Names of one and the same tensor."""
+    """Groups of names that refer to the same tensor."""
 
 
 def read(text: str) -> WeightFile:
-    """Read FILE; of FILE:PART only the values whose names begin with PART, which is taken off their names.
+    """Read a file of weights. For FILE:PART, read only values whose names begin with PART, and remove PART from their
+    names.
 
-    Raises ConfigError where there is no such file or part, or it cannot be read without running code.
+    Raises ConfigError if there is no such file or part, or reading the file would require running code.
     """
     path, part = _split(text)
     content, removed = _content(path)
@@ -61,7 +62,8 @@ def read(text: str) -> WeightFile:
     for name, kind, value in _walk(path, (), content, "other"):
         values[name], kinds[name] = value, kind
         characters += len(name)
-        # One list may stand in many places, so that a short file has any number of them.
+        # A short file may refer to one list from many places, so the number of values is not limited by the file's
+        # size.
         if len(values) > MOST_VALUES or characters > MOST_CHARACTERS:
             raise ConfigError(f"{path}: holds more than {MOST_VALUES:,} values, each by its name, or too long names")
     for name, kept in removed.items():
@@ -80,12 +82,12 @@ def read(text: str) -> WeightFile:
 
 
 def path_of(text: str) -> Path:
-    """The path of the file in FILE, or in FILE:PART."""
+    """Return the path of the file in an argument FILE or FILE:PART."""
     return _split(text)[0]
 
 
 def _split(text: str) -> tuple[Path, str]:
-    """A file may have a colon in its name."""
+    """Split FILE:PART into path and part; a file whose name contains a colon is recognized."""
     path, _, part = text.rpartition(":")
     if path and not Path(text).exists() and Path(path).is_file():
         return Path(path), part
@@ -93,9 +95,11 @@ def _split(text: str) -> tuple[Path, str]:
 
 
 def _content(path: Path) -> tuple[Any, Mapping[str, str]]:
-    """The file's content, and which of its names were left out for which others. Raises ConfigError."""
+    """Return the file's content, and a mapping from names left out of the file to the names stored instead. Raises
+    ConfigError if the file cannot be read."""
     try:
-        if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):  # a pipe would be waited for
+        # reading a pipe would wait for a writer
+        if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
             raise ConfigError(f"{path}: is no file, but a pipe, a socket or a device")
         with path.open("rb") as file:
             head = file.read(64)
@@ -108,7 +112,7 @@ def _content(path: Path) -> tuple[Any, Mapping[str, str]]:
     if head.startswith(ZIP):
         _check_archive(path)
         return _torch(path, mapped=True), {}
-    # Until 2.6, torch.load ran what tar files hold, whatever weights_only said.
+    # Tar files are refused: before torch 2.6, torch.load ran code in them despite weights_only.
     if LEGACY in head and not tarfile.is_tarfile(path):
         return _torch(path, mapped=False), {}
     raise ConfigError(f"{path}: {NEITHER}")
@@ -119,13 +123,13 @@ def _check_archive(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             parts = {name.partition("/")[2] for name in archive.namelist()}
             packed = any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:  # also names that are no UTF-8
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:  # raised also for names that are not UTF-8
         raise ConfigError(f"{path}: is damaged or cut short ({error})") from error
     if "constants.pkl" in parts:
         raise ConfigError(f"{path}: is a TorchScript program; give a file of its state_dict")
     if "data.pkl" not in parts:
         raise ConfigError(f"{path}: {NEITHER}")
-    if packed:  # a small one may hold any number of zeros
+    if packed:  # refused, since a small compressed file may expand to any size
         raise ConfigError(f"{path}: is a compressed archive, and torch.save writes none; unpack it, and zip it by -0")
 
 
@@ -142,7 +146,7 @@ def _torch(path: Path, mapped: bool) -> Any:
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # a damaged pickle raises whatever it likes
+    except Exception as error:  # a damaged pickle can raise any exception
         raise ConfigError(f"{path}: {_damaged(error)}") from error
 
 
@@ -153,7 +157,8 @@ def _safetensors(path: Path) -> tuple[Any, Mapping[str, str]]:
         raise ConfigError(f"{path}: reading it needs safetensors -> pip install safetensors") from error
     try:
         with safe_open(path, framework="pt") as file:
-            # safetensors.torch.save_model keeps one of the names of a tensor, and writes down the others for it.
+            # safetensors.torch.save_model stores a tensor with several names under one of them, and lists the others in
+            # the metadata.
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: {_damaged(error)}") from error
@@ -165,7 +170,8 @@ def _damaged(error: Exception) -> str:
 
 
 def _walk(path: Path, keys: tuple[str, ...], value: Any, kind: str) -> Iterator[tuple[str, str, Any]]:
-    """Name, kind and value of each leaf. kind: of what it stands in, `weights` for a state_dict."""
+    """Yield name, kind and value of each item in nested mappings and lists. kind: kind of the surrounding container;
+    `weights` for a state_dict."""
     if len(keys) > DEEPEST:
         raise ConfigError(f"{path}: mappings and lists are nested deeper than {DEEPEST} times, as in {'/'.join(keys)}")
     if isinstance(value, Mapping) and value:
@@ -189,7 +195,7 @@ def _kind_within(mapping: Mapping[Any, Any]) -> str:
 
 def _kind(keys: tuple[str, ...], value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return "other"  # what a module gives as its extra state
+        return "other"  # a module's extra state (get_extra_state) may be any value
     if isinstance(value, torch.nn.Parameter):
         return "parameter"
     return "buffer" if BUFFERS.fullmatch(keys[-1]) or not _is_trainable(value) else "parameter"
@@ -200,14 +206,14 @@ def _is_trainable(tensor: torch.Tensor) -> bool:
 
 
 def _part(key: Any) -> str:
-    """A key as part of a name, so that no two keys look alike: 0, '0' and 0.0."""
+    """Format a key as part of a name, so that different keys such as 0, '0' and 0.0 never look alike."""
     if isinstance(key, str):
         return repr(key) if not key or "/" in key or re.fullmatch(r"-?\d+", key) else key
     return str(key) if type(key) is int else f"({key!r})"
 
 
 def _tops(values: Mapping[str, Any]) -> str:
-    """The beginnings of names, not all of many."""
+    """Return the first parts of the names, in words; at most five of them."""
     tops = list(dict.fromkeys("".join(name.partition("/")[:2]) for name in values))
     return ", ".join(tops[:5]) + ", ..." * (len(tops) > 5)
 

@@ -1,1 +1,1 @@
-"""Commands on running and finished jobs."""
+"""Commands that show or end jobs, running or finished: ps, logs, stacks, kill."""

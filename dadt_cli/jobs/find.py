@@ -1,4 +1,4 @@
-"""The job that a command is about, and its ranks, as users name them."""
+"""Finds the job and the ranks that the user of a command has named."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ log_dir_option = click.option(
 
 
 def jobs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Jobs that run, for shells to complete."""
+    """Return running jobs that begin with `incomplete`, for shell completion."""
     return [trace.job for trace in traces() if trace.job.startswith(incomplete)]
 
 
 def recorded_jobs(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Jobs that run, jobs that have left logs, and `latest`, for shells to complete."""
+    """Return running jobs, jobs with logs and `latest`, for shell completion."""
     log_dir = Path(ctx.params.get("log_dir") or LOG_DIR)
     logged = {path.name for path in _jobs(log_dir, past.EVENTS)}
     return sorted(job for job in {*logged, *jobs(ctx, parameter, ""), "latest"} if job.startswith(incomplete))
 
 
 def find(job: str) -> Trace:
-    """Raises ConfigError if no such job runs or has left something running here."""
+    """Find a running job by its id. Raises ConfigError if no such job runs, or has left processes, on this machine."""
     running = traces()
     for trace in running:
         if trace.job == job:
@@ -70,9 +70,9 @@ def _there_is(running: Sequence[Trace]) -> str:
 
 
 def describe(trace: Trace) -> dict[str, Any] | None:
-    """What the launcher says of its job; None if it is not on this machine.
+    """Ask the job's launcher to describe the job. Returns None if the launcher is not on this machine.
 
-    Raises DadtError if it is, but does not answer.
+    Raises DadtError if the launcher is on this machine but does not answer.
     """
     line = trace.call()
     if line is None:
@@ -85,12 +85,12 @@ def describe(trace: Trace) -> dict[str, Any] | None:
             raise DadtError(
                 f"job {trace.job}: its launcher (pid {line.pid}) does not answer -> dadt kill {trace.job}"
             ) from None
-    return None  # it has just ended
+    return None  # the launcher has ended before it answered
 
 
 def folder_of(job: str, log_dir: Path, file: str) -> tuple[Trace | None, Path]:
-    """The job, if it runs, and the folder of its logs. job: its id, its folder, or `latest`, which is that with the
-    youngest such file. Raises ConfigError."""
+    """Return the job, if it is running, and the folder of its logs. job: an id, a folder, or `latest` for the job whose
+    `file` is the newest. Raises ConfigError if there is none."""
     running = {trace.job: trace for trace in traces()}
     if job == "latest":
         job = _latest(log_dir, file, list(running))
@@ -111,8 +111,8 @@ def folder_of(job: str, log_dir: Path, file: str) -> tuple[Trace | None, Path]:
 
 
 def _latest(log_dir: Path, file: str, running: list[str]) -> str:
-    """The newest job with logs in this folder; where there is none in the default folder, the last of the jobs that
-    run. Raises ConfigError if there is none."""
+    """Return the newest job with logs in `log_dir`; if there are none in the default folder, the last of the running
+    jobs. Raises ConfigError if there is no job."""
     folders = sorted(_jobs(log_dir, file), key=lambda folder: (folder / file).stat().st_mtime)
     jobs = [folder.name for folder in folders] or (running if log_dir == Path(LOG_DIR) else [])
     if not jobs:

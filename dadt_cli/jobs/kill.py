@@ -1,4 +1,4 @@
-"""`dadt kill`: the end of one job, by its id."""
+"""`dadt kill`: ends one job, named by its id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dadt_cli.jobs.find import find, jobs
 from dadt_cli.terminal import console
 
 HARD_SECONDS = 10.0
-"""Seconds beyond the job's own grace, after which its launcher is killed, and with it all else."""
+"""Seconds after the job's grace period until its launcher is killed together with everything it started."""
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""`dadt logs`: what the workers of a job have printed, and print."""
+"""`dadt logs`: prints what the workers of a job have printed, and follows further output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dadt_cli.terminal import console
 
 LOG = re.compile(r"rank([0-9]{1,7})\.log")
 LOOK_SECONDS = 0.2
-"""How often files are looked at that may have grown."""
+"""Seconds between two looks at files that may have grown."""
 
 
 @click.command()
@@ -46,7 +46,7 @@ def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
 
 
 def _called_again(trace: Trace) -> CallerLine | None:
-    """A connection to the job's next attempt; None once its launcher has ended."""
+    """Connect to the next attempt of a job that restarts; None once its launcher has ended."""
     while trace.launcher is not None and is_held(trace.launcher.parent):
         if (line := trace.call()) is not None:
             return line
@@ -55,7 +55,7 @@ def _called_again(trace: Trace) -> CallerLine | None:
 
 
 class LogTail:
-    """A rank's file, shown as far as it has been written."""
+    """Prints one rank's log file as it grows."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
@@ -69,7 +69,7 @@ class LogTail:
         self._file.close()
 
     def show(self, last: bool = False) -> None:
-        """What is new. last: with what has no end of line."""
+        """Print what has been added to the file. last: also print a last line without a line end."""
         while data := self._file.read(CHUNK):
             self._print(self._printed.feed(data, time.monotonic()))
         self._print(self._printed.finish() if last else self._printed.tick(time.monotonic()))
@@ -80,7 +80,7 @@ class LogTail:
 
 
 def _files(folder: Path, ranks: set[int] | None) -> list[Path]:
-    """Raises ConfigError where there is none for a rank."""
+    """Return the log files of the ranks (None: of all). Raises ConfigError if a rank has no log file."""
     try:
         logs = ((LOG.fullmatch(path.name), path) for path in folder.iterdir())
         found = {int(name[1]): path for name, path in logs if name}

@@ -1,4 +1,4 @@
-"""Jobs that have ended, by what they have left in the folder of their logs."""
+"""Describes jobs that have ended, from the files in their log folders."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ EVENTS = "events.jsonl"
 
 
 def folders(log_dir: Path, running: Collection[str]) -> list[Path]:
-    """The folders of all jobs with logs here, except those that run."""
+    """Return the folders of all jobs with logs in `log_dir`, except running jobs."""
     return [path.parent for path in log_dir.glob(f"*/{EVENTS}") if path.parent.name not in running]
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """When it began, its workers, steps, end, command and logs; what is not known is left out."""
+    """Return a past job's begin, workers, steps, end, command and logs; unknown facts get neutral values such as 0 or
+    "-"."""
     report = JobRecord.read(folder, running=False).report
     ranks = report.get("ranks", [])
     hosts = len({rank.get("host") for rank in ranks})
@@ -35,7 +36,7 @@ def facts(folder: Path) -> dict[str, Any]:
 
 
 def sentence(folder: Path) -> str:
-    """How the job ended, and where there is more."""
+    """Return a sentence on how the job ended and where to read more."""
     job, report = folder.name, JobRecord.read(folder, running=False).report
     at = f" at {moment(report['end'])}" if "end" in report else ""
     return f"job {job} has ended{at}: {verdict(report, running=False)[0]}; dadt report {folder} says how it went"

@@ -1,4 +1,4 @@
-"""`dadt ps`: the jobs of this user on this machine, and the ranks of one."""
+"""`dadt ps`: lists this user's jobs on this machine, or the ranks of one job."""
 
 from __future__ import annotations
 
@@ -124,29 +124,30 @@ def _rank_state(rank: Mapping[str, Any]) -> str:
 
 
 def _ranks_here(trace: Trace) -> list[str]:
-    """Facts that need no launcher: they are of this machine's ranks only."""
+    """Return a table of the ranks on this machine, for a job whose launcher cannot be asked."""
     head = ["RANK", "PID", "STATE"]
     return table(head, [[str(rank), str(pid), _state(trace)] for rank, pid in sorted(trace.workers.items())], LEFT)
 
 
 def _state(trace: Trace) -> str:
-    # A launcher may be there, but take no questions; or be dead, and its folder not yet removed.
+    # The launcher may still be starting, or be dead with its folder not yet removed: in both cases it answers no
+    # questions.
     silent = trace.launcher is not None and is_held(trace.launcher.parent)
     return "starting, or at its end" if silent else "no launcher on this machine"
 
 
 def _script(trace: Trace) -> str:
-    """The command of a worker of this machine."""
+    """Return the command line of one of the job's workers on this machine."""
     for pid in trace.workers.values():
         try:
             return _program(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1])
         except OSError:
-            continue  # it has just ended
+            continue  # the worker has just ended: try the next
     return ""
 
 
 def _program(command: Sequence[str]) -> str:
-    """Without the interpreter, and not all of a long one."""
+    """Return a command in one short line, without the Python interpreter."""
     words = command[1:] if len(command) > 1 and Path(command[0]).name.startswith("python") else command
     if list(words[:3]) == ["-m", "dadt_cli.bench.trainer", "--name"] and len(words) > 5:
         return f"dadt bench {words[5]}: {words[3]}"
@@ -158,7 +159,7 @@ def _workers(trace: Trace) -> str:
 
 
 def _each(ranks: list[Mapping[str, Any]]) -> str:
-    """Workers of a host: 2, or 1-2 where hosts have different numbers."""
+    """Return the number of workers per host: 2, or 1-2 if hosts have different numbers."""
     hosts = [rank["host"] for rank in ranks]
     return _span([hosts.count(host) for host in set(hosts)])
 

@@ -1,4 +1,4 @@
-"""`dadt report`: how a job went, as one page for a browser."""
+"""`dadt report`: writes a page for a browser about how a job went."""
 
 from __future__ import annotations
 

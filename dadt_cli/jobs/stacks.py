@@ -1,4 +1,4 @@
-"""`dadt stacks`: where every rank of a running job is, in Python."""
+"""`dadt stacks`: shows where every rank of a running job is in its Python code."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Reading what a job leaves: the page, its progress, its timeline."""
+"""Commands that read what a job has recorded: `dadt report` and `dadt timeline`."""

@@ -1,4 +1,5 @@
-"""Geometry of charts: lines over time, and a distribution. A template draws them, at any width and in any colours."""
+"""Computes the geometry of charts: lines over time, and distributions. An HTML template draws them in any width and
+colours."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from typing import NamedTuple
 from dadt_cli.terminal.table import clock
 
 SIDE = 1000.0
-"""Both sides of the drawing, which is stretched to its place."""
+"""Width and height of the coordinate system of a chart; the page stretches it to any size."""
 LINES = 8
-"""Ranks with a line of their own; of more, the median and a band from the least to the most are drawn."""
+"""Up to this number of ranks, each has a line of its own; for more, a median and a band from the lowest to the highest
+value are drawn."""
 PLACES = 200
-"""The number of points of a band, along the time."""
+"""Number of points along the time axis of a band."""
 
 Points = Sequence[tuple[float, float]]
-"""Pairs of x and y, in order of x."""
+"""Pairs of x and y, ordered by x."""
 
 
 class Curve(NamedTuple):
@@ -28,7 +30,7 @@ class Curve(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """A label beside a side of the chart, at this many per cent of its length."""
+    """A label beside an axis of the chart, at a position in per cent of the axis's length."""
 
     at: float
     label: str
@@ -36,7 +38,7 @@ class Tick(NamedTuple):
 
 @dataclass
 class ChartLine:
-    """A path, and which of the colours it has."""
+    """A line of a chart: its SVG path, its label, and the number of its colour."""
 
     label: str
     path: str
@@ -45,21 +47,21 @@ class ChartLine:
 
 @dataclass
 class Chart:
-    """A drawing in the square of SIDE, y downwards, and the text beside it."""
+    """A chart in a square of side SIDE, with y pointing downwards, and the labels beside it."""
 
     title: str
     lines: list[ChartLine] = field(default_factory=list)
     band: str = ""
     bars: list[tuple[float, float, float, str]] = field(default_factory=list)
-    """For each bar its x, width and height, and what it says."""
+    """For each bar its x, width and height, and the text it shows."""
     xs: list[Tick] = field(default_factory=list)
     ys: list[Tick] = field(default_factory=list)
     note: str = ""
 
 
 def over_time(title: str, curves: Mapping[int, Curve], end: float, top: float | None, unit: str) -> Chart | None:
-    """Lines of y over seconds from 0 to `end`, by rank. top: of the y axis; None: as needed. None where there is
-    nothing."""
+    """Build a chart of each rank's values over the seconds from 0 to `end`. top: upper end of the y axis; None fits it
+    to the values. Returns None if there are no values."""
     known = {rank: curve for rank, curve in sorted(curves.items()) if curve.points}
     if not known or end <= 0:
         return None
@@ -87,7 +89,8 @@ def over_time(title: str, curves: Mapping[int, Curve], end: float, top: float | 
 
 
 def distribution(title: str, counts: Mapping[float, int], ratio: float) -> Chart | None:
-    """Bars over a logarithmic axis of seconds. counts: by lower bound; each bar reaches to `ratio` times that."""
+    """Build a histogram over a logarithmic axis of seconds. counts: by lower bound of each bar, which extends to
+    `ratio` times that bound."""
     if not counts:
         return None
     first, last = min(counts), max(counts) * ratio
@@ -99,7 +102,7 @@ def distribution(title: str, counts: Mapping[float, int], ratio: float) -> Chart
         return math.log(seconds / first) / math.log(last / first)
 
     for bound, count in sorted(counts.items()):
-        height = max(count / ys[-1] * SIDE, 6.0)  # one of many is still seen
+        height = max(count / ys[-1] * SIDE, 6.0)  # a minimum height, so that a single step among many remains visible
         said = f"{duration(bound)} to {duration(bound * ratio)}: {count:,} steps"
         chart.bars.append((place(bound) * SIDE, (place(bound * ratio) - place(bound)) * SIDE, height, said))
     chart.xs = [Tick(100 * place(value), duration(value)) for value in _log_ticks(first, last)]
@@ -107,7 +110,7 @@ def distribution(title: str, counts: Mapping[float, int], ratio: float) -> Chart
 
 
 def ticks(top: float) -> list[float]:
-    """Round numbers from 0 to at least `top`: three to six."""
+    """Return three to six round numbers from 0 up to at least `top`."""
     rough = top / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
@@ -115,7 +118,7 @@ def ticks(top: float) -> list[float]:
 
 
 def time_ticks(end: float) -> list[float]:
-    """Round times from 0 to at most `end` seconds, five or so."""
+    """Return about five round times from 0 up to at most `end` seconds."""
     steps = [base * unit for unit in (0.01, 0.1, 1, 10) for base in (1, 2, 5)]
     steps += [60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200]
     step = next((step for step in steps if end / step <= 6), 86400 * math.ceil(end / 86400 / 6))
@@ -123,7 +126,7 @@ def time_ticks(end: float) -> list[float]:
 
 
 def duration(seconds: float) -> str:
-    """12 us, 3.4 ms, 120 ms, 1.2 s, 4:05 min, 1:02:03 h."""
+    """Format a duration, such as 12 us, 3.4 ms, 120 ms, 1.2 s, 4:05 min or 1:02:03 h."""
     if seconds < 59.95:
         factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
         return f"{seconds * factor:.3g} {unit}"
@@ -131,7 +134,7 @@ def duration(seconds: float) -> str:
 
 
 def _log_ticks(first: float, last: float) -> list[float]:
-    """1, 2, 5, 10, ..., or fewer, where that would be more than six."""
+    """Return at most about six round values such as 1, 2, 5, 10 between `first` and `last`, for a logarithmic axis."""
     powers = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
     for factors in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         found = [factor * 10.0**power for power in powers for factor in factors]
@@ -147,7 +150,7 @@ def _path(points: Points, end: float, top: float) -> str:
 
 
 def _spread(ranks: Sequence[Points], end: float) -> tuple[Points, Points, Points]:
-    """Least, median and most of the ranks' y, at PLACES moments at which any is known."""
+    """Return the lowest, median and highest y of all ranks, in those of PLACES intervals of time that have values."""
     found: list[list[float]] = [[] for _ in range(PLACES)]
     for points in ranks:
         for x, y in points:
@@ -158,7 +161,7 @@ def _spread(ranks: Sequence[Points], end: float) -> tuple[Points, Points, Points
 
 
 def _number(value: float, unit: str) -> str:
-    """1.2, 120, 15k; a share as 12 %."""
+    """Format a number, such as 1.2, 120 or 15k; a share (unit %) as 12 %."""
     if unit == "%":
         return f"{100 * value:.0f} %"
     return f"{value / 1000:,.3g}k" if value >= 10_000 else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

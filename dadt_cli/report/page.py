@@ -1,4 +1,5 @@
-"""The page of `dadt report`: what stands on it, from a job's record. The template beside it says how."""
+"""The content of the page that `dadt report` writes, from a job's record. The HTML template in this folder sets the
+layout."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ from dadt_cli.terminal.template import template
 TEMPLATE = Path(__file__).with_name("report.html")
 EVENTS = 200
 STACKS = 8
-"""Most ranks whose stacks are shown."""
+"""Most ranks whose stacks the page shows."""
 LATER_SECONDS = 300.0
-"""A timeline is written at the end of its job; one that is younger by more than this many seconds is another job's."""
+"""A timeline written more than this many seconds after the job's end belongs to another job."""
 
 
 def page(record: JobRecord, running: bool) -> str:
-    """HTML. Raises ConfigError where the template library is not there."""
+    """Return the page as HTML. Raises ConfigError if jinja2, the template library, is not installed."""
     report = record.report
     return template(TEMPLATE, "dadt report").render(
         job=report.get("job") or record.folder.name,
@@ -76,7 +77,7 @@ def _size(report: Mapping[str, Any]) -> str:
 
 
 def _tiles(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """A word, its figure, and what there is to say of that."""
+    """Yield the key figures at the top of the page: name, value and an explanation."""
     config, ranks = report.get("config", {}), report.get("ranks", [])
     if "seconds" in report:
         yield "duration", chart.duration(report["seconds"]), "" if "end" in report else "so far"
@@ -104,11 +105,11 @@ def _moment(seconds: float | None) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
-        return ""  # no time that a clock has ever shown
+        return ""  # seconds out of the range of any calendar
 
 
 def _program(command: Sequence[str]) -> Sequence[str]:
-    """The command without the Python interpreter."""
+    """Return the command without the Python interpreter."""
     return command[1:] if len(command) > 1 and Path(command[0]).name.startswith("python") else command
 
 
@@ -119,7 +120,7 @@ def _ranks(report: Mapping[str, Any]) -> Table | None:
     rows = []
     failure = report.get("failure") or {}
     for rank in report.get("ranks", []):
-        # The failed one may have been stopped on its way out: what counts is what it failed with.
+        # The launcher may have stopped the failed rank as it ended, so the code from the failure report counts.
         first = rank.get("rank") == failure.get("rank") and failure.get("exit_code") is not None
         wait, rate, memory = (rank.get(name) for name in ("wait_fraction", "samples_per_second", "peak_memory"))
         rows.append(
@@ -146,8 +147,8 @@ def _end(code: int | None) -> str:
 
 
 def _snapshots(record: JobRecord, running: bool) -> dict[str, Any] | None:
-    """The steps of the whole snapshots, and the command that goes on with the job, also where it was killed with its
-    launcher; None where there is neither."""
+    """Return the steps of complete snapshots, and the command that resumes the job, even if its launcher was killed;
+    None if there are neither."""
     config = record.report.get("config") or {}
     root, came_from = (_path(config.get(name)) for name in ("snapshot_dir", "resume"))
     found = snapshots.whole(Path(root)) if root else []
@@ -160,12 +161,12 @@ def _snapshots(record: JobRecord, running: bool) -> dict[str, Any] | None:
 
 
 def _path(told: Any) -> str:
-    """The value where it can be a path, else empty."""
+    """Return the value if it can be a path, otherwise an empty text."""
     return told if isinstance(told, str) and "\0" not in told else ""
 
 
 def _failure(record: JobRecord) -> dict[str, Any]:
-    """What the page shows of the failure of the rank that failed first."""
+    """Return what the page shows about the failure of the rank that failed first."""
     told = record.report["failure"]
     rank, code, message = told.get("rank"), told.get("exit_code"), told.get("message") or ""
     head = f"Rank {rank} failed first" if rank is not None else "A worker failed"
@@ -201,20 +202,21 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text as a terminal would show it in the end: without colours, and of a progress bar its last state."""
+    """Return the text as a terminal finally shows it: without colours, and with only the last state of a progress
+    bar."""
     shown = ESCAPES.sub(b"", text.encode(errors="replace")).decode(errors="replace")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in shown.split("\n"))
 
 
 def _is_borne(event: Mapping[str, Any]) -> bool:
-    """Whether it tells of a loss or failure that the job went on after, or how."""
+    """Whether the event reports a loss or failure after which the job continued, or how it continued."""
     return event["kind"] in ("regroup", "join", "restart") or str(event.get("text", "")).startswith("resumed:")
 
 
 def _events(
     record: JobRecord, wanted: Callable[[Mapping[str, Any]], bool] = lambda event: True
 ) -> Iterator[tuple[str, str, str, str]]:
-    """When, who, what, and whether it is a warning or a failure."""
+    """Yield for each event its time, its rank or host, its text, and whether it is a warning or a failure."""
     begin = record.report.get("begin", 0.0)
     told = 0
     for event in filter(wanted, record.events):
@@ -255,7 +257,7 @@ def _event(event: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _hot_spots(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of where time went, by the timeline; else why that is not known."""
+    """Return what the page shows about where time went, from the timeline; if there is none, the reason why."""
     file = report.get("config", {}).get("timeline")
     if not isinstance(file, str) or not file:
         return {"why": "No timeline was recorded; dadt run --timeline FILE records one."}
@@ -292,7 +294,7 @@ def _settings(report: Mapping[str, Any]) -> Table | None:
     known: dict[str, Any] = {field.name: field.default for field in fields(Config)}
     rows = []
     for name, value in report.get("config", {}).items():
-        # JSON knows no tuples.
+        # Values come from JSON, which has lists in place of tuples.
         default = list(known[name]) if isinstance(known.get(name), tuple) else known.get(name)
         if name in known and value != default:
             rows.append([flag(name), ", ".join(map(str, value)) if isinstance(value, list) else str(value)])

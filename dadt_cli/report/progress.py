@@ -1,4 +1,4 @@
-"""How the ranks of a job went on: throughput, waiting and step times, from its record."""
+"""Shows how training progressed on each rank: throughput, waiting and step times, from the job's record."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from dadt_cli.report.record import LARGEST, JobRecord, Moment
 from dadt_cli.terminal.table import Table
 
 POINTS = 240
-"""The number of points of a line, along the time."""
+"""Number of points along the time axis of a line."""
 SILENT_SECONDS = 5.0
-"""A rank that reports nothing for this many seconds, and for three times as long as usual, makes no steps."""
+"""A rank that has made no step for this many seconds, and for three times its usual interval, is drawn as standing
+still."""
 QUANTILES = (0.5, 0.95, 0.99)
 SIZES = range(-240, 240)
-"""Sizes of steps: from a nanosecond to years."""
+"""Numbers of valid step-time bins, from nanoseconds to years."""
 
 
 def over_time(record: JobRecord) -> list[Chart]:
-    """Throughput and waiting of each rank; without those of which nothing is known."""
+    """Return charts of each rank's throughput and waiting; a chart without data is left out."""
     end = record.report.get("seconds") or _last(record) - record.report.get("begin", 0.0)
     return [each for each in (_throughput(record, end), _waiting(record, end)) if each is not None]
 
@@ -46,11 +47,13 @@ def _waiting(record: JobRecord, end: float) -> Chart | None:
 
 
 def _rates(record: JobRecord, moments: list[Moment], of: str) -> list[tuple[float, float]]:
-    """Per second of the rank's own clock, between moments at which it had come further. x: seconds from the start."""
+    """Return points of a rate: x is seconds since the job began, y the growth of `of` per second of the rank's own
+    clock, between records in which this clock advanced."""
     known = moments[:1] + [after for before, after in itertools.pairwise(moments) if after.clock > before.clock]
     every = max(1, len(known) // POINTS)
     known = [*known[:-1:every], known[-1]]
-    # Moments are reported some time after they were: the quickest shows how the clocks differ.
+    # Records reach the launcher with a delay; the one with the shortest delay gives the best estimate of the difference
+    # between clocks.
     offset = min(moment.time - moment.clock for moment in known) - record.report.get("begin", 0.0)
     return [
         (max(0.0, (a.clock + b.clock) / 2 + offset), max(0.0, getattr(b, of) - getattr(a, of)) / (b.clock - a.clock))
@@ -66,7 +69,8 @@ def _mean(moments: Sequence[Moment], of: str) -> float:
 def _silence(
     record: JobRecord, moments: Sequence[Moment], points: Sequence[tuple[float, float]], end: float
 ) -> list[tuple[float, float]]:
-    """The points of a rate of zero from the last step on, where the rank went on reporting without one."""
+    """Return points at rate zero from the rank's last step to the end, if the rank kept reporting without making steps;
+    otherwise none."""
     last = next((moment for moment in moments if moment.clock == moments[-1].clock), moments[-1])
     usual = (last.time - moments[0].time) / max(1, len(points))
     begin = last.time - record.report.get("begin", 0.0)
@@ -74,13 +78,13 @@ def _silence(
 
 
 def _last(record: JobRecord) -> float:
-    """The newest time of which the record tells, in seconds since 1970; 0: there is none."""
+    """Return the latest time in the record, in seconds since 1970; 0 if it has none."""
     times = [event["time"] for event in record.events] + [moments[-1].time for moments in record.series.values()]
     return max(times, default=0.0)
 
 
 def _counts(rank: Mapping[str, Any]) -> dict[int, int]:
-    """Steps by size, without keys that are no sizes."""
+    """Return a rank's number of steps by step-time bin, without keys that are not bins."""
     told = (rank.get("step_times") or {}).get("counts") or {}
     sizes = {str(size): size for size in SIZES}
     return {sizes[name]: n for name, n in told.items() if name in sizes and isinstance(n, int) and 0 < n < LARGEST}

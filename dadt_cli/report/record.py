@@ -1,4 +1,4 @@
-"""A job's folder, read for a report. Whatever is damaged or missing is named, and left out."""
+"""Reads a job's log folder for a report. Damaged or missing parts are named in the report and left out."""
 
 from __future__ import annotations
 
@@ -44,42 +44,42 @@ REPORT = {
     "hosts": [HOST],
     "ranks": [RANK],
 }
-"""The keys of report.json that are read, and their types. Any may be null."""
+"""The keys of report.json that are read, with their types. Any value may be null."""
 LARGEST = 2.0**63
-"""No number in a record comes near it."""
+"""Numbers of this size or more are treated as damaged, since no real value comes near."""
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 40
 
 
 class Moment(NamedTuple):
-    """How far a rank had come; sums since it began."""
+    """A record of how far a rank had come; steps, samples and waiting are counted from the rank's start."""
 
     time: float
-    """The launcher's time, in seconds since 1970."""
+    """Time on the launcher's clock, in seconds since 1970."""
     step: float
     samples: float
     waited: float
-    """Seconds spent waiting for communication."""
+    """Seconds that the rank has spent waiting for communication since its start."""
     clock: float
-    """The rank's time, in seconds."""
+    """Time on the rank's own clock, in seconds."""
 
 
 @dataclass
 class JobRecord:
-    """What the log folder of a job records about it."""
+    """The record of a job, read from its log folder."""
 
     folder: Path
     report: dict[str, Any] = field(default_factory=dict)
-    """The content of report.json, or what events show of it; keys that are not known are missing."""
+    """The content of report.json, or what can be derived from events; unknown keys are missing."""
     events: list[dict[str, Any]] = field(default_factory=list)
     series: dict[int, list[Moment]] = field(default_factory=dict)
-    """How far each rank had come, by rank and in order of time."""
+    """Records of how far each rank had come, by rank, in order of time."""
     missing: list[str] = field(default_factory=list)
-    """A sentence for each thing that should be there and is not."""
+    """A sentence for each part of the record that should exist and does not."""
 
     @classmethod
     def read(cls, folder: Path, running: bool) -> JobRecord:
-        """running: the job is not over, so that no report can be there yet."""
+        """Read the record of a job from its log folder. running: the job still runs, so a report may not exist yet."""
         record = cls(folder)
         record.events = [event for event in record._lines("events.jsonl") if _is_event(event)]
         record._read_series()
@@ -87,7 +87,7 @@ class JobRecord:
         return record
 
     def tail(self, name: str) -> str:
-        """The last lines of a file; a sentence where it cannot be read."""
+        """Return the last lines of a file in the folder, or a sentence if it cannot be read."""
         try:
             with (self.folder / name).open("rb") as file:
                 size = file.seek(0, 2)
@@ -98,7 +98,8 @@ class JobRecord:
         return "\n".join(text.rstrip("\n").split("\n")[-TAIL_LINES:])
 
     def _read_report(self, running: bool) -> None:
-        """While the job runs, and where its launcher was killed, the last one that it wrote."""
+        """Read report.json. While the job runs, or if its launcher was killed, this is the launcher's last interim
+        report."""
         path = self.folder / "report.json"
         told = _of_events(self.events)
         try:
@@ -158,7 +159,7 @@ class JobRecord:
 
 
 def verdict(report: Mapping[str, Any], running: bool) -> tuple[str, str]:
-    """How the job ended, and whether that is good, bad or neutral."""
+    """Return how the job ended, and whether this is good, bad or neutral."""
     if running:
         return "still runs", "neutral"
     code = report.get("exit_code")
@@ -174,12 +175,13 @@ def _is_event(event: Mapping[str, Any]) -> bool:
 
 
 def _is_sane(value: Any) -> bool:
-    """If it is a number, one that can be reckoned with."""
+    """Whether the value is no number, or a number of reasonable size."""
     return not isinstance(value, NUMBER) or -LARGEST < value < LARGEST
 
 
 def _sound(value: Any, shape: Any, where: str, wrong: list[str]) -> Any:
-    """The value without what is not of the shape; that is named in `wrong`."""
+    """Return the value without parts that do not match the expected shape; the places of these parts are added to
+    `wrong`."""
     if value is None:
         return None
     if isinstance(shape, dict) and isinstance(value, dict):
@@ -195,7 +197,7 @@ def _sound(value: Any, shape: Any, where: str, wrong: list[str]) -> Any:
 
 
 def _of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What they tell of what is in report.json."""
+    """Derive from the events what report.json would contain."""
     told: dict[str, Any] = {}
     ranks: dict[int, dict[str, Any]] = {}
     hosts: list[dict[str, Any]] = []
@@ -246,13 +248,14 @@ def _of_rank(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lost(events: list[dict[str, Any]]) -> list[Any]:
-    """Ranks without which others went on."""
+    """Return the lost ranks without which the job continued."""
     told = [event.get("lost") for event in events if event["kind"] == "regroup"]
     return [rank for ranks in told if isinstance(ranks, list) for rank in ranks]
 
 
 def _first_exit(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """An end that was no good one, nobody's wish, and none without which others went on."""
+    """Return the first exit with an error code of a rank that was neither stopped by the launcher nor lost while the
+    job continued; None if there is none."""
     lost = _lost(events)
     for event in events:
         bad = event["kind"] == "exit" and event.get("code") and not event.get("stopped")

@@ -1,4 +1,4 @@
-"""`dadt timeline`: what a timeline says in figures: where the ranks' time went, and whom they waited for."""
+"""`dadt timeline`: summarizes a timeline in figures: where the ranks' time went, and for which ranks they waited."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dadt_cli.terminal.table import Table, table
 STAGES = ("negotiate", "queue", "pack", "wait", "exchange", "unpack")
 LONGEST = 10
 NOTABLE = 1.05
-"""A rank counts as slower than the others if it computes this many times as long."""
+"""A rank is reported as slower than the others if it computes at least this many times as long."""
 
 
 @click.command()
@@ -47,7 +47,8 @@ def timeline(files: Sequence[str]) -> None:
 
 
 def parts(path: Path) -> list[Path]:
-    """The file, or what a job that failed has left of it; nothing if there is neither."""
+    """Return the timeline file, or the files per rank that a job leaves while it runs or after a failure; empty if
+    there are none."""
     if path.exists():
         return [path]
     found = {p.name.rpartition(".rank")[2]: p for p in path.parent.glob(f"{path.name}.rank*")}
@@ -55,7 +56,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def read(paths: Sequence[Path], summary: Summary) -> None:
-    """Add all events of these files. Raises ConfigError."""
+    """Add all events of the files to the summary. Raises ConfigError for a file that is no timeline."""
     for path in paths:
         for event in events(path, summary.torn):
             try:
@@ -65,8 +66,8 @@ def read(paths: Sequence[Path], summary: Summary) -> None:
 
 
 def events(path: Path, torn: list[str]) -> Iterator[dict[str, Any]]:
-    """A line at a time: the file may be large. torn: gets a sentence where the file ends too early. Raises
-    ConfigError."""
+    """Yield the events of a file, reading line by line since the file may be large. torn: receives a sentence if the
+    file is incomplete. Raises ConfigError if the file is no timeline."""
     try:
         with path.open("rb") as file:
             head = file.readline()
@@ -86,7 +87,7 @@ def events(path: Path, torn: list[str]) -> Iterator[dict[str, Any]]:
                     why = ", as its rank was ended while it wrote, or still writes" if head == PART_HEAD else ""
                     torn.append(f"{path} is torn: it ends within line {number}{why}")
                     return
-            if head == HEAD:  # a part has no end, as its rank may go on writing
+            if head == HEAD:  # one rank's file has no end mark, since the rank may still be writing
                 torn.append(f"{path} is torn: its end, and what events stood before that, are not there")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
@@ -94,7 +95,8 @@ def events(path: Path, torn: list[str]) -> Iterator[dict[str, Any]]:
 
 @dataclass(slots=True)
 class RankTimes:
-    """Sums of one rank, in microseconds, without its first step, in which the ranks meet and the script warms up."""
+    """Sums over one rank's steps in microseconds, without the first step, in which ranks connect and the script warms
+    up."""
 
     host: str = ""
     steps: int = 0
@@ -112,12 +114,12 @@ class RankTimes:
 
 
 class Summary:
-    """A summary of all ranks' events, which may be added in any order of ranks."""
+    """A summary of all ranks' events; the order in which ranks are added does not matter."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, RankTimes] = {}
         self.longest: list[tuple[float, int, int, str, float]] = []
-        """For each of the longest waits its duration, rank and step, for what it was, and when."""
+        """The longest waits, each as duration, rank, step, what the rank waited for, and time."""
         self.clock_error = 0.0
         self.torn: list[str] = []
         """A sentence for each file that ends too early."""

@@ -1,4 +1,4 @@
-"""`dadt run`: from flags to a plan, and from a job's outcome to the last lines on the screen."""
+"""`dadt run`: turns flags into a plan, runs it, and prints the job's outcome."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from dadt_cli.terminal.options import Brief, config_of, knobs, paths
 
 PYTHON = re.compile(r"python[\d.]*(t|d)?")
 MOST = 1 << 20
-"""Ranks that may be named before it is known how many there are."""
+"""Assumed number of ranks for checking the ranks in --output while the real number is unknown."""
 
 
 @click.command(
@@ -108,14 +108,16 @@ def run(command: tuple[str, ...], module: bool, no_python: bool, dry_run: bool, 
             console.say(text, "warning")
         return live.show(watch, _title(where)) if shows else None
 
-    if config.launcher == "ray":  # it prints what lost nodes have logged; the workers' lines are written by number
+    # Ray prints logs of lost nodes to sys.stdout, which is replaced; workers' output bypasses it, as it is written to
+    # file descriptors
+    if config.launcher == "ray":
         sys.stdout = sys.stderr if config.verbose else io.StringIO()
     outcome = launch.run(the_plan, console, placed)
     return _finish(outcome, seen[-1])
 
 
 def _program(command: Sequence[str], module: bool, no_python: bool, config: Config) -> tuple[list[str], list[str]]:
-    """The command line of a worker, and the files that it needs where it runs."""
+    """Return the command line of a worker, and the files that must exist where the worker runs."""
     if not command or not command[0]:
         raise ConfigError("which script? Give its path, as in dadt run -np 2 train.py")
     first = command[0]
@@ -139,14 +141,14 @@ def _program(command: Sequence[str], module: bool, no_python: bool, config: Conf
 
 
 def _folder(command: Sequence[str], config: Config) -> Path:
-    """The script's folder, where Python looks for modules first."""
+    """Return the folder of the script, which Python searches for modules first."""
     words = [word for word in command if not word.startswith("-") and not PYTHON.fullmatch(Path(word).name)]
     return (Path(config.workdir) / words[0]).parent if words else Path(config.workdir)
 
 
 def _find_script(path: str, config: Config) -> None:
-    """Check that the script exists here, where it most likely is the same as on the other hosts; with --workdir, they
-    know better. Raises ConfigError."""
+    """Check that the script exists on this host, as it is most likely the same on other hosts; with --workdir, the
+    check is left to them. Raises ConfigError."""
     script = Path(config.workdir) / path
     try:
         if script.is_dir() and not (script / "__main__.py").is_file():
@@ -160,15 +162,15 @@ def _find_script(path: str, config: Config) -> None:
 
 
 def _find_module(name: str, config: Config) -> None:
-    """Check that the module exists, by its topmost package only: to look for the rest would import it. Raises
-    ConfigError."""
+    """Check that the module exists. Only its top-level package is looked up, since looking up submodules would import
+    the package. Raises ConfigError if not."""
     top = name.partition(".")[0]
     if not top or "/" in name:
         raise ConfigError(f"-m {name}: give the name of a module, as in dadt run -np 2 -m package.train")
     try:
         installed = find_spec(top) is not None
     except ValueError:
-        installed = False  # ours, that runs now (__main__), or a relative name
+        installed = False  # raised for __main__, which is the running command itself, and for relative names
     if not (installed or Path(top).exists() or Path(f"{top}.py").exists() or config.workdir):
         raise ConfigError(f"-m {name}: there is no module {top}, neither installed nor in {here()}")
 
@@ -209,7 +211,7 @@ def _size(where: Placed) -> str:
 
 
 def _finish(outcome: Outcome, where: Placed) -> int:
-    """Say how it ended; the failure, if any, last."""
+    """Print how the job ended; if it failed, the failure comes last."""
     if outcome.stuck:
         pids = ", ".join(map(str, outcome.stuck))
         console.say(
@@ -234,7 +236,8 @@ def _finish(outcome: Outcome, where: Placed) -> int:
 
 
 def _missed(outcome: Outcome) -> str:
-    """What was not kept of what ranks have written; empty if the files of the first ranks are all there was."""
+    """Return a sentence about files of ranks that were not kept; empty if the first rank of each host wrote all
+    files."""
     found = [summary for summary in outcome.summaries.values() if summary.get("files_missed")]
     if not found:
         return ""

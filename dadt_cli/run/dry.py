@@ -1,4 +1,4 @@
-"""`dadt run --dry-run`: the plan, the environment of each worker and the command for each host, in words."""
+"""`dadt run --dry-run`: prints the plan, each worker's environment and the command for each host."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dadt_cli.terminal.table import table
 JOB = "JOB"
 PORT = 0
 HOSTS = 16
-"""Hosts of which the command and each worker's variables are shown."""
+"""Most hosts for which the command and each worker's variables are printed."""
 NAMES = {"DADT_THREADS": "OMP_NUM_THREADS"}
-"""Variables that the agent sets under another name, if you have not set that."""
+"""Variables that the agent passes to workers under another name, unless the user has set the other name."""
 
 
 def describe(the_plan: Plan) -> list[str]:
-    """The plan before any host was asked: GPUs and addresses of other hosts are not known."""
+    """Describe the plan without contacting any host, so the GPUs and addresses of other hosts are unknown."""
     config = the_plan.config
     if not the_plan.hosts:
         raise ConfigError(f"--host-discovery-script {config.host_discovery_script}: there is no host now")
@@ -75,7 +75,7 @@ def describe(the_plan: Plan) -> list[str]:
 
 
 def placement(where: Placed) -> list[str]:
-    """A table of the ranks and the places where they run."""
+    """Return a table that shows on which host and GPU each rank runs."""
     head = ("rank", "host", "local rank", "address", "GPU", "threads")
     rows = [
         (slot.rank, slot.host or "this host", slot.local_rank, slot.address or "-", slot.gpu or "-", slot.threads)

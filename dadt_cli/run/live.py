@@ -1,4 +1,4 @@
-"""The live view of `dadt run` on a terminal: a line per rank below everything that is printed."""
+"""The live view of `dadt run` on a terminal: one line per rank, below all printed output."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from dadt.launch.monitor.watch import Gauge, Watch
 
 DRAW_SECONDS = 0.25
-"""Least seconds between two times that the screen is written to, unless more than PENDING_LIMIT waits to be printed."""
+"""Minimum seconds between two writes to the screen, unless more than PENDING_LIMIT bytes are waiting."""
 IDLE_SECONDS = 0.5
-"""Seconds between two times that the screen is written to if nothing is printed."""
+"""Seconds between two writes to the screen while nothing is printed."""
 STDERR = 2
 ERASE = b"\x1b[J"
-"""Erases from the cursor to the end of the screen."""
+"""Escape sequence that erases from the cursor to the end of the screen."""
 ERASE_LINE = b"\x1b[K\n"
 PENDING_LIMIT = 1 << 20
-"""Most bytes of output that wait until the screen is written to."""
+"""Most bytes of output that may wait for the next write to the screen."""
 PREFIX = "[0-99] "
 PRINTED_WIDTH = 40
-"""Least columns for the lines of workers."""
+"""Minimum number of columns for workers' output."""
 PRINTED_ROWS = 8
-"""Rows of the screen that are left for what is printed."""
+"""Number of screen rows kept free for printed output."""
 SILENT_SECONDS = 10.0
 DRAWN_BAR = re.compile(r"(?:(?<=%)\|[^|]*\||[━╸╺]|\s)+")
-"""The part of a progress bar that is no text, and blanks, which fill it up."""
+"""Matches the drawn part of a progress bar and the blanks that fill it, which are cut if the line is too long."""
 LINE_WIDTH = 12
-"""The last line a rank printed is not shown if it would get less."""
+"""Columns are dropped until a rank's last printed line has at least this many characters."""
 
 
 def check(wish: str) -> None:
-    """Raises ConfigError where the view is wanted but cannot be."""
+    """Check the value of --live. Raises ConfigError if the view is demanded but stderr is not a terminal."""
     if wish == "on" and not os.isatty(STDERR):
         raise ConfigError("--live on: stderr is no terminal; leave it out, or give auto")
 
 
 def wanted(wish: str) -> bool:
-    """auto: where all that is printed goes to a terminal that can move its cursor."""
+    """Whether to show the live view. With `auto`, only if stdout and stderr are terminals that can move the cursor."""
     if wish != "auto":
         return wish == "on"
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
@@ -59,31 +59,33 @@ def wanted(wish: str) -> bool:
 
 
 def variables() -> dict[str, str]:
-    """Variables with which rich, and what builds on it, draws bars for the view, though workers have no terminal."""
+    """Return variables that make rich and libraries based on it draw progress bars in workers, although workers have no
+    terminal."""
     return {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(PRINTED_WIDTH, console.size()[0] - len(PREFIX)))}
 
 
 def show(watch: Watch, head: str) -> Live:
-    """Begin. head: what the job is; stands above the ranks with the time since it began."""
+    """Start the live view. head: describes the job, and is shown above the ranks with the elapsed time."""
     view = Live(watch, head)
     console.show_above(view)
     return view
 
 
 class Live:
-    """Owns the last rows of the screen until `close`: everything is printed through `above`."""
+    """The live view. It owns the last rows of the screen until `close`; meanwhile all output is printed through
+    `above`."""
 
     def __init__(self, watch: Watch, head: str) -> None:
         self._watch = watch
         self._head = head
         self._pending = bytearray()
         self._drawn: list[int] = []
-        """Width of each row that is on the screen."""
+        """Width of each row of the view that is now on the screen."""
         self._size = (0, 0)
         self._time = float("-inf")
         ours = os.fstat(STDERR).st_rdev
         self._shared = {stream for stream in (1, 2) if os.isatty(stream) and os.fstat(stream).st_rdev == ours}
-        """Streams that show on our terminal."""
+        """Output streams that show on the terminal of the view."""
 
     def above(self, stream: int, data: bytes) -> None:
         if stream not in self._shared:
@@ -94,7 +96,7 @@ class Live:
             self._draw()
 
     def tick(self) -> float:
-        """Draw if it is time to. Returns the seconds until it will be."""
+        """Draw the view if it is due. Returns the seconds until the next drawing."""
         interval = DRAW_SECONDS if self._pending else IDLE_SECONDS
         due = self._time + interval - time.monotonic()
         if due > 0:
@@ -103,18 +105,20 @@ class Live:
         return IDLE_SECONDS
 
     def close(self) -> None:
-        """Leave what was printed, and nothing of the view. Idempotent."""
+        """Remove the view from the screen and keep all printed output. May be called repeatedly."""
         console.show_above(None)
         console.write(STDERR, self._home() + (ERASE if self._drawn else b"") + self._pending)
         self._pending.clear()
         self._drawn = []
 
     def _draw(self) -> None:
-        """Write all in one go, and in place where nothing was printed: so it does not flicker."""
+        """Write printed output and the view at once, overwriting the old view in place if nothing was printed, so that
+        the screen does not flicker."""
         before, self._size = self._size, console.size()
         width, height = self._size
         rows = self._rows(width, height)
-        # A row that was broken is joined again when the terminal grows, unless it was erased meanwhile.
+        # If the size has changed, the old view is erased first: a row broken by a narrow terminal would be joined again
+        # when the terminal grows.
         above = ERASE + self._pending if self._pending or self._size != before else b""
         console.write(STDERR, self._home() + above + ERASE_LINE.join(_encoded(rows, width).split(b"\n")) + ERASE)
         self._pending.clear()
@@ -122,8 +126,8 @@ class Live:
         self._time = time.monotonic()
 
     def _home(self) -> bytes:
-        """What moves the cursor from the end of the last row to the beginning of the first. Since they were drawn the
-        terminal may have become narrower: then it has broken the rows that do not fit any more."""
+        """Return the escape sequence that moves the cursor from the end of the view to its beginning. If the terminal
+        has become narrower since the last drawing, rows that no longer fit count as several."""
         if not self._drawn:
             return b""
         width, _ = console.size()
@@ -149,13 +153,13 @@ class Live:
 
 
 def _table(gauges: list[Gauge], watch: Watch, width: int) -> list[Text]:
-    """A header and a row for each gauge; columns for which there is no room are left out."""
+    """Return a header and a row for each rank (gauge). Columns that do not fit are left out."""
     from rich.text import Text
 
     slowest = watch.slowest(time.monotonic())
     columns = _columns(gauges, slowest, len({gauge.host for gauge in watch.gauges}) > 1)
     widths = [max(map(len, column)) for column in columns]
-    # By what one can do without, first.
+    # If space is short, columns are removed in this order, the least important first.
     for name in ("memory", "samples/s", "host", "waiting", "steps/s"):
         if sum(widths) + 2 * len(widths) + LINE_WIDTH < width:
             break
@@ -199,7 +203,7 @@ def _columns(gauges: list[Gauge], slowest: Gauge | None, hosts: bool) -> list[li
 
 
 def _note(gauge: Gauge, slowest: bool) -> str:
-    """The news of a rank, else its last line."""
+    """Return the news about a rank, such as its end or its waiting; if there is none, the last line it printed."""
     member = gauge.member
     now = time.monotonic()
     silence = now - member.seen
@@ -219,8 +223,8 @@ def _folded(watch: Watch, left: int) -> str:
 
 
 def _encoded(rows: list[Text], width: int) -> bytes:
-    """The rows as bytes for a terminal: with colours, unless the user wants none; without a line's end after the last
-    row."""
+    """Encode the rows as bytes for a terminal, with colours unless the user disables them, and without a line end after
+    the last row."""
     from rich.console import Console
 
     stream = io.StringIO()

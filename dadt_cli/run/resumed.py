@@ -1,4 +1,4 @@
-"""`dadt run --resume JOB`: what was typed when the job was started, and what is typed now, which wins."""
+"""`dadt run --resume JOB`: combines the command line that started the job with the current one, which has priority."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from dadt_cli.terminal.file import DEFAULT
 from dadt_cli.terminal.options import settings_of
 
 HOSTS = ("hosts", "hostfile", "host_discovery_script", "simulate_hosts", "nnodes")
-"""Ways to say where the workers are: the one that is given takes the place of the others."""
+"""Settings that say where workers run. If the current command line has any of them, all of the old ones are dropped."""
 FILES = frozenset(field.name for field in fields(Config) if field.metadata["metavar"] in ("FILE", "DIR"))
 
 
 def as_started(
     command: Sequence[str], given: Mapping[str, Any], config: Config, module: bool, no_python: bool
 ) -> tuple[tuple[str, ...], Config, bool, bool]:
-    """The script with its arguments, and the settings. Raises ConfigError."""
-    if not command and _is_script(config.resume, config):  # --resume SCRIPT: of the last job
+    """Return the script with its arguments, and the settings of the job to resume. Raises ConfigError if the job cannot
+    be resumed."""
+    if not command and _is_script(config.resume, config):  # --resume SCRIPT resumes the last job with this script
         command, config = (config.resume,), replace(config, resume=resume.LAST)
     if command:
         return tuple(command), config, module, no_python
@@ -38,7 +39,7 @@ def as_started(
     if start.cwd != here():
         now = {name: str(Path(here(), value)) if name in FILES else value for name, value in now.items()}
         _go_to(start.cwd)
-        # The user, who is shown these paths, stands elsewhere.
+        # Made absolute: the user sees this path from another folder.
         kept["log_dir"] = str(Path(start.cwd, kept.get("log_dir", saved_start.LOG_DIR)))
     return tuple(start.words), Config(**{**kept, **now, "resume": str(snapshot)}), start.module, start.no_python
 
@@ -51,11 +52,12 @@ def _is_script(text: str, config: Config) -> bool:
     try:
         return text != resume.LAST and Path(config.workdir, text).is_file()
     except OSError:
-        return False  # such a name is too long
+        return False  # for example, the name is too long for a path
 
 
 def _go_to(cwd: str) -> None:
-    """Enter the folder in which the job was started: its paths are seen from there. Raises ConfigError."""
+    """Enter the folder in which the job was started, to which its paths are relative. Raises ConfigError if this
+    fails."""
     try:
         enter(cwd)
     except OSError as error:

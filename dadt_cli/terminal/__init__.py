@@ -1,1 +1,1 @@
-"""Output to the terminal and to files."""
+"""Terminal output, files of settings and command-line options."""

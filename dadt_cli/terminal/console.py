@@ -1,4 +1,4 @@
-"""The only place that prints: what workers print, and what dadt itself says (on stderr)."""
+"""The only module that prints: workers' output, and DADT's own messages (on stderr)."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from typing import Protocol, TextIO
 from dadt.errors import DadtError
 
 FOLDED_WIDTH = 40
-"""Columns below which lines are not folded any narrower."""
+"""Minimum width in columns to which lines are wrapped, even on a narrower terminal."""
 MEANWHILE_SECONDS = 0.2
 STREAMS = {"out": 1, "err": 2}
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ReaderGone(DadtError):
-    """Whoever read our output has closed it, so there is nobody to train for."""
+    """Raised when the reader of our output has closed it, so that the training has no audience and ends."""
 
     exit_code = 141
 
 
 class ScreenView(Protocol):
-    """Something at the bottom of the screen that must be asked to make room."""
+    """A view at the bottom of the screen, through which all output must be printed so that the view can move."""
 
     def above(self, stream: int, data: bytes) -> None:
-        """Print bytes that end with a line's end, unaltered."""
+        """Print bytes that end with a line end above the view, unaltered."""
 
 
 _view: ScreenView | None = None
 _meanwhile: Callable[[], None] | None = None
 _grows = False
-"""Whether the last line that we wrote may get further parts."""
+"""Whether the last line that this process wrote is unfinished and may be continued."""
 _attended = 0.0
 _given_up = False
 _full: set[int] = set()
-"""Streams that lead to a file which takes no more."""
+"""Streams that are redirected to a file on a full disk."""
 
 
 def meanwhile(act: Callable[[], None]) -> None:
-    """What to do from time to time while whoever reads our output takes nothing (a pager, Ctrl-S)."""
+    """Register a function to call regularly while the reader of our output accepts nothing (a pager, Ctrl-S)."""
     global _meanwhile
     _meanwhile = act
 
 
 def show_above(view: ScreenView | None) -> None:
-    """Print everything above this view from now on; None: there is no view any more."""
+    """Print all further output above this view; None if there is no view any more."""
     global _view
     _view = view
 
 
 def size() -> tuple[int, int]:
-    """Columns and rows of the terminal. One that does not know its size says 0; one that was closed, nothing."""
+    """Return columns and rows of the terminal; 80 and 24 if it does not know its size or is closed."""
     try:
         width, height = os.get_terminal_size(STREAMS["err"])
     except OSError:
@@ -66,12 +66,12 @@ def size() -> tuple[int, int]:
 
 
 def bars_move() -> bool:
-    """Whether a view shows workers' progress bars as they move."""
+    """Whether a live view shows workers' progress bars as they move."""
     return _view is not None
 
 
 def lines(stream: str, data: bytes) -> None:
-    """Complete lines of a worker, unaltered, to our stdout ("out") or stderr ("err")."""
+    """Print complete lines of a worker, unaltered, to stdout ("out") or stderr ("err")."""
     if _view is not None:
         _view.above(STREAMS[stream], data)
     else:
@@ -79,7 +79,8 @@ def lines(stream: str, data: bytes) -> None:
 
 
 def write(stream: int, data: bytes) -> None:
-    """All of the bytes, past the view: for the view itself. A file that is full ends no training."""
+    """Write all bytes to a stream directly, not through the view, which calls this itself. If the stream's file is on a
+    full disk, output is lost but training continues."""
     if stream in _full:
         return
     try:
@@ -97,21 +98,22 @@ def _put(stream: int, data: bytes) -> None:
     try:
         while rest:
             _attend()
-            # Where there is room, PIPE_BUF bytes are taken at once, and nobody has to wait.
+            # If select() reports room, a pipe accepts PIPE_BUF bytes at once, so os.write() does not block.
             while not select.select([], [stream], [], MEANWHILE_SECONDS)[1]:
                 _attend(blocked=True)
             rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]
     except OSError as error:
         if error.errno == errno.EPIPE:
             raise ReaderGone from error
-        # A terminal that was closed; it has sent SIGHUP, which ends the job unless nohup says otherwise.
+        # EIO means that the terminal was closed. It has sent SIGHUP, which ends the job unless nohup is used, so the
+        # error is ignored.
         if error.errno != errno.EIO:
             raise
 
 
 def _attend(blocked: bool = False) -> None:
-    """Do what must go on, if it is time to. blocked: the reader takes nothing; if the job is to end at once, nobody
-    waits for it any more."""
+    """Call the function registered by `meanwhile` if it is due. blocked: the reader accepts nothing; if the job must
+    end now, its remaining output is dropped."""
     global _attended, _given_up
     now = time.monotonic()
     if _meanwhile is None or now - _attended < MEANWHILE_SECONDS:
@@ -126,12 +128,12 @@ def _attend(blocked: bool = False) -> None:
 
 
 def say(text: str, level: str = "info") -> None:
-    """level: info, warning or error."""
+    """Print a message of DADT's on stderr. level: info, warning or error."""
     _write(_folded(f"dadt: warning: {text}" if level == "warning" else f"dadt: {text}"), level != "info")
 
 
 def part(text: str, last: bool = False) -> None:
-    """The next part of a line that grows; `last` ends it."""
+    """Print the next part of a line that is written piece by piece; `last` ends the line."""
     global _grows
     beginning = "" if _grows else "dadt: "
     _grows = False
@@ -140,7 +142,7 @@ def part(text: str, last: bool = False) -> None:
 
 
 def block(text: Sequence[str]) -> None:
-    """The text that is to stand last on the screen; its first line names the speaker."""
+    """Print a text of several lines, such as a failure; only its first line is marked as a message of DADT's."""
     _write(_folded("dadt: " + "\n".join(text)), True)
 
 
@@ -149,18 +151,18 @@ def error(text: str) -> None:
 
 
 def text(text: str, stdout: bool = False) -> None:
-    """Print on stderr, or on stdout where it is what the command was called for."""
+    """Print a text on stderr, or on stdout if it is the result that the command was called for."""
     _write(text, False, stream=1 if stdout else 2)
 
 
 def answer(text: str) -> None:
-    """Print on stdout a sentence that the command was called for."""
+    """Print on stdout a sentence that is the result of a command."""
     _write(_folded(text, sys.stdout), False, stream=1)
 
 
 def _folded(text: str, to: TextIO | None = None) -> str:
-    """Broken between words where a line is longer than the terminal is wide. What is indented is quoted, and stays.
-    to: stderr where it is not given."""
+    """Wrap lines between words to the width of the terminal. Indented lines are quotations and stay as they are. to:
+    where the text is printed, stderr by default."""
     if not (to or sys.stderr).isatty():
         return text
     width = max(FOLDED_WIDTH, size()[0])
@@ -174,7 +176,7 @@ def _folded(text: str, to: TextIO | None = None) -> str:
 def _write(text: str, loud: bool, end: str = "\n", stream: int = 2) -> None:
     global _grows
     if _grows:
-        text, _grows = "\n" + text, False  # something came in between
+        text, _grows = "\n" + text, False  # an unfinished line is on the screen: start a new one
     to = sys.stdout if stream == 1 else sys.stderr
     if loud and to.isatty():
         text = f"\x1b[1m{text}\x1b[0m"

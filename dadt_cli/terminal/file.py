@@ -1,4 +1,4 @@
-"""Settings from a YAML file: a mapping from the names of knobs to their values."""
+"""Reads settings from a YAML file, which maps their names to values."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from dadt.config.spelling import HOROVODRUN
 from dadt.errors import ConfigError
 
 LIMIT = 1 << 16
-"""Most bytes that a file of settings (--config) may have."""
+"""Most bytes of a file of settings (--config)."""
 DEFAULT = "default"
-"""The source of a value that nobody has given."""
+"""Source of a setting that neither flags, variables nor a file have set."""
 
 
 class Setting(NamedTuple):
-    """A knob's value, and where it comes from: DEFAULT, a flag, a variable, or a file and its key."""
+    """A setting's value, and its source: DEFAULT, a flag, a variable, or a file and its key."""
 
     value: Any
     source: str
 
 
 def read(path: Path) -> dict[str, Setting]:
-    """The knobs that the file sets. Raises ConfigError."""
-    import yaml  # not needed by those who have no such file
+    """Return the settings in the file. Raises ConfigError if the file cannot be read or a setting is wrong."""
+    import yaml  # imported only here, since most users have no such file
 
     class Loader(yaml.SafeLoader):
-        """A few lines of aliases can stand for more than fits in memory, and no setting needs one."""
+        """A YAML loader that refuses aliases: a few lines of them can expand to more than fits in memory, and no
+        setting needs them."""
 
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
@@ -44,7 +45,7 @@ def read(path: Path) -> dict[str, Setting]:
     text = document.read(path, "--config", LIMIT)
     try:
         content = yaml.load(text, Loader)
-    except (ValueError, RecursionError) as error:  # no such date, brackets without end
+    except (ValueError, RecursionError) as error:  # raised for impossible dates, and for very deep nesting
         raise ConfigError(f"--config {path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -68,13 +69,14 @@ def read(path: Path) -> dict[str, Setting]:
             raise ConfigError(f"--config {path}: {other} and {key} are the same setting; give it once")
         try:
             found[name] = Setting(_value(path, str(key), value, defaults[name]), f"{path}: {key}")
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits
+        except (ValueError, RecursionError) as error:  # raised for numbers with thousands of digits
             raise ConfigError(f"--config {path}: {key}: is no value of a setting ({error})") from error
     return found
 
 
 def _spellings() -> dict[str, str]:
-    """The keys that a file may have, each with its knob: all that flags are called, without their dashes."""
+    """Return the allowed keys of a settings file, each with its setting: all spellings of the flags, without leading
+    dashes."""
     flags = {field.name: [flag(field.name), *field.metadata["flags"]] for field in fields(Config)}
     for name, other in HOROVODRUN.items():
         flags[name].append(other)
@@ -82,7 +84,7 @@ def _spellings() -> dict[str, str]:
 
 
 def _value(path: Path, key: str, value: Any, default: object) -> Any:
-    """The value as the knob's type."""
+    """Convert a value from the file to the type of the setting's default. Raises ConfigError if it does not fit."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ConfigError(f"--config {path}: {key}: {value!r} is not true or false")
@@ -96,7 +98,7 @@ def _value(path: Path, key: str, value: Any, default: object) -> Any:
     if isinstance(value, Mapping) or value is None:
         raise ConfigError(f"--config {path}: {key}: give one value, or a list")
     if isinstance(value, bool) and isinstance(default, str):
-        value = "on" if value else "off"  # which YAML takes for booleans
+        value = "on" if value else "off"  # YAML reads the words on and off as booleans
     values = value if isinstance(value, list) else [value]
     return tuple(map(str, values)) if isinstance(default, tuple) else ",".join(map(str, values))
 
@@ -105,4 +107,4 @@ def _is_real(value: Any) -> bool:
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
-        return False  # of hundreds of digits
+        return False  # an integer too large for a float

@@ -1,4 +1,4 @@
-"""The flags of Config's knobs, made from its fields."""
+"""Makes command-line options for all settings, from the fields of Config."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SUGGESTED = {
     "compression": COMPRESSIONS,
     "output": ("once", "all", "rank0", "errors"),
 }
-"""Values that shells complete, where others are valid, too."""
+"""Values that shells complete for settings that also accept other values."""
 
 
 class Option(click.Option):
-    """An option whose help leaves out horovodrun's spelling."""
+    """An option whose help omits the spelling that horovodrun uses."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """The names of the option and its help text."""
+        """Return the names of the option, without horovodrun's spelling, and its help text."""
         names = self.opts
         self.opts = [name for name in names if name not in HOROVODRUN.values()]
         try:
@@ -47,7 +47,7 @@ class Option(click.Option):
 
 
 class Brief(click.Command):
-    """A command whose --help fits a screen: it leaves out hidden options and the epilog, which --help-all shows."""
+    """A command with a short --help that fits on a screen; --help-all also shows hidden options and the epilog."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -56,7 +56,8 @@ class Brief(click.Command):
         self.params.append(click.Option(["--help-all"], callback=self._help_all, help="Show all options.", **flag))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Takes `-np2`, and says what to give in place of flags of other launchers."""
+        """Parse the arguments. Accepts `-np2` for `-np 2`; for an unknown flag, such as another launcher's, the error
+        names the flag to use instead."""
         try:
             found, following, _ = self.make_parser(ctx).parse_args(list(args))
         except click.NoSuchOption as error:
@@ -88,7 +89,8 @@ class Brief(click.Command):
             super().format_epilog(ctx, formatter)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Hidden options as well, once a letter of theirs is there. None after the script, which has its own."""
+        """Complete options, including hidden ones if the word has a letter after its dashes. Nothing is completed after
+        the script, which has its own options."""
         arguments = [each for each in self.params if isinstance(each, click.Argument)]
         if not ctx.allow_interspersed_args and any(ctx.params.get(each.name or "") for each in arguments):
             return []
@@ -98,12 +100,12 @@ class Brief(click.Command):
 
 
 def paths(kind: str) -> Completion:
-    """Completes names of files, or of folders: kind `file` or `dir`."""
+    """Return a function that completes names of files or folders. kind: `file` or `dir`."""
     return lambda ctx, parameter, incomplete: [CompletionItem(incomplete, type=kind)]
 
 
 def knobs(function: F) -> F:
-    """Decorate a command with one flag per knob. A flag that is not given arrives as None."""
+    """Decorate a command with one flag per setting (knob). A flag that the user does not give is passed as None."""
     for field in sorted(fields(Config), key=lambda field: not field.metadata["launch"])[::-1]:
         function = _option(field)(function)
     function = click.option("--no-horovod", is_flag=True, hidden=True, help="As --horovod none.")(function)
@@ -111,8 +113,8 @@ def knobs(function: F) -> F:
 
 
 def some_knobs(*names: str) -> Callable[[F], F]:
-    """Add options as `knobs` does, for a command to which only these matter. The others come from variables and the
-    file alone."""
+    """Like `knobs`, for a command that needs only the named settings. All others come from variables and the settings
+    file."""
 
     def decorate(function: F) -> F:
         for field in [field for field in fields(Config) if field.name in names][::-1]:
@@ -129,15 +131,17 @@ def _config_file(function: F) -> F:
 
 
 def config_of(given: dict[str, Any]) -> Config:
-    """The flags that were given, else the DADT_* variables, else the file that --config names, else the defaults.
+    """Build the configuration. A flag has priority over a DADT_* variable, which has priority over the file that
+    --config names, then come the defaults.
 
-    Raises ConfigError.
+    Raises ConfigError if a value is wrong.
     """
     return Config(**{name: setting.value for name, setting in settings_of(given).items()})
 
 
 def settings_of(given: Mapping[str, Any], variables: bool = True) -> dict[str, Setting]:
-    """Each knob's value, and where it comes from. variables: whether these count. Raises ConfigError."""
+    """Return each setting's value and source. variables: whether DADT_* variables count. Raises ConfigError if a value
+    is wrong."""
     settings = {field.name: Setting(field.default, DEFAULT) for field in fields(Config)}
     if given.get("config"):
         settings.update(file.read(Path(given["config"])))
@@ -146,7 +150,7 @@ def settings_of(given: Mapping[str, Any], variables: bool = True) -> dict[str, S
         settings[name] = Setting(value, HOROVOD_TIMELINE if horovods.get(name) == value else variable(name))
     for name in settings:
         if given.get(name) not in (None, ()):
-            # Hosts that are given one by one are one list.
+            # Hosts may be given by several flags; together they form one list.
             several = isinstance(given[name], tuple) and isinstance(settings[name].value, str)
             settings[name] = Setting(",".join(given[name]) if several else given[name], flag(name))
     if given.get("no_horovod"):
@@ -158,14 +162,14 @@ def settings_of(given: Mapping[str, Any], variables: bool = True) -> dict[str, S
 
 def _option(field: Field[Any]) -> Callable[[F], F]:
     name = flag(field.name)
-    # np is said as -np; what is a tuple is given with -x alone.
+    # Short names such as -np and -x come first, then the name of the setting as a long flag.
     names = [*field.metadata["flags"], name]
     shown = _shown(field.default)
     text = field.metadata["help"] + (f"  [default: {shown}]" if shown else "")
     options: dict[str, Any] = {"default": None, "help": text, "hidden": field.metadata["advanced"], "cls": Option}
     if field.name in HOROVODRUN:
         names.append(HOROVODRUN[field.name])
-    if field.name == "resume":  # alone: the last job
+    if field.name == "resume":  # without a value, --resume means the last job
         options |= {"is_flag": False, "flag_value": LAST}
     if completion := _completion(field):
         options["shell_complete"] = completion

@@ -1,5 +1,5 @@
-"""What to give in place of commands and flags that dadt does not have: slips, and flags of torchrun,
-torch.distributed.launch, mpirun, DeepSpeed's and Accelerate's launchers."""
+"""Suggests replacements for commands and flags that dadt does not have: misspelt ones, and flags of torchrun,
+torch.distributed.launch, mpirun, and DeepSpeed's and Accelerate's launchers."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ _ANSWERS = {
 INSTEAD = {flag: answer for flags, answer in _ANSWERS.items() for flag in flags.split()}
 """What to give in place of a flag of another launcher."""
 PER_HOST = ("--nproc-per-node", "--npernode", "-N", "-ppn", "--num-gpus", "--num-processes")
-"""Flags that count workers, most of them those of each host."""
+"""Flags of other launchers that count workers; most of these flags count workers per host."""
 HOSTS = ("--nnodes", "--num-nodes", "--num-machines")
 
 
 def command(arguments: Sequence[str], known: Collection[str]) -> str:
-    """What to call in place of a command that there is not, the first of the arguments; empty if that is not known."""
+    """Suggest what to call if the first argument is not a command of dadt; empty without a good guess. known: the
+    commands."""
     first = arguments[0]
     if _is_script(first) or (first.startswith("-") and any(map(_is_script, arguments))):
         return f"a script is run by {shlex.join(['dadt', 'run', *_workers_of(first), *arguments])}"
@@ -51,8 +52,8 @@ def command(arguments: Sequence[str], known: Collection[str]) -> str:
 
 
 def slip(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
-    """What was meant by a flag that `dadt run` does not have: one of its flags, or one of the script that stands before
-    the script. Empty if neither is likely. arguments: of the command. known: its flags."""
+    """Suggest what was meant by a flag that `dadt run` does not have: a similar flag, or one of the script's placed
+    before the script. Empty if neither is likely. arguments: of the command. known: its flags."""
     if meant := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
         return f"did you mean {meant[0]}?"
     place = next((i for i, each in enumerate(arguments) if each.partition("=")[0] == name), len(arguments))
@@ -65,7 +66,8 @@ def slip(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
 
 
 def _workers_of(first: str) -> list[str]:
-    """How many workers to give where no flag is given, which may say it."""
+    """Return arguments that set the number of workers for a suggested command; empty if the command line begins with a
+    flag, which may set the number."""
     return [] if first.startswith("-") else ["-np", "2"]
 
 
@@ -74,12 +76,12 @@ def _is_script(word: str) -> bool:
 
 
 def instead(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
-    """What to give in place of a flag that there is not; empty if that is not known. arguments: of the command. known:
+    """Suggest a replacement for a flag that does not exist; empty if none is known. arguments: of the command. known:
     its flags."""
     flag = spelt(name)
     if flag in known and flag != name:
         return f"give {flag}"
-    if "-np" not in known:  # those that follow are about a job's
+    if "-np" not in known:  # the following flags make sense only for commands that start a job
         return ""
     if flag in PER_HOST:
         return _workers(flag, _value(name, arguments), _hosts(arguments))
@@ -89,13 +91,13 @@ def instead(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
 
 
 def spelt(name: str) -> str:
-    """The name of a flag with dashes in place of underscores."""
+    """Return the flag with dashes in place of underscores."""
     return name.replace("_", "-")
 
 
 def without_space(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `-np 2` in place of `-np2`, which would be read as `-n p2`. arguments: those of `dadt` alone,
-    without the script's."""
+    """Replace `-np2` by `-np 2`, since click would read the former as `-n p2`. arguments: those of `dadt`, without the
+    script's."""
     found: list[str] = []
     for argument in arguments:
         joint = re.fullmatch(r"-np=?([0-9]+)", argument)
@@ -104,14 +106,14 @@ def without_space(arguments: Sequence[str]) -> list[str]:
 
 
 def elastic(hosts: str) -> str:
-    """What to give in place of torchrun's `--nnodes LEAST:MOST`; empty for a number."""
+    """Suggest a replacement for torchrun's `--nnodes LEAST:MOST`; empty if `hosts` is a plain number."""
     if ":" not in hosts:
         return ""
     return f"--nnodes {hosts}: give one number of hosts; --min-np M lets a job train on with M workers"
 
 
 def _workers(flag: str, value: str, hosts: str) -> str:
-    if value and not value.isdigit():  # gpu, cpu, auto
+    if value and not value.isdigit():  # words such as gpu, cpu or auto
         return (
             "give the number of all workers, -np N; hosts named without one, -H host1,host2, get a worker for each GPU"
         )
@@ -135,7 +137,8 @@ def _hosts(arguments: Sequence[str]) -> str:
 
 
 def _value(name: str, arguments: Sequence[str]) -> str:
-    """The value of a flag, as far as it can be recognized among what may follow a flag without one; else empty."""
+    """Return the value of a flag that dadt does not know. Only words that look like a number of workers count, since an
+    unknown flag may take no value; otherwise empty."""
     for place, argument in enumerate(arguments):
         before, equals, value = argument.partition("=")
         if before == name:

@@ -1,4 +1,4 @@
-"""Columns of plain text."""
+"""Formats tables, numbers and times as plain text."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Table(NamedTuple):
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Sequence[str] = ()
-    """Names of the columns that begin at their left, as they hold no figures."""
+    """Names of the columns to align left because they do not contain numbers."""
     note: str = ""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
-    """Lines with aligned columns; those named in `left` begin at their left, numbers end at their right."""
+    """Return the lines of a table. Columns named in `left` are aligned left, all others right."""
     columns = list(zip(head, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     return ["  ".join(_cells(head, row, widths, left)).rstrip() for row in (head, *rows)]
 
 
 def fitting(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str], spare: Sequence[str]) -> list[str]:
-    """`table` on stdout. On a terminal that is too narrow, the columns in `spare` are left out, from the first one on,
-    and then the ends of rows."""
+    """Return the lines of a table for stdout. On a terminal that is too narrow, the columns in `spare` are dropped one
+    by one, then rows are cut off."""
     lines = table(head, rows, left)
     if not sys.stdout.isatty():
         return lines
@@ -47,19 +47,19 @@ def _cells(head: Sequence[str], row: Sequence[str], widths: Sequence[int], left:
 
 
 def figure(value: float) -> str:
-    """A speed: 0.25, 8.3, 120, 1,500."""
+    """Format a speed, such as 0.25, 8.3, 120 or 1,500."""
     return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 10 else f"{value:,.0f}"
 
 
 def moment(at: float) -> str:
-    """Today's time of day, else the day, too."""
+    """Format a time: only the time of day if it is today, otherwise with the date."""
     then = time.localtime(at)
     today = time.localtime()[:3] == then[:3]
     return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)
 
 
 def short(value: float) -> str:
-    """A figure in three or four digits."""
+    """Format a number with three or four digits."""
     if abs(value) >= 9999.5:
         return f"{value / 1e3:.3g}k" if abs(value) < 9.995e5 else f"{value / 1e6:.3g}M"
     return f"{value:.2f}" if -1 < value < 10 else figure(value) if value > 0 else f"{value:.0f}"
@@ -73,5 +73,5 @@ def clock(seconds: int, hours: bool = False) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it: 40 s, 3 min."""
+    """Format a duration in words, such as 40 s or 3 min."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -1,1 +1,1 @@
-"""Measures, and then goes on with what is fastest."""
+"""`--algorithm auto`: measures the first, synchronous steps and then chooses the fastest algorithm and compression."""

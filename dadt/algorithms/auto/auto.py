@@ -1,4 +1,5 @@
-"""Measures in the synchronous steps, and then goes on with what is fastest."""
+"""`--algorithm auto`: measures the first, synchronous steps, then continues with the fastest algorithm and
+compression."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
     from dadt.train.restored import RestoredExchange
 
 TRIES = 3
-"""Synchronous steps that try a compression: the first one makes its buffers, and the median leaves it out."""
+"""Number of synchronous steps in which each compression is tried. The first of them allocates buffers and is slow; the
+median of three ignores this."""
 LATE = 8
-"""Late steps whose median has to keep what was predicted of `pipe`."""
+"""Number of steps measured after `pipe` was chosen: their median must confirm the time predicted for it."""
 
 
 class Auto(Algorithm):
@@ -56,20 +58,21 @@ class Auto(Algorithm):
         """The algorithms that may take over. Until then steps are the synchronous ones of the first."""
         self._pipe.waits = True
         self._way: Choice | None = None
-        """The choice, once it is made."""
+        """The chosen algorithm and compression; None before the choice."""
         self._record = StepRecord()
         self._until = 0
-        """The step with which the synchronous ones end; 0 before the first one."""
+        """Number of the step at which the synchronous warm-up steps end; 0 before the first step."""
         self._told: Gathering | None = None
-        """The gathering of all ranks' measured times; None: none is under way or to be read."""
+        """The collection of all ranks' measured times, until the choice has used it; None if there is none."""
         self._backwards = self._backwards_before = 0
-        """Backward passes of the last step, and the total that this rank had begun when that step was exchanged."""
+        """Number of backward passes in the last step, and the total number of backward passes up to its exchange."""
         self._trained: tuple[Any, ...] = ()
-        """What the script trained in the first step."""
+        """Parameters that the script trained in the first step."""
         self._found: Mapping[Choice, float] = {}
-        """Predicted seconds of a step for each choice, until late steps are measured; empty otherwise."""
+        """Predicted seconds per step of each choice after `pipe` was chosen, until its own steps are measured;
+        otherwise empty."""
         self._review = 0
-        """The step in which the late steps' times are compared with the predicted ones."""
+        """Number of the step at which the measured times of `pipe` are compared with the predicted ones."""
         self._ends_of_steps: deque[float] = deque(maxlen=LATE + 1)
 
     @property
@@ -100,7 +103,8 @@ class Auto(Algorithm):
     # Measuring -------------------------------------------------------------------------------------------------
 
     def starting(self) -> None:
-        # Optimizers before this one may have given way to `local`.
+        # Earlier optimizers of the script may have switched to `local`: their weights must be averaged before this one
+        # begins.
         self._local.starting()
 
     def before_step(self) -> None:
@@ -112,14 +116,14 @@ class Auto(Algorithm):
             untried = [name for name in compressions(a) if not record.moving(name)]
             self._until = a.step + max(LEAST_MEASURED - record.steps, TRIES * len(untried) + 1, a.warmup_steps - a.step)
             self._trained = a.trained
-        # None since, where ranks were lost and this step begins again.
+        # The difference is 0 if ranks were lost and this step is repeated; keep the last count then.
         self._backwards = (a.optimizers.script.backwards - self._backwards_before) or self._backwards
         self._backwards_before = a.optimizers.script.backwards
         self._try()
         record.computed()
         exchange = self._pipe.launch()
         if a.step + 1 >= self._until:
-            # While the exchange is under way, so that the step can begin again where ranks are lost.
+            # Started while the exchange is still under way, so that this step can be repeated if ranks are lost.
             self._gather("times", asdict(self._times))
         self._pipe.apply(exchange)
         record.exchanged(a.compression if a.compresses else "none", exchange.seconds)
@@ -135,7 +139,8 @@ class Auto(Algorithm):
         """Set the compression that this step tries."""
         a = self.attachment
         tried = to_try(a)
-        # The last step's times come too late.
+        # The times of the last warm-up step would be known only after the ranks' times were exchanged, so it tries
+        # nothing.
         number = len(tried) - max(self._until - a.step - 2, 0) // TRIES - 1
         self.tries = 0 <= number < len(tried)
         name = tried[number] if self.tries else a.compression
@@ -190,7 +195,8 @@ class Auto(Algorithm):
 
     @property
     def _measures(self) -> bool:
-        """Whether times can be measured: closures' gradients are not compressed, and a GPU hides its from the host."""
+        """Whether exchanges can be timed. Not with closures, whose gradients are not compressed, and not on GPUs, which
+        run asynchronously to the host."""
         return not self.attachment.has_closure and self.attachment.ranks.device is None
 
     def _choose_unmeasured(self) -> None:
@@ -216,7 +222,8 @@ class Auto(Algorithm):
                 self._choose_anew(self._told)
 
     def _corrected(self, told: Gathering) -> dict[Choice, float]:
-        """The predicted seconds; those of the current choice as the slowest rank has measured them."""
+        """Return the predicted seconds per step of each choice; for the current choice, the seconds that the slowest
+        rank measured."""
         return {each: max(map(json.loads, told.lanes)) if each == self._way else s for each, s in self._found.items()}
 
     def _choose_anew(self, told: Gathering) -> None:
@@ -229,7 +236,8 @@ class Auto(Algorithm):
             self._take(way)
 
     def _take(self, way: Choice) -> None:
-        """Train in this way from the next step on. All ranks call it, while no exchange is under way."""
+        """Train with this algorithm and compression from the next step on. All ranks call this together, while no
+        exchange is under way."""
         a = self.attachment
         self._way, self._told = way, None
         self._pipe.switch_note = note = {"way": list(way)}
@@ -267,7 +275,7 @@ class Auto(Algorithm):
 
 
 class StepRecord:
-    """What one rank measures in its synchronous steps."""
+    """Times that one rank measures in its synchronous steps."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -276,7 +284,8 @@ class StepRecord:
         self._handling: dict[str, list[float]] = {}
         self._step: dict[str, list[float]] = {}
         self._since = self._ended = 0.0
-        """The process's processor seconds when the last exchange ended or this one began; the time when that ended."""
+        """CPU seconds of the process when the last exchange ended or the current one began; wall-clock time when the
+        last exchange ended."""
 
     def computed(self) -> None:
         """Call it once a step's gradients are computed."""
@@ -296,7 +305,7 @@ class StepRecord:
         self.steps += 1
 
     def moving(self, compression: str) -> list[float]:
-        """Seconds in which each exchange so far with this compression moved its bytes."""
+        """Return the seconds for which each exchange so far with this compression transferred data."""
         return self._moving.get(compression, [])
 
     def times(self, compute: float, alone: float, cores: float, *, may_part: bool, backwards: int) -> Times:
@@ -347,7 +356,7 @@ def compressions(a: Attachment) -> Sequence[str]:
 
 
 def to_try(a: Attachment) -> list[str]:
-    """The compressions that the other synchronous steps do not show."""
+    """Return the compressions to try in warm-up steps: those that its other steps do not already measure."""
     given = given_compression(a)
     if not given:
         return [name for name in compressions(a) if name != "none"]

@@ -1,16 +1,17 @@
-"""Which algorithm and compression train fastest, of those that are shown to lose nothing: by what ranks have measured.
+"""Predicts from the ranks' measured times which algorithm and compression train fastest, among those shown to cost no
+accuracy.
 
-With C the seconds of computing a step, and A without what DADT does around it; P those of a processor in C, and k
-cores for each rank. For each compression S is the seconds of a synchronous step that overlaps nothing, X those of its
-exchange, and p the processor's in that. Predicted as by `dadt bench advise`, which predicts X as well:
+C: seconds to compute a step. A: seconds of a step outside DADT. P: CPU seconds of a rank during C. k: CPU cores per
+rank. For each compression, S: seconds of a synchronous step without overlap. X: seconds of its exchange. p: CPU seconds
+of its exchange. The predictions are those of `dadt bench advise`, which predicts X as well:
 
-    sync     S, less what is hidden: buckets go as a step's last backward completes them, and the last one is waited for
+    sync     S, less the part of X that is hidden: backward passes hide all buckets but the last
     pipe     max(C, X)
     local    (H A + max(0, X - h A)) / H: of H steps between two exchanges h hide one
 
-None is faster than its processor seconds on k cores: (P + p) / k, with `local` (P + p / H) / k. S has what neither C
-nor X has: in each step all wait for the rank that is slowest then. What `pipe` is predicted to take is the least that
-it can: the prediction of weights comes on top, and shows when it is tried.
+No prediction is below the CPU seconds divided by the cores: (P + p) / k, with `local` (P + p / H) / k. S also contains
+the wait for the slowest rank of each step, which neither C nor X has. The prediction for `pipe` is a lower bound:
+predicting weights adds time, which shows only when `pipe` runs.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from itertools import product
 from typing import NamedTuple
 
 CLOSE = 1.05
-"""Choices within this factor of the fastest one's seconds: the one of them that changes training least is taken."""
+"""Choices at most this factor slower than the fastest count as equally fast; of those, the one that changes training
+least is chosen."""
 _FORWARD = 1 / 3
-"""Share of a step's compute before the backward."""
+"""Share of a step's computing time that is spent before the backward pass."""
 
 
 class Choice(NamedTuple):
@@ -39,7 +41,8 @@ class HarmlessSettings(NamedTuple):
 
     compressions: tuple[str, ...]
     sync_every: int
-    """Most steps between two averages of `local`; 0: it always costs accuracy."""
+    """Largest number of steps between two averages of `local` without loss of accuracy; 0: `local` always loses
+    accuracy."""
 
 
 SHOWN = {"sgd": HarmlessSettings(("none", "bf16", "int8"), 32), "adam": HarmlessSettings(("none", "int8"), 0)}
@@ -50,7 +53,7 @@ SGD.)"""
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """One rank's medians over its synchronous steps; or, from `slowest`, the slowest rank's of each."""
+    """One rank's median times over its synchronous steps; `slowest` returns the maximum of each over all ranks."""
 
     compute: float
     """Seconds of a step without waiting for other ranks."""
@@ -67,7 +70,7 @@ class Times:
     handling: Mapping[str, float]
     """Processor seconds that the rank spends in an exchange, by compression."""
     may_part: bool
-    """The script does nothing that asks for equal weights on all ranks."""
+    """Whether the script allows different weights on each rank, as `local` needs."""
     backwards: int = 1
     """Backward passes in a step."""
 
@@ -77,10 +80,10 @@ class Shape:
     """Numbers that are the same on all ranks, so that they need not be exchanged."""
 
     shares: Sequence[float]
-    """The share of all gradient bytes in each bucket that is sent by itself, in the order of sending."""
+    """For each bucket, its share of all gradient bytes, in the order in which buckets are sent."""
     sync_every: int
     hidden: int
-    """Steps behind which `local` hides an exchange."""
+    """Number of training steps that run while `local` exchanges weights in the background."""
 
 
 def slowest(every: Sequence[Times]) -> Times:
@@ -99,7 +102,8 @@ def slowest(every: Sequence[Times]) -> Times:
 
 
 def ways(algorithms: Sequence[str], compressions: Sequence[str]) -> list[Choice]:
-    """All pairs of an algorithm and a compression, in the given order: what changes training least comes first."""
+    """Return all pairs of an algorithm and a compression, in the given order. Pass first what changes training
+    least."""
     return [Choice(*pair) for pair in product(algorithms, compressions)]
 
 
@@ -118,7 +122,8 @@ def seconds(way: Choice, times: Times, shape: Shape) -> float:
 
 
 def best(found: Mapping[Choice, float]) -> Choice:
-    """The way to take. found: seconds of a step for each way; the one that changes training least comes first."""
+    """Return the choice to train with. found: predicted seconds of a step for each choice, beginning with the choice
+    that changes training least."""
     enough = CLOSE * min(found.values())
     return next(way for way, each in found.items() if each <= enough)
 
@@ -127,7 +132,7 @@ def _overlapping(times: Times, exchange: float, shares: Sequence[float]) -> floa
     done, complete, backward = 0.0, 0.0, (1 - _FORWARD) / times.backwards
     for share in shares:
         complete += share
-        # The last bucket waits for the step.
+        # The last bucket is sent only at the optimizer's step.
         ready = times.compute * (1 - backward * (1 - complete)) if complete < 1 - 1e-9 else times.compute
         done = max(done, ready) + exchange * share
     return done

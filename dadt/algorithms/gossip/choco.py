@@ -1,11 +1,13 @@
-"""Differences in place of weights (CHOCO-Gossip, arXiv:1902.00340): what rounding loses shrinks as ranks come together.
+"""Gossip with compressed differences (CHOCO-Gossip, arXiv:1902.00340): the rounding error shrinks as ranks approach
+each other.
 
-CHOCO's ends keep a public copy of each end's weights. Here both know how each moves, so they move the copies as well;
-then both copies are the mean of the two, and one is enough: the reference r. With d = round(x - r) of either end,
+In CHOCO both ranks of an edge store a public copy of each other's weights. Here both ranks know how each of them moves,
+so they move the copies as well; the copies then stay equal to their mean, and one is enough: the reference r. With d =
+round(x - r) on each rank,
 
     x(i) = x(i) + (d(j) - d(i)) / 2,     r = r + (d(i) + d(j)) / 2
 
-and what rounding has left out of x(i) - r is in the next difference.
+and the rounding error of x(i) - r is part of the next difference.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _ALIGNMENT = 64
 
 
 class Choco(PlainLinkState):
-    """Sends rounded differences from the reference. The first message has the weights as they are: rounding them would
-    move ranks that are equal apart."""
+    """Sends rounded differences from a shared reference. The first message has the unrounded weights: rounding would
+    move ranks apart that have equal weights."""
 
     def __init__(self, name: str, snapshot: WeightSnapshot, codec: Codec) -> None:
         super().__init__(name, snapshot)
@@ -110,5 +112,6 @@ def _narrow(values: torch.Tensor) -> torch.Tensor:
 
 
 def _known(values: torch.Tensor) -> torch.Tensor:
-    """The values, infinity and NaN as 0: these reach weights, which a script may replace, but no later difference."""
+    """Return the values with infinity and NaN replaced by 0, so that they do not spoil the reference and all later
+    differences."""
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

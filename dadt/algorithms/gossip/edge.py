@@ -1,4 +1,5 @@
-"""One edge of a gossip, as each of its two ranks sees it: the one asks, the other answers. Each has a thread."""
+"""A pair of neighbouring ranks that average their weights: one rank asks, the other answers. Each uses one thread per
+neighbour."""
 
 from __future__ import annotations
 
@@ -19,37 +20,38 @@ if TYPE_CHECKING:
     from dadt.comm.executors.base import P2PWork, PointToPoint
 
 _SLICE = 1 << 28
-"""Bytes of one message: some libraries count in 32 bits."""
+"""Largest number of bytes in one message: some communication libraries count bytes in 32 bits."""
 _SEVERAL = 60.0
-"""Seconds after which a thread that waits for a question begins to wait for it again."""
+"""Seconds of one wait for the neighbour's next request; the thread then waits again."""
 
 
 class MessageKind(enum.IntEnum):
-    """The kinds of messages."""
+    """Kind of a message between two neighbours."""
 
     FINISH = 0
-    """Nothing will be asked any more. Also what a receive leaves that receives nothing (the null executor's)."""
+    """The sender will ask no more. The value is 0 because the null executor, which receives nothing, leaves 0."""
     WEIGHTS = 1
     NOTHING = 2
-    """There are no weights yet, or they are of another kind than those of the question, or this end has not had the
-    exchanges before. The end that asks then begins with a new state."""
+    """The answering rank cannot average: it has no weights yet, or of another layout, or does not know the earlier
+    exchanges. The asking rank then begins with a new state."""
 
 
 class Head(NamedTuple):
-    """The head that goes before the weights."""
+    """Header that is sent before the weights."""
 
     kind: MessageKind
     crc: int
     number: int
-    """Number of the exchange since the two ends have begun; 0: they begin."""
+    """Number of earlier exchanges since both ranks began with a new state; 0: begin with a new state."""
     bytes: int
 
 
 class LinkMessages:
-    """Messages between this rank and one neighbour, in order. One thread."""
+    """Sends and receives messages between this rank and one neighbour, in order. Used by one thread."""
 
     def __init__(self, mail: PointToPoint, rank: int, peer: int, name: int, tag: int, timeout: float) -> None:
-        """rank, name: this rank's and the neighbour's, as the user knows them. peer: the neighbour's in the mail."""
+        """rank, name: the numbers of this rank and of the neighbour in messages for the user. peer: the neighbour's
+        number in `mail`."""
         self.peer = peer
         self._name = name
         self._mail = mail
@@ -60,11 +62,11 @@ class LinkMessages:
         """Bytes of weights that were sent to the neighbour so far."""
 
     def say(self, kind: MessageKind) -> list[P2PWork]:
-        """Send a message that is a head alone."""
+        """Send a message that has a header and no weights."""
         return self._send(Head(kind, 0, 0, 0))
 
     def send(self, state: LinkState, weights: torch.Tensor) -> list[P2PWork]:
-        """Does not wait. The weights must not change until all is done."""
+        """Start sending weights, without waiting. The weights must not change until all returned works are done."""
         self.sent += len(weights)
         return self._send(
             Head(MessageKind.WEIGHTS, state.crc, state.number, len(weights)), *torch.split(weights, _SLICE)
@@ -77,7 +79,7 @@ class LinkMessages:
         ]
 
     def receive_head(self, *, patient: bool = False) -> Head:
-        """patient: the neighbour may say nothing for as long as it likes."""
+        """Receive the header of a message. patient: wait without a time limit."""
         head = torch.zeros(len(Head._fields), dtype=torch.int64, device="cpu")
         transit = self._mail.receive(head, self.peer, self._tag)
         if patient:
@@ -92,7 +94,7 @@ class LinkMessages:
         self.wait([self._mail.receive(each, self.peer, self._tag) for each in torch.split(weights, _SLICE)])
 
     def wait(self, transits: list[P2PWork]) -> None:
-        """Wait until all are done. Raises CommTimeout that names the neighbour, and PeerLost."""
+        """Wait until all transfers are done. Raises CommTimeout, which names the neighbour, or PeerLost."""
         deadline = monotonic() + self._timeout
         for transit in transits:
             if not _done_within(transit, max(0.0, deadline - monotonic())):
@@ -105,12 +107,12 @@ def _done_within(transit: P2PWork, seconds: float) -> bool:
     except CommTimeout:
         if not transit.done:
             return False
-        transit.wait(0.0)  # its own error, or it has come just now
+        transit.wait(0.0)  # raises the transfer's own error, unless it ended successfully just now
     return True
 
 
 class LinkEnd:
-    """The part that both ends have in common."""
+    """Base class of the asking and the answering rank of a pair of neighbours."""
 
     def __init__(
         self,
@@ -118,7 +120,8 @@ class LinkEnd:
         weights: Callable[[], AbstractContextManager[WeightSnapshot | None]],
         state: Callable[[WeightSnapshot], LinkState],
     ) -> None:
-        """weights: those of now, for one exchange. state: begins an exchange with them."""
+        """weights: returns the current weights for one exchange. state: creates the state of a first exchange with
+        those weights."""
         self.line = line
         self.plain = 0
         """Bytes that `line` would have sent without compression."""
@@ -132,7 +135,7 @@ class LinkEnd:
 
 
 class Asking(LinkEnd):
-    """The side that asks, once for each order."""
+    """The rank of a pair that asks: starts one exchange for each call of `order`."""
 
     def __init__(
         self,
@@ -141,19 +144,20 @@ class Asking(LinkEnd):
         state: Callable[[WeightSnapshot], LinkState],
         ended: Callable[[Asking, bool], None],
     ) -> None:
-        """ended: called after each exchange, with whether there was an average."""
+        """ended: called after each exchange with this object and whether the weights were averaged."""
         super().__init__(line, weights, state)
         self.asked: float | None = None
-        """The time at which the exchange under way began, for whoever gives the orders."""
+        """Time at which the exchange under way began; None if there is none. Set by the owner."""
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ended = ended
 
     def order(self) -> None:
-        """Order one more average. Called on any thread."""
+        """Start one more averaging with the neighbour. May be called on any thread."""
         self._orders.put(True)
 
     def retire(self) -> None:
-        """Tell the neighbour, after all ordered averages, that this rank is done. Any thread; takes no lock."""
+        """Report to the neighbour, after all ordered exchanges, that this rank is done. May be called on any thread;
+        takes no lock."""
         self._orders.put(False)
 
     def run(self) -> None:
@@ -186,7 +190,7 @@ class Asking(LinkEnd):
 
 
 class Answering(LinkEnd):
-    """The side that answers, and never asks."""
+    """The rank of a pair that only answers and never asks."""
 
     def run(self) -> None:
         """Answer until the neighbour says that it is done."""
@@ -213,7 +217,7 @@ class Answering(LinkEnd):
         snapshot.give_back(mine, theirs)
 
     def _state_for(self, question: Head, snapshot: WeightSnapshot) -> LinkState | None:
-        """The state that both ends know; None if this one does not know what the other does."""
+        """Return the state for this request, or None if the neighbour's state does not match this rank's."""
         if question.number == 0:
             self._state = self._begin(snapshot)
         state = self._state

@@ -1,4 +1,5 @@
-"""The one wait of ranks for each other that go each at its own speed: at the end of the process."""
+"""The final barrier of `gossip`, where ranks train at different speeds: the only place where they wait for each
+other."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ _PATIENCE = 3.0
 
 
 def await_all(ranks: Ranks, tag: int) -> None:
-    """Wait until all ranks have come here, for as long as any of them makes steps.
+    """Wait until all ranks have called this, as long as any of them still makes steps.
 
-    Over mail, not the engine: an operation of that has a deadline from its first rank on. Raises CommTimeout that says
-    where each rank is, PeerLost.
+    Uses point-to-point messages, because a collective operation would time out after its first rank arrives. Raises
+    PeerLost, or CommTimeout, which says where each rank is.
     """
     mail, group = ranks.mail, ranks.group
     ranks.reconnection.check()  # a note that has come on a new connection comes once only
@@ -62,10 +63,11 @@ def _done(ranks: Ranks, transit: P2PWork) -> bool:
             raise CommError(error) from None
         if not transit.done:
             return False
-        transit.wait(0.0)  # its own error, or it has come just now
+        transit.wait(0.0)  # raises the transfer's own error, unless it ended successfully just now
     return True
 
 
 def _peers(ranks: Ranks) -> list[tuple[int, str, str]]:
-    """Each rank, how far it is by its own report, and that as a text for the user, with what the kernel says of it."""
+    """Return for each rank its number, its reported progress, and a text for the user with its progress and state in
+    the kernel."""
     return [(p["rank"], f"{p['said']}", f"{p['state']}") for p in ranks.control.peers()] if ranks.control else []

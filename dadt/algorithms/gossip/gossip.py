@@ -28,16 +28,18 @@ _Place = tuple[int, int]
 _TAG = 100
 """The first tag of gossip's messages; each optimizer has two, for pairwise averages and for the end."""
 _IDLE_STEPS = 64
-"""Steps of other optimizers after which one that took none itself leaves the weights that it shares to them."""
+"""After this many steps of other optimizers, an optimizer that made no step leaves weights that it shares with them to
+them."""
 _MOST_COPIES = 24
-"""Most copies of the weights for compression, one per neighbour; `exponential` has as many with 4,096 ranks."""
+"""Largest number of copies of the weights that compression may need, one per neighbour. `--topology exponential`
+reaches it at 4,096 ranks."""
 
 
 class Gossip(Algorithm):
-    """w(i) = optimizer(w(i), g(i)); in the background, w(i) and w(j) each go half the way to the other, for pairs of
-    ranks i, j. What has been averaged meanwhile reaches the live weights at the next step boundary.
+    """w(i) = optimizer(w(i), g(i)), where g(i) are the rank's own gradients. In the background pairs of ranks i, j move
+    w(i) and w(j) half the way to each other; the live weights receive the change at the next step boundary.
 
-    Gradients are the rank's own. Nobody waits for anybody before the end of the process.
+    No rank waits for another before the end of the process.
     """
 
     identical = False
@@ -60,7 +62,7 @@ class Gossip(Algorithm):
         place = ranks.mail, ranks.group, ranks.members
         self._pairing = Pairing(*place, config.topology, tag, config.timeout, config.compression)
         ranks.progress.senders.append(self._pairing)
-        # The optimizer may be collected long before the end, on each rank when it likes.
+        # The optimizer may be garbage collected long before the process ends, at a different time on each rank.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
         end = GossipFinalAverage(ranks, weakref.ref(attachment), self._pairing, tag + 1)
         attachment.events.on_end.append(end)
@@ -87,7 +89,8 @@ class Gossip(Algorithm):
         ranks.reconnection.pause.end()
 
     def weights(self) -> list[torch.Tensor]:
-        """The weights that no earlier optimizer averages: moved by two, they would go twice as far as neighbours."""
+        """Return the weights to average, without those that an earlier optimizer averages: weights averaged twice would
+        move twice as far as the neighbour's."""
         a = self.attachment
         taken: set[_Place] = set()
         for other in a.siblings:
@@ -102,7 +105,8 @@ class Gossip(Algorithm):
 
 
 class GossipFinalAverage:
-    """Work of all ranks at the end of the process, each when it is there."""
+    """The last exact average over all ranks, at the end of the process. Called on each rank when it has finished
+    training."""
 
     def __init__(self, ranks: Ranks, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
         self._ranks = ranks
@@ -111,7 +115,8 @@ class GossipFinalAverage:
         self._tag = tag
 
     def __call__(self) -> None:
-        """Go on answering until all are here; then the exact average, where the optimizers still live. CommError."""
+        """Answer neighbours until all ranks have finished; then compute the exact average of all ranks' weights, unless
+        the optimizer is gone. Raises CommError."""
         self._pairing.retire()
         await_all(self._ranks, self._tag)
         self._pairing.close()
@@ -171,7 +176,8 @@ def reconnect(ranks: Ranks, pairing: Pairing) -> None:
 
 
 def check_copies(compression: str, topology: str, world_size: int) -> None:
-    """Compression by differences takes memory for each neighbour. Raises ConfigError, on all ranks alike."""
+    """Check that compression would not need too many copies of the weights, one per neighbour. Raises ConfigError, on
+    all ranks alike."""
     copies = (world_size + 1) // 2
     if compression in CODECS and topology == "complete" and copies > _MOST_COPIES:
         raise ConfigError(
@@ -186,7 +192,8 @@ def _has_group() -> bool:
 
 
 def weights(optimizer: torch.optim.Optimizer) -> dict[_Place, torch.Tensor]:
-    """The tensors to average, each once; frozen ones too, so that all ranks have the same whenever they freeze."""
+    """Return the tensors to average, each once. Frozen parameters are included, so that all ranks average the same
+    tensors even if they freeze at different times."""
     return {
         (p.data_ptr(), p.numel()): p
         for group in optimizer.param_groups
@@ -196,7 +203,8 @@ def weights(optimizer: torch.optim.Optimizer) -> dict[_Place, torch.Tensor]:
 
 
 def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
-    """The exchanges of all ranks, in a line. ages: differences that reached live weights, by steps since the copy."""
+    """Return a one-line summary of all ranks' exchanges. ages: number of differences applied to live weights, by the
+    number of steps since the weights were copied."""
     text = f"gossip: {exchanges:,} exchanges"
     if ages:
         text += f", {_steps(_median(ages))} old at the median ({_steps(max(ages))} at most)"

@@ -15,22 +15,23 @@ if TYPE_CHECKING:
 
 
 class LinkState(abc.ABC):
-    """One end of the state. Each end computes it from the same messages, so both have the same bits; where one has lost
-    it, both begin again. Used by one thread.
+    """One rank's copy of the state shared with a neighbour. Both compute it from the same messages, so it is bitwise
+    equal; if one rank loses its copy, both begin again. Used by one thread.
 
-    An exchange is a message each way, of one size. Then both ends move by the same numbers with opposite signs.
+    In an exchange, each rank sends one message of equal size. Then both move their weights by the same numbers with
+    opposite signs.
     """
 
     def __init__(self, name: str, snapshot: WeightSnapshot) -> None:
         """name: as given to --compression."""
         self._name = name.encode()
         self.crc = zlib.crc32(self._name, snapshot.crc)
-        """Equal on ranks that can exchange."""
+        """Checksum of compression and layout of the weights: ranks with equal checksums can exchange."""
         self.number = 0
         """Exchanges that are complete so far."""
 
     def fits(self, snapshot: WeightSnapshot) -> bool:
-        """Whether these are weights of the kind that it began with."""
+        """Whether the snapshot's weights have the layout that this state was created for."""
         return self.crc == zlib.crc32(self._name, snapshot.crc)
 
     @property
@@ -40,11 +41,11 @@ class LinkState(abc.ABC):
 
     @abc.abstractmethod
     def say(self, snapshot: WeightSnapshot, message: torch.Tensor) -> int:
-        """Fill this end's message. Returns the step at which the snapshot that it is made of was taken."""
+        """Write this rank's message into `message`. Returns the number of the step at which the snapshot was copied."""
 
     def settle(self, snapshot: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor, step: int) -> None:
-        """Both messages are known: go half the way to the other end. mine: what `say` gave, at this step. Overwrites
-        theirs."""
+        """Move this rank's weights half the way to the neighbour's, once both messages are here. mine: this rank's
+        message, written by `say` at step `step`. theirs: the neighbour's message; it is overwritten."""
         self._settle(snapshot, mine, theirs)
         self.number += 1
         snapshot.moved(step)
@@ -76,9 +77,11 @@ class PlainLinkState(LinkState):
 
 
 def half_way(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """(theirs - mine) / 2, in the place of theirs: the other end's own has the same bits, but for the sign.
+    """Overwrite `theirs` with (theirs - mine) / 2 and return it. The neighbour computes bitwise the same numbers with
+    opposite sign.
 
-    0 where that is no number: what one rank has lost would else be lost by all, and come back to who restores it.
+    NaN and infinity become 0: otherwise one rank's infinite weights would spread to all ranks, and come back even to a
+    rank whose script restores its weights.
     """
     torch._foreach_sub_(grains(theirs), grains(mine))
     torch._foreach_mul_(grains(theirs), 0.5)

@@ -1,4 +1,5 @@
-"""One rank's pairwise averages, in the background: with whom, when, and how many."""
+"""One rank's pairwise averages with its neighbours, in background threads: chooses the neighbour and the time, and
+counts exchanges."""
 
 from __future__ import annotations
 
@@ -27,19 +28,20 @@ if TYPE_CHECKING:
     from dadt.world import World
 
 _LATE_SECONDS = 1.0
-"""Seconds that an answer may take at least, before another neighbour is asked as well."""
+"""Least number of seconds after which an answer is late, so that another neighbour is asked as well."""
 _LATE_TIMES = 3.0
-"""The same, as a multiple of the median seconds of the last answers; the greater of the two counts."""
+"""An answer is late after this multiple of the median seconds of recent answers, but not before _LATE_SECONDS."""
 _EXPLAIN_SECONDS = 1.0
-"""Seconds that it may take from a failed message until the loss of the rank that has caused it is reported."""
+"""Seconds to wait after a failed message for a report that names the lost rank."""
 _STOP_SECONDS = 5.0
-"""Seconds that threads may take to end, once nothing is to be waited for."""
+"""Seconds to wait for threads to end when their messages have failed."""
 
 
 class Pairing:
-    """Averages with a rank's neighbours, each time with one; with another one meanwhile where an answer is late.
+    """Averages one rank's weights with its neighbours, one at a time; if an answer is late, with another neighbour
+    meanwhile.
 
-    One thread trains and calls `publish` and `check` between steps; it waits for nobody there.
+    The training thread calls `publish` and `check` between steps; both return without waiting for other ranks.
     """
 
     def __init__(
@@ -54,11 +56,12 @@ class Pairing:
     ) -> None:
         """mail, group, members: as in `connect`."""
         self.ages: Counter[int] = Counter()
-        """Exchanges whose difference has reached the live weights, by how many steps these had made meanwhile."""
+        """Number of exchanges applied to the live weights, by the number of steps made since the weights were copied
+        for the exchange."""
         self.asked = 0
         """Exchanges that this rank has asked for and got."""
         self.in_vain = 0
-        """Exchanges in which the neighbour had no weights of the kind."""
+        """Number of exchanges without an average, because the neighbour had no weights of equal layout."""
         self._topology = topology
         self._tag = tag
         self._compression = compression
@@ -66,12 +69,12 @@ class Pairing:
         self._token: list[Any] = []
         self._parameters: list[weakref.ref[torch.Tensor]] = []
         self._replaced: list[tuple[WeightSnapshot, list[weakref.ref[torch.Tensor]]]] = []
-        """Copies of what the script has changed since: differences may still come to them."""
+        """Snapshots of parameters that the script has replaced since; an exchange under way may still add to them."""
         self._step = 0
         """Step boundaries so far: unlike the script's steps, they go forward only."""
         self._error: Exception | None = None
         self._failed = 0.0
-        """The time of that error (time.monotonic)."""
+        """Time of the error in `_error` (time.monotonic)."""
         self._lock = threading.Lock()
         self._fresh = False
         self._turn = 0
@@ -86,8 +89,10 @@ class Pairing:
         self.connect(mail, group, members)
 
     def connect(self, mail: PointToPoint, group: World, members: Sequence[int]) -> None:
-        """Average with the neighbours in this group, whose messages go this way from now on. Messages of before
-        have failed: an average that was under way may count on one of its two ranks. members: the group's ranks."""
+        """Average with the neighbours in this group from now on, over `mail`. Messages on the previous connection have
+        failed, so an average that was under way may have been applied by only one of its two ranks. members: the
+        original numbers of the group's ranks.
+        """
         self.stop_threads()
         with self._lock:
             self._sent_before = self.sent
@@ -127,7 +132,8 @@ class Pairing:
 
     @torch.no_grad()
     def publish(self, parameters: Sequence[torch.Tensor]) -> None:
-        """At a step boundary: take over what has been averaged, and let others average with the weights as they are."""
+        """Call at a step boundary: applies the finished averages to the live weights, and lets neighbours average with
+        the current weights."""
         self._step += 1
         tensors = [p.data for p in parameters]
         token = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
@@ -147,7 +153,8 @@ class Pairing:
         self._ask()
 
     def check(self, *, survives: bool) -> None:
-        """Raise the error that has ended a thread. survives: failed messages are none, as ranks connect again."""
+        """Raise the error that ended a background thread. survives: whether ranks connect again after failed messages,
+        so that CommError is not raised."""
         if self._error is not None and not (survives and isinstance(self._error, CommError)):
             raise self._error
 
@@ -158,19 +165,20 @@ class Pairing:
         return self._error if isinstance(self._error, CommError) and explained else None
 
     def retire(self) -> None:
-        """Ask nobody any more; go on answering. Any thread, at any time: takes no lock."""
+        """Ask no neighbour any more, but continue to answer. May be called on any thread at any time; takes no lock."""
         self._retired = True
         for edge in self._asking.values():
             edge.retire()
 
     def forsake(self) -> None:
-        """Like `retire`, where nobody needs the weights any more. Their memory is freed once no neighbour asks."""
+        """Like `retire`, for weights that this rank no longer needs: their memory is freed when no neighbour asks for
+        them any more."""
         self._forsaken = True
         self.retire()
         self._let_go()
 
     def close(self) -> None:
-        """Wait until nobody asks or is asked any more. Raises CommTimeout that names who is missing."""
+        """Wait until no neighbour asks or is asked any more. Raises CommTimeout, which names the missing rank."""
         deadline = monotonic() + self._timeout
         for peer, thread in self._threads.items():
             thread.join(max(0.0, deadline - monotonic()))
@@ -180,7 +188,7 @@ class Pairing:
         self.check(survives=False)
 
     def stop(self) -> None:
-        """End the threads, after the end or a failure, which has ended all messages."""
+        """Stop the background threads, after training has ended or failed. All messages must have ended."""
         self.retire()
         self.stop_threads()
 
@@ -193,7 +201,8 @@ class Pairing:
             thread.join(max(0.0, deadline - monotonic()))
 
     def _take_over(self, snapshot: WeightSnapshot, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
-        """Apply what was added to a replaced copy, as neighbours moved by as much. Returns whether more may come."""
+        """Add the differences of a replaced snapshot to the live parameters, since neighbours have moved by as much.
+        Returns whether exchanges still use the snapshot."""
         with self._lock:
             used = snapshot.users > 0
         live = [ref() for ref in parameters]
@@ -205,7 +214,8 @@ class Pairing:
 
     @contextmanager
     def _weights(self) -> Iterator[WeightSnapshot | None]:
-        """The weights for one exchange: if they are replaced meanwhile, what it adds still counts."""
+        """Provide the newest snapshot of the weights for one exchange. If a newer one replaces it meanwhile, the
+        exchange's result still reaches the weights."""
         with self._lock:
             snapshot = self._snapshot
             if snapshot is not None:
@@ -218,7 +228,8 @@ class Pairing:
                     snapshot.users -= 1
 
     def _ask(self) -> None:
-        """Order the next exchange, where the weights are new since the last one and no other one goes well."""
+        """Start the next exchange, if the weights have changed since the last one and every exchange under way is
+        late."""
         with self._lock:
             now = monotonic()
             under_way = [now - edge.asked for edge in self._asking.values() if edge.asked is not None]

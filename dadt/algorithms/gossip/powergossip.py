@@ -1,8 +1,10 @@
-"""PowerGossip (arXiv:2008.01425): two ranks find the greatest directions of their difference by power iteration.
+"""PowerGossip (arXiv:2008.01425): two ranks approximate the difference of their weights in few directions, found by
+power iteration.
 
-X(i) and X(j) are a matrix of theirs (n x m), V has few orthonormal columns of m, the same on both ends. Each sends
-X V. Then both know D V, with D = X(j) - X(i), go half of D V V' towards each other, and make D V orthonormal: the
-next exchange sends X' U with that U, of n rows. What they have in common cancels, so no copy of it is kept.
+X(i) and X(j) are the n x m matrices of a tensor on the two ranks. V has few orthonormal columns of length m, equal on
+both ranks. Each rank sends X V. Then both know D V, with D = X(j) - X(i), move by half of D V V' towards each other,
+and orthonormalize D V. The result U, with columns of length n, is used in the next exchange, which sends X' U. Equal
+weights cancel, so no copy of them is stored.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ _SEED = 2008_01425
 
 
 class Matrix(NamedTuple):
-    """One tensor's elements, in its memory's order."""
+    """A tensor's elements seen as a matrix, in the order of its memory."""
 
     rows: int
     columns: int
     rank: int
-    """Columns of what is sent in its place; 0: the tensor is sent as it is."""
+    """Number of columns that are sent in place of the tensor; 0: the whole tensor is sent."""
 
 
 class PowerGossip(LinkState):
-    """Multiplies by rows and by columns in turn. Ranks must have processors of one kind: each computes for itself what
-    both move by."""
+    """Sends products with rows and columns of each matrix in turn. Both ranks compute the movement themselves, so they
+    need processors of one kind to get equal results."""
 
     def __init__(self, name: str, snapshot: WeightSnapshot, rank: int, asks: bool) -> None:
         super().__init__(name, snapshot)
@@ -49,7 +51,7 @@ class PowerGossip(LinkState):
 
     @property
     def _by_columns(self) -> bool:
-        """Whether the next message is X' U; otherwise it is X V."""
+        """Whether the next message contains X' U (products with columns) instead of X V (products with rows)."""
         return self.number % 2 == 1
 
     @property
@@ -75,7 +77,7 @@ class PowerGossip(LinkState):
             if base is None:
                 snapshot.add_to_tensor(index, half_way(own, other))
                 continue
-            # The same on both ends, with its sign.
+            # Both ranks compute this difference with equal sign, so that they get equal bases.
             found = (other - own if self._asks else own - other).view(-1, rank)
             half = half_way(own, other).view(-1, rank)
             moved = base @ half.T if self._by_columns else half @ base.T
@@ -93,7 +95,8 @@ class PowerGossip(LinkState):
 
 
 def _matrix(kind: TensorLayout, rank: int) -> Matrix:
-    """Rows are of the dimension that is outermost in memory. Vectors, and matrices small for the rank, stay whole."""
+    """Return the matrix of a tensor: its outermost dimension in memory becomes the rows. Vectors, and matrices too
+    small for `rank` columns, are sent whole."""
     total = math.prod(kind.shape)
     if len(kind.shape) < 2 or not total or kind.dtype not in WIDE:
         return Matrix(1, total, 0)

@@ -1,4 +1,4 @@
-"""A snapshot of one rank's weights: others average with it, while the live weights train."""
+"""A snapshot of one rank's weights, with which neighbours average while the live weights are trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 PART_BYTES = 1 << 20
-"""Bytes of a part. The other side may have to wait for a part, so it is short; and the arithmetic stays in cache."""
+"""Bytes of one part of a snapshot. Small, so that another thread waits only briefly for a part's lock and the
+arithmetic stays in the CPU cache."""
 _ALIGNMENT = 64
 _GRAIN = 1 << 14
 """Elements up to which torch computes in the calling thread alone: another team of threads would take cores from
@@ -47,7 +48,7 @@ class Part:
         self.stop = start + sum(self.sizes) * dtype.itemsize
         self.lock = threading.Lock()
         self.changed = False
-        """Guarded by the lock: there is a difference that has not gone to the live weights."""
+        """Whether this part has differences that the live weights have not received yet. Guarded by `lock`."""
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         """This part of flat memory."""
@@ -55,10 +56,11 @@ class Part:
 
 
 class WeightSnapshot:
-    """A copy of the weights as they were at the last step boundary, and what has been added to it since.
+    """A copy of the weights at the last step boundary, and the sum of the differences added to it since.
 
-    One thread trains and calls `publish`; any other may average the copy with a peer's meanwhile. What both move by
-    is the same number with opposite signs, so that the sum over ranks stays, however late one of them moves.
+    The training thread calls `publish`; meanwhile any other thread may average the copy with a neighbour's. Both ranks
+    move by equal numbers with opposite signs, so the sum of weights over all ranks stays constant, however late one of
+    them moves.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -67,7 +69,7 @@ class WeightSnapshot:
         self.kinds = [TensorLayout(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
         layout = [(part.pieces, part.start) for part in self.parts]
         self.crc = zlib.crc32(repr((self.kinds, layout)).encode())
-        """Equal on ranks that publish the same kind of weights."""
+        """Checksum of the layout: equal on ranks whose weights have equal shapes, strides and dtypes."""
         self._pieces: list[list[tuple[Part, slice, slice]]] = [[] for _ in tensors]
         """For each tensor, in order, the places of its pieces in a part and in the tensor."""
         for part in self.parts:
@@ -80,18 +82,19 @@ class WeightSnapshot:
         self._step = 0
         self._lock = threading.Lock()
         self._waiting: list[int] = []
-        """Guarded by the lock: steps of the copies of which the difference has not reached the live weights."""
+        """Step numbers of the copies whose exchanges have not reached the live weights yet. Guarded by `_lock`."""
         self._free: list[torch.Tensor] = []
         """Guarded by the lock: memory for one message each, all of one size."""
         self.users = 0
-        """Exchanges under way with it; guarded by whoever hands it out."""
+        """Number of exchanges that use this snapshot now. Guarded by the lock of its owner."""
 
     # The training thread's -------------------------------------------------------------------------------------
 
     def publish(self, tensors: Sequence[torch.Tensor], step: int) -> Counter[int]:
-        """At a boundary: add to the live weights what has been added to the copy, and copy them again.
+        """Call at a step boundary: adds the collected differences to the live weights and copies the result into the
+        snapshot.
 
-        Returns how many differences have come, by the steps that the weights have made since they were copied for them.
+        Returns the number of exchanges applied, by the number of steps made since their copy of the weights.
         """
         with self._lock:
             waiting, self._waiting = self._waiting, []
@@ -103,12 +106,14 @@ class WeightSnapshot:
                 self._publish_part(part, live)
         for tensor, flat in zip(tensors, flats, strict=True):
             if tensor.numel() and flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view(tensor.shape))  # it has holes
+                tensor.copy_(flat.view(tensor.shape))  # a tensor with gaps in memory was flattened as a copy
         return Counter(step - before for before in waiting)
 
     def hand_over(self, lives: Sequence[torch.Tensor | None]) -> None:
-        """Add to the live tensors what was added here: in place of `publish`, once a newer snapshot has replaced this
-        one. lives: the tensors, perhaps in other memory and of another kind by now; None: it is gone."""
+        """Add the differences collected in this snapshot to the live tensors. Call it instead of `publish` once a newer
+        snapshot has replaced this one. lives: the tensors, which may have moved or changed dtype; None for a freed
+        tensor.
+        """
         flats: dict[int, torch.Tensor] = {}
         for part in self.parts:
             with part.lock:
@@ -167,14 +172,15 @@ class WeightSnapshot:
             into.copy_(part.of(self._copy))
 
     def add(self, part: Part, difference: torch.Tensor) -> None:
-        """Add to the copy's elements of this part, and at the next step boundary to the live ones."""
+        """Add `difference` to the copy's elements of this part; the live weights receive it at the next step
+        boundary."""
         with part.lock:
             for memory in (self._copy, self._added):
                 torch._foreach_add_(grains(part.of(memory)), grains(difference))
             part.changed = True
 
     def read_tensor(self, index: int) -> torch.Tensor:
-        """The copy's elements of this tensor."""
+        """Return the snapshot's elements of tensor number `index`."""
         flat = torch.empty(math.prod(self.kinds[index].shape), dtype=self.kinds[index].dtype, device="cpu")
         for part, inside, piece in self._pieces[index]:
             with part.lock:
@@ -182,7 +188,8 @@ class WeightSnapshot:
         return flat
 
     def add_to_tensor(self, index: int, difference: torch.Tensor) -> None:
-        """Like `add`, for the elements of this tensor."""
+        """Add `difference` to the copy's elements of tensor number `index`; the live weights receive it at the next
+        step boundary."""
         for part, inside, piece in self._pieces[index]:
             with part.lock:
                 for memory in (self._copy, self._added):
@@ -190,7 +197,7 @@ class WeightSnapshot:
                 part.changed = True
 
     def moved(self, step: int) -> None:
-        """Record that an exchange based on the copy of this step has been added."""
+        """Record that the result of an exchange, based on the copy of step `step`, was added."""
         with self._lock:
             self._waiting.append(step)
 

@@ -1,8 +1,8 @@
-"""Who averages with whom in a gossip: pure functions of rank, number of ranks and number of the exchange.
+"""Which ranks average with each other in gossip: pure functions of rank, number of ranks and number of the exchange.
 
-Even ranks ask and odd ranks answer, so every edge joins an even rank and an odd one, and no circle of ranks can wait
-for each other (AD-PSGD, arXiv:1710.06952). An odd number of ranks stands in a row in place of a circle: its ends are
-of one kind.
+Even ranks ask and odd ranks answer. Every edge joins an even and an odd rank, so ranks can never wait for each other in
+a circle (AD-PSGD, arXiv:1710.06952). An odd number of ranks forms a row instead of a ring, because in a ring its first
+and last rank would both be even.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 
 def asks(rank: int) -> bool:
-    """Whether the rank asks; the others answer."""
+    """Whether this rank asks its neighbours for averages; the other ranks answer."""
     return rank % 2 == 0
 
 
@@ -30,7 +30,7 @@ def exponential(rank: int, world_size: int) -> list[int]:
 
 
 def complete(rank: int, world_size: int) -> list[int]:
-    """All ranks of the other kind: even ones for an odd rank, odd ones for an even rank."""
+    """Return all even ranks for an odd rank, and all odd ranks for an even rank."""
     return _neighbours(rank, world_size, range(1, world_size, 2))
 
 
@@ -42,14 +42,14 @@ TOPOLOGIES: dict[str, Callable[[int, int], list[int]]] = {
 
 
 def neighbours(topology: str, rank: int, world_size: int) -> list[int]:
-    """All that the rank averages with, in the order in which one that asks takes them in turn."""
+    """Return all ranks that `rank` averages with, in the order in which an asking rank takes turns."""
     return TOPOLOGIES[topology](rank, world_size)
 
 
 def partner(topology: str, rank: int, world_size: int, number: int) -> int:
-    """Whom a rank that asks takes for its exchange of this number, from 0.
+    """Return the neighbour with which an asking rank makes its exchange number `number`, counted from 0.
 
-    With an even number of ranks, those that ask take different partners at equal numbers.
+    With an even number of ranks, asking ranks have different partners at equal numbers.
     """
     known = neighbours(topology, rank, world_size)
     return known[number % len(known)]

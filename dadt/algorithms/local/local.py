@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 
 class Local(Algorithm):
-    """Synchronous for `warmup_steps` (post-local SGD, arXiv:1808.07217), then in rounds of H = `sync_every` steps.
+    """Trains synchronously for `warmup_steps` steps (post-local SGD, arXiv:1808.07217), then in rounds of H =
+    `sync_every` steps, in which each rank trains alone.
 
-    The anchor a and the outer momentum v are the same on all ranks. At the end of round n rank i, at weights w_i, sends
-    its progress p_i and goes on from u_i, where the anchor would be if all ranks had made this progress. H/2 steps
-    later the mean P of all p_i is there (it is waited for if need be), and moves the anchor by the outer optimizer
-    (DiLoCo, arXiv:2311.08105); what the rank has added since stays on top:
+    The anchor a (the weights that the ranks agree on) and the outer momentum m with velocity v are equal on all ranks.
+    At the end of a round, rank i with weights w_i sends its progress p_i and continues from u_i: the next anchor, if
+    all ranks had made this progress. H/2 steps later the rank receives (if need be waits for) the mean P of all p_i,
+    moves the anchor by the outer optimizer (DiLoCo, arXiv:2311.08105), and adds its own steps since:
 
         p_i = w_i - a,     u_i = a + lr (p_i + m (m v + p_i)),     w_i <- u_i
         v <- m v + P,      a <- a + lr (P + m v),                  w_i <- a + (w_i - u_i)
 
-    The mean of all u_i is the new anchor: the ranks' mean follows DiLoCo without delay. With lr = 1, m = 0 it is Local
-    SGD, merged as w += average - copy. With `fragments` F, part f of the parameters ends its rounds f H / F steps
+    The mean of all u_i is the new anchor: the ranks' mean follows DiLoCo without delay. With lr = 1, m = 0 this is
+    Local SGD, merged as w += average - copy. With `fragments` F, part f of the parameters ends its rounds f H / F steps
     later (Streaming DiLoCo, arXiv:2501.18512).
     """
 
@@ -48,16 +49,17 @@ class Local(Algorithm):
         config = attachment.ranks.config
         self._every = config.sync_every
         self._delay = (self._every + 1) // 2
-        """Steps that an exchange may take. At a whole round ranks would be apart for two."""
+        """Number of steps for which an exchange may run in the background. With a whole round, ranks would be apart for
+        two rounds."""
         self._outer = Outer(config.outer_lr, config.outer_momentum)
         self._sync = Sync(attachment)
-        """The synchronous steps before the first round."""
+        """The algorithm of the synchronous steps before the first round."""
         self._fragments: dict[int, Fragment] = {}
-        """Fragments by number; there are none before the first round."""
+        """Fragments (groups of parameters exchanged together) by number; empty before the first round."""
         self._divisions = 0
         """How often the parameters were divided into fragments."""
         self._passing: dict[str, Fragment] = {}
-        """Tensors that are averaged once, by name; kept until all ranks must have the average."""
+        """Tensors that are averaged only once, by name. Stored until every rank must have received the average."""
         self._passed = 0
         self._steps = 0
         """Steps that this rank has taken alone."""
@@ -71,13 +73,14 @@ class Local(Algorithm):
         return not self._fragments
 
     def starting(self) -> None:
-        """What each rank has done alone with weights that other optimizers train or have trained would be lost: they
-        average first."""
+        """Average the weights that other optimizers train alone or have trained alone: otherwise the start of this
+        optimizer, which copies rank 0's weights, would lose other ranks' steps."""
         a = self.attachment
         others = [end for end in a.events.on_end if isinstance(end, LocalFinalAverage) and end.rounds]
         if not others:
             return
-        # Held: an optimizer that the script has dropped lives on as garbage, on some ranks only.
+        # Keep references: an optimizer that the script has dropped may be garbage collected at different times on
+        # different ranks.
         mine = {other.index: (other, other._optimizer()) for other in a.siblings if other.alive}
         theirs = a.ranks.collect(f"local, optimizers before{a.name}", list(mine))
         for index in sorted(set(mine).intersection(*theirs)):
@@ -140,12 +143,14 @@ class Local(Algorithm):
     # Rounds ----------------------------------------------------------------------------------------------------
 
     def begin(self, compression: str) -> None:
-        """Begin rounds at weights that are the same on all ranks. compression: how progress is sent."""
+        """Begin rounds of training alone, from weights that are equal on all ranks. compression: how progress is
+        compressed."""
         a = self.attachment
         self._compression = compression
         self._divide()
         for module in a.modules:
-            # From here on a rank's statistics belong to its own weights; those of the last step would grow old.
+            # From here on the BatchNorm statistics of a rank belong to its own weights; averages of the last
+            # synchronous step would grow stale.
             a.optimizers.buffers.forget(module)
         if not a.ranks.config.broadcast:
             self._settle(self._fragments.values())
@@ -153,7 +158,7 @@ class Local(Algorithm):
 
     def _divide(self) -> None:
         a = self.attachment
-        a.compress("none")  # gradients are not sent any more: what they took of memory goes
+        a.compress("none")  # gradients are not sent any more, so the memory of their compression is freed
         self._trained = a.trained
         if not self._divisions:
             a.events.on_end.append(self._end)
@@ -176,13 +181,15 @@ class Local(Algorithm):
     def _average(self, what: str, tensors: list[torch.Tensor]) -> None:
         """Set these tensors to their means over all ranks, now. All ranks call it."""
         fragment = self._fragment(what, tensors, Outer(1.0, 0.0))
-        # A rank that has the last one may be a whole exchange ahead of one that has not.
+        # Keep the previous one: a rank that has finished it may be one exchange ahead of a rank that has not and still
+        # needs it.
         self._passing = {**dict(list(self._passing.items())[-1:]), f"{what} {self._passed}": fragment}
         self._passed += 1
         self._settle([fragment])
 
     def _follow(self) -> None:
-        """The script has added, frozen or moved parameters, in this step on all ranks: they begin a round together."""
+        """Begin a new round on all ranks, after the script has added, frozen or moved parameters, which it does on all
+        ranks in this step."""
         velocities = {key: row.velocity for f in self._fragments.values() for key, row in f.rows.items()}
         self._settle(self._fragments.values())
         new = [p for p in self.attachment.parameters if id(p) not in velocities]
@@ -208,7 +215,7 @@ class Local(Algorithm):
         fragment.receive()
         a.measure.exchanged(fragment.seconds, perf_counter() - begun)
         if fragment.replaced:
-            return  # the weights that this belongs to are gone
+            return  # the script has replaced the weights that this exchange belongs to
         fragment.merge()
         if fragment.differ:
             a.agreement.take_groups()
@@ -234,7 +241,7 @@ class Local(Algorithm):
         if measure.exchange and measure.compute:
             steps = measure.exchange / measure.compute
             text += f"; an average takes as long as {steps:.2g} steps"
-            # Several fragments fill what one leaves idle of a round.
+            # With several fragments, exchanges of the others fill the time that one leaves unused.
             hidden = self._every if len(self._fragments) > 1 else self._delay
             if steps > hidden:
                 text += (
@@ -263,7 +270,8 @@ class Local(Algorithm):
         return {key: [f.over, f.absorbed, f.differ] for key, f in self._known.items()}
 
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Fragment]:
-        """No rank is more than one exchange of a fragment ahead, as each needs all ranks."""
+        """After ranks were lost, bring all remaining ranks to equal exchange counts. No rank is more than one exchange
+        of a fragment ahead, as each exchange needs all ranks."""
         ranks, known = self.attachment.ranks, self._known
         for fragment in known.values():
             fragment.forget_residuals()
@@ -288,7 +296,8 @@ class Local(Algorithm):
     # Checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The state without what is in flight, whose mean is not known here. This rank's progress stands for it."""
+        """Return the state for a checkpoint. For an exchange still in flight, whose mean is unknown, it counts this
+        rank's own progress as the mean."""
         if not self._fragments:
             return {}
         numbers = _numbers(self.attachment.optimizer)
@@ -296,7 +305,7 @@ class Local(Algorithm):
             (number, a, v)
             for f in self._fragments.values()
             for row, a, v in f.resumed()
-            # The script may have taken it out since the last step.
+            # The script may have removed the parameter from the optimizer since the last step.
             if (number := numbers.get(id(row.parameter))) is not None
         ]
         return {
@@ -310,13 +319,14 @@ class Local(Algorithm):
         return anchors
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if "steps" not in state:  # none, or that of --compression auto before its choice
+        if "steps" not in state:  # an empty state, or one of --compression auto before its choice
             return
-        if self._steps:  # in the middle, each rank has loaded one of its own
+        # loaded in the middle of training, where each rank may have loaded a different state: all take rank 0's
+        if self._steps:
             ranks = self.attachment.ranks
             name = f"local, the state that was loaded{self.attachment.name}"
             mine, state = state, {}
-            while not state:  # where the first rank was lost, another is first
+            while not state:  # repeated if the group's first rank was lost meanwhile and another rank became the first
                 state = ranks.collect(name, mine if ranks.group.rank == 0 else {})[0]
         self._divide()
         self._steps = state["steps"]
@@ -331,21 +341,24 @@ class Local(Algorithm):
 
 
 class LocalFinalAverage:
-    """Work of all ranks at the end of the process: the exact average of what all ranks still have."""
+    """The last exact average of all ranks' weights, at the end of the process, if the optimizer still lives on all
+    ranks."""
 
     def __init__(self, attachment: Attachment) -> None:
-        # The optimizer may be collected long before, on each rank when it likes.
+        # A weak reference: the optimizer may be garbage collected long before the end, at a different time on each
+        # rank.
         self._attachment = weakref.ref(attachment)
         self._name = f"local, the end{attachment.name}"
         self.rounds = False
         """Whether this rank has taken steps alone."""
         self.trained: list[weakref.ref[torch.Tensor]] = []
-        """The parameters that its optimizer trains, kept also after that is collected."""
+        """The parameters of the optimizer, still known after it is garbage collected."""
         self._ranks = attachment.ranks
 
     def __call__(self) -> None:
         a = self._attachment()
-        optimizer = a._optimizer() if a is not None else None  # held: garbage may be collected while this waits
+        # a reference, as the optimizer may be garbage collected during the wait
+        optimizer = a._optimizer() if a is not None else None
         mine = a is not None and optimizer is not None and not a.algorithm.averages
         work = self._ranks.allgather(self._name, bytes([mine]))
         self._ranks.wait(work)

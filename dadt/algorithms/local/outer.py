@@ -1,4 +1,5 @@
-"""State that is common to ranks training apart: anchors, the outer optimizer that moves them, parts of a model."""
+"""State that is equal on all ranks of `local`: anchors, the outer optimizer that moves them, and the division of a
+model into fragments."""
 
 from __future__ import annotations
 
@@ -13,32 +14,33 @@ import torch
 from dadt.comm.bucket import Bucket, split
 from dadt.comm.compression import LowRank, forms
 from dadt.errors import CommError, Mismatch
-from dadt.train.exchange.bucket_exchange import BucketExchange, ExchangeRanks
+from dadt.train.exchange.bucket_exchange import BucketExchange, RankLink
 
 if TYPE_CHECKING:
     from dadt._core import Work
     from dadt.comm.executors.device import Averaging
 
 _OWN, _MEAN = 0, 1
-"""The bucket's flat buffers: what this rank sends, and what comes."""
+"""Indices of a bucket's flat buffers: the values that this rank sends, and the received mean."""
 _LANE = struct.Struct("<IIII")
 
 
 class Told(NamedTuple):
-    """Numbers that each rank sends to the others in the same exchange."""
+    """Numbers about an exchange that each rank sends to the other ranks with it."""
 
     layout: int
-    """crc32 of the anchors' shapes and dtypes."""
+    """crc32 of the shapes and dtypes of the fragment's anchors (the weights that all ranks agree on)."""
     number: int
-    """Exchanges of this fragment so far; modulo 2**32 on the way."""
+    """Number of exchanges of this fragment so far; sent modulo 2**32."""
     settles: int
-    """1 where weights are averaged, 0 where a round's progress is."""
+    """1 if the exchange averages weights, 0 if it averages a round's progress."""
     groups: int
     """crc32 of the optimizer's param_group values."""
 
 
 class Outer:
-    """SGD with Nesterov momentum on what a round has changed, as torch.optim.SGD computes it (arXiv:2311.08105)."""
+    """The outer optimizer: SGD with Nesterov momentum on the progress of a round, computed like torch.optim.SGD
+    (arXiv:2311.08105)."""
 
     def __init__(self, lr: float, momentum: float) -> None:
         self.lr = lr
@@ -57,8 +59,8 @@ class Outer:
 
 
 class OuterRow(NamedTuple):
-    """One parameter, its anchor and its outer momentum (None: there is none). For parameters of 16 bits the anchor and
-    what is sent have 32: a round's progress would drown in rounding."""
+    """One parameter, its anchor and its outer velocity (None without momentum). For 16-bit parameters the anchor and
+    the exchanged progress have 32 bits: rounding would hide a round's progress."""
 
     parameter: torch.Tensor
     anchor: torch.Tensor
@@ -66,10 +68,11 @@ class OuterRow(NamedTuple):
 
 
 class Fragment(BucketExchange):
-    """Parameters that are exchanged together: `send` begins an exchange, `receive` and `merge` end it, later.
+    """Parameters that are exchanged together: `send` starts an exchange; `receive` and `merge` finish it some steps
+    later.
 
-    While one is in flight, a rank goes on from where its own progress alone would lead the anchor; what it has added to
-    that by then stays its own, on top of the anchor that all have moved together.
+    Meanwhile the rank trains on from where its own progress alone would move the anchor. Its steps since then are added
+    on top of the anchor that all ranks have moved together.
     """
 
     def __init__(
@@ -77,15 +80,15 @@ class Fragment(BucketExchange):
         name: str,
         parameters: Sequence[torch.Tensor],
         outer: Outer,
-        peers: ExchangeRanks,
+        peers: RankLink,
         regroup: Callable[[CommError], None],
         bucket_bytes: int,
         compression: str = "none",
     ) -> None:
-        """Begins a round at the parameters' values, which are the same on all ranks.
+        """Begin a round at the parameters' values, which are equal on all ranks.
 
-        regroup: goes on with the ranks that are left after this error; has called `repeat` or `take` then where an
-        exchange was under way. compression: how progress travels.
+        regroup: called with an error after ranks were lost; continues with the remaining ranks, and has called `repeat`
+        or `take` if an exchange was under way. compression: how progress is compressed.
         """
         super().__init__(peers, name)
         self.outer = outer
@@ -95,11 +98,13 @@ class Fragment(BucketExchange):
         self.over = 0
         """Exchanges of this fragment that have ended on this rank."""
         self.absorbed = False
-        """The last of them has changed the velocity only, as weights are averaged at once behind it."""
+        """Whether the last finished exchange changed only the velocity, because averaging the weights followed at once.
+        """
         self.differ = False
-        """Whether the ranks' param_group values differed in the last of them."""
+        """Whether the ranks' param_group values differed in the last finished exchange."""
         self.replaced = False
-        """The script has set the weights since the last exchange: the next one settles them."""
+        """Whether the script has replaced the weights since the last exchange; the next exchange then averages the
+        weights themselves."""
         with torch.no_grad():
             rows = [OuterRow(p, a := _wide(p), torch.zeros_like(a) if outer.momentum else None) for p in parameters]
         self._buckets = split(
@@ -122,14 +127,14 @@ class Fragment(BucketExchange):
         return self.sent.number > self.over
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
-        """The parameters that it moves; none if it is not one of these works."""
+        """Return the parameters that this work exchanges; empty if it is none of this fragment's works."""
         index = next((i for i, mine in enumerate(self._works) if mine is work), None)
         return [] if index is None else [r.parameter for r in self._rows[index]]
 
     # One exchange ----------------------------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Wait for what is in flight."""
+        """Wait for the exchange in flight, and check that all ranks sent matching numbers. Raises Mismatch."""
         while True:
             try:
                 self._await()
@@ -150,8 +155,8 @@ class Fragment(BucketExchange):
         self.differ = len({each.groups for each in told}) > 1
 
     def merge(self) -> None:
-        """Move the anchor by the mean of what the ranks sent. Call it after `receive`. Nothing is done where a loss of
-        ranks has brought the merged anchor."""
+        """Move the anchor by the mean of the ranks' progress; call after `receive`. Does nothing if the merged anchor
+        was already received from another rank, after a loss of ranks."""
         if not self._works:
             return
         with torch.no_grad():
@@ -169,7 +174,7 @@ class Fragment(BucketExchange):
         self.over, self.absorbed = self.sent.number, absorbed
 
     def send(self, groups: int) -> None:
-        """Launch this rank's progress from the anchor, after `merge`. Does not wait for the others'."""
+        """Start sending this rank's progress from the anchor, without waiting for other ranks. Call after `merge`."""
         with torch.no_grad():
             for bucket, i, row in self._places():
                 progress = row.parameter.data.to(row.anchor) - row.anchor
@@ -179,11 +184,13 @@ class Fragment(BucketExchange):
         self._send(groups, settles=False)
 
     def settle(self, groups: int) -> None:
-        """Set weights to their mean over all ranks, now, and begin a round there. What low rank has lost of progress
-        goes with them, as there is no next round with which it could. (By 8 or 16 bits it is a thousandth.)"""
+        """Set weights to their mean over all ranks, now, and begin a round there. Progress that low-rank compression
+        has not sent yet is added to them, as no later exchange would send it. (With 8 or 16 bits it is only about a
+        thousandth.)
+        """
         self.receive()
         if self._works and not self.replaced and any(isinstance(form, LowRank) for form in self._forms):
-            self.merge()  # what is owed is what this has left out
+            self.merge()  # low-rank compression owes the progress that this merge leaves out
         absorbs = bool(self._works)
         with torch.no_grad():
             for bucket, rows, form in zip(self._buckets, self._rows, self._forms, strict=True):
@@ -218,11 +225,12 @@ class Fragment(BucketExchange):
                 form.forget()
 
     def state(self) -> list[torch.Tensor]:
-        """Anchors and velocities: they are the same on all ranks that have ended as many exchanges."""
+        """Return anchors and velocities, which are equal on all ranks that have finished equally many exchanges."""
         return [t for _, _, row in self._places() for t in (row.anchor, row.velocity) if t is not None]
 
     def take(self, state: Sequence[torch.Tensor], *, absorbed: bool, differ: bool) -> None:
-        """End the exchange under way with the `state` of a rank that has ended it; absorbed, differ: that rank's."""
+        """Finish the exchange under way with the `state` of a rank that has finished it. absorbed, differ: the values
+        of that rank."""
         values = iter(state)
         with torch.no_grad():
             for bucket, i, row in self._places():
@@ -238,13 +246,14 @@ class Fragment(BucketExchange):
         self.differ = differ
 
     def repeat(self) -> None:
-        """Launch once more what is under way, on the connection of another group."""
+        """Send the exchange under way once more, over the connection of a new group of ranks."""
         self._works, self._second_works, self._rounds = [], [], []
         self._submitted.clear()
         self._launch_all()
 
     def resumed(self) -> Iterator[tuple[OuterRow, torch.Tensor, torch.Tensor | None]]:
-        """For each parameter, anchor and velocity as if all ranks had made this one's progress in what is in flight."""
+        """Yield each parameter with its anchor and velocity, as if all ranks had sent this rank's progress in the
+        exchange in flight."""
         for bucket, i, row in self._places():
             anchor, velocity = self._start(bucket, i, row), row.velocity
             if self.replaced:
@@ -254,13 +263,14 @@ class Fragment(BucketExchange):
             yield row, anchor, velocity
 
     def _places(self) -> Iterator[tuple[Bucket, int, OuterRow]]:
-        """Each row with its bucket, and its place there."""
+        """Yield each row with its bucket and its index in the bucket."""
         for bucket, rows in zip(self._buckets, self._rows, strict=True):
             for i, row in enumerate(rows):
                 yield bucket, i, row
 
     def _start(self, bucket: Bucket, index: int, row: OuterRow) -> torch.Tensor:
-        """The weights at which this rank's round began: computed again, the same bits, rather than kept."""
+        """Return the weights at which this rank's round began. They are computed again, bitwise equal, to save
+        memory."""
         if not self._works:
             return row.anchor
         start, _ = self.outer.moved(row.anchor, row.velocity, bucket.deliver(index, _OWN))
@@ -288,7 +298,7 @@ class Fragment(BucketExchange):
             self.submit_bucket(index, bucket, form, bucket.stage(bucket.views[_OWN], _OWN), _MEAN, lane)
 
     def _go_on(self) -> None:
-        """Begin and await the second allreduce of buckets that take two. Every rank comes here at the same step."""
+        """Start and await the second allreduce of low-rank compressed buckets. All ranks call this at one step."""
         rounds, self._rounds = self._rounds, []
         for _, round_ in rounds:
             round_.halfway()

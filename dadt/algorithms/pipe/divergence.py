@@ -1,4 +1,4 @@
-"""Gradients that blow up: noticed by their norm, which stays far above what it was."""
+"""Detects diverging training: the norm of the gradients stays far above its usual value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = 5
 _LEAST = 20
 _MOST = 50
 _DRIFT = 1.01
-"""The share by which the usual norm follows in a step: a training by itself is slower, a divergence faster."""
+"""Factor by which the usual norm may change per step: healthy training changes more slowly, a divergence faster."""
 
 
 class Divergence:
@@ -23,11 +23,12 @@ class Divergence:
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_MOST)
         self.usual = 0.0
-        """Median norm of the steps before the delay, which follows slowly; 0 as long as it is not known."""
+        """The usual gradient norm: at first the median of the synchronous steps, later slowly adapted; 0 while unknown.
+        """
         self._above = 0
 
     def learn(self, norm: float) -> None:
-        """Note a norm that is as it should be."""
+        """Record a norm from a step that counts as healthy."""
         if math.isfinite(norm) and norm > 0:
             self._norms.append(norm)
 
@@ -35,7 +36,7 @@ class Divergence:
         return {"norms": list(self._norms), "usual": self.usual, "above": self._above}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore the state that `state` returned."""
         self._norms = deque(state["norms"], _MOST)
         self.usual, self._above = state["usual"], state["above"]
 

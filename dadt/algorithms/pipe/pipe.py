@@ -1,4 +1,4 @@
-"""Pipe-SGD (arXiv:1811.03619): gradients are averaged one step late, behind the next step's compute."""
+"""Pipe-SGD (arXiv:1811.03619): gradients are averaged while the next step computes, and applied one step late."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
     from dadt.train.attachment import Attachment
 
 _PARTS, _PATIENCE = 4, 12
-"""Points that each change of what is trained adds, where each step takes one away; and how many end late steps."""
+"""Points that each change of the set of trained parameters adds (each step subtracts one), and the points at which
+training falls back to synchronous steps."""
 _UNREAD = 3
-"""Most norms of a GPU that may be unread, as it may not have computed them; the host waits for older ones."""
+"""Largest number of norms not yet read from a GPU, which may still be computing them; for older ones the host waits."""
 _BLOWN_UP, _BARRED, _CHANGED = 1.0, 2.0, 3.0
-"""What a rank reports to the others: late gradients have grown too much; weights cannot be predicted; the script
-changes those that are."""
+"""Alarms that a rank sends to the other ranks: late gradients have grown too much; weights cannot be predicted; the
+script changes predicted weights."""
 
 
 class Pipe(Algorithm):
     """w(t+1) = optimizer(w(t), mean of g(t-1)), where g(t) was computed at predicted weights.
 
-    The first `warmup_steps` steps are synchronous. The step after them launches its exchange and applies nothing (not
-    zeros: momentum, decay and counters stand still). From then on each step applies what the step before has launched.
-    The last gradient of the training is averaged and dropped, on all ranks.
+    The first `warmup_steps` steps are synchronous. The next step starts its exchange and applies nothing, not even zero
+    gradients, so momentum, decay and step counters stay unchanged. Each later step applies the exchange that the step
+    before started. The last exchange of the training is dropped on all ranks.
 
-    Once it is late, each rank watches the averages' norm. One that sees it blow up says so in the lane of its next
-    exchange; when that exchange is applied, all ranks go back to synchronous steps, for good.
+    During late steps each rank watches the norm of the averaged gradients. A rank that sees it diverge reports this in
+    the metadata of its next exchange; when that exchange is applied, all ranks return to synchronous steps permanently.
     """
 
     survives = True
@@ -51,17 +52,19 @@ class Pipe(Algorithm):
         """The exchange that an earlier step launched, and that is not applied yet; None: there is none."""
         self._launched: Exchange | None = None
         self._before: Exchange | RestoredExchange | None = None
-        """While a step is in `before_step`: what `_pending` was before."""
+        """Value of `_pending` before the current step's `before_step` changed it; None outside of `before_step`."""
         self._missed: bool | None = None
-        """Whether others, which have averaged in the coming step, wait for this rank's gradients; None: none have."""
+        """Set if other ranks have already averaged the coming step: True if they wait for this rank's gradients, False
+        if not; otherwise None."""
         self._holds = False
         self._divergence = Divergence() if config.fall_back else None
         self._norms: deque[tuple[Later, bool]] = deque()
-        """Norms of the last averages, and whether those were late. Each is read in a later step, once it has come."""
+        """Norms of recent averages, each with whether its gradients were late. A norm is read in a later step, when it
+        is computed."""
         self._blown_up = False
         """Whether a norm that was read shows that late gradients blow up."""
         self._changes = 0
-        """Points for changes of what is trained: see _PARTS."""
+        """Points for recent changes of the trained parameters, see _PARTS."""
         self._warmed_up = False
         """Whether the result of the synchronous steps has been reported."""
         self.waits = False
@@ -83,7 +86,8 @@ class Pipe(Algorithm):
 
     @property
     def tracks(self) -> bool:
-        # From the last synchronous steps on; the steps that apply nothing must not erase what is known.
+        # Weights are tracked from the last synchronous steps on, also in steps that apply nothing: those must not erase
+        # the known history.
         a = self.attachment
         last = a.warmup_steps - a.prediction.needs <= a.step < a.warmup_steps
         first = a.step >= a.warmup_steps and a.prediction.sees_gradients
@@ -111,7 +115,7 @@ class Pipe(Algorithm):
         """Send off the gradients of this step."""
         a = self.attachment
         if self._pending is not None:
-            # Else its second half would queue behind the new exchange.
+            # Start the older exchange's second allreduce first: otherwise it would queue behind the new exchange.
             self._pending.go_on()
         exchange = a.new_exchange()
         a.close(exchange, value=self._alarm())
@@ -139,7 +143,8 @@ class Pipe(Algorithm):
         return self._pending if isinstance(self._pending, Exchange) else None
 
     def _catch_up(self, waits: bool) -> None:
-        """The step that others have taken: its gradients count in the next one, and nothing is applied."""
+        """Make a step that other ranks have already made: its gradients are applied in the next step, and nothing is
+        applied now. waits: whether the other ranks wait for this rank's gradients."""
         self._missed = None
         exchange = self.attachment.new_exchange()
         if waits:
@@ -154,7 +159,7 @@ class Pipe(Algorithm):
         self.stepped()
 
     def begin(self) -> None:
-        """The synchronous steps are over, on all ranks at the same step."""
+        """Called when the synchronous warm-up steps are over, at one step on all ranks."""
         self._warmed_up, self.waits = True, False
         self.attachment.measure.why = ""
 
@@ -165,7 +170,7 @@ class Pipe(Algorithm):
             a.ranks.say(a.measure.verdict(a.step, a.ranks.world.world_size, exchange))
 
     def step_synchronously(self, why: str) -> None:
-        """Do what `sync` does, from now on and for good."""
+        """Train synchronously, like `sync`, from now on and permanently."""
         a = self.attachment
         a.measure.why = why
         a.prediction.end()
@@ -197,7 +202,8 @@ class Pipe(Algorithm):
             self.attachment.measure.load_state(state["measured"])
         self._pending = RestoredExchange(self.attachment, state["in_flight"][-1]) if state["in_flight"] else None
         self._norms.clear()
-        before = [(state["norm"], state["late"])] if state.get("norm") is not None else []  # of an older version
+        # a checkpoint of an older DADT version
+        before = [(state["norm"], state["late"])] if state.get("norm") is not None else []
         for value, late in state.get("norms", before):
             self._norms.append((Later(torch.tensor(value, dtype=torch.float64, device="cpu")), late))
         self._changes = state.get("changes", 0)
@@ -207,7 +213,7 @@ class Pipe(Algorithm):
     def apply(self, exchange: Exchange) -> None:
         """Make this step, which has launched the exchange, a synchronous one."""
         a = self.attachment
-        # Where a closure comes late, what is in flight is older than what it has computed.
+        # If the script begins to use closures late, the exchange in flight is older than the closure's gradients.
         self._pending = None
         lanes = exchange.receive()
         self._launched = None
@@ -218,11 +224,13 @@ class Pipe(Algorithm):
             self._hold()
 
     def _step_late(self, exchange: Exchange) -> None:
-        # Launched before waiting: the wire stays busy where communication is slower than compute.
+        # The new exchange starts before the wait for the old one, so the network stays busy if communication is slower
+        # than computing.
         a = self.attachment
         oldest, self._pending = self._pending, exchange
         if a.ranks.survives and not isinstance(oldest, Exchange):
-            # No rank may be two steps ahead of another one, which could not catch up.
+            # Keeps every rank less than two steps ahead of any other: after a loss, a rank two steps behind could not
+            # catch up.
             a.ranks.wait(a.ranks.allgather(f"{exchange.name}, the first late one", b""))
         if oldest is None:
             self._launched = None
@@ -254,14 +262,16 @@ class Pipe(Algorithm):
         self.attachment.zero_gradients()
 
     def _count_changes(self, before: Exchange | RestoredExchange, latest: Exchange) -> None:
-        """All ranks train the same parameters: the lanes say so."""
+        """Count whether the trained parameters changed. All ranks train equal parameters, as their exchanged metadata
+        ensures, so all count alike."""
         self._changes = max(self._changes - 1, 0)
         if before.schema is not latest.schema or before.frozen != latest.frozen:
             old = {id(p) for p in before.parameters} - before.frozen
             self._changes += _PARTS * any(id(p) not in old | latest.frozen for p in latest.parameters)
 
     def _fall_back(self, exchange: Exchange, alarm: float) -> None:
-        """Synchronous from this very step on: with its own gradients, which are the last under way."""
+        """Train synchronously from this step on. This step's exchange, the last one under way, is received and applied
+        at once."""
         a = self.attachment
         a.measure.delayed -= 1
         a.measure.fell_back += 1
@@ -281,7 +291,7 @@ class Pipe(Algorithm):
         self.attachment.prediction.arrived(exchange.scale)
 
     def _alarm(self) -> float:
-        """Why all ranks are to go back to synchronous steps; 0: no reason is known."""
+        """Return the reason for which all ranks should return to synchronous steps; 0 if there is none."""
         blown_up, prediction = self._blows_up(), self.attachment.prediction
         if prediction.changed or prediction.barred:
             return _CHANGED if prediction.changed else _BARRED
@@ -302,7 +312,8 @@ class Pipe(Algorithm):
         value = norm.read()
         if not late:
             self._divergence.learn(value)
-        elif value - value == 0 or self.attachment.scale is None:  # else the scaler has left that step out
+        # with a GradScaler, a step with an infinite norm was skipped and does not count
+        elif value - value == 0 or self.attachment.scale is None:
             self._blown_up |= self._divergence.see(value)
 
 
@@ -316,14 +327,14 @@ _WHY = {
 
 
 def _trains(oldest: Exchange | RestoredExchange) -> bool:
-    """Whether anything of what has arrived is still trained."""
+    """Whether any parameter of the received exchange is still trained."""
     if isinstance(oldest, RestoredExchange):
         return bool(oldest.averaged_gradients())
     return any(p.requires_grad or id(p) in oldest.frozen for p in oldest.parameters)
 
 
 def _reason(alarm: float, name: str) -> str:
-    """Why ranks go back to synchronous steps."""
+    """Return the text for the user that explains why ranks return to synchronous steps."""
     if alarm == _CHANGED:
         return (
             f"the script changes weights{name} between a forward and its step, where they are predicted ones and"

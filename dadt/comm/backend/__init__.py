@@ -1,1 +1,1 @@
-"""The torch.distributed backend `dadt`."""
+"""The backend named `dadt` for torch.distributed, so that scripts can use init_process_group(backend="dadt")."""

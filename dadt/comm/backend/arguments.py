@@ -1,4 +1,5 @@
-"""The arguments that torch.distributed gives to a backend, in the form that operations take."""
+"""Converts the arguments that torch.distributed passes to a backend (nested lists of tensors, options, split sizes)
+into those of DADT's operations."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 def first(args: Any) -> torch.Tensor:
-    """The first tensor of lists of lists of them; what a rank does not give (scatter) is an empty list."""
+    """Return the first tensor in arbitrarily nested lists. Empty lists are skipped: scatter passes one on ranks that
+    contribute nothing. Raises ValueError if no tensor is found."""
     for each in args:
         if isinstance(each, torch.Tensor):
             return each
@@ -45,14 +47,16 @@ def reduction_of(opts: Any) -> str:
 
 
 def _told(op: Any) -> str:
-    """As scripts write it."""
-    # A ReduceOp, of which its members are made, has no name; some of torch's have parameters.
+    """Return the name of a reduce operation as scripts write it, such as "ReduceOp.SUM"."""
+    # ReduceOp objects have no name attribute, so the enum's members are compared; operations with parameters fall back
+    # to str().
     names = (f"ReduceOp.{name}" for name, member in ReduceOp.RedOpType.__members__.items() if op == member)
     return next(names, str(op))
 
 
 def parts(whole: torch.Tensor, part: torch.Tensor, size: int) -> Tensors:
-    """The whole's memory as one part for each rank."""
+    """Return one view of `whole`'s memory per rank, each shaped like `part`. Raises ValueError if sizes or dtypes do
+    not match."""
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
         raise ValueError(
             f"{size} ranks with {part.numel()} elements of {part.dtype} each need one tensor of"

@@ -1,4 +1,5 @@
-"""The torch.distributed backend `dadt`: its collectives and messages as operations of DADT's engine and executors."""
+"""The process group of torch.distributed's backend `dadt`: torch's calls as operations of DADT's engine and
+executors."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ from dadt.errors import CommError, StartTimeout
 from dadt.world import World
 
 CLOSE_SECONDS = 5.0
-"""Seconds that closing a group waits for operations for which the script has not waited."""
+"""Seconds that closing a process group waits for operations the script started but never waited for."""
 TAGS = 1 << 29
-"""The script's message tags are below this; tags from here on belong to messages that DADT itself sends."""
+"""Tags of scripts' messages are below this number; those from here on are reserved for DADT's own messages."""
 _EARLIER = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -40,16 +41,16 @@ _EARLIER = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
 }
-"""Earlier names of torch's collectives."""
+"""Maps new names of torch's collectives to the names that earlier versions of torch use."""
 _ProcessGroup: Any = dist.ProcessGroup
-"""Its types differ between versions of torch."""
+"""torch's ProcessGroup, typed as Any because its type annotations differ between versions of torch."""
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 _live: weakref.WeakSet[Backend] = weakref.WeakSet()
 
 
 def create(options: Any, own: Any, watch: Callable[[Abort], None]) -> Backend:
-    """For torch: one rank's side of a group that init_process_group or new_group makes. watch: is given what to call
-    when a rank of the job has ended."""
+    """Create one rank's side of a process group; torch calls this from init_process_group and new_group. watch:
+    registers a callback for the end of a rank of the job. Raises ValueError if `own` (pg_options) is set."""
     if own is not None:
         raise ValueError(f"backend dadt has no options of its own, but pg_options is {own!r}; leave it out")
     members = list(options.global_ranks_in_group)
@@ -62,15 +63,15 @@ def create(options: Any, own: Any, watch: Callable[[Abort], None]) -> Backend:
 
 
 def _lose(reason: str, lost: bool) -> None:
-    """A rank has ended: nobody shall wait for it."""
+    """Called when a rank has ended: fail all open process groups, so that no operation waits for it."""
     for group in list(_live):
         group.lose(reason)
 
 
 def _end() -> None:
-    """Close what the script has left open, while Python still works."""
+    """Close the process groups that the script left open. Runs at exit, while the interpreter still works."""
     failed = isinstance(getattr(sys, "last_value", None), BaseException)
-    with ExitStack() as stack:  # each, whatever becomes of the others
+    with ExitStack() as stack:  # the stack closes every group even if closing one raises
         for group in list(_live):
             stack.callback(group.shutdown)
             if failed:
@@ -78,7 +79,7 @@ def _end() -> None:
 
 
 def _verb(method: _Verb) -> _Verb:
-    """Tensors of a GPU go to NCCL's verb of the same name, where each rank has a GPU."""
+    """Decorate a collective: CUDA tensors use NCCL's method of the same name if every rank has its own GPU."""
 
     @wraps(method)
     def either(self: Backend, *args: Any, **options: Any) -> Any:
@@ -91,19 +92,16 @@ def _verb(method: _Verb) -> _Verb:
 
 
 class Backend(_ProcessGroup):  # type: ignore[misc]
-    """The methods that torch.distributed calls. Ranks are those of the group; tensors come in lists, mostly of one.
-
-    All ranks make the same calls in the same order, as torch.distributed demands; a rank that makes another one is
-    told, and so are those that it meets there.
-    """
+    """The methods that torch.distributed calls. Ranks count within the group; most calls pass lists with one tensor."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, members: Sequence[int] = ()) -> None:
-        """members: its ranks, as the script counts them. Raises StartTimeout naming those that do not come in time."""
+        """members: global ranks of the group. Raises StartTimeout naming those that do not join in `timeout`
+        seconds."""
         super().__init__(rank, size)
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._limit = 0.0  # the executor's own, which is the same until the script sets another
+        self._limit = 0.0  # 0 uses the executor's timeout, which equals `timeout` until the script sets another one
         self._store = store
         apart = bool(members) and list(members) != list(range(size))
         whose = f" (ranks counted within the group of {ranks(members)})" if apart else ""
@@ -207,7 +205,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def allgather_coalesced(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> BackendWork:
-        """outputs: for each rank, one for each tensor."""
+        """outputs: one list per rank, each with one output tensor per input tensor."""
         return self._all_gather(list(zip(*outputs, strict=True)), tensors, opts)
 
     def _all_gather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> BackendWork:
@@ -227,7 +225,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         splits: Sequence[int],
         opts: Any = None,
     ) -> BackendWork:
-        """Splits: rows to and from each rank; empty: equally many."""
+        """output_splits, splits: rows received from and sent to each rank; equally many if empty."""
         outputs, tensors = rows(output, output_splits, self._size), rows(tensor, splits, self._size)
         return self._run([output], opts, [operation.all_to_all(tensors, self._size, outputs)])
 
@@ -239,7 +237,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         return self._run([], opts, [operation.barrier(self._size)])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """As every barrier of this backend, it names all ranks that have not come."""
+        """Wait until all ranks arrive. wait_all_ranks changes nothing, as errors always name every missing rank."""
         self._run([], None, [operation.barrier(self._size)]).wait(timeout)
 
     # Messages ---------------------------------------------------------------------------------------------------------
@@ -335,18 +333,18 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
     # Its life ---------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Fail everything pending and to come, here and, where the executor can, on the peers."""
+        """Fail all pending and future operations on this rank and, if the executor supports this, on its peers."""
         self._group.abort(f"rank {self._rank} has aborted the process group")
         if self._inner is not None:
             self._inner._get_backend(torch.device("cuda")).abort()
 
     def lose(self, reason: str) -> None:
-        """A rank that it may need is gone."""
+        """Fail the group's operations with `reason`, because a rank of the job has ended."""
         if not self._closed:
             self._group.abort(reason, lost=True)
 
     def shutdown(self) -> None:
-        """End the group, when what is pending is done or has had its time. Nothing in a forked child."""
+        """Close the group after at most CLOSE_SECONDS for pending operations. Does nothing in a forked child."""
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 return
@@ -354,13 +352,13 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         try:
             self._group.close(min(self._timeout, CLOSE_SECONDS))
         except CommError:
-            pass  # whoever waits for what was pending is told
+            pass  # callers that wait for the pending operations get this error themselves
         self._deliveries.close(CLOSE_SECONDS)
         if self._inner is not None:
             self._inner._get_backend(torch.device("cuda")).shutdown()
 
     def _run(self, outputs: Any, opts: Any, calls: Sequence[operation.Operation]) -> BackendWork:
-        """Start the calls, in the order that all ranks agree on."""
+        """Submit the operations, in the same order on all ranks. Return a work handle for all of them."""
         given = opts.timeout.total_seconds() if hasattr(opts, "timeout") else 0.0
         limit = given if given > 0 else self._limit
         with self._lock:
@@ -376,9 +374,9 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         return self._deliveries.add(delivery)
 
     def _nccl(self) -> Any:
-        """Made when it is first needed: by then the script has chosen its GPU.
+        """Return the group's NCCL process group, created on first use: by then the script has chosen its GPU.
 
-        As a ProcessGroup, which has the verbs that ProcessGroupNCCL itself has in C++ only.
+        Wraps ProcessGroupNCCL in a ProcessGroup, because only the wrapper exposes all collectives to Python.
         """
         with self._lock:
             if self._inner is None:
@@ -392,8 +390,8 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
 
 def _executor(workers: Sequence[int]) -> str:
-    """For the host's tensors of a group. Under `dadt run` the configuration's is that of the training, and may be
-    one for GPUs or for all ranks only; elsewhere the user has chosen it."""
+    """Return the name of the executor for the group's CPU tensors. Under `dadt run` the configured executor serves
+    training and may need GPUs or all ranks, so one for host memory is picked; elsewhere the user's choice stands."""
     asked = Config.from_env().executor
     if World.from_env().job or asked in ("auto", "nccl", "mpi", "mpicuda"):
         return executor.pick_for_host_memory(workers)[0]

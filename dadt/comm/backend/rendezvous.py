@@ -1,4 +1,5 @@
-"""Ranks of a process group find each other, and tell who waits for whom, through the store that torch hands over."""
+"""Rendezvous of a process group's ranks through the store that torch passes in; also records in which call each rank
+waits, for error texts."""
 
 from __future__ import annotations
 
@@ -21,25 +22,25 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 PAUSES = (0.001, 0.05)
-"""Seconds between looks for what other ranks put into the store: they grow from the first to the second."""
+"""Seconds between polls of the store for values of other ranks: the pause grows from the first value to the second."""
 ROLL_CALL_SECONDS = 1.0
-"""Seconds that a rank, once its own wait has timed out, gives the others to say where they are."""
+"""Seconds that a rank, after its own wait timed out, allows other ranks to report in which call they wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where the ranks of a group run."""
+    """Hosts and GPUs that the ranks of a process group use."""
 
     world: World
     """This rank's place among the group's ranks, which are numbered from 0 within the group."""
     workers: list[int]
-    """Number of the group's ranks on each host."""
+    """Number of the group's ranks on each host, as a list with one entry per host."""
     gpu_each: bool
-    """Whether every rank has a GPU of its own to use, and NCCL."""
+    """Whether NCCL is available and every rank of the group has a GPU of its own."""
 
 
 class GroupRendezvous:
-    """One rank's side. timeout: seconds within which all ranks come."""
+    """One rank's view of the rendezvous of a process group. timeout: seconds within which all ranks must join."""
 
     outdated = None
 
@@ -48,14 +49,15 @@ class GroupRendezvous:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        # A group that is made anew under the same name must not find what the one before has left.
+        # A later group of the same name must not read values that an earlier group left in the store.
         self._turn = store.add(f"turn/{rank}", 1)
 
     def look(self, what: str, waited: float) -> None:
-        """Nobody counts who waits."""
+        """Do nothing: a process group reports no waits to a launcher."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
-        """Every rank's blob, by rank; each key once. Raises StartTimeout naming the ranks that do not come."""
+        """Publish this rank's `blob` and return every rank's, ordered by rank. Each key may be used once. Raises
+        StartTimeout naming the ranks that do not join."""
         keys = [self._key(key, rank) for rank in range(self._size)]
         self._store.set(keys[self._rank], blob)  # type: ignore[arg-type]  # takes bytes, too
 
@@ -66,10 +68,11 @@ class GroupRendezvous:
         return [self._store.get(each) for each in keys]
 
     def _await(self, keys: Sequence[str], blame: Callable[[Sequence[str]], str]) -> None:
-        """blame: says of missing keys what has not happened."""
+        """Wait until all keys are in the store. blame: describes the missing keys for the error text. Raises
+        StartTimeout."""
         deadline = time.monotonic() + self._timeout
         pause = PAUSES[0]
-        # By looking: the store's own wait prints a warning whenever its time is over.
+        # Polls, because the store's own wait() prints a warning whenever it times out.
         while not self._store.check(list(keys)):
             if time.monotonic() >= deadline:
                 missing = [each for each in keys if not self._store.check([each])]
@@ -79,21 +82,21 @@ class GroupRendezvous:
 
     @property
     def secret(self) -> bytes:
-        """Always empty: whoever can reach the script's store counts as a rank of the group."""
+        """Always empty: every process that can reach the script's own store counts as a rank of the group."""
         return b""
 
     def put(self, key: str, blob: bytes) -> None:
-        """Give a value to whichever rank asks for the key."""
+        """Publish a value under `key`; any rank may read the value with get()."""
         self._store.set(self._key(f"put/{key}", 0), blob)  # type: ignore[arg-type]  # takes bytes, too
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values that some ranks have put there, or will put there. Raises StartTimeout."""
+        """Wait for the values that any ranks publish with put() under `keys`, and return them. Raises StartTimeout."""
         put = [self._key(f"put/{key}", 0) for key in keys]
         self._await(put, lambda missing: f"no rank did its part for {missing[0]!r}")
         return [self._store.get(each) for each in put]
 
     def look_around(self) -> Surroundings:
-        """The machines of the ranks, as the ranks themselves see them."""
+        """Find out on which machines and GPUs the group's ranks run, from what each rank reports about itself."""
         own, server = _ends(self._store)
         gpus = machine.gpus() if dist.is_nccl_available() and torch.cuda.is_available() else []
         mine = {"machine": store_client.machine_id(), "own": own, "store": server, "gpus": gpus}
@@ -111,22 +114,23 @@ class GroupRendezvous:
         )
 
     def wait_in(self, call: int) -> None:
-        """Tell the other ranks that this rank waits in its call number `call`."""
+        """Publish that this rank waits in its call number `call`, so that other ranks can name the missing ranks in
+        errors."""
         try:
             self._store.set(self._key("waits", self._rank), str(call))
         except RuntimeError:
-            pass  # the store is gone with the rank that serves it; who waits learns that from the executor
+            pass  # the store ended with the rank that serves it; ranks that wait get that error from the executor
 
     def absent(self, call: int) -> list[int]:
-        """The ranks that have not reported, within ROLL_CALL_SECONDS, that they wait in this call or a later one; none
-        if the store is gone."""
+        """Return the ranks that have not reported, within ROLL_CALL_SECONDS, a wait in call number `call` or a later
+        one. Empty if the store is unreachable."""
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         pause = PAUSES[0]
         try:
             while (missing := [r for r in range(self._size) if self._last(r) < call]) and time.monotonic() < deadline:
                 time.sleep(pause)
                 pause = min(2 * pause, PAUSES[1])
-        except RuntimeError:  # the store is gone, and with it the rank that serves it
+        except RuntimeError:  # the store ended, with the rank that serves it
             return []
         return missing
 
@@ -143,7 +147,8 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 def _ends(c10d: Any) -> tuple[str, str]:
-    """The addresses of this host and of the store's host on the way between them; empty if the store is a file."""
+    """Return two addresses: this host's on the route to the store, and that of the store's host. The second is empty if
+    the store is a file."""
     while hasattr(c10d, "underlying_store"):
         c10d = c10d.underlying_store
     if not hasattr(c10d, "host"):
@@ -152,9 +157,10 @@ def _ends(c10d: Any) -> tuple[str, str]:
 
 
 def _address(everyone: Sequence[dict[str, str]], rank: int) -> str:
-    """The address at which other hosts reach this rank's host."""
+    """Return the address at which other hosts reach this rank's host."""
     own = everyone[rank]["own"]
     if own and not ipaddress.ip_address(own).is_loopback:
         return own
-    # The store's own host, which may name itself by its loopback: others know it by another name.
+    # This is the store's host, which may know itself only by its loopback address; other hosts connected to it under a
+    # usable one.
     return next((each["store"] for each in everyone if each["machine"] != everyone[rank]["machine"]), own)

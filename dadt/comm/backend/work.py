@@ -1,4 +1,4 @@
-"""The handles that torch.distributed gives out for operations under way, and who completes their futures."""
+"""Work handles that the process group returns to torch.distributed, and the thread that completes their futures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from dadt.comm.waiters import Waiters
 from dadt.errors import CommError, CommTimeout
 
 PATIENCE = 1.0
-"""Seconds after which a rank that waits says in which operation, so that others know who is missing."""
+"""Seconds of waiting after which a rank publishes in which call it waits, so that error texts can name the missing
+ranks."""
 LONG = 1e8
-"""Seconds: the executor's own deadline ends a wait."""
+"""Seconds that stand for "no limit": the executor's own deadline ends a wait earlier."""
 
 
 class Waitable(Protocol):
-    """A verb (group.Pending) or a message (base.P2PWork)."""
+    """An operation that can be waited for: a collective (ordered.Pending) or a message (base.P2PWork)."""
 
     @property
     def done(self) -> bool: ...
@@ -31,11 +32,11 @@ class Waitable(Protocol):
 
 
 Transfer = tuple[Waitable, "Callable[[], object] | None"]
-"""An operation to wait for, and the function that puts its result where the caller wants it."""
+"""An operation to wait for, and the function that copies its result to the caller's tensor (None: nothing to copy)."""
 
 
 class BackendWork(Work):
-    """torch's Work: one call of a collective, or one message. Any thread may wait."""
+    """torch's Work for one call of a collective, or for one message. Any thread may wait for it."""
 
     def __init__(
         self,
@@ -46,7 +47,8 @@ class BackendWork(Work):
         outputs: list[Any],
         limit: float,
     ) -> None:
-        """number: which call of the group this is, 0 for a message. limit: seconds; not above 0: the executor's."""
+        """number: sequence number of the group's call, 0 for a message. limit: seconds to wait; 0 or less leaves the
+        limit to the executor."""
         super().__init__()
         self._owner = owner
         self._what = what
@@ -54,21 +56,23 @@ class BackendWork(Work):
         self._parcels = list(parcels)
         self._outputs = outputs
         self._limit = limit
-        self._lock = threading.RLock()  # what hangs on the future may ask for this one again
+        self._lock = threading.RLock()  # reentrant: callbacks of the future may use this work handle again
         self._settled = False
         self._error: BaseException | None = None
         self._future: Future[Any] | None = None
 
     @classmethod
     def of(cls, owner: PendingWorks, several: Sequence[BackendWork], limit: float) -> BackendWork:
-        """One work that is done when all of `several` are. limit: seconds, as for `wait`."""
+        """Return one work handle that is done when all works in `several` are. limit: seconds to wait; 0 or less leaves
+        the limit to the executor."""
         parcels = [parcel for each in several for parcel in each._parcels]
         outputs = [output for each in several for output in each._outputs]
         number = max((each._number for each in several), default=0)
         return owner.add(cls(owner, "coalesced operations", number, parcels, outputs, limit))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are there. Raises DistBackendError, which names the ranks that have not come."""
+        """Wait until the results are in the output tensors. Raises DistBackendError, whose text names the ranks that
+        are missing."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         with self._lock:
             self._settle(seconds if seconds > 0 else self._limit)
@@ -99,13 +103,14 @@ class BackendWork(Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """The rank that sent the received tensor."""
+        """Return the rank that sent the received tensor."""
         return int(self._parcels[0][0].source)  # type: ignore[attr-defined]
 
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """A future of the list of results. It completes without anybody waiting, at once if the results are there."""
+        """Return a future of the list of results. A background thread completes the future, or this call does if the
+        results are ready."""
         with self._lock:
             if self._future is None:
                 self._future = Future()
@@ -116,7 +121,7 @@ class BackendWork(Work):
             return self._future
 
     def complete(self) -> None:
-        """Wait, and with that complete the future."""
+        """Wait for the operation, then complete its future with the results or the error."""
         try:
             self.wait()
         except Exception as error:  # noqa: BLE001 (it is raised where the future is waited for)
@@ -124,7 +129,8 @@ class BackendWork(Work):
                 self._fulfil(error)
 
     def _fulfil(self, error: BaseException | None) -> None:
-        """Complete the future if there is one and it is not complete yet. The caller holds the lock."""
+        """Complete the future with the results or `error`, unless it is complete or was never requested. The caller
+        holds the lock."""
         if self._future is None or self._future.done():
             return
         if error is not None:
@@ -133,8 +139,8 @@ class BackendWork(Work):
             self._future.set_result(self._outputs)
 
     def _settle(self, limit: float) -> None:
-        """Deliver the results once the transfers are done, or keep their error. The caller holds the lock. limit:
-        seconds to wait; 0 or less: no limit."""
+        """Wait for the transfers and copy their results to the outputs, or store their error. The caller holds the
+        lock. limit: seconds to wait; 0 or less: no limit."""
         if self._settled:
             return
         deadline = time.monotonic() + (limit if limit > 0 else LONG)
@@ -147,7 +153,7 @@ class BackendWork(Work):
             failure = dist.DistBackendError(f"dadt: {self._what}: {self._owner.explained(error, self._number)}")
             failure.__cause__ = error
             if isinstance(error, CommTimeout) and not all(waitable.done for waitable, _ in self._parcels):
-                raise failure from error  # the caller's patience is over; the operation still runs
+                raise failure from error  # only this wait has timed out; the operation itself still runs
             self._error = failure
         except Exception as error:  # noqa: BLE001 (it is raised where this one is waited for, whoever looks first)
             self._error = error
@@ -161,7 +167,9 @@ class BackendWork(Work):
                 waitable.wait(min(PATIENCE, left / 2))
                 return
             except CommTimeout:
-                if waitable.done:  # it has ended just now, or has failed by itself, which is raised again
+                # either the operation has finished just now, or its own deadline failed it: wait(0) raises the stored
+                # error
+                if waitable.done:
                     waitable.wait(0.0)
                     return
             self._owner.announce(self._number)
@@ -170,17 +178,19 @@ class BackendWork(Work):
 
 
 class PendingWorks:
-    """All that is under way in one group, whether somebody waits for it or not."""
+    """All unfinished operations of one process group, whether or not a caller waits for them."""
 
     def __init__(self, meeting: GroupRendezvous, whose: str) -> None:
-        """whose: behind an error, whose ranks it names; empty where there is nothing to say."""
+        """whose: appended to error texts that name ranks, to say how the ranks are counted; empty if the group spans
+        the whole job."""
         self._meeting = meeting
         self._whose = whose
         self._flying: set[BackendWork] = set()
         self._waiters = Waiters("dadt-futures")
 
     def add(self, delivery: BackendWork) -> BackendWork:
-        """Keep the work, and the memory that it reads and writes, alive until it is done."""
+        """Keep the work handle and the tensors it reads and writes alive until the operation is done. Returns the
+        handle."""
         self._flying.add(delivery)
         for each in list(self._flying):
             each.is_completed()
@@ -190,15 +200,16 @@ class PendingWorks:
         self._flying.discard(delivery)
 
     def complete_later(self, delivery: BackendWork) -> None:
-        """Complete the work's future in a Python thread of its own: that needs the GIL, which the core's threads never
-        take, and a callback of one future may wait for another future."""
+        """Complete the work's future in a separate Python thread. The C++ core's threads never take the GIL, and the
+        callback of one future may wait for another future."""
         self._waiters.run(delivery.complete)
 
     def announce(self, number: int) -> None:
         self._meeting.wait_in(number)
 
     def explained(self, error: CommError, number: int) -> str:
-        """The error with the ranks that have not come, if the executor did not know them."""
+        """Return the error's text, extended by the ranks that are missing from call `number` if the executor did not
+        name any."""
         text = str(error)
         if number and "rank" not in text:
             self.announce(number)
@@ -207,5 +218,5 @@ class PendingWorks:
         return text + self._whose if "rank" in text else text
 
     def close(self, timeout: float) -> None:
-        """End the threads, once the group is closed: nothing is pending then."""
+        """End the threads that complete futures; call after the group is closed, when no operation is pending."""
         self._waiters.close(timeout)

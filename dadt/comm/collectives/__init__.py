@@ -1,1 +1,1 @@
-"""Operations on tensors: ordered, by name, over sets of ranks."""
+"""Collective operations on tensors: in program order, by name in any order, and within process sets."""

@@ -1,4 +1,5 @@
-"""Named tensors: verbs in any order from any thread, brought into one order on all ranks and fused."""
+"""Collectives on named tensors: ranks submit them in any order from any thread; rank 0 negotiates one order for all
+ranks, and small ones are fused."""
 
 from __future__ import annotations
 
@@ -40,15 +41,16 @@ _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 6),
-    (socket.TCP_USER_TIMEOUT, 40_000),  # the others do not count while something is on its way
+    # milliseconds; keepalive probes are not sent while data is unacknowledged, so this limit covers that case
+    (socket.TCP_USER_TIMEOUT, 40_000),
 )
-"""Options by which TCP notices within 40 s that a host is gone."""
+"""TCP options that detect the loss of a peer's host within 40 s."""
 
 
 class Named:
-    """One rank's named tensors. Any thread.
+    """One rank's collectives on named tensors. Methods may be called from any thread.
 
-    An error of one tensor is that tensor's; any other sticks, and reaches all ranks.
+    An error of one tensor fails this tensor only; any other error is permanent and reaches all ranks.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class Named:
         meet: Meet,
         dump: Callable[[], None] | None = None,
     ) -> None:
-        """Connect to all ranks. The connection's engine gets no other user. Raises StartTimeout, CommError.
+        """Connect to all ranks. The connection's engine must have no other user. Raises StartTimeout or CommError.
 
-        dump: has all ranks' stacks put into files; else each rank prints its own where a tensor stalls.
+        dump: called when a tensor stalls, to write the stacks of all ranks to files; if None, each rank prints its own
+        stacks.
         """
         self.rank = world.rank
         self.size = world.world_size
@@ -86,7 +89,7 @@ class Named:
         )
         self._kept = KeepAlive(self._has_failed)
         _open.add(self)
-        # A daemon: it must not keep a process from ending that does not close us.
+        # A daemon thread, so that a process that never calls close() can still exit.
         self._watch = threading.Thread(target=self._listen, name="dadt-stalls", daemon=True)
         self._watch.start()
 
@@ -99,9 +102,10 @@ class Named:
         return self._connection.mail
 
     def submit(self, call: Operation, name: str, group: str = "", group_size: int = 0) -> Pending:
-        """Start the verb on all ranks that submit this name; does not block.
+        """Start the operation once all ranks have submitted this name; does not block.
 
-        group: its group_size members are run together, or fail together. ValueError if the name is pending here.
+        group: name of a set of group_size tensors that run together or fail together. Raises ValueError if the name is
+        already pending on this rank.
         """
         if call.kind == "allreduce":
             assert call.layout is not None
@@ -119,8 +123,8 @@ class Named:
         return Pending(ticket, call)
 
     def join(self) -> _core.Ticket:
-        """This rank submits no more: it adds nothing to the others' allreduces until all have joined. Its ticket is
-        done then, and tells who was the last."""
+        """Announce that this rank submits no more tensors; from then on it adds nothing to the allreduces of other
+        ranks, until all have joined. The returned ticket is done then, and names the rank that joined last."""
         return self._negotiation.join()
 
     def set_step(self, step: int) -> None:
@@ -128,13 +132,15 @@ class Named:
         self._negotiation.set_step(step)
 
     def abort(self, reason: str, lost: bool = False) -> None:
-        """Fail everything pending and to come, on all ranks. lost: since one of them is. Any thread."""
+        """Fail all pending and future operations on all ranks, with this reason. lost: whether the reason is a lost
+        rank. May be called from any thread."""
         self._negotiation.abort(reason, lost)
         if lost:
             self._connection.abort(reason, lost)
 
     def close(self, timeout: float) -> None:
-        """Wait for what is pending, then end. Raises CommTimeout if that took longer."""
+        """Wait for pending operations, then close the connections. Raises CommTimeout if that takes longer than
+        `timeout` seconds."""
         deadline = time.monotonic() + timeout
         with ExitStack() as stack:
             stack.callback(self._kept.close)
@@ -148,7 +154,8 @@ class Named:
         return self._negotiation.error is not None or self._connection.failed
 
     def _listen(self) -> None:
-        """The watching thread: prints which tensors rank 0 finds stalled, and follows rank 0's orders."""
+        """Body of the watch thread: prints which tensors rank 0 reports as stalled, and dumps stacks when rank 0 orders
+        it."""
         while (notices := self._negotiation.notices(3600.0)) is not None:
             for notice in notices:
                 if notice.stall is not None:
@@ -157,7 +164,8 @@ class Named:
                     _dump(self.rank)
 
     def _tell(self, stall: _core.Stall) -> None:
-        """Act on a stalled tensor as `--on-stall` says, then print it: whoever reads the output may be gone."""
+        """Handle a stalled tensor as `--on-stall` says. Printing comes after the orders to other ranks, since writing
+        fails if the reader of the output is gone."""
         text = describe(stall)
         if self._on_stall == "abort":
             self._negotiation.abort(text)
@@ -169,7 +177,8 @@ class Named:
 
 
 def describe(stall: _core.Stall) -> str:
-    """The text on who has submitted the tensor and who has not, with their last steps."""
+    """Return the text that names the stalled tensor, the ranks that have submitted it and the missing ranks, with their
+    last steps."""
     have, lack = (
         ", ".join(f"rank {r} (step {stall.steps[r]})" for r in ranks) for ranks in (stall.submitted, stall.missing)
     )
@@ -193,7 +202,8 @@ def _say(text: str) -> None:
 
 
 def _connect(world: World, meet: Meet, timeout: float) -> list[int]:
-    """Descriptors of connections: on rank 0 to each rank (its own: -1), elsewhere to rank 0."""
+    """Connect all ranks to rank 0. Returns socket descriptors: on rank 0 one per rank (-1 for itself), elsewhere only
+    the one to rank 0."""
     if world.world_size == 1:
         return []
     deadline = time.monotonic() + timeout
@@ -207,7 +217,8 @@ def _connect(world: World, meet: Meet, timeout: float) -> list[int]:
 
 
 def _listener(world: World) -> socket.socket:
-    """Within a host at an abstract address: nothing is left behind, and no other host can come."""
+    """Return a listening socket. If all ranks share a host, it has an abstract Unix address: no file remains, and other
+    hosts cannot connect."""
     if world.local_size == world.world_size:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(f"\0dadt-{secrets.token_hex(16)}")
@@ -243,7 +254,8 @@ def _call(offer: bytes, rank: int, deadline: float) -> int:
 
 
 def _accept(listener: socket.socket, token: bytes, world_size: int, deadline: float, timeout: float) -> list[int]:
-    """One connection of each rank. Whoever does not know the token is dropped."""
+    """Accept one connection from each rank. Connections that do not send the token are closed. Raises StartTimeout
+    naming the missing ranks."""
     ranks: list[socket.socket | None] = [None] * world_size
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector, ExitStack() as at_end:
@@ -252,7 +264,8 @@ def _accept(listener: socket.socket, token: bytes, world_size: int, deadline: fl
             selector.unregister(connection)
             connection.close()
 
-        # As many more than strangers may have as there are ranks: those all come at once.
+        # The limit on unproved connections grows by the number of ranks, since all ranks may connect at the same
+        # moment.
         entrance = Entrance(listener, drop, MOST_UNPROVED + world_size)
         at_end.callback(entrance.close)
         selector.register(listener, selectors.EVENT_READ)
@@ -269,7 +282,7 @@ def _accept(listener: socket.socket, token: bytes, world_size: int, deadline: fl
                 caller = key.fileobj
                 assert isinstance(caller, socket.socket)
                 if caller.fileno() < 0 or (rank := _greeted(caller, key.data, token, ranks)) is None:
-                    continue  # dropped in this turn, or not all is said yet
+                    continue  # the connection was closed in this loop already, or the greeting is incomplete
                 entrance.settle(caller)
                 if rank:
                     selector.unregister(caller)
@@ -283,7 +296,8 @@ def _accept(listener: socket.socket, token: bytes, world_size: int, deadline: fl
 def _greeted(
     connection: socket.socket, said: bytearray, token: bytes, ranks: Sequence[socket.socket | None]
 ) -> int | None:
-    """The rank that calls; 0: none of ours; None: not all is said yet."""
+    """Read a caller's greeting (token and rank). Returns the rank, 0 if the caller is no rank of this job, None if the
+    greeting is incomplete."""
     try:
         more = connection.recv(_GREETING_BYTES - len(said))
     except BlockingIOError:
@@ -312,7 +326,8 @@ _open: weakref.WeakSet[Named] = weakref.WeakSet()
 
 
 def _forsake_all() -> None:
-    """Drop the connections in a forked child, which would else hide its parent's end from the peers."""
+    """Close the inherited connections in a forked child: while the child holds them open, peers would not notice the
+    parent's end."""
     for named in list(_open):
         named._negotiation.forsake()
 

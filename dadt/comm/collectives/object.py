@@ -1,8 +1,8 @@
-"""Bytes and objects of Python's between ranks.
+"""Exchanges bytes and Python objects between ranks.
 
-Objects are pickled, since a script may send whatever it has; whoever sends a pickle runs code where it is read. So they
-travel only on the connection of a process set, whose ranks have proved the job's secret to each other before its first
-use, and no training goes this way: what its ranks tell each other is plain.
+Objects are pickled, since a script may send any type; reading a pickle runs code that the sender chose. Pickles
+therefore travel only within a process set whose ranks have proved to each other that they know the job's secret.
+Training itself sends no pickles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def gather_bytes(among: ProcessSet, data: bytes, name: str) -> list[bytes]:
-    """Every rank's bytes, of any lengths, by rank of the set."""
+    """Return every rank's bytes, ordered by rank within the set. Lengths may differ."""
     mine = _bytes(data)
     call = Operation("all_gather", "all_gather bytes", "exchange", keep=[mine])
     call.sends = [(mine.data_ptr(), len(data))] * among.size
@@ -30,7 +30,7 @@ def gather_bytes(among: ProcessSet, data: bytes, name: str) -> list[bytes]:
 
 
 def broadcast_bytes(among: ProcessSet, data: bytes, root: int, name: str) -> bytes:
-    """The bytes of the root (its number within the set), of any length."""
+    """Return the root's bytes on all ranks. root: the root's number within the set. Other ranks' `data` is ignored."""
     mine = _bytes(data if among.rank == root else b"")
     call = Operation("broadcast", f"broadcast of bytes from rank {root}", "exchange", keep=[mine])
     call.sends = [(mine.data_ptr(), mine.numel()) if among.rank == root else (0, 0)] * among.size
@@ -40,7 +40,8 @@ def broadcast_bytes(among: ProcessSet, data: bytes, root: int, name: str) -> byt
 
 
 def broadcast_object(among: ProcessSet, value: Any, root: int, name: str) -> Any:
-    """The root's object on all ranks."""
+    """Return the root's object on all ranks. Raises DadtError if the set's ranks have no secret to prove, or if the
+    root cannot pickle the object."""
     _check(among)
     data, error = _dumped(value) if among.rank == root else (b"", None)
     received = broadcast_bytes(among, data, root, name)
@@ -50,7 +51,8 @@ def broadcast_object(among: ProcessSet, value: Any, root: int, name: str) -> Any
 
 
 def allgather_object(among: ProcessSet, value: Any, name: str) -> list[Any]:
-    """Every rank's object, by rank of the set."""
+    """Return every rank's object, ordered by rank within the set. Raises DadtError if the set's ranks have no secret,
+    or if a rank cannot pickle its object."""
     _check(among)
     mine, error = _dumped(value)
     every = gather_bytes(among, mine, name)
@@ -60,7 +62,8 @@ def allgather_object(among: ProcessSet, value: Any, name: str) -> list[Any]:
 
 
 def _dumped(value: Any) -> tuple[bytes, Exception | None]:
-    """No bytes for what cannot be pickled, so that the other ranks do not wait in vain."""
+    """Pickle the value. If that fails, returns empty bytes and the error: the rank then still takes part in the
+    collective, so the others do not wait in vain."""
     import cloudpickle  # type: ignore[import-untyped]
 
     try:
@@ -76,7 +79,7 @@ def _loaded(data: bytes, rank: int) -> Any:
 
 
 def _check(among: ProcessSet) -> None:
-    """Raises DadtError where the ranks had no secret to prove."""
+    """Raise DadtError if the ranks of the set had no secret to prove to each other."""
     if not among.proved:
         raise DadtError(
             "objects travel as pickles, which run code where they are read, and the ranks of this job met without a "

@@ -1,4 +1,4 @@
-"""Collectives on tensors of any dtype, memory layout and device, each as one operation of the core."""
+"""Prepares collectives on tensors of any dtype, memory layout and device, each as one operation of the C++ core."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 _BOOL = {"sum": "max", "max": "max", "min": "min", "product": "min"}
-"""Reductions of bools, as bytes: a sum is a logical or, a product an and."""
+"""Reductions that stand in for those of bools, which travel as bytes: max for a sum, min for a product."""
 
 Piece = tuple[int, int]
-"""A range of memory: its address, and its length in bytes."""
+"""A range of memory: its address and its length in bytes."""
 
 
 class Work(Protocol):
-    """An operation under way: the engine's own, or that of a named tensor."""
+    """An operation in progress: either the engine's own work or the ticket of a named tensor."""
 
     @property
     def done(self) -> bool: ...
@@ -39,13 +39,14 @@ class Work(Protocol):
 
 @dataclass(slots=True)
 class Operation:
-    """One verb, ready to be submitted. What is in `keep` must live, and inputs stay as they are, until it is done."""
+    """One collective operation, ready to submit. Tensors in `keep` must stay alive, and inputs unchanged, until the
+    operation is done."""
 
     verb: str
     signature: str
-    """The text that must be equal on every rank."""
+    """Text that describes the operation and must be equal on every rank."""
     kind: str
-    """allreduce | broadcast | exchange, as of the engine."""
+    """Kind of engine operation that carries it out: "allreduce", "broadcast" or "exchange"."""
     layout: _core.Layout | None = None
     inputs: Sequence[int] = ()
     outputs: Sequence[int] = ()
@@ -54,7 +55,7 @@ class Operation:
     sends: Sequence[Piece] = ()
     receives: Sequence[Piece] | None = None
     finish: Callable[[Work], Any] = lambda work: None
-    """Called once after the work is done: brings the result to where the caller wants it."""
+    """Called once after the operation is done: copies the result to the caller's tensors, or returns it."""
     keep: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -62,7 +63,8 @@ class Operation:
 
 
 def all_reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, size: int) -> Operation:
-    """output (as tensor; may be it) becomes the reduction over `size` ranks. Raises TypeError, ValueError."""
+    """Prepare the reduction of `tensor` over `size` ranks into `output`, which has its dtype and shape and may be
+    `tensor` itself. Raises TypeError or ValueError."""
     _check_reduction(reduction, tensor.dtype)
     signature = f"all_reduce {reduction} {_describe(tensor)}"
     if _is_folded(reduction, tensor.dtype):
@@ -76,7 +78,7 @@ def all_reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, size:
 
 
 def all_reduce_together(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], reduction: str) -> Operation:
-    """Like all_reduce for tensors of one dtype, in one operation. Raises TypeError, ValueError."""
+    """Prepare one operation that reduces several tensors of one dtype. Raises TypeError or ValueError."""
     _check_same_dtype("all_reduce", tensors)
     _check_reduction(reduction, tensors[0].dtype)
     shapes = zlib.crc32(repr([tuple(t.shape) for t in tensors]).encode())
@@ -94,7 +96,8 @@ def all_reduce_together(tensors: Sequence[torch.Tensor], outputs: Sequence[torch
 
 
 def reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, root: int, rank: int, size: int) -> Operation:
-    """Like all_reduce, on the root only; elsewhere output is left alone."""
+    """Prepare the reduction of `tensor` over all ranks into the root's `output`; on other ranks output stays unchanged.
+    Raises TypeError or ValueError."""
     _check_reduction(reduction, tensor.dtype)
     _check_root(root, size)
     signature = f"reduce {reduction} to rank {root} {_describe(tensor)}"
@@ -111,7 +114,8 @@ def reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, root: int
 def reduce_scatter(
     tensors: Sequence[torch.Tensor], output: torch.Tensor, reduction: str, rank: int, size: int
 ) -> Operation:
-    """tensors: one for each rank, the same shapes on all ranks; output becomes the reduction of the rank's own."""
+    """Prepare a reduce-scatter. tensors: one per rank, with the same shapes on all ranks. output becomes the reduction
+    of all ranks' tensors[rank]. Raises TypeError or ValueError."""
     if len(tensors) != size:
         raise ValueError(f"reduce_scatter: {len(tensors)} tensors for {size} ranks; give one for each")
     _check_same_dtype("reduce_scatter", [*tensors, output])
@@ -130,7 +134,7 @@ def reduce_scatter(
 
 
 def broadcast(tensor: torch.Tensor, root: int, rank: int, size: int) -> Operation:
-    """The root's tensor overwrites the others'."""
+    """Prepare a broadcast, which overwrites the tensor on all ranks with the root's values. Raises ValueError."""
     _check_root(root, size)
     host = host_copy(tensor) if rank == root else host_target(tensor)
     call = Operation(
@@ -144,20 +148,23 @@ def broadcast(tensor: torch.Tensor, root: int, rank: int, size: int) -> Operatio
 
 
 def all_gather(tensor: torch.Tensor, size: int, outputs: Sequence[torch.Tensor] | None = None) -> Operation:
-    """Every rank's tensor, by rank: into outputs, or as a list of new tensors that may differ in their first size."""
+    """Prepare an all-gather of every rank's tensor, ordered by rank: into `outputs`, or as a list of new tensors whose
+    first dimensions may differ."""
     return _gather_call("all_gather", tensor, range(size), size, outputs, receiving=True)
 
 
 def gather(
     tensor: torch.Tensor, root: int, rank: int, size: int, outputs: Sequence[torch.Tensor] | None = None
 ) -> Operation:
-    """Like all_gather, on the root only; elsewhere the result is None."""
+    """Prepare a gather of every rank's tensor on the root, into `outputs` or as a list of new tensors. On other ranks
+    the result is None."""
     _check_root(root, size)
     return _gather_call(f"gather to rank {root}", tensor, [root], size, outputs, receiving=rank == root)
 
 
 def scatter(output: torch.Tensor, tensors: Sequence[torch.Tensor] | None, root: int, rank: int, size: int) -> Operation:
-    """output becomes this rank's of the root's tensors (one for each rank)."""
+    """Prepare a scatter: `output` receives tensors[rank] of the root's tensors, of which there is one per rank. Raises
+    ValueError if their number is wrong."""
     _check_root(root, size)
     pieces: Sequence[torch.Tensor] = ()
     if rank == root:
@@ -176,14 +183,15 @@ def scatter(output: torch.Tensor, tensors: Sequence[torch.Tensor] | None, root: 
 
 
 def all_to_all(tensors: Sequence[torch.Tensor], size: int, outputs: Sequence[torch.Tensor] | None = None) -> Operation:
-    """tensors[r] goes to rank r; what comes from each, by rank: into outputs, or as a list of new tensors."""
+    """Prepare an all-to-all: tensors[r] goes to rank r. What each rank sends arrives in `outputs`, or as a list of new
+    tensors, ordered by rank."""
     if len(tensors) != size or (outputs is not None and len(outputs) != size):
         raise ValueError(
             f"all_to_all: {size} ranks need so many tensors, empty ones included; there are {len(tensors)}"
         )
     _check_same_dtype("all_to_all", [*tensors, *(outputs or ())])
     hosts = [host_copy(t) for t in tensors]
-    # With given outputs only the bytes count, as in torch.distributed.
+    # If outputs are given, only their sizes in bytes have to match, as in torch.distributed.
     like = tensors[0] if outputs is not None else _alike("all_to_all", tensors)
     signature = f"all_to_all {_name(like.dtype)}" + (f" {_rows(like)}" if outputs is None else "")
     call = Operation("all_to_all", signature, "exchange", keep=hosts)
@@ -193,7 +201,7 @@ def all_to_all(tensors: Sequence[torch.Tensor], size: int, outputs: Sequence[tor
 
 
 def barrier(size: int) -> Operation:
-    """Wait until all ranks have come; moves no bytes."""
+    """Prepare a barrier, which ends when all ranks have reached it. It moves no bytes."""
     return Operation("barrier", "barrier", "exchange", sends=[(0, 0)] * size, receives=[(0, 0)] * size)
 
 
@@ -201,7 +209,7 @@ def barrier(size: int) -> Operation:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values, contiguous in host memory: its own memory if they already are."""
+    """Return the tensor's values, contiguous in host memory; no copy if they are. Raises TypeError if sparse."""
     if tensor.layout != torch.strided:
         raise TypeError(f"the tensor is {tensor.layout}: give a dense one, or see coo_all_reduce")
     detached = tensor.detach().resolve_conj().resolve_neg()
@@ -212,7 +220,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_target(output: torch.Tensor) -> torch.Tensor:
-    """Contiguous host memory for a result of the output's shape: the output's own if it is that."""
+    """Return contiguous host memory for a result with the output's shape: the output itself if it is that."""
     own = output.detach()
     if own.device.type == "cpu" and own.is_contiguous() and not own.is_conj() and not own.is_neg():
         return own
@@ -251,8 +259,8 @@ def _gather_call(
     receiving: bool,
 ) -> Operation:
     host = host_copy(tensor)
-    # All ranks must say the same, but who does not receive does not know whether outputs are given. Where all have them
-    # only the bytes count, as in torch.distributed.
+    # Signatures must be equal on all ranks, but in a gather only the root knows whether outputs are given. If all ranks
+    # receive into outputs, only the bytes have to match, as in torch.distributed.
     shape = f" {_rows(tensor)}" if outputs is None or len(receivers) == 1 else ""
     call = Operation(verb.partition(" ")[0], f"{verb} {_name(tensor.dtype)}{shape}", "exchange", keep=[host])
     call.sends = [_piece(host) if r in receivers else (0, 0) for r in range(size)]
@@ -264,7 +272,8 @@ def _gather_call(
 
 
 def _receive(call: Operation, outputs: Sequence[torch.Tensor] | None, like: torch.Tensor) -> None:
-    """Set where the operation puts what it receives: into outputs, or into new tensors if they are None."""
+    """Set where the operation puts what it receives: into `outputs`, or into new tensors with the dtype and trailing
+    sizes of `like` if outputs is None."""
     if outputs is None:
         trail = tuple(like.shape[1:])
         rows = like.shape[0] if like.dim() else 1
@@ -278,7 +287,7 @@ def _receive(call: Operation, outputs: Sequence[torch.Tensor] | None, like: torc
 
 
 def _new(memory: Any, like: torch.Tensor, trail: tuple[int, ...], rows: int) -> torch.Tensor:
-    """The received bytes as a tensor with one row per row received. rows: the number of rows if they have no bytes."""
+    """Return the received bytes as a tensor with one row per row received. rows: their number if a row has no bytes."""
     size = memoryview(memory).nbytes
     if size == 0:
         row = torch.Size(trail).numel()
@@ -287,7 +296,7 @@ def _new(memory: Any, like: torch.Tensor, trail: tuple[int, ...], rows: int) -> 
 
 
 def _is_folded(reduction: str, dtype: torch.dtype) -> bool:
-    """Whether the core lacks this reduction, so that every rank gets all tensors and folds them in rank order."""
+    """Whether the C++ core lacks this reduction, so that ranks gather all tensors and reduce them in rank order."""
     return reduction in _BITS or (dtype.is_complex and reduction == "product")
 
 
@@ -352,8 +361,8 @@ def _check_same_dtype(verb: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _alike(verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor whose sizes after the first are those of all; torch.empty(0), of no rows, fits any. Raises
-    ValueError."""
+    """Return a tensor whose sizes after the first all `tensors` share. torch.empty(0) has no rows and fits any. Raises
+    ValueError if the sizes differ."""
     shaped = [t for t in tensors if t.shape != (0,)]
     for tensor in shaped:
         if tensor.shape[1:] != shaped[0].shape[1:]:
@@ -387,5 +396,5 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _rows(tensor: torch.Tensor) -> str:
-    """The tensor's shape as text, with * for the first size."""
+    """Return the tensor's shape as text, with * in place of the first size."""
     return f"[{', '.join(['*', *map(str, tensor.shape[1:])])}]" if tensor.dim() else "[]"

@@ -1,4 +1,4 @@
-"""Ranks that exchange tensors, in an order that is the same on all of them."""
+"""Runs collectives between ranks that all submit them in the same order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Pending:
-    """An operation under way. Any thread may `wait`, once or more often; the first wait makes the result."""
+    """An operation in progress. Any thread may call `wait`, any number of times; the first call produces the result."""
 
     def __init__(self, work: Work, call: Operation) -> None:
         self._work = work
@@ -26,11 +26,12 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether the bytes have moved; the result still has to be fetched by `wait`."""
+        """Whether the bytes have moved; `wait` still has to be called to produce the result."""
         return self._work.done
 
     def wait(self, timeout: float) -> Any:
-        """The operation's result. Raises the engine's first error, or CommTimeout after `timeout` seconds."""
+        """Wait for and return the operation's result. Raises the engine's first error, or CommTimeout after `timeout`
+        seconds."""
         self._work.wait(timeout)
         with self._lock:
             if self._call is not None:
@@ -40,7 +41,8 @@ class Pending:
 
 
 class OrderedGroup:
-    """One rank's place among those that it exchanges with. Calls must come in one order on all ranks; any thread."""
+    """One rank of a group that exchanges tensors. All ranks must submit operations in the same order; any thread may
+    submit."""
 
     def __init__(self, connection: Connection, rank: int, size: int) -> None:
         self.rank = rank
@@ -55,7 +57,7 @@ class OrderedGroup:
 
     @property
     def calls(self) -> int:
-        """Number of operations that this rank has started."""
+        """Number of operations that this rank has started in the group."""
         return self._calls
 
     @property
@@ -63,24 +65,26 @@ class OrderedGroup:
         return self._connection.mail
 
     def submit(self, call: Operation) -> Pending:
-        """Start the operation, without waiting for it."""
+        """Start the operation without waiting for it."""
         self._calls += 1
-        # The name is compared between ranks, and with it what the call says of itself: scripts may differ in both.
+        # Ranks compare this name, which includes the call's number and signature: scripts may differ in the order of
+        # calls or in their arguments.
         engine = self._connection.engine_of(call.kind)
         work = start(engine, call, f"call {self._calls}, {call.signature}")
         self._kept.add(work, call)
         return Pending(work, call)
 
     def abort(self, reason: str, lost: bool = False) -> None:
-        """Fail everything pending and to come, here and, where the executor can, on the peers. lost: since one of them
-        is. Any thread."""
+        """Fail all pending and future operations on this rank and, if the executor supports this, on its peers. lost:
+        whether the reason is a lost rank. May be called from any thread."""
         if lost:
             self._connection.abort(reason, lost)
         else:
             self._connection.engine.abort(reason)
 
     def close(self, timeout: float) -> None:
-        """Wait for what is pending, then end. Raises CommTimeout if that took longer."""
+        """Wait for pending operations, then close the connection. Raises CommTimeout if that takes longer than
+        `timeout` seconds."""
         with ExitStack() as stack:
             stack.callback(self._kept.close)
             stack.callback(self._connection.close)
@@ -88,7 +92,7 @@ class OrderedGroup:
 
 
 def start(engine: Engine, call: Operation, name: str) -> _core.Work:
-    """Submit the call to an engine: the core's Work."""
+    """Submit the operation to an engine and return the core's work handle. name: text that all ranks compare."""
     if call.kind == "exchange":
         return engine.exchange(call.sends, call.receives, name, unsure=True)
     assert call.layout is not None

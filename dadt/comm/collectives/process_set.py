@@ -1,4 +1,4 @@
-"""Ranks that exchange tensors with each other and with nobody else: all of a job, or those that the script names."""
+"""Process sets: all ranks of the job, or those that the script lists, which run collectives among themselves only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Waited(Protocol):
-    """An operation that a Handle waits for."""
+    """An operation that a Handle waits for: anything with `done` and `wait`."""
 
     @property
     def done(self) -> bool: ...
@@ -31,8 +31,8 @@ class Waited(Protocol):
 
 
 class Handle(Generic[T]):
-    """A pending operation. `wait` returns its result, any number of times and in any thread. Do not change its tensors
-    until then."""
+    """Handle of a pending operation. `wait` returns the result, any number of times and from any thread. Do not change
+    the operation's tensors before that."""
 
     def __init__(self, owner: ProcessSet, waited: Waited, finish: Callable[[Any], Any] | None = None) -> None:
         self._owner = owner
@@ -48,10 +48,10 @@ class Handle(Generic[T]):
         return self._finished or self._waited.done
 
     def wait(self, timeout: float | None = None) -> T:
-        """Wait for the result, which is what the operation without `_async` returns.
+        """Wait for the operation and return its result.
 
-        timeout: seconds to wait; by default those of `--timeout`. Raises CommTimeout after that (the operation still
-        runs), and another CommError if the calls of the ranks do not match or a rank is lost.
+        timeout: seconds to wait, by default the value of `--timeout`. Raises CommTimeout afterwards (the operation
+        still runs), and another CommError if the ranks' calls do not match or a rank is lost.
         """
         if not self._finished:
             with self._owner.naming_ranks():
@@ -65,7 +65,7 @@ class Handle(Generic[T]):
 
 
 class Handles:
-    """Several handles as one: `wait` gives the list of their results."""
+    """Several handles in one: `wait` returns the list of their results."""
 
     def __init__(self, handles: Sequence[Handle[Any]]) -> None:
         self._handles = handles
@@ -76,12 +76,12 @@ class Handles:
         return all(handle.done for handle in self._handles)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Wait for each handle, as Handle.wait does. Returns the list of their results."""
+        """Wait for every handle, each for `timeout` seconds, and return the list of their results."""
         return [handle.wait(timeout) for handle in self._handles]
 
 
 class ProcessSet:
-    """Some ranks of the job with their own connection, made by `dadt.add_process_set`."""
+    """A set of the job's ranks with a connection of its own, created by `dadt.add_process_set`."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class ProcessSet:
         deaths: Deaths,
         dump: Callable[[], None] | None,
     ) -> None:
-        """world: this rank's place among `ranks`; None where it is none of them. dump: writes the stacks of all ranks
-        of the job, where that can be."""
+        """world: this rank's place within the set; None if this rank is not in it. dump: writes the stacks of all ranks
+        of the job to files; None if not available."""
         self.ranks = tuple(ranks)
-        """Ranks of the job, ascending: the set's rank 0 is the first."""
+        """Global ranks of the members, ascending: the first is rank 0 within the set."""
         self.timeout = config.timeout
         self.deaths = deaths
         self.proved = len(ranks) == 1 or bool(meet.secret)
-        """Whether its ranks have proved to each other that they belong to this job."""
+        """Whether the set's ranks have proved to each other, by a shared secret, that they belong to this job."""
         self._calls = itertools.count(1)
         self._joins = 0
         self._lock = threading.Lock()
@@ -121,12 +121,13 @@ class ProcessSet:
 
     @property
     def rank(self) -> int:
-        """Number of this rank within the set. Raises DadtError if it is not in the set."""
+        """Number of this rank within the set. Raises DadtError if this rank is not in it."""
         return self.named.rank
 
     @property
     def named(self) -> Named:
-        """The connection for its tensors. Raises DadtError if this rank is not in the set, or the set is closed."""
+        """Connection for the set's named tensors. Raises DadtError if this rank is not in the set, or if the set is
+        closed."""
         if self._world is None:
             raise DadtError(f"this rank is not in {self}: only its ranks may call verbs on it")
         if self._named is None:
@@ -135,17 +136,19 @@ class ProcessSet:
 
     @property
     def mail(self) -> PointToPoint:
-        """Messages between two of its ranks."""
+        """Point-to-point messages between ranks of the set."""
         return self.named.mail
 
     def number_of(self, rank: int, what: str) -> int:
-        """Within the set, of a rank of the job. Raises ValueError where it is none of them."""
+        """Return the number within the set of global rank `rank`. what: describes the argument in the error. Raises
+        ValueError if the rank is not in the set."""
         if rank not in self.ranks:
             raise ValueError(f"{what} {rank} is not among the ranks of {self}")
         return self.ranks.index(rank)
 
     def name(self, given: str | None) -> str:
-        """The given name, or the next of its own: calls without a name come in the same order on all ranks."""
+        """Return `given`, or a generated name if it is None. Generated names are numbered, since all ranks make unnamed
+        calls in the same order."""
         if given is not None:
             return given
         with self._lock:
@@ -153,8 +156,8 @@ class ProcessSet:
             return f"{call} after join {self._joins}" if self._joins else call
 
     def joined(self) -> None:
-        """Call this when all ranks have joined. It restarts the numbering of calls without a name, as some ranks may
-        have made more of them than others."""
+        """Called when all ranks have joined. Restarts the numbering of unnamed calls, since ranks may have made
+        different numbers of them."""
         with self._lock:
             self._calls = itertools.count(1)
             self._joins += 1
@@ -167,15 +170,17 @@ class ProcessSet:
         group: str = "",
         group_size: int = 0,
     ) -> Handle[Any]:
-        """Start the verb; does not block. Raises ValueError if a verb of that name is under way on this rank."""
+        """Start the operation without blocking. finish: turns its result into what the handle returns. Raises
+        ValueError if an operation of this name is pending on this rank."""
         return Handle(self, self.named.submit(call, self.name(name), group, group_size), finish)
 
     def naming_ranks(self) -> _NamingRanks:
-        """Errors raised within say which ranks they count."""
+        """Return a context manager that makes errors raised within say that ranks are counted within this set."""
         return _NamingRanks(self)
 
     def close(self, timeout: float, reason: str = "") -> None:
-        """Wait for what is pending, or, with a reason, fail it on all ranks; then end. Idempotent."""
+        """Wait for pending operations, or fail them on all ranks if a reason is given; then close the connection. May
+        be called repeatedly."""
         named, self._named = self._named, None
         if named is not None:
             self.deaths.forget(named.abort)
@@ -188,7 +193,7 @@ class ProcessSet:
 
 
 class _NamingRanks:
-    """The core counts the ranks of a set from 0."""
+    """Context manager that extends errors by how ranks are counted, since the core counts the ranks of a set from 0."""
 
     __slots__ = ("_owner",)
 

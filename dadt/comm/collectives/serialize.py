@@ -1,4 +1,4 @@
-"""A tensor as bytes that tell its dtype and shape: for ranks that do not know what they are sent."""
+"""Packs a tensor into bytes that include its dtype and shape, for receivers that know neither."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _ALIGNMENT = 64
 
 
 def pack(tensor: torch.Tensor) -> torch.Tensor:
-    """One flat tensor of bytes, in memory of the host. Raises TypeError for a sparse one."""
+    """Return the tensor's dtype, shape and values as one flat byte tensor in host memory. Raises TypeError for a sparse
+    tensor."""
     host = host_copy(tensor)
     head = json.dumps([str(host.dtype).removeprefix("torch."), list(host.shape)]).encode()
     data = -(-(_LENGTH.size + len(head)) // _ALIGNMENT) * _ALIGNMENT
@@ -27,7 +28,7 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(memory: Any) -> torch.Tensor:
-    """The tensor, in the memory that was received."""
+    """Return the tensor packed in `memory`, without copying the values."""
     (length,) = _LENGTH.unpack_from(memory)
     name, shape = json.loads(bytes(memoryview(memory)[_LENGTH.size : _LENGTH.size + length]))
     dtype = getattr(torch, name)

@@ -1,4 +1,5 @@
-"""How a block of values travels in fewer bytes. Each way is one file and one line here."""
+"""Compression of gradients and weights on their way between ranks. Each codec is one file here, and one line in this
+module."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from dadt.comm.compression.powersgd import LowRank
 CODECS: dict[str, Codec] = {"bf16": BFLOAT16, "fp16": FLOAT16, "int8": Int8()}
 
 Form = Feedback | LowRank
-"""State of one bucket that the exchanges before have left."""
+"""State that one bucket carries from one exchange to the next under compression."""
 
 
 def forms(name: str, buckets: Sequence[Bucket]) -> list[Form | None]:
-    """The state for each bucket; None if it travels as it is. name: as given to --compression."""
+    """Return the compression state of each bucket, or None for buckets that are not compressed. name: the value of
+    --compression, such as "int8" or "powersgd:4"."""
     family, _, rank = name.partition(":")
     if family == "powersgd":
         made = [LowRank(b, int(rank)) if b.dtype in FLOATS else None for b in buckets]
@@ -30,7 +32,8 @@ def forms(name: str, buckets: Sequence[Bucket]) -> list[Form | None]:
 
 
 def _saves(codec: Codec, dtype: torch.dtype) -> bool:
-    """Fewer bytes. Floats of 16 bits are not made others of 16 bits."""
+    """Return whether the codec needs fewer bytes than the dtype. One 16-bit float type is therefore never converted to
+    the other."""
     return dtype in FLOATS and codec.core.block_bytes < BLOCK * dtype.itemsize
 
 

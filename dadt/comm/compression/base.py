@@ -1,4 +1,5 @@
-"""The interface of a codec: the core's own for host tensors, and the same in torch operations for those of a GPU."""
+"""The interface of codecs: the C++ core's codec serves tensors in host memory, and torch operations compute the same
+bits for tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -10,18 +11,21 @@ from dadt import _core
 
 BLOCK = _core.BLOCK
 WIDE = (torch.float32, torch.float64)
-"""Weights that a gossip compresses."""
+"""Dtypes of the weights that the algorithm `gossip` compresses."""
 FLOATS = (*WIDE, torch.float16, torch.bfloat16)
-"""Gradients that are compressed, where that takes fewer bytes."""
+"""Dtypes of the gradients that are compressed, if compression saves bytes."""
 
 
 class Codec(Protocol):
-    """A finite number stays one, and what is none stays none. Both sides give the same bits."""
+    """Encodes and decodes blocks of values. Finite values stay finite, infinities and NaN stay non-finite, and CPU and
+    GPU produce the same bits."""
 
     core: _core.Codec
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """(blocks, BLOCK) of float32 to (blocks, block_bytes) of uint8, on their device."""
+        """Encode float32 values of shape (blocks, BLOCK) as uint8 of shape (blocks, block_bytes), on the same
+        device."""
 
     def decode(self, wire: torch.Tensor) -> torch.Tensor:
-        """(blocks, block_bytes) of uint8, as `encode` gives them, to (blocks, BLOCK) of float32, on their device."""
+        """Decode uint8 of shape (blocks, block_bytes), as `encode` returns, to float32 of shape (blocks, BLOCK), on the
+        same device."""

@@ -1,4 +1,5 @@
-"""Error feedback (arXiv:1901.09847): what could not be said in one exchange is added to what is said in the next."""
+"""Error feedback (arXiv:1901.09847): the error that compression makes in one exchange is added to the values of the
+next one."""
 
 from __future__ import annotations
 
@@ -11,28 +12,30 @@ if TYPE_CHECKING:
 
 
 class Owing:
-    """The factor by which the residual of earlier exchanges counts in the next one."""
+    """Computes the factor by which the residual (compression error) of earlier exchanges counts in the next one."""
 
     def __init__(self) -> None:
         self._scale: torch.Tensor | None = None
         self._forgets = False
 
     def observe(self) -> dict[str, Any]:
-        """This rank's residual and its scale, while no exchange is under way. Only to be read: the tensors are in
-        use."""
+        """Return this rank's residual and its loss scale, for a snapshot. Call only while no exchange is in progress,
+        and do not change the tensors: they stay in use."""
         return {"scale": self._scale, "forgets": self._forgets}
 
     def restore(self, own: dict[str, Any]) -> None:
-        """Restore exactly what `observe` gave."""
+        """Restore the state that `observe` returned."""
         self._scale, self._forgets = own["scale"], own["forgets"]
 
     def forget(self) -> None:
-        """Let the next exchange begin with no residual."""
+        """Drop the residual, so that the next exchange starts without one."""
         self._forgets = True
 
     def keep(self, scale: torch.Tensor | None) -> torch.Tensor | float:
-        """The residual's factor in the next exchange. scale: the loss scale of that exchange's gradients. A tensor if
-        the scale is one on a GPU, else a number."""
+        """Return the factor for the residual in the next exchange: the ratio of loss scales, or 0 after forget().
+        scale: the loss scale of the next exchange's gradients. The result is a tensor if the scale is one on a GPU,
+        else a number.
+        """
         before, self._scale = self._scale, scale
         forgets, self._forgets = self._forgets, False
         if forgets:
@@ -44,7 +47,8 @@ class Owing:
 
 
 class Feedback(Owing):
-    """The residual of one rank in one bucket: a float32 for each of its values. The engine's thread uses it."""
+    """The residual (compression error) of one rank in one bucket, as one float32 per value. The engine's thread reads
+    and writes it during an exchange."""
 
     def __init__(self, codec: Codec) -> None:
         super().__init__()
@@ -52,10 +56,11 @@ class Feedback(Owing):
         self._owed: torch.Tensor | None = None
 
     def owed(self, total: int, device: torch.device | None = None) -> torch.Tensor:
-        """The residual of `total` values, on this device (None: in host memory); zeros at the first call."""
+        """Return the residual of `total` values on the device (None: host memory); zeros at the first call."""
         if self._owed is None:
             self._owed = torch.zeros(total, device=device or "cpu", dtype=torch.float32)
-        if device is not None and self._owed.device != device:  # from a snapshot
+        # restoring a snapshot may have put the residual on another device
+        if device is not None and self._owed.device != device:
             self._owed = self._owed.to(device)
         assert len(self._owed) == total, "a Feedback is of one bucket"
         return self._owed
@@ -68,6 +73,6 @@ class Feedback(Owing):
         self._owed = own["owed"]
 
     def arguments(self, total: int, scale: torch.Tensor | None = None) -> dict[str, Any]:
-        """Keyword arguments of the next `Engine.allreduce`, of `total` values. This object must live until that is
-        done."""
+        """Return the keyword arguments for the next `Engine.allreduce` of `total` values. This object must stay alive
+        until the allreduce is done, which uses its memory."""
         return {"codec": self.codec.core, "owed": self.owed(total).data_ptr(), "keep": float(self.keep(scale))}

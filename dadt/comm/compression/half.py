@@ -1,4 +1,5 @@
-"""16-bit floats, rounded to nearest; what is too large is sent as the largest."""
+"""Codecs that send 16-bit floats, rounded to nearest. Finite values beyond the format's range are sent as its largest
+value."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dadt import _core
 
 
 class Short:
-    """The codec that sends each value as a bfloat16 or float16."""
+    """Codec that sends each value as a 16-bit float: bfloat16 or float16."""
 
     def __init__(self, core: _core.Codec, dtype: torch.dtype) -> None:
         self.core = core
@@ -16,7 +17,8 @@ class Short:
         self._largest = torch.finfo(dtype).max
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        # Among values that are no numbers nothing is worth saving: infinity stays infinity.
+        # Only blocks of finite values are clamped; in a block with an infinity or NaN, infinities must not become
+        # finite.
         finite = values.isfinite().all(1, keepdim=True)
         limited = torch.where(finite, values.clamp(-self._largest, self._largest), values)
         return limited.to(self._dtype).view(torch.uint8)
@@ -26,7 +28,8 @@ class Short:
 
 
 def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounded once; what is finite stays so, in 16 bits as well."""
+    """Return the values rounded once to `dtype`. Finite values stay finite: those out of range become the largest
+    finite value."""
     most = torch.finfo(dtype).max
     return torch.where(values.isfinite(), values.clamp(-most, most), values).to(dtype)
 

@@ -1,7 +1,8 @@
-"""PowerSGD (arXiv:1905.13727): a matrix travels as two thin ones, by one step of power iteration.
+"""PowerSGD (arXiv:1905.13727): each matrix is sent as two thin matrices, computed by one step of power iteration.
 
-M (n x m) is approximated by P Q', with P = the orthonormalised mean of M Q over ranks, and then Q = the mean of M' P:
-two allreduces, of which the second needs the first. Q of one step is where the next one begins.
+M (n x m) is approximated by P Q', where P is the orthonormalised mean of M Q over ranks, and Q then the mean of M' P.
+An exchange thus needs two allreduces, the second after the first. The next step's iteration starts from the Q of this
+step.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from dadt.comm.compression.feedback import Owing
 from dadt.comm.compression.half import narrowed
 
 _DEPENDENT = 1e-4
-"""A column whose rest is at most this share of its norm, once the columns before are taken out, is rounding error."""
+"""A column counts as linearly dependent, so that its remainder is rounding error, if removing its projections on
+earlier columns leaves at most this share of its norm."""
 _SEED = 1905_13727
 Learned = tuple[torch.Tensor, torch.Tensor | None]
-"""What one averaging of a matrix leaves: the mean of Q over ranks, and this rank's error, the part of its own matrix
-that P Q' does not represent. The error is None if the rank had no gradient, or one of weight 0."""
+"""Result of averaging one matrix: the mean of Q over ranks, and this rank's error, the part of its own matrix that P Q'
+does not represent. The error is None if the rank had no gradient or one of weight 0."""
 
 
 class LowRank(Owing):
-    """One bucket's matrices: where they are, where the next iteration begins, and what this rank owes of them.
+    """PowerSGD state of one bucket: which tensors are approximated as matrices, the start values of the next iteration,
+    and this rank's residuals.
 
-    A tensor counts as a matrix of its first dimension by all others. Where two thin ones are not smaller, and for
-    vectors, it travels as it is. Ranks must have processors of one kind: the product is computed on each. Of gradients
-    of 16 bits all has 32 on the way, so that sums are not rounded.
+    A tensor counts as a matrix of its first dimension by all others. Vectors, and matrices that approximation would not
+    make smaller, travel unchanged. Ranks must have the same kind of processor, since each computes the product itself.
+    16-bit gradients travel as 32-bit floats, so that sums are not rounded.
     """
 
     def __init__(self, bucket: Bucket, rank: int) -> None:
@@ -40,7 +43,7 @@ class LowRank(Owing):
         ranks = [min(rank, n, m) for n, m in shapes]
         saved = [n * m - grows * r * (n + m) for (n, m), r in zip(shapes, ranks, strict=True)]
         self.matrices = [i for i, values in enumerate(saved) if values > 0]
-        """Numbers of the bucket's tensors that are approximated."""
+        """Indices of the bucket's tensors that are sent as low-rank approximations."""
         whole = sum(t.numel() for i, t in enumerate(bucket.tensors) if i not in self.matrices)
         if sum(saved[i] for i in self.matrices) <= (grows - 1) * whole:
             self.matrices = []
@@ -56,15 +59,15 @@ class LowRank(Owing):
             for (_, m), r in zip(self._shapes, self._ranks, strict=True)
         ]
         self.first = Bucket(first, bucket.direct, bucket.turns)
-        """P of each matrix, and what travels as it is."""
+        """Bucket of the first allreduce: P of each approximated matrix, and the tensors that travel unchanged."""
         self.second = Bucket(second, bucket.direct, bucket.turns)
-        """Q of each matrix."""
+        """Bucket of the second allreduce: Q of each approximated matrix."""
         self.owed: list[torch.Tensor | None] = [None] * len(self.matrices)
         self.bases = self._begin()
         self.epoch = 0
 
     def _begin(self) -> list[torch.Tensor]:
-        """Where the first iteration begins: random, and equal on all ranks."""
+        """Return the start values of the first iteration: random, but equal on all ranks."""
         generator = torch.Generator().manual_seed(_SEED)
         sizes = [(m, r) for (_, m), r in zip(self._shapes, self._ranks, strict=True)]
         return [
@@ -87,28 +90,30 @@ class LowRank(Owing):
         self.bases = [t.to(self.bucket.device) for t in own["bases"] if t is not None]
 
     def learn(self, learned: Sequence[Learned]) -> None:
-        """One averaging is over: keep what was lost, and where the next iteration begins."""
+        """Store the residuals and the start values of the next iteration, after one averaging."""
         with torch.no_grad():
             for k, (mean, lost) in enumerate(learned):
-                # Infinity in a gradient reaches all ranks, and neither what is owed nor the next beginning. A column of
-                # zeros would stay one for ever.
+                # An infinite gradient reaches all ranks and must spoil neither residuals nor start values. A column of
+                # zeros would stay zero in every later iteration.
                 useful = mean.isfinite().all() & mean.ne(0).any(0, keepdim=True)
                 self.bases[k] = torch.where(useful, mean, self.bases[k])
                 if lost is not None:
                     owed = self.owed[k]
-                    # With `pipe` the exchange after this one has begun: what is lost here goes with the next but one.
+                    # Under the algorithm `pipe` the next exchange has already started with its residual, so this error
+                    # is added to what the exchange after it will carry.
                     self.owed[k] = lost if owed is None else owed + lost
 
     def owes(self, index: int) -> torch.Tensor | None:
-        """The residual of one tensor of the bucket, in its shape; None if there is none. No exchange is under way."""
+        """Return the residual of the bucket's tensor `index`, in its shape; None if there is none. Call only while no
+        exchange is in progress."""
         owed = self.owed[self.matrices.index(index)] if index in self.matrices else None
         return None if owed is None else owed.view(self.bucket.tensors[index].shape)
 
     def begin(
         self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None, turn: int, counts: bool = True
     ) -> Round:
-        """One exchange. scale: the loss scale that the gradients carry. counts: their weight is not 0; where it is,
-        they may be no numbers, and what this rank owes stays as it is."""
+        """Start one exchange. scale: loss scale of the gradients. turn: flat buffer to use. counts: whether this rank's
+        weight is not 0; with weight 0, gradients may be non-finite and the residuals stay unchanged."""
         keep = self.keep(scale)
         taken: list[torch.Tensor | None] = []
         with torch.no_grad():
@@ -119,7 +124,7 @@ class LowRank(Owing):
                     taken.append(None)
                     continue
                 dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-                # In memory of its own: the script may change its gradients before the second half.
+                # A copy, because the script may change its gradients before the second allreduce.
                 matrix = dense.detach().reshape(shape).to(self._dtype, copy=True)
                 if counts:
                     if owed is not None:
@@ -130,9 +135,9 @@ class LowRank(Owing):
 
 
 class Round:
-    """One averaging of one bucket: `staged` goes with the first allreduce, `then` with the second.
+    """One averaging of one bucket by PowerSGD: `staged` is the input of the first allreduce, `then` that of the second.
 
-    `halfway` may run on another thread: it touches nothing that the next averaging's beginning does.
+    `halfway` may run on another thread, because it uses nothing that the start of the next averaging changes.
     """
 
     def __init__(
@@ -157,11 +162,12 @@ class Round:
 
     @property
     def then(self) -> Staged:
-        """The second round's tensor. In host memory it is there from the beginning, and `halfway` writes it."""
+        """Input of the second allreduce. In host memory it may be read at once, before `halfway` has filled the
+        memory."""
         return self.form.second.stage(list(self._own), self._turn)
 
     def halfway(self) -> None:
-        """The first allreduce is done: make what goes with the second."""
+        """Called when the first allreduce is done: compute the input of the second one."""
         form = self.form
         with torch.no_grad():
             self._bases = [orthonormal(form.first.deliver(i, self._turn)) for i in form.matrices]
@@ -170,7 +176,7 @@ class Round:
                     torch.mm(matrix.T, basis, out=own)
 
     def finish(self) -> None:
-        """The second one is done: put the averages in their places."""
+        """Called when the second allreduce is done: write the averages into the bucket's flat buffer."""
         form, turn = self.form, self._turn
         places, place_dtype = form.bucket.views[turn], form.bucket.dtype
         with torch.no_grad():
@@ -183,14 +189,14 @@ class Round:
                 places[i].copy_(narrowed(product, place_dtype) if product.dtype != place_dtype else product)
 
     def learn(self) -> None:
-        """Keep what this averaging leaves. Call it once after `finish`, on all ranks between the same two
+        """Store the residuals and the next start values. Call once after `finish`, on all ranks between the same two
         averagings."""
         if self._epoch == self.form.epoch:
             self.form.learn(self.learned())
         self._taken, self._own = [], []
 
     def learned(self) -> list[Learned]:
-        """What the averaging leaves for each matrix, after `finish`: `learn` goes by it."""
+        """Return the mean of Q and this rank's error for each matrix. Call after `finish`."""
         with torch.no_grad():
             return [self._learned(k, self.form.second.deliver(k, self._turn)) for k in range(len(self._taken))]
 
@@ -202,14 +208,15 @@ class Round:
 
 
 def _as_matrix(tensor: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of the tensor as a matrix; (0, 0) for vectors and empty tensors."""
+    """Return the rows and columns of the tensor seen as a matrix; (0, 0) for vectors and empty tensors."""
     if tensor.dim() < 2 or not tensor.numel():
         return 0, 0
     return tensor.shape[0], tensor.numel() // tensor.shape[0]
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns made orthonormal by modified Gram-Schmidt; zeros where they depend on those before."""
+    """Return the matrix with columns made orthonormal by modified Gram-Schmidt. Columns that depend on earlier ones
+    become zero."""
     columns = list(matrix.unbind(1))
     least = matrix.norm(dim=0) * _DEPENDENT
     for i, column in enumerate(columns):

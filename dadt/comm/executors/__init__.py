@@ -1,4 +1,5 @@
-"""Executors move the bytes between ranks. Each is a file here, and a line in dadt/config/extensions.py."""
+"""Executors, which move the bytes between ranks. Each one is a file in this folder, and a line in
+dadt/config/extensions.py."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from dadt.config.extensions import EXECUTORS
 from dadt.world import World
 
 FAMILIES = {"c10d": "dadt.comm.executors.c10d:connect", "hierarchical": "dadt.comm.executors.hierarchical:connect"}
-"""Executors that need a second name after a colon, as in c10d:ucc: the function that connects each."""
+"""Executors that need a second name after a colon, as in c10d:ucc, each with the function that connects it
+("module:function")."""
 
 
 def connect(config: Config, world: World, meet: Meet) -> Connection:
-    """Engines over the configured executors, connected to all peers.
+    """Connect this rank to all peers, with engines over the configured executors.
 
-    Raises ConfigError where an executor is not usable here, StartTimeout where peers do not come, CommError where they
-    cannot be reached.
+    Raises ConfigError if an executor is not usable here, StartTimeout if peers do not join in time, and CommError if
+    they cannot be reached.
     """
     if "auto" in executors_of(config):
         config, _ = choose(config, places(world, meet, "host"))
@@ -39,7 +41,7 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
 
 
 def connect_one(name: str, config: Config, world: World, meet: Meet) -> Connection:
-    """The executor of this name, for all operations."""
+    """Connect the executor of this name, which then serves all operations."""
     family, _, member = name.partition(":")
     module, _, function = (EXECUTORS.get(name) or FAMILIES[family]).partition(":")
     given = (config, world, meet) if name in EXECUTORS else (member, config, world, meet)
@@ -48,7 +50,8 @@ def connect_one(name: str, config: Config, world: World, meet: Meet) -> Connecti
 
 
 def places(world: World, meet: Meet, key: str) -> list[HostWorkers]:
-    """The properties of each host, as its ranks see them."""
+    """Return the number of ranks and GPUs of each host, as reported by its ranks. key: unique key of this exchange
+    between ranks."""
     gpus = torch.cuda.device_count() if distributed.is_nccl_available() else 0
     told = [list(map(int, blob.split())) for blob in meet.exchange(key, f"{world.cross_rank} {gpus}".encode())]
     by_host = {host: [gpus for there, gpus in told if there == host] for host in sorted({host for host, _ in told})}

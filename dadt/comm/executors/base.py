@@ -1,4 +1,5 @@
-"""The interface of an executor written in Python: blocking collectives on flat host memory. The core's own are C++."""
+"""The interface of executors written in Python: blocking collectives on flat tensors in host memory. The core's own
+executors are C++."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 
 
 class P2PWork(Protocol):
-    """A message under way."""
+    """A message being sent or received."""
 
     @property
     def done(self) -> bool: ...
 
     def wait(self, timeout: float) -> None:
-        """Wait until the tensor may be used again. Raises CommTimeout, PeerLost, and Mismatch if the lengths differ."""
+        """Wait until the message's tensor may be used again. Raises CommTimeout, PeerLost, or Mismatch if sender and
+        receiver disagree on the length."""
 
     @property
     def source(self) -> int:
@@ -28,72 +30,80 @@ class P2PWork(Protocol):
 
 
 class PointToPoint(Protocol):
-    """Messages between two ranks, beside the operations of all. Any thread. One pair and tag keeps its order."""
+    """Messages between two ranks, independent of collectives. Methods may be called from any thread; messages of the
+    same pair of ranks and tag stay in order."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> P2PWork:
-        """tensor: contiguous, of the host, unchanged until the transit is done."""
+        """Start sending the tensor, which must be contiguous in host memory and stay unchanged until the returned work
+        is done."""
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> P2PWork:
-        """Overwrite the contiguous tensor. peer None: from whoever sends with this tag first."""
+        """Start receiving into the contiguous tensor. peer: the sending rank; None takes the first message with this
+        tag from any rank."""
 
     def abort(self) -> None:
-        """Make all waiting calls raise, if the library can. Any thread, more than once."""
+        """Make all waiting calls raise an error, if the library allows it. May be called from any thread, more than
+        once."""
 
 
 class Executor(PointToPoint, Protocol):
-    """Moves bytes between ranks. One thread calls its verbs, but for PointToPoint's; all tensors are flat."""
+    """Moves bytes between ranks. Collectives are called by one thread only, messages by any; all tensors are flat."""
 
     name: str
 
     def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
-        """Reduce in place: sum, min, max or product over ranks, the same bits on every rank."""
+        """Reduce the tensor in place over all ranks. reduction: sum, min, max or product. All ranks get the same
+        bits."""
 
     def allgather(self, mine: torch.Tensor, all: torch.Tensor) -> None:
-        """Bytes of equal length from every rank, by rank, one after the other."""
+        """Gather the bytes `mine`, of equal length on every rank, into `all`, ordered by rank."""
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None: ...
 
     def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """Bytes to and from each rank. Both sides know the lengths. A rank's own are copied, too."""
+        """Send bytes to and receive bytes from each rank. Sender and receiver both know the lengths. A rank's part for
+        itself is copied, too."""
 
     def close(self) -> bool | None:
-        """End the executor. Returns whether nothing uses the memory of its operations any more, failed ones
-        included."""
+        """Close the executor. Returns whether the memory of all its operations, failed ones included, is no longer in
+        use."""
 
 
 @runtime_checkable
 class Compressing(Protocol):
-    """An executor that knows itself what of an allreduce is worth compressing."""
+    """An executor that decides itself which parts of an allreduce are worth compressing."""
 
     def allreduce_compressed(self, flat: torch.Tensor, codec: Codec, owed: int, keep: float) -> tuple[int, int]:
-        """Sum in place, of float32 or float64; owed, keep: as of Engine.allreduce. Gives the bytes that this rank has
-        sent, and would have sent uncompressed, where bytes count."""
+        """Sum the float32 or float64 tensor in place. owed, keep: address and factor of the residual, as for
+        Engine.allreduce. Returns the bytes that this rank has sent, and those that it would have sent uncompressed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """This rank's connection with its peers: an engine for what all do in one order, mail for what two do."""
+    """This rank's connection with its peers: an engine for collectives in one order, and `mail` for messages between
+    two ranks."""
 
     engine: Engine
     mail: PointToPoint
     close: Callable[[], bool]
-    """Call this after the engine is closed. Returns whether nothing uses the memory of operations any more, failed ones
-    included; if not, that memory has to be kept."""
+    """Called after the engine is closed. Returns whether the memory of all operations, failed ones included, is no
+    longer in use; if not, the memory must stay allocated."""
     broadcaster: Engine | None = None
-    """The engine for broadcasts if another executor moves them, else None."""
+    """Engine for broadcasts if another executor serves them, else None."""
     device: Device | None = None
-    """The device that averages tensors where they are; None if they travel through host memory."""
+    """Device that averages tensors in its own memory; None if tensors travel through host memory."""
 
     told: bool = True
-    """Whether ranks that are in different operations get an error that says so; some libraries end the process
-    instead."""
+    """Whether ranks that call different operations get an error that says so; some libraries end the process instead.
+    """
 
     def engine_of(self, kind: str) -> Engine:
-        """The engine for operations of this kind, such as "broadcast"."""
+        """Return the engine for operations of this kind, such as "broadcast"."""
         return self.broadcaster or self.engine if kind == "broadcast" else self.engine
 
     def abort(self, reason: str, lost: bool) -> None:
-        """Fail everything pending and to come. lost: since a peer is. Any thread; does not block."""
+        """Fail all pending and future operations. lost: whether the reason is a lost peer. Does not block; may be
+        called from any thread."""
         for engine in {self.engine, self.engine_of("broadcast")}:
             engine.abort(reason, lost)
         self.mail.abort()
@@ -101,19 +111,19 @@ class Connection:
             self.device.abort()
 
     def abandon(self, reason: str) -> None:
-        """End the connection after an error, so that nothing uses it any more."""
+        """Abort and close the connection after an error."""
         self.engine.abort(reason)
         self.engine.close(0.0)
         self.close()
 
     @property
     def failed(self) -> bool:
-        """Whether one of its engines has an error."""
+        """Whether one of the connection's engines has an error."""
         return self.engine.error is not None or (self.broadcaster is not None and self.broadcaster.error is not None)
 
 
 def together(rest: Connection, broadcasts: Connection, timeout: float) -> Connection:
-    """Two connections as one: broadcasts go over the second. It ends with the first."""
+    """Combine two connections into one, in which broadcasts use the second. Closing the result closes both."""
 
     def close() -> bool:
         try:
@@ -128,13 +138,14 @@ def together(rest: Connection, broadcasts: Connection, timeout: float) -> Connec
 
 
 def beside(host: Connection, device: Device) -> Connection:
-    """The connection, which also averages tensors of the device."""
+    """Return the connection, extended so that the device averages tensors in its own memory."""
 
     def close() -> bool:
         try:
             device.close(failed=host.engine.error is not None)
         finally:
             ended = host.close()
-        return ended  # a device's memory is given to nobody before its stream has gone on
+        # only the host connection counts here: CUDA reuses a device's freed memory only after its stream has passed
+        return ended
 
     return replace(host, device=device, close=close)

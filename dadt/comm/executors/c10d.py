@@ -1,4 +1,5 @@
-"""Gloo over TCP, and other backends of torch.distributed: process groups of our own, not the script's default one."""
+"""Executors over Gloo (TCP) and other backends of torch.distributed, using process groups of DADT's own instead of the
+script's default group."""
 
 from __future__ import annotations
 
@@ -48,11 +49,12 @@ if TYPE_CHECKING:
 _REDUCE = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 _GIVE_UP_SECONDS = 5.0
 _TAG = 1 << 30
-"""The tag of the executor's own messages; the caller's tags are below this."""
+"""Message tag that the executor itself uses; callers' tags must be below it."""
 
 
 def connect(name: str, config: Config, world: World, meet: Meet) -> Connection:
-    """Connect all ranks by a backend of torch.distributed. name: the backend's. Raises ConfigError if there is none."""
+    """Connect all ranks by the torch.distributed backend of this name. Raises ConfigError if torch has no usable
+    backend of this name."""
     check(name)
     executor = join(name, meet, world, range(world.world_size), config)
     return pull.connect(executor, world.rank, world.world_size, config.timeout)
@@ -63,7 +65,8 @@ def gloo(config: Config, world: World, meet: Meet) -> Connection:
 
 
 def check(name: str) -> None:
-    """Raises ConfigError where torch has no such backend, or none that ranks of our own can use."""
+    """Raise ConfigError if torch has no backend of this name, or if the backend cannot be used for a process group of
+    DADT's own."""
     if name == "gloo" or (name not in ("mpi", "dadt", "fake") and name.upper() in Backend._plugins):
         return
     asked = name if name == "nccl" else f"c10d:{name}"
@@ -94,8 +97,8 @@ _INSTALL = {
 
 
 def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config) -> C10d:
-    """Connect these ranks of the world, numbered in this order, once all have proved that they belong to the job.
-    Raises what `proof.prove` does."""
+    """Connect these ranks of the world, which are renumbered in the given order, and let all prove that they belong to
+    the job. Raises the errors of `proof.prove`."""
     own = name_of(name, ranks)
     devices = Backend.backend_capability.get(name, ["cpu"])
     device = None if "cpu" in devices else torch.device(devices[0], _index(devices[0]))
@@ -113,24 +116,26 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
 
 
 def name_of(name: str, ranks: Sequence[int]) -> str:
-    """A short name of the group of these ranks, the same on all of them, which is part of the group's keys in a
+    """Return a short name for the group of these ranks, equal on all of them. It is part of the group's keys in a
     store."""
     return f"{name} {hashlib.sha256(' '.join(map(str, ranks)).encode()).hexdigest()[:16]}"
 
 
 def group(name: str, store: Any, world: World, ranks: Sequence[int], timeout: float, own: str) -> Any:
-    """torch's process group of these ranks. own: a name that keeps the groups of one store apart."""
+    """Create torch's process group of these ranks. own: a name that separates the keys of groups that share a store."""
     rank, size = ranks.index(world.rank), len(ranks)
     if name == "gloo":
         return gloo_group(store, world.address or "127.0.0.1", rank, size, timeout, own)
     made = _other_group(name, PrefixStore(own, store), rank, size, timeout)
-    # NCCL's group asks its store at its first operation: what torch keeps of the store does not keep its Python half.
+    # NCCL's group reads its store at its first operation, but torch keeps only the C++ half of a store alive; the
+    # finalizer keeps the Python half.
     weakref.finalize(made, lambda _: None, store).atexit = False
     return made
 
 
 def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: float, name: str = "dadt") -> Any:
-    """A process group of Gloo. address: this host's. name: keeps the groups of one store apart."""
+    """Create a process group of Gloo. address: this host's address. name: separates the keys of groups that share a
+    store."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = datetime.timedelta(seconds=timeout)
     with _threads_give_way():
@@ -140,8 +145,8 @@ def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: fl
 
 @contextmanager
 def _threads_give_way() -> Iterator[None]:
-    """A context whose new threads do not interrupt a computing one each time that a few packets have come. They find
-    more packets at once, which costs the kernel half as much."""
+    """Context manager whose new threads are scheduled as batch threads. They do not interrupt a computing thread for
+    every few packets, and then handle more packets at once, which halves the kernel's work."""
     usual = os.sched_getscheduler(0) == os.SCHED_OTHER and _schedule(os.SCHED_BATCH)
     try:
         yield
@@ -160,7 +165,7 @@ def _schedule(policy: int) -> bool:
 
 
 def _other_group(name: str, store: Any, rank: int, world_size: int, timeout: float) -> Any:
-    """Make a group as torch.distributed itself does, but unknown to it."""
+    """Create a process group as torch.distributed does, but without registering it there."""
     seconds = datetime.timedelta(seconds=timeout)
     if plugin := Backend._plugins.get(name.upper()):
         if not plugin.extended_api:
@@ -178,13 +183,13 @@ def _other_group(name: str, store: Any, rank: int, world_size: int, timeout: flo
 
 
 def _index(device: str) -> int:
-    """The index of this worker's device: the one that it sees, or has chosen."""
+    """Return the index of the worker's device: the only visible one, or the one that the script has chosen."""
     return int(torch.get_device_module(device).current_device())
 
 
 class C10d:
-    """A process group as an Executor. If the group moves a device's memory only, host tensors are copied to the
-    device."""
+    """A torch.distributed process group as an Executor. If the backend moves a device's memory only, host tensors are
+    copied to the device."""
 
     def __init__(self, name: str, group: Any, rank: int, world_size: int, device: torch.device | None = None) -> None:
         self.name = name
@@ -194,34 +199,35 @@ class C10d:
         self._world_size = world_size
         self._device = device
         self._aborted = False
-        self._kept = KeepAlive(lambda: False)  # each ends by itself, be it by an error
+        # reports no failure: every message ends by itself, if need be with an error, and may be released then
+        self._kept = KeepAlive(lambda: False)
         self._messages: weakref.WeakSet[C10dMessage] = weakref.WeakSet()
         self._waiters = Waiters("dadt-message")
         self._lock = threading.Lock()
         self._letters = FramedMessages(group, rank)
 
     def start(self, flat: torch.Tensor) -> Any:
-        """Begin a sum or mean, in place, of a tensor in the group's own kind of memory. Returns torch.distributed's
-        Work."""
+        """Start a sum or mean, in place, of a tensor in the kind of memory that the group moves. Returns
+        torch.distributed's Work."""
         options, real = AllreduceOptions(), torch.view_as_real(flat) if flat.is_complex() else flat
         if self.means and real.is_floating_point():
             options.reduceOp = ReduceOp(ReduceOp.AVG)
         return self._group.allreduce([real], options)
 
     def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
-        """Begin to exchange equal parts with each rank, in the group's own kind of memory. Returns what `start`
-        does."""
+        """Start to exchange parts of equal size with each rank, in the kind of memory that the group moves. Returns
+        torch.distributed's Work."""
         return self._group.alltoall_base(received.view(-1), sent.view(-1), [], [], AllToAllOptions())
 
     def gather(self, mine: torch.Tensor, all: torch.Tensor) -> Any:
-        """Begin to gather equal parts from all ranks. Returns what `start` does."""
+        """Start to gather parts of equal size from all ranks. Returns torch.distributed's Work."""
         return self._group._allgather_base(all.view(-1), mine.view(-1))
 
     def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
         options = AllreduceOptions()
         options.reduceOp = _REDUCE[reduction]  # type: ignore[assignment]
         moved = flat if self._device is None else flat.to(self._device)
-        if flat.dtype == torch.int16:  # which Gloo and NCCL have not
+        if flat.dtype == torch.int16:  # convert, since neither Gloo nor NCCL supports int16
             moved = moved.to(torch.int32)
         self._group.allreduce([moved], options).wait()
         if moved is not flat:
@@ -260,7 +266,7 @@ class C10d:
             message.finish()
 
     def _exchange_at_once(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """Exchange in one operation: a device runs one message at a time, so two ranks that both receive first would
+        """Exchange in one operation. A device runs one message at a time, so two ranks that both receive first would
         hang."""
         lengths = [[len(tensor) for tensor in tensors] for tensors in (receives, sends)]
         moved = torch.empty(sum(lengths[0]), dtype=torch.uint8, device=self._device)
@@ -274,7 +280,8 @@ class C10d:
             return self._keep(self._send(tensor, peer, tag), f"a message to {_named(peer, tag)}")
         try:
             letter = self._letters.send(tensor, peer, tag)
-        except RuntimeError as error:  # the connection is known to be closed
+        # PyTorch raises this if it already knows that the connection to the peer is closed
+        except RuntimeError as error:
             raise PeerLost(f"a message to {_named(peer, tag)} was not delivered: {error}") from error
         message = C10dMessage(self._waiters, letter, self._rank, tensor, tensor)
         return self._keep(message, f"a message to {_named(peer, tag)}")
@@ -285,7 +292,8 @@ class C10d:
             return self._keep(self._receive(tensor, peer, tag), f"a message from {_named(peer, tag)}")
         try:
             letter = self._letters.receive(tensor, peer, tag)
-        except RuntimeError as error:  # as in `send`
+        # PyTorch raises this if it already knows that the connection to the peer is closed
+        except RuntimeError as error:
             raise PeerLost(f"a message from {_named(peer, tag)} was not received: {error}") from error
         message = C10dMessage(self._waiters, letter, peer, tensor, tensor)
         message.begin()
@@ -296,12 +304,12 @@ class C10d:
             raise PeerLost("no message is sent or received any more: the job has failed")
 
     def _keep(self, message: C10dMessage, what: str) -> C10dMessage:
-        """Keep the message alive, as it would else not be delivered. what: what errors call it."""
+        """Keep the message alive, since it would not be delivered otherwise. what: how error texts call the message."""
         message.what = what
         self._kept.add(message, message)
         with self._lock:
             self._messages.add(message)
-        if self._aborted:  # meanwhile
+        if self._aborted:  # abort() may have run on another thread since _check()
             message.give_up(_GIVE_UP_SECONDS)
         return message
 
@@ -319,26 +327,26 @@ class C10d:
         self._aborted = True
         if self.name == "gloo":
             self._hang_up()
-        # Of old versions of torch NCCL's group has the second, which aborts all communicators.
+        # In old versions of torch, NCCL's group has no abort(); its shutdown() aborts all communicators.
         names = ("abort", "shutdown", "_shutdown") if self.name == "nccl" else ("abort",)
         end = next((each for name in names if (each := getattr(self._group, name, None))), None)
         if end is not None:
             end()
 
     def _hang_up(self) -> None:
-        """End all waits in Gloo, whose own abort does not end those that have begun: a wait that times out closes all
-        connections. One for a peer that is gone fails at once and closes none, so each peer is tried."""
+        """End all waits in Gloo. Its own abort does not end waits that have begun, but a wait that times out closes all
+        connections. A wait for a lost peer fails at once without closing any, so every peer is tried."""
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for offset in range(1, self._world_size):
-            with suppress(Exception):  # that it failed is what it is for; or the group has ended
+            with suppress(Exception):  # the receive is meant to time out, and the group may already have ended
                 peer = (self._rank + offset) % self._world_size
                 self._group.recv([nothing], peer, _TAG + 1).wait(datetime.timedelta(milliseconds=1))
 
     def close(self) -> bool:
-        """End the group and its threads, before the interpreter ends. With Gloo's group, whose destructor waits for the
-        threads in which operations run, nothing uses the operations' memory afterwards. Returns whether that is so."""
+        """Close the group and its threads, before the interpreter ends. Returns whether the memory of operations is no
+        longer in use; this is certain only for Gloo, whose destructor waits for its threads."""
         if self.name == "nccl" and not self._aborted:
-            self._group.shutdown()  # else it warns that nobody has ended it
+            self._group.shutdown()  # without this call NCCL's destructor warns that the group was not shut down
         else:
             self._end_messages()
         self._waiters.close()
@@ -347,7 +355,8 @@ class C10d:
         return self.name == "gloo" and group() is None
 
     def _end_messages(self) -> None:
-        """Wait a moment for messages that are being sent, and give up those that nobody has sent."""
+        """Wait up to _GIVE_UP_SECONDS for messages that this rank is sending, then give up all messages that are not
+        finished."""
         deadline = monotonic() + _GIVE_UP_SECONDS
         with self._lock:
             messages = list(self._messages)

@@ -1,4 +1,5 @@
-"""Messages of torch.distributed, which wait in threads of ours: its own waits end connections when they time out."""
+"""Messages over torch.distributed. Threads of DADT's own wait for them, because a wait in Gloo that times out closes
+all connections."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _LONG = datetime.timedelta(days=30)
 
 
 class C10dMessage:
-    """A torch.distributed Work as a P2PWork. What was moved goes to its target when it has come."""
+    """A torch.distributed Work as a P2PWork. Received values are copied to the caller's tensor if they arrive in other
+    memory."""
 
     def __init__(
         self, waiters: Waiters, work: Any, source: int | None, moved: torch.Tensor, target: torch.Tensor
@@ -29,7 +31,7 @@ class C10dMessage:
         self._target = target
         self._lock = threading.Lock()
         self.what = "a message"
-        """What errors call this message."""
+        """How error texts call this message."""
         self._ended: threading.Event | None = None
         self._error: Exception | None = None
 
@@ -43,33 +45,34 @@ class C10dMessage:
 
     @property
     def sender(self) -> int | None:
-        """The rank from which the message is to come, as the caller asked; None if any rank may send it."""
+        """Rank that was named as the message's sender; None if any rank may send it."""
         return self._source
 
     def stay(self, timeout: float) -> None:
-        """Wait for its end, whatever that is."""
+        """Wait until the message has ended, with or without an error, for at most `timeout` seconds."""
         self._awaited().wait(timeout)
 
     def begin(self) -> None:
-        """Go on with it though nobody waits: what follows the length is asked for when that has come."""
+        """Start the waiting thread, so that the message proceeds without a caller: its body is requested only after its
+        length has arrived."""
         self._awaited()
 
     def give_up(self, timeout: float) -> None:
-        """After a failure, before the interpreter ends: a thread that comes out of the library later would abort the
-        process. A wait that times out closes Gloo's connections, and so ends all others."""
+        """End the message after a failure. A thread still inside the library when the interpreter ends would abort the
+        process; a wait that times out closes Gloo's connections, which also ends all other waits."""
         with self._lock:
-            if self._ended is None:  # no thread is in the library for it, nor shall be
+            if self._ended is None:  # no thread waits in the library for this message, and none will start
                 self._error = PeerLost("it was given up")
                 self._ended = threading.Event()
                 self._ended.set()
         if self._ended.is_set():
             return
-        with suppress(Exception):  # whatever it ends with, it was given up
+        with suppress(Exception):  # how the wait ends does not matter, since the message is given up
             self._work.wait(datetime.timedelta(milliseconds=1))
         self._ended.wait(timeout)
 
     def finish(self) -> None:
-        """Wait as long as the group does."""
+        """Wait for the message on the calling thread, for as long as the process group's own timeout allows."""
         self._work.wait()
         self._fill()
 
@@ -86,8 +89,8 @@ class C10dMessage:
         raise PeerLost(f"{self.what} was not delivered: {text}") from self._error
 
     def _awaited(self) -> threading.Event:
-        """Set at its end. A thread waits for that: Gloo's works end for who waits only, and a wait of theirs that
-        times out closes all connections."""
+        """Return an event that is set when the message ends. A thread waits for the message, since Gloo's works only
+        complete while waited for, and a wait that times out closes all connections."""
         with self._lock:
             if self._ended is None:
                 self._ended = threading.Event()
@@ -96,7 +99,8 @@ class C10dMessage:
 
     def _await(self, ended: threading.Event) -> None:
         try:
-            self._work.wait(_LONG)  # not as long as the group does: to be looked at must not end it
+            # longer than the group's timeout, since a wait that times out would close the connections
+            self._work.wait(_LONG)
             self._fill()
         except Exception as error:  # noqa: BLE001 (raised where it is waited for)
             self._error = error

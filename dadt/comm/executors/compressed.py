@@ -1,5 +1,5 @@
-"""Allreduces of compressed numbers over executors that move bytes: each rank sums a part of all, in float32 and in the
-order of ranks, and sends it to all. That moves the bytes of a ring, and rounds twice in place of at each hop."""
+"""Compressed allreduce over executors that move bytes. Each rank sums one part of the values, in float32 and in rank
+order, and sends the sum to all ranks: as many bytes as a ring, but values are rounded twice instead of at every hop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from dadt.comm.executors.base import Executor
 
 
 class Parts(NamedTuple):
-    """Blocks divided among ranks: equally many each, in the order of ranks; the last ranks may have fewer, or none."""
+    """Division of a compressed buffer's blocks among ranks: equally many each, in rank order; the last ranks may have
+    fewer or none."""
 
     codec: _core.Codec
     total: int
-    """Number of values in all parts together."""
+    """Number of values in all parts together, before padding to whole blocks."""
     ranks: int
 
     @property
@@ -26,33 +27,34 @@ class Parts(NamedTuple):
 
     @property
     def each(self) -> int:
-        """Blocks of one part."""
+        """Number of blocks in one rank's part."""
         return -(-self.blocks // self.ranks)
 
     @property
     def bytes(self) -> int:
-        """Elements of one part; of the only part, without the padding of its last block."""
+        """Bytes of one rank's compressed part. With a single rank, the padding of the last block is not counted."""
         return self.codec.wire_bytes(self.total) if self.ranks == 1 else self.each * self.codec.block_bytes
 
     def of(self, rank: int) -> tuple[int, int]:
-        """The rank's first block, and the one after its last."""
+        """Return the index of the rank's first block, and the index after its last."""
         return min(rank * self.each, self.blocks), min((rank + 1) * self.each, self.blocks)
 
 
 class Sum(NamedTuple):
-    """The result of folding the ranks' parts."""
+    """Arguments for summing one part of the values over all ranks' compressed inputs."""
 
     addresses: Sequence[int]
     weights: Sequence[float] | None
     divisor: float
     owed: int
-    """Address of what this rank owes of all values; 0: nothing."""
+    """Address of this rank's residual (compression error) of all values; 0 if there is none."""
     share: float
-    """The inverse of the rank's weight. What rounding the sum has lost is multiplied by it before the rank owes it."""
+    """Inverse of the rank's weight. The rounding error of the sum is multiplied by it before it is added to the
+    residual."""
 
 
 def spread(executor: Executor, parts: Parts, rank: int, sum: Sum, every: torch.Tensor) -> None:
-    """Make this rank's part of the sum, and bring all parts together in `every`."""
+    """Compute this rank's part of the sum, compress it, and gather the parts of all ranks in `every`."""
     begin, end = parts.of(rank)
     mine = torch.empty(parts.bytes, dtype=torch.uint8, device="cpu")
     if begin < end:
@@ -74,7 +76,8 @@ def spread(executor: Executor, parts: Parts, rank: int, sum: Sum, every: torch.T
 def allreduce(
     executor: Executor, rank: int, ranks: int, flat: torch.Tensor, codec: _core.Codec, owed: int, keep: float
 ) -> None:
-    """Sum float32 values over ranks, in place. owed, keep: as for Engine.allreduce."""
+    """Sum float32 values over ranks in place, compressed by `codec` on the way. owed, keep: address and factor of the
+    residual, as for Engine.allreduce."""
     parts = Parts(codec, flat.numel(), ranks)
     wire, received = (torch.empty(parts.bytes * ranks, dtype=torch.uint8, device="cpu") for _ in range(2))
     _core.compress(codec, flat.data_ptr(), parts.total, wire.data_ptr(), owed, keep)

@@ -1,4 +1,4 @@
-"""The core's own executors: shared memory, and one that moves nothing."""
+"""Executors that the C++ core provides: shared memory, and one that moves nothing."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ def shm(config: Config, world: World, meet: Meet) -> Connection:
 
 
 def null(config: Config, world: World, meet: Meet) -> Connection:
-    meet.exchange("null endpoint", b"")  # it starts as others do, with everybody there
+    meet.exchange("null endpoint", b"")  # moves no data; only waits until all ranks have started, as other executors do
     executor = _core.NullExecutor(world.rank, world.world_size)
     engine = _core.Engine(executor, world.rank, world.world_size, config.timeout)
     if world.world_size > 1:
         return Connection(engine, NoPointToPoint(), lambda: True)
-    mail = _shared_mail(config, world, meet)  # its own values are what one rank gets, and its own messages
+    # a single rank gets correct results from this executor, and can send messages to itself
+    mail = _shared_mail(config, world, meet)
     return Connection(engine, mail, _ended(mail))
 
 
 def _ended(mail: SharedMemoryMessages) -> Callable[[], bool]:
-    """Ends the messages. Nothing but the engine's own thread is ever at the operations' memory."""
+    """Return the function that closes a connection: it closes the messages. It always returns True, since only the
+    engine's own thread uses operations' memory."""
 
     def close() -> bool:
         mail.close()

@@ -1,4 +1,4 @@
-"""Tensors of a device are averaged where they are, on a stream of our own. The host waits for no device."""
+"""Averages tensors in the memory of their device, on a separate stream. The host does not wait for the device."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from dadt.comm.compression.half import narrowed
 from dadt.errors import CommTimeout, PeerLost
 
 ABORT_SECONDS = 30.0
-"""Seconds that a library, and then the device, may take after an abort to end what is under way."""
+"""Seconds that the library, and then the device, may take to end the operations in progress after an abort."""
 LOOK_SECONDS = 1e-4
-"""Seconds between two looks whether the device has passed an event."""
+"""Seconds between checks whether the device has reached an event."""
 
 Coding = tuple[Feedback, "torch.Tensor | float"]
-"""How a bucket is compressed, and the factor of the residual of earlier exchanges."""
+"""Compression state of a bucket, and the factor for the residual of its earlier exchanges."""
 
 
 class Starter(Protocol):
-    """An executor of a device's tensors, which starts operations and does not wait for them."""
+    """An executor for tensors on a device, which starts operations without waiting for them."""
 
     means: bool
-    """Whether `start` gives means of real and complex numbers, which saves a pass over them; else it gives sums."""
+    """Whether `start` returns means of floating-point and complex numbers, which saves a division; otherwise it returns
+    sums."""
 
     def start(self, flat: torch.Tensor) -> Any:
-        """Begin a sum over ranks in place, or a mean. `wait` of what is returned makes the current stream wait for
-        it."""
+        """Start a sum over ranks, or a mean if `means`, in place. The returned work's `wait` makes the current stream
+        wait, not the host."""
 
     def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
-        """Begin to exchange equal parts of bytes with each rank, in the order of ranks. Returns what `start` does."""
+        """Start to exchange equal parts of bytes with each rank, in rank order. The returned work's `wait` makes the
+        current stream wait."""
 
     def gather(self, mine: torch.Tensor, all: torch.Tensor) -> Any:
-        """Begin to gather equal parts from all ranks, in their order. Returns what `start` does."""
+        """Start to gather equal parts from all ranks, in rank order. The returned work's `wait` makes the current
+        stream wait."""
 
     def abort(self) -> None: ...
 
@@ -47,7 +50,7 @@ class Starter(Protocol):
 
 
 class Device:
-    """Averages tensors of one device in the order in which they are given, which must be that of all ranks."""
+    """Averages tensors of one device over ranks. All ranks must submit their tensors in the same order."""
 
     def __init__(
         self,
@@ -58,12 +61,13 @@ class Device:
         world_size: int,
         survives: bool = False,
     ) -> None:
-        """executor: of the device's tensors. engine: for what goes beside them. survives: training goes on when ranks
-        are lost, so the host waits for each average: what was aborted must not be taken for one."""
+        """executor: for tensors on the device. engine: for step metadata and weights. survives: whether training
+        continues when ranks are lost; if so, the host waits for each average, since an aborted one would look finished.
+        """
         self._survives = survives
         self._lock = threading.Lock()
         self._abortion: threading.Thread | None = None
-        """The thread that aborts what is under way; None until there is an abort."""
+        """Thread that aborts the operations in progress; None if there was no abort."""
         self._rank = rank
         self.sent = (0, 0)
         """Bytes that this rank has sent so far, and bytes that it would have sent without compression."""
@@ -84,15 +88,14 @@ class Device:
         coding: Coding | None = None,
         **beside: Any,
     ) -> Averaging:
-        """Weighted mean over ranks into `flat`, of which `places` are the parts for the values; None: zeros.
-
-        coding: how it travels, and how much of what is owed counts. beside: name, weight, lane and plain, as of
-        `Engine.allreduce`. What is on the current stream comes first.
+        """Compute the weighted mean of `values` over ranks into `flat`, after what is already on the current stream.
+        places: parts of `flat`, one for each value; a value of None counts as zeros. coding: compression state and
+        residual factor. beside: name, weight, lane and plain, as for `Engine.allreduce`.
         """
         ready, began, ended = self._event(), self._event(timing=True), self._event(timing=True)
         ready.record(self._module.current_stream(self.device))
         plain = int(beside.pop("plain", -1))
-        # Compressed values of 16 bits are summed in float32, and rounded after the division.
+        # 16-bit values under compression are summed in float32, and rounded once, after the division.
         wide = coding is not None and flat.element_size() == 2
         sums = torch.empty_like(flat, dtype=torch.float32) if wide else flat
         self._sum(values, places, flat, sums, coding, beside["weight"], beside["name"], ready, began, ended)
@@ -120,9 +123,10 @@ class Device:
         began: Any,
         ended: Any,
     ) -> None:
-        """On this stream, after `ready`; `began` and `ended` are recorded around what ranks do together.
+        """Sum the values over ranks on this object's stream, after the event `ready`. The events `began` and `ended`
+        enclose the communication.
 
-        sums: where the sums go, `flat` itself or as many values.
+        sums: receives the sums; `flat` itself, or a tensor of the same length.
         """
         pairs = zip(places, values, strict=True)
         moved = [(place, value) for place, value in pairs if value is not None and value is not place]
@@ -134,14 +138,14 @@ class Device:
             if absent:
                 torch._foreach_zero_(absent)
             if weight == 0:
-                flat.zero_()  # what it has may be no number
+                flat.zero_()  # multiplying by the weight 0 would keep infinities and NaN
             if sums is not flat:
                 sums.copy_(flat)
             if weight not in (0, 1):
                 sums.mul_(weight)
             began.record(self._stream)
             if coding is None:
-                self._executor.start(flat).wait()  # this stream does; the host goes on
+                self._executor.start(flat).wait()  # makes the stream wait, not the host
             else:
                 self._sum_compressed(sums, *coding)
             ended.record(self._stream)
@@ -149,17 +153,18 @@ class Device:
                 self.on_computed(name, began, ended)
             keep = coding[1] if coding is not None and isinstance(coding[1], torch.Tensor) else flat
             for tensor in (flat, sums, keep, *(value for _, value in moved)):
-                if tensor.is_cuda:  # its memory is not given to others before this stream has gone on
+                # keeps the allocator from reusing the memory before this stream has finished with it
+                if tensor.is_cuda:
                     tensor.record_stream(self._stream)
 
     def _sum_compressed(self, flat: torch.Tensor, feedback: Feedback, keep: torch.Tensor | float) -> None:
-        """Each rank sums a part of all, in float32 and in the order of ranks, and sends it to all: the bytes of a ring,
-        and no rounding at each hop."""
+        """Sum by compressed parts: each rank sums one part, in float32 and in rank order, and sends the sum to all.
+        This moves as many bytes as a ring, without rounding at every hop."""
         codec, size, total = feedback.codec, self._world_size, flat.numel()
         blocks = -(-total // (BLOCK * size)) * size
         owed = feedback.owed(total, flat.device)
         owed.mul_(keep)
-        # Divided before, as a sum may be too large for 16 bits where the mean is not.
+        # Divided before the sum, since the sum may exceed the range of 16-bit floats while the mean does not.
         values = torch.zeros(blocks, BLOCK, device=flat.device, dtype=torch.float32)
         values.view(-1)[:total] = flat.to(torch.float32) / size + owed
         wire = codec.encode(values)
@@ -179,7 +184,8 @@ class Device:
         flat.copy_(codec.decode(wire).view(-1)[:total] * size)
 
     def _count(self, flat: torch.Tensor, coding: Coding | None, plain: int) -> None:
-        """Add to `sent` the bytes of one average: as many go round a ring as are summed in parts."""
+        """Add the bytes of one average to `sent`. A ring and a sum by parts send equally many. plain: bytes before
+        compression; negative: the size of `flat`."""
         size, ranks = flat.numel() * flat.element_size(), self._world_size
         moved = size
         if coding is not None:
@@ -192,16 +198,16 @@ class Device:
         return self._module.Event(enable_timing=True) if timing and self._module is torch.cuda else self._module.Event()
 
     def abort(self) -> None:
-        """End what is under way: a script that waits for the device would wait for a rank that is gone. Any thread;
-        does not block, though the library may."""
+        """End the operations in progress, so that a script that waits for the device does not wait for a lost rank. May
+        be called from any thread; does not block, though the library's own abort may."""
         with self._lock:
             if self._abortion is None:
                 self._abortion = threading.Thread(target=self._executor.abort, name="dadt-abort", daemon=True)
                 self._abortion.start()
 
     def close(self, failed: bool) -> None:
-        """failed: peers may never do their part of what is under way. Raises CommTimeout where the library or the
-        device does not come to its end: its tensors cannot be used any more, then."""
+        """Close the executor. failed: abort first, as peers may never finish their part. Raises CommTimeout if library
+        or device do not stop within ABORT_SECONDS; the device's tensors cannot be used then."""
         if failed:
             self.abort()
         if self._abortion is not None:
@@ -218,18 +224,21 @@ class Device:
         self._executor.close()
 
     def _confirm(self, name: str, ended: Any, timeout: float) -> None:
-        """Wait until the device has gone past `ended`. Raises PeerLost where an abort has brought it there."""
+        """Wait until the device has reached the event `ended`. Raises PeerLost if it got there by an abort, CommTimeout
+        after `timeout` seconds."""
         deadline = monotonic() + timeout
         while self._abortion is None and not ended.query():
             if monotonic() >= deadline:
                 raise CommTimeout(f"{name}: {self.device} was not done within {timeout:g} s")
             sleep(LOOK_SECONDS)
-        if self._abortion is not None:  # looked at last: until there is one, nothing ends but by itself
+        # checked last: as long as no abort has begun, the event can only mean a finished average
+        if self._abortion is not None:
             raise PeerLost(f"{name}: the average on {self.device} was given up")
 
 
 class Averaging:
-    """Like the engine's Work. After `wait` the current stream waits for the device, and divides by the weights."""
+    """Work handle of one average, like the engine's. After `wait`, the current stream waits for the average and divides
+    it by the sum of weights."""
 
     def __init__(
         self,
@@ -243,8 +252,8 @@ class Averaging:
         world_size: int,
         confirm: Callable[[str, Any, float], None] | None = None,
     ) -> None:
-        """divided: the number by which the sums are divided already. confirm: waits for the device, and raises if an
-        abort has ended it; None if no abort can look like an average."""
+        """divided: number by which the executor has already divided the sums. confirm: waits for the device and raises
+        if an abort ended the average; None if this cannot happen."""
         self._confirm = confirm
         self._divided = divided
         self._work = work
@@ -271,7 +280,8 @@ class Averaging:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the device took, if it is done and can tell; else those of the engine's work beside it."""
+        """Seconds that the device took, if it is done and a CUDA device; else seconds of the engine's accompanying
+        operation."""
         if self._module is torch.cuda and self._ended.query():
             return float(self._began.elapsed_time(self._ended)) / 1e3
         return self._work.seconds
@@ -281,7 +291,8 @@ class Averaging:
         return self._work.waited
 
     def wait(self, timeout: float) -> None:
-        """Wait for the peers; for the device only to confirm it. Raises what the engine's Work raises."""
+        """Wait for the peers, and for the device only if there is a `confirm` function. Raises what the engine's Work
+        raises."""
         self._work.wait(timeout)
         if self._tensors is not None:
             if self._confirm is not None:

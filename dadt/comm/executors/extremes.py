@@ -1,4 +1,4 @@
-"""Minima and maxima in which a NaN stays one: Gloo and MPI lose it."""
+"""Min and max reductions that keep NaN: Gloo and MPI may drop a NaN, so ranks reduce the places of NaN separately."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def allreduce(executor: Executor, flat: torch.Tensor, reduction: str) -> None:
-    """In place, by any reduction."""
+    """Reduce the tensor in place over all ranks, by any reduction. For min and max of floats, an element that is NaN on
+    any rank becomes NaN."""
     if reduction not in ("min", "max") or not flat.is_floating_point():
         executor.allreduce(flat, reduction)
         return

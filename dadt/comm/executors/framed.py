@@ -1,4 +1,5 @@
-"""Messages with their length before them, for a library that writes past a tensor's end, or fills a part of it."""
+"""Messages preceded by their length, for libraries that would write past the end of a shorter tensor or fill only a
+part of a longer one."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ import torch
 from dadt.errors import CommError, Mismatch
 
 _BODY = 1 << 29
-"""Tags of what follows a length: one for each message under way. The callers' are below."""
+"""First of the tags for message bodies, one for each message in flight. Callers' tags are below it."""
 _HEADS = torch.int64
 _LONGEST = 1 << 40
-"""Most bytes of a message. A received length above this is refused, as that much memory would be allocated."""
+"""Most bytes of a message. A larger announced length is refused, because the receiver would allocate this much memory.
+"""
 
 
 class FramedMessages:
-    """Sends and receives over a process group. What belongs to a length is known by the tag beside it, so receives of
-    one tag stay in order though several are under way."""
+    """Sends and receives over a process group. Each message's header holds its length and the tag of its body, so
+    receives of one tag stay in order even if several are in flight."""
 
     def __init__(self, group: Any, rank: int) -> None:
         self._group = group
@@ -43,16 +45,16 @@ class FramedMessages:
         return ReceivedMessage(self._group, self._group.recv([head], peer, tag), head, tensor, peer)
 
     def close(self) -> None:
-        """Let go of the group."""
+        """Release the process group, so that its destructor can run."""
         self._group = None
 
 
 class SentMessage:
-    """A message that is being sent. It has the methods of a torch.distributed Work that Message needs."""
+    """A message being sent, with the methods of torch.distributed's Work that class Message uses."""
 
     def __init__(self, works: list[Any], head: torch.Tensor, rank: int) -> None:
         self._works = works
-        self._head = head  # read until it is sent
+        self._head = head  # the header's memory must stay alive until it has been sent
         self._rank = rank
 
     def wait(self, timeout: timedelta) -> None:
@@ -64,7 +66,7 @@ class SentMessage:
 
 
 class ReceivedMessage:
-    """A message that is being received. It has the methods of a torch.distributed Work that Message needs."""
+    """A message being received, with the methods of torch.distributed's Work that class Message uses."""
 
     def __init__(self, group: Any, work: Any, head: torch.Tensor, tensor: torch.Tensor, peer: int | None) -> None:
         self._group = group
@@ -74,7 +76,8 @@ class ReceivedMessage:
         self._peer = peer
 
     def wait(self, timeout: timedelta) -> None:
-        """Raises Mismatch; the message has been taken, then, so that its sender ends."""
+        """Wait for the message and check its length. Raises Mismatch if the tensor has another length; the message is
+        still read then, so that its sender does not wait."""
         self._work.wait(timeout)
         length, tag = self._head.tolist()
         if not (0 <= length <= _LONGEST and _BODY <= tag < 2 * _BODY):

@@ -1,8 +1,9 @@
-"""Shared memory inside each host, another executor between hosts, so that each byte crosses the network once.
+"""Hierarchical executor: shared memory within each host, another executor between hosts, so that each byte crosses the
+network once.
 
-An allreduce goes in chunks. The ranks of a host reduce a chunk and each keeps one shard of it; each shard goes across
-hosts among the ranks that keep it there, all of a host at once; then the ranks of the host gather the shards. While a
-chunk crosses, the host's own thread reduces the next one and gathers the one before.
+An allreduce runs in chunks. The ranks of a host reduce a chunk, each obtaining one shard; the ranks that own the same
+shard reduce it across hosts, all shards in parallel; then each host's ranks gather the shards. While one chunk crosses
+the network, the host's engine thread reduces the next one and gathers the previous one.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
     from dadt.world import World
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of a chunk: enough that a round trip between hosts counts for little, and few enough that the first and last
-chunk, which overlap with nothing, do so too."""
+"""Bytes of a chunk. Large enough that a round trip between hosts costs little in comparison, and small enough that the
+first and the last chunk, which overlap with nothing, cost little too."""
 
 
 def connect(cross: str, config: Config, world: World, meet: Meet) -> Connection:
-    """cross: what goes between hosts: gloo, nccl, mpi or c10d:<name>. Raises ConfigError where it is not usable."""
+    """Connect all ranks by a hierarchical executor. cross: the executor between hosts: gloo, nccl, mpi or c10d:<name>.
+    Raises ConfigError if it cannot be used."""
     places = meet.exchange("place", f"{world.cross_rank} {world.local_rank}".encode())
     told = sorted((*map(int, place.split()), rank) for rank, place in enumerate(places))
     hosts = [[rank for *_, rank in ranks] for _, ranks in groupby(told, key=itemgetter(0))]
@@ -45,17 +47,17 @@ def connect(cross: str, config: Config, world: World, meet: Meet) -> Connection:
 
 
 def _joiner(cross: str, config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]], Executor]:
-    """A function that makes this rank's executor among some ranks."""
+    """Return a function that connects this rank with the given ranks by the executor between hosts."""
     if cross == "mpi":
         return mpi.joiner(config, world, meet)
     name = cross.removeprefix("c10d:")
     c10d.check(name)
-    numbers = count()  # with one rank on each host, two groups have the same ranks
+    numbers = count()  # keeps group names unique: with one rank on each host, both groups have the same ranks
     return lambda ranks: c10d.join(name, Apart(meet, f"group {next(numbers)}"), world, ranks, config)
 
 
 def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: Meet) -> _core.Engine | None:
-    """An engine over shared memory among the ranks of this host; None if there is only one."""
+    """Return an engine over shared memory among the ranks of this host; None if this rank is the only one."""
     here = next(ranks for ranks in hosts if world.rank in ranks)
     executor = _core.ShmExecutor(here.index(world.rank), len(here))
     endpoints = meet.exchange("shm endpoint", executor.endpoint())
@@ -66,8 +68,8 @@ def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: M
 
 
 class Hierarchical:
-    """The executor of this module. A chunk has as many shards as the smallest host has ranks; on larger hosts, some
-    ranks keep none."""
+    """Executor that reduces within each host first, then across hosts. A chunk has as many shards as the smallest host
+    has ranks; on larger hosts some ranks own no shard."""
 
     name = "hierarchical"
 
@@ -79,7 +81,8 @@ class Hierarchical:
         join: Callable[[Sequence[int]], Executor],
         timeout: float,
     ) -> None:
-        """hosts: the ranks of each, by local rank. join: connects this rank with some ranks, itself among them."""
+        """hosts: for each host, its ranks in order of local rank. join: connects this rank with the given ranks, which
+        include it."""
         self._hosts = hosts
         self._host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
         self._here = hosts[self._host]
@@ -89,7 +92,7 @@ class Hierarchical:
         self._timeout = timeout
         self._flat = join(range(sum(map(len, hosts))))
         self._across = [ranks[self._me] for ranks in hosts] if self._me < self._shards else []
-        """The ranks that keep the same shard as this one, one on each host; empty if it keeps none."""
+        """Ranks that own the same shard as this one, one on each host; empty if this rank owns none."""
         self._cross = join(self._across) if len(self._across) > 1 else None
 
     # Reduction --------------------------------------------------------------------------------------------------------
@@ -98,7 +101,8 @@ class Hierarchical:
         self._allreduce(flat, reduction, lambda shard: self._across_hosts(shard, reduction))
 
     def allreduce_compressed(self, flat: torch.Tensor, codec: _core.Codec, owed: int, keep: float) -> tuple[int, int]:
-        """Compress between hosts only, as bytes within a host cost little. Returns the bytes sent to other hosts."""
+        """Sum the tensor, compressed between hosts only, since bytes within a host cost little. Returns the bytes sent
+        to other hosts, and those that would have been sent uncompressed."""
         hosts = len(self._hosts)
         sent = plain = 0
 
@@ -124,7 +128,7 @@ class Hierarchical:
             self._cross.allreduce(shard, reduction)
 
     def _allreduce(self, flat: torch.Tensor, reduction: str, cross: Callable[[torch.Tensor], None]) -> None:
-        """cross: reduces this rank's shard over hosts."""
+        """Reduce the tensor in place, chunk by chunk. cross: reduces this rank's shard across hosts."""
         gathers = []
         with self._failing():
             chunks = list(_chunks(flat, self._shards))
@@ -140,7 +144,8 @@ class Hierarchical:
                 self._wait(gather)
 
     def _reduce(self, shards: Sequence[torch.Tensor], reduction: str) -> _core.Work | None:
-        """Begin to reduce the shards over the ranks of this host: each rank gets its own shard, in its place."""
+        """Start to reduce the shards over this host's ranks. Each rank receives the result of its own shard in
+        place."""
         if self._local is None:
             return None
         layout = _core.Layout(DTYPES[shards[0].dtype], [shard.numel() for shard in shards])
@@ -150,7 +155,7 @@ class Hierarchical:
         return self._local.allreduce(layout, inputs, outputs, "reduce-scatter", reduction=kind)
 
     def _gather(self, shards: Sequence[torch.Tensor]) -> _core.Work | None:
-        """Begin to give every rank of this host all shards from the ranks that keep them."""
+        """Start to give every rank of this host all shards, each from the rank that owns it."""
         if self._local is None:
             return None
         pieces = [(shard.data_ptr(), shard.numel() * shard.element_size()) for shard in shards]
@@ -160,7 +165,8 @@ class Hierarchical:
     # What moves -------------------------------------------------------------------------------------------------------
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Send the tensor to one rank of each host, and from there to the host's others, in chunks that overlap."""
+        """Broadcast the tensor in overlapping chunks: first to one rank of each host, then from there to the host's
+        other ranks."""
         source = next(number for number, ranks in enumerate(self._hosts) if root in ranks)
         at = self._hosts[source].index(root)
         leader = at if at < self._shards else 0
@@ -203,12 +209,12 @@ class Hierarchical:
     # Failing and ending -----------------------------------------------------------------------------------------------
 
     def _wait(self, work: _core.Work | None) -> None:
-        """Wait for this host's engine. Errors name ranks as the user knows them; the engine counts the host's from
-        0."""
+        """Wait for an operation of this host's engine, which counts the host's ranks from 0. Errors are raised with
+        global rank numbers instead."""
         if work is None:
             return
         try:
-            work.wait(2 * self._timeout)  # the engine itself ends it after one
+            work.wait(2 * self._timeout)  # twice the timeout, since the engine itself fails the operation after one
         except CommError as error:
             named = re.sub(r"\brank (\d+)\b", lambda found: f"rank {self._here[int(found[1])]}", str(error))
             raise type(error)(f"inside the host of ranks {_list(self._here)}: {named}") from error
@@ -222,7 +228,7 @@ class Hierarchical:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Run a part whose failure must not leave the other ranks of this host waiting."""
+        """Context manager that aborts all executors if its body fails, so that the host's other ranks do not wait."""
         try:
             yield
         except Exception as error:
@@ -247,7 +253,7 @@ class Hierarchical:
 
 
 def _chunks(flat: torch.Tensor, shards: int) -> Iterator[list[torch.Tensor]]:
-    """Chunks of the tensor, in order, each cut into `shards` shards, some of which may be empty."""
+    """Yield the tensor's chunks in order, each as a list of `shards` shards, some of which may be empty."""
     most = max(1, CHUNK_BYTES // flat.element_size())
     for chunk in torch.split(flat, most) if flat.numel() else ():
         cuts = [len(chunk) * shard // shards for shard in range(shards + 1)]

@@ -1,4 +1,4 @@
-"""A store for libraries that want one of torch's. Nobody listens for it: its keys travel as rendezvous values do."""
+"""A torch Store for libraries that need one, without a server: keys and values travel as those of the rendezvous do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class Keys(Store):
-    """One rank's view of the keys. Waits as long as its Meet does, whatever timeout the library gives. Any thread."""
+    """One rank's torch Store on top of a Meet. Waits are limited by the Meet's timeout; a library's own timeout is
+    ignored. Methods may be called from any thread."""
 
     def __init__(self, meet: Meet, rank: int, size: int) -> None:
-        """rank, size: this rank's number in the group, as the library counts it, and the group's size."""
+        """rank, size: this rank's number in the library's group, and the size of the group."""
         super().__init__()
         self._meet = meet
         self._rank = rank
@@ -40,12 +41,12 @@ class Keys(Store):
             self._known.update(zip(absent, self._meet.get(absent), strict=True))
 
     def holds(self, address: bytes) -> bool:
-        """Whether a value that this rank knows contains this address."""
+        """Return whether a value known to this rank contains this address."""
         return any(address in value for value in self._known.values())
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether this rank knows all these keys. Others are not asked, as NCCL checks once a second for as long as it
-        runs."""
+        """Return whether this rank knows all these keys. Does not ask other ranks, because NCCL calls this once a
+        second throughout the run."""
         return all(key in self._known for key in keys)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
@@ -63,15 +64,15 @@ class Keys(Store):
         return self
 
     def _alike(self, key: str) -> list[str]:
-        """The unknown keys of all ranks like this one: Gloo asks for one after the other, and each question to the
-        launcher takes time."""
+        """Return the unknown keys of all ranks that match this key but for the rank. Gloo asks for them one by one, and
+        fetching all at once saves requests to the launcher."""
         of_all = key.rpartition("/")[0]
         if f"{of_all}/{self._rank}" not in self._known:
             return [key]
         return [each for rank in range(self._size) if (each := f"{of_all}/{rank}") not in self._known]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Does nothing, as the start of a job has one deadline for everything."""
+        """Do nothing: the start of a job has one deadline for all steps."""
 
     def add(self, key: str, value: int) -> int:
         raise _unknown("add")

@@ -1,4 +1,4 @@
-"""How a rank finds its peers before a library connects them."""
+"""Rendezvous of ranks: how a rank exchanges bytes with its peers before a library connects them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 PATIENCE = 3.0
-"""Seconds of waiting after which a rank looks where its peers are."""
+"""Seconds of waiting after which a rank reports what it waits for."""
 _LOOK_SECONDS = 0.05
 Made = TypeVar("Made")
 
 
 class Meet(Protocol):
-    """How a rank exchanges bytes with its peers before a library connects them. Each key is used once. `exchange` and
-    `get` wait for the peers, and raise StartTimeout if they do not come."""
+    """Exchange of bytes between a rank and its peers before a library connects them. Each key is used once. `exchange`
+    and `get` wait for the peers and raise StartTimeout if they do not come in time."""
 
     @property
     def secret(self) -> bytes:
-        """The secret that these ranks alone know; empty if there is none."""
+        """Secret that only these ranks know; empty if there is none."""
 
     @property
     def outdated(self) -> bool | None:
@@ -36,21 +36,22 @@ class Meet(Protocol):
         None if the job cannot lose ranks."""
 
     def look(self, what: str, waited: float) -> None:
-        """Report that this rank has waited this many seconds for its peers in something else, such as a library."""
+        """Report that this rank has waited `waited` seconds for its peers in `what`, such as the connection by a
+        library."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank."""
+        """Publish this rank's `blob` and return every rank's, ordered by rank. Raises StartTimeout."""
 
     def put(self, key: str, blob: bytes) -> None:
-        """Give a value to whichever rank asks for the key. Does not wait for the others."""
+        """Publish a value under `key`, without waiting for other ranks; any rank may read the value with get()."""
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values that some ranks have put there, or will put there."""
+        """Wait for the values that any ranks publish under `keys`, and return them. Raises StartTimeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A Meet within another: keys of its own."""
+    """A Meet that uses another Meet and prefixes its keys with a name, so that they are distinct."""
 
     meet: Meet
     name: str
@@ -78,16 +79,17 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class AllRanks:
-    """The Meet of all ranks of a world, over this one's line to its agent."""
+    """The Meet of all ranks of a world, which exchanges bytes over this rank's connection to its agent or store."""
 
     world: World
     control: WorkerLine | None
     timeout: float
-    """Seconds within which the peers must come."""
+    """Seconds within which the peers must join."""
     has_lost: Callable[[], bool] | None = None
-    """Whether some ranks have been lost since; None if the job cannot go on without lost ranks."""
+    """Returns whether ranks have been lost since the world began; None if the job cannot continue without lost ranks.
+    """
     tell: Callable[[str, float], None] = lambda what, waited: None
-    """The function that `look` calls."""
+    """Function that `look` calls with what this rank waits for and the seconds waited."""
 
     def look(self, what: str, waited: float) -> None:
         self.tell(what, waited)
@@ -118,9 +120,10 @@ class AllRanks:
 
 
 def attend(meet: Meet, what: str, connect: Callable[[], Made]) -> Made:
-    """What `connect` returns. It calls a library that waits for a rank that has ended as for one that is late, and
-    cannot be interrupted: if ranks are lost, raises PeerLost and leaves the library waiting in its thread. what: what
-    the library does, for reports of what this rank waits for."""
+    """Return what `connect` returns. `connect` calls a library that cannot be interrupted and waits even for ended
+    ranks, so it runs in a thread: if ranks are lost, raises PeerLost and abandons the thread. what: what the library
+    does, for reports of what this rank waits for.
+    """
     if meet.outdated is None:
         return connect()
     made: queue.SimpleQueue[Made | Exception] = queue.SimpleQueue()

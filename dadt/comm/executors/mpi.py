@@ -1,4 +1,4 @@
-"""MPI through mpi4py, over Open MPI, MPICH or Intel MPI: for ranks that mpirun or srun has started."""
+"""Executor over MPI through mpi4py (Open MPI, MPICH or Intel MPI), for ranks that mpirun or srun has started."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ _TYPES = {
 }
 _OPERATIONS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 _MOST = 1 << 30
-"""Most bytes, or numbers to be reduced, in one call, as MPI counts in 32 bits."""
+"""Most bytes, or elements of a reduction, in one call, as MPI's counts have 32 bits."""
 _WIDENED = 1 << 20
-"""Number of 16-bit values, which MPI does not reduce, that are widened to 32 bits at a time: they stay in cache."""
+"""Number of 16-bit values widened to 32 bits at a time, since MPI does not reduce them: few enough to stay in the
+cache."""
 _VERBS = ("an allreduce", "an allgather", "a broadcast", "an exchange")
 _SPIN_SECONDS = 1e-4
-"""Seconds for which a rank asks without sleeping: longer than the kernel takes to wake a thread."""
+"""Seconds for which a rank polls without sleeping: longer than the kernel takes to wake a thread."""
 _LONGEST_PAUSE = 1e-3
 
 
 def connect(config: Config, world: World, meet: Meet) -> Connection:
-    """Connect the ranks of `world`, which may be only some of MPI's. Raises ConfigError if MPI is not usable."""
+    """Connect the ranks of `world`, which may be a part of MPI's world. Raises ConfigError if MPI is not usable."""
     executor = joiner(config, world, meet)(range(world.world_size))
     return pull.connect(executor, world.rank, world.world_size, config.timeout)
 
 
 def joiner(config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]], Mpi]:
-    """A function that connects some ranks of the world; each of them calls it with the same ranks. Raises
-    ConfigError."""
+    """Return a function that connects some ranks of the world; each of these ranks calls it with the same list. Raises
+    ConfigError if MPI is not usable."""
     mpi = process.begin()
     ranks = _ranks(mpi, world, meet)
 
@@ -63,7 +64,8 @@ def joiner(config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]]
 
 
 def _ranks(mpi: Any, world: World, meet: Meet) -> list[int]:
-    """MPI's ranks, by rank of the world. Raises ConfigError if MPI sees another world."""
+    """Return the MPI rank of each rank of the world. Raises ConfigError if MPI's world does not contain these ranks or
+    orders them differently."""
     everyone = mpi.COMM_WORLD
     ranks = [int(rank) for rank in meet.exchange("mpi rank", str(everyone.rank).encode())]
     if len(set(ranks)) < len(ranks):
@@ -84,33 +86,36 @@ def _joined(mpi: Any, ranks: Sequence[int], timeout: float) -> Mpi:
     group = mpi.COMM_WORLD.Get_group().Incl(ranks)
     comm = mpi.COMM_WORLD.Create_group(group)
     group.Free()
-    comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py makes exceptions of them
+    # have MPI return error codes, which mpi4py raises as exceptions, instead of ending the process
+    comm.Set_errhandler(mpi.ERRORS_RETURN)
     process.opened()
     return Mpi(mpi, comm, timeout)
 
 
 class Mpi:
-    """A communicator as an Executor.
+    """An MPI communicator as an Executor.
 
-    MPI's own waiting spins, which takes a core from training for as long as a peer is late, and cannot be given up.
-    So ranks first wait for each other here, in a tiny allreduce that is asked in growing intervals and tells whether
-    all are in the same operation; MPI's blocking verbs, twice as fast as those that do not block, come after it, and
-    have nothing to wait for.
+    MPI waits by spinning, which takes a processor core from training while a peer is late, and cannot be interrupted.
+    Ranks therefore first wait for each other in a tiny non-blocking allreduce, polled at growing intervals, which also
+    compares their operations. MPI's blocking collectives, twice as fast as the non-blocking ones, then start with all
+    ranks present.
     """
 
     name = "mpi"
 
     def __init__(self, mpi: Any, comm: Any, timeout: float) -> None:
-        """comm: the communicator, which nobody else may use from now on."""
+        """comm: the communicator, which must have no other user from now on."""
         self._mpi = mpi
         self._comm = comm
-        self._mail = comm.Dup()  # the caller's tags are its own
+        # a second communicator, so that callers' message tags cannot collide with other messages
+        self._mail = comm.Dup()
         self._highest_tag = comm.Get_attr(mpi.TAG_UB)
         self._timeout = timeout
         self._kept = KeepAlive(lambda: self._aborted)
         self._aborted = False
         self._serial = process.serial
-        # Pairs of numbers are asked for so often that tensors would take longer than MPI.
+        # These pairs of integers are exchanged before every operation; creating tensors for them would take longer than
+        # MPI itself.
         self._mine, self._least = (memoryview(bytearray(16)).cast("q") for _ in range(2))
         self._wires = [[each, 2, mpi.INT64_T] for each in (self._mine, self._least)]
 
@@ -170,14 +175,16 @@ class Mpi:
             self._mpi.Request.Waitall(requests)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> MpiMessage:
-        """A message of at most 1 GiB. Raises ValueError for more, and for a tag that is too high for MPI."""
+        """Start sending a message of at most 1 GiB. Raises ValueError for larger ones, and for a tag above MPI's
+        maximum."""
         self._check(tensor, tag)
         with self._serial:
             request = self._mail.Isend(self._bytes(tensor), peer, tag)
         return self._keep(MpiMessage(self, tensor, request, False))
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> MpiMessage:
-        """A message of at most 1 GiB. Raises ValueError for more, and for a tag that is too high for MPI."""
+        """Start receiving a message of at most 1 GiB. Raises ValueError for larger ones, and for a tag above MPI's
+        maximum."""
         self._check(tensor, tag)
         source = self._mpi.ANY_SOURCE if peer is None else peer
         with self._serial:
@@ -196,12 +203,12 @@ class Mpi:
             with self._serial:
                 self._mail.Free()
                 self._comm.Free()
-        leak(self._kept)  # MPI may still be at what nobody has received
+        leak(self._kept)  # MPI may still write to the tensors of receives that never finished
         process.closed(failed=self._aborted)
 
     def until(self, done: Callable[[], bool], timeout: float, what: str) -> None:
-        """Wait until `done` is true, asked ever less often, so that a late peer costs no core. Raises CommTimeout,
-        Aborted."""
+        """Wait until `done` returns true, polling ever less often, so that a late peer costs no processor core. Raises
+        CommTimeout after `timeout` seconds, or Aborted."""
         begun = perf_counter()
         while not done():
             waited = perf_counter() - begun
@@ -213,9 +220,10 @@ class Mpi:
                 time.sleep(min(_LONGEST_PAUSE, waited / 10))
 
     def _await_all(self, verb: str, size: int = 0, root: int = 0) -> None:
-        """Wait until all ranks are here. Raises the same Mismatch on all of them if their operations differ."""
+        """Wait until all ranks have reached this operation. Raises Mismatch on all ranks if their operations differ."""
         mine = size << 24 | root << 4 | _VERBS.index(verb)
-        self._mine[0], self._mine[1] = mine, -mine  # the least of the second is the greatest of the first
+        # the minimum of the negated values gives the maximum, in the same allreduce
+        self._mine[0], self._mine[1] = mine, -mine
         with self._serial:
             request = self._comm.Iallreduce(*self._wires, self._mpi.MIN)
         self.until(lambda: self.test(request), self._timeout, verb)
@@ -224,7 +232,8 @@ class Mpi:
             raise self._differing(mine)
 
     def _differing(self, mine: int) -> Mismatch:
-        """The error that tells which ranks are in which operation. All of them are here, and have found out."""
+        """Return the error that names two ranks in different operations. All ranks call this, since all have seen the
+        difference."""
         self._mine[0] = mine
         every = memoryview(bytearray(8 * self._comm.size)).cast("q")
         with self._serial:
@@ -235,18 +244,19 @@ class Mpi:
         )
 
     def test(self, request: Any, status: Any = None) -> bool:
-        """Whether the request is done."""
+        """Return whether the MPI request is done. status: filled with the message's source and length."""
         with self._serial:
             return bool(request.Test(status))
 
     def _memory(self, tensor: torch.Tensor) -> Any:
-        """The tensor's memory, as MPI takes it; if it is a GPU's, once all pending writes to it are done."""
+        """Return the tensor's memory as MPI's buffer; for a GPU tensor, after all pending writes are done."""
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), _size(tensor))
 
     def _bytes(self, tensor: torch.Tensor, shares: int = 1) -> list[Any]:
-        """The buffer as MPI takes it: memory, bytes of a share, type."""
+        """Return the buffer description that MPI takes: memory, bytes per share, and type. shares: number of equal
+        parts."""
         memory = self._memory(tensor)
         return [memory, memory.nbytes // shares, self._mpi.BYTE]
 
@@ -258,11 +268,11 @@ class Mpi:
 
 
 class MpiMessage:
-    """A request of MPI's as a P2PWork."""
+    """A request of MPI as a P2PWork."""
 
     def __init__(self, mpi: Mpi, tensor: torch.Tensor, request: Any, receives: bool) -> None:
         self._owner = mpi
-        self._tensor = tensor  # kept until MPI does not need it any more
+        self._tensor = tensor  # keeps the tensor's memory alive while MPI uses it
         self._request = request
         self._receives = receives
         self._status = mpi._mpi.Status()
@@ -272,8 +282,8 @@ class MpiMessage:
 
     @property
     def done(self) -> bool:
-        """Whether the message is done, also by an error of MPI, which `wait` raises. Any thread."""
-        # A request that was once done is forgotten by MPI, and its status with it: it is asked once, by one thread.
+        """Whether the message is done or has failed; `wait` raises the error. May be called from any thread."""
+        # MPI forgets a finished request and its status, so its completion must be seen only once, by one thread.
         with self._lock:
             if not self._done:
                 try:

@@ -1,4 +1,4 @@
-"""MPI in this process: its begin and its end."""
+"""Initialises and finalizes MPI in this process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from dadt.errors import ConfigError
 
 
 class MpiProcess:
-    """MPI in this process: begun at most once, and ended once nothing is open and the interpreter is about to end."""
+    """MPI's state in this process: initialised at most once, and finalized when all communicators are closed and the
+    interpreter is about to exit."""
 
     def __init__(self) -> None:
         self.serial: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        """A lock held around each call if the library takes one thread at a time; else a context that does nothing."""
+        """Lock to use around each call if the MPI library allows one thread at a time; else a context that does
+        nothing."""
         self._mpi: Any = None
         self._ours = False
         self._open = 0
@@ -33,7 +35,7 @@ class MpiProcess:
 
     @property
     def path(self) -> str:
-        """The path of the loaded library; empty if there is none."""
+        """Path of the loaded MPI library; empty if none is loaded."""
         for line in Path("/proc/self/maps").read_text().splitlines():
             if Path(line).name.startswith(("libmpi.so", "libmpich.so")):
                 return line[line.index("/") :]
@@ -41,16 +43,17 @@ class MpiProcess:
 
     @property
     def library(self) -> str:
-        """The loaded library's name and path."""
+        """Name and path of the loaded MPI library."""
         words = str(self._mpi.Get_library_version()).split("\n")[0].split(",")[0].replace("\t", " ").rstrip("\0")
         return f"{words}, {self.path}"
 
     def begin(self) -> Any:
-        """mpi4py.MPI, initialised. Raises ConfigError where there is none that is of use."""
+        """Initialise MPI if necessary and return the module mpi4py.MPI. Raises ConfigError if there is no usable
+        MPI."""
         if self._mpi is not None:
             return self._mpi
-        # The script's own import leaves the end to mpi4py. Ours does not, as a rank that has failed would then wait
-        # in MPI_Finalize for peers that wait for it.
+        # If the script imported mpi4py, mpi4py finalizes MPI at exit. Otherwise DADT does, and not after failures: a
+        # failed rank would wait in MPI_Finalize for peers that wait for it.
         ours = "mpi4py.MPI" not in sys.modules
         mpi_library.choose()
         try:
@@ -76,18 +79,19 @@ class MpiProcess:
         return mpi
 
     def opened(self) -> None:
-        """Count one more communicator."""
+        """Count one more open communicator; MPI is finalized only without open ones."""
         self._open += 1
 
     def closed(self, failed: bool) -> None:
-        """Count one communicator less. failed: nobody knows what its ranks are doing."""
+        """Count one communicator fewer. failed: it was aborted, so its ranks are in unknown states and MPI must not be
+        finalized."""
         self._open -= 1
         self._failed |= failed
         if self._exiting:
             self._end()
 
     def _exit(self) -> None:
-        """Finalize MPI last: whatever ends before may still close communicators."""
+        """Finalize MPI at exit, or when the last communicator is closed after this."""
         self._exiting = True
         self._end()
 

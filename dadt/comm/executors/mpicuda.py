@@ -1,6 +1,7 @@
-"""MPI that reads and writes the memory of GPUs itself: tensors are averaged where they are, in a thread that waits.
+"""Executor over a CUDA-aware MPI, which reads and writes GPU memory itself: tensors are averaged where they are, in a
+thread that waits for MPI.
 
-All else is as with NCCL: what ranks tell each other beside the tensors goes through memory of the host.
+As with NCCL, step metadata and weights travel through host memory.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ END_SECONDS = 5.0
 
 
 def connect(config: Config, world: World, meet: Meet) -> Connection:
-    """Connect by MPI that reads GPUs' memory. Raises ConfigError without a GPU or a usable MPI, or if it says that it
-    was built without CUDA."""
+    """Connect all ranks by CUDA-aware MPI. Raises ConfigError if there is no GPU or no usable MPI, if the library says
+    it was built without CUDA, or if it allows one thread at a time only."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "executor mpicuda: torch sees no CUDA device here -> run where nvidia-smi shows one, or --executor mpi"
@@ -55,7 +56,7 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
 
 
 def reads_gpus(path: str) -> bool | None:
-    """Whether the library at the path takes addresses of a GPU's memory; None if it does not say."""
+    """Return whether the MPI library at this path accepts GPU memory addresses; None if it does not say."""
     try:
         ask = ctypes.CDLL(path).MPIX_Query_cuda_support
     except (AttributeError, OSError):
@@ -65,17 +66,18 @@ def reads_gpus(path: str) -> bool | None:
 
 
 class ThreadedDevice(Device):
-    """A Device over MPI, which knows no streams: a thread of its own waits for the device and calls MPI, so that the
-    training thread waits for neither."""
+    """A Device over MPI, which does not use CUDA streams: a separate thread waits for the GPU and calls MPI, so that
+    the training thread waits for neither."""
 
     def __init__(
         self, executor: mpi.Mpi, engine: _core.Engine, device: torch.device, rank: int, world_size: int
     ) -> None:
-        """executor: used by nobody else. engine: for the ranks' weights and lanes, which travel beside the tensors."""
+        """executor: must have no other user. engine: carries the ranks' weights and step metadata through host
+        memory."""
         super().__init__(Blocking(executor), engine, device, rank, world_size)
         self._orders: queue.SimpleQueue[tuple[Future[None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._summed: Future[None] = Future()
-        # A daemon: a peer that never comes must not keep the process from ending.
+        # A daemon thread, so that a peer that never joins cannot keep this process from exiting.
         self._thread = threading.Thread(target=self._run, name="dadt-mpicuda", daemon=True)
         self._thread.start()
 
@@ -109,7 +111,8 @@ class ThreadedDevice(Device):
 
 
 class ThreadedAveraging(Averaging):
-    """A work after whose `wait` the current stream has the sum, divided by the weights."""
+    """Work handle of one average over MPI. `wait` waits for MPI's thread; then the current stream has the sum, divided
+    by the weights."""
 
     def __init__(self, summed: Future[None], *of_device: Any) -> None:
         super().__init__(*of_device)
@@ -133,7 +136,8 @@ class ThreadedAveraging(Averaging):
 
 
 class Blocking:
-    """MPI's verbs, which are done when they return, in place of those that are only started."""
+    """MPI's blocking calls in place of a Starter's asynchronous ones: each is done when it returns, so `wait` does
+    nothing."""
 
     means = False
 

@@ -1,7 +1,7 @@
-"""NCCL: tensors of GPUs are averaged where they are, by a process group and on a stream of our own.
+"""NCCL executor: GPU tensors are averaged where they are, by a process group and a stream of DADT's own.
 
-What ranks tell each other beside the tensors (lanes, weights) goes through memory of the
-host, over the executor that would move the tensors of a job without GPUs; it says, too, whether all ranks are there.
+Step metadata and weights travel through host memory, over the executor that a job without GPUs would use; this executor
+also checks that all ranks are present.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 
 def connect(config: Config, world: World, meet: Meet) -> Connection:
-    """Host tensors and metadata use the executor that a job without GPUs would use."""
+    """Connect all ranks: NCCL for GPU tensors, and for host tensors and metadata the executor that a job without GPUs
+    would use."""
     c10d.check("nccl")
     name, _ = pick_for_host_memory([place.workers for place in places(world, meet, "nccl host")])
     return beside(connect_one(name, config, world, meet), config, world, meet)
 
 
 def beside(host: Connection, config: Config, world: World, meet: Meet) -> Connection:
-    """The connection, which also averages tensors of this rank's GPU."""
+    """Return the connection, extended so that NCCL averages tensors on this rank's GPU."""
     survives = config.min_np > 0
     if survives:
         outlive_peers()

@@ -1,4 +1,5 @@
-"""Messages between two ranks over the core's shared memory, and those of ranks that only seem to be there."""
+"""Messages between two ranks through the C++ core's shared memory, and a stand-in that moves nothing, for simulated
+ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class SharedMemoryMessages:
-    """A PointToPoint through the core's mailbox."""
+    """Messages between two ranks of one host, through the core's shared-memory mailbox."""
 
     def __init__(self, mailbox: _core.Mailbox) -> None:
         self._mailbox = mailbox
-        self._kept = KeepAlive(lambda: False)  # the core leaves the memory of what has failed alone
+        # reports no failure: the core does not touch the memory of failed messages, so it can be released
+        self._kept = KeepAlive(lambda: False)
         self._closed = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> _core.P2PWork:
@@ -32,17 +34,17 @@ class SharedMemoryMessages:
             return self._keep(self._mailbox.receive(*_memory(tensor), -1 if peer is None else peer, tag), tensor)
 
     def abort(self) -> None:
-        """Fail all messages under way, on this rank and on its peers."""
+        """Fail all messages in flight, on this rank and on its peers."""
         self._mailbox.abort("a rank is lost", lost=True)
 
     def close(self) -> None:
-        """Fail all that is not done."""
+        """Fail all unfinished messages and close the mailbox."""
         self._closed = True
         self._mailbox.close()
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Raises PeerLost where another thread has ended the connection meanwhile."""
+        """Context manager that raises PeerLost if another thread has closed the mailbox in the meantime."""
         try:
             yield
         except RuntimeError as error:
@@ -56,7 +58,8 @@ class SharedMemoryMessages:
 
 
 class NoPointToPoint:
-    """A PointToPoint that moves nothing: a send is done at once, and a receive leaves the tensor as it is."""
+    """A PointToPoint that moves nothing, for simulated ranks: a send is done at once, and a receive leaves the tensor
+    unchanged."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Unsent:
         return Unsent(peer)
@@ -65,11 +68,11 @@ class NoPointToPoint:
         return Unsent(peer or 0)
 
     def abort(self) -> None:
-        """Does nothing, as no message is ever under way."""
+        """Do nothing, as no message is ever in flight."""
 
 
 class Unsent:
-    """A message that did not have to be moved."""
+    """A message that is not moved and counts as done."""
 
     done = True
 
@@ -77,9 +80,9 @@ class Unsent:
         self.source = source
 
     def wait(self, timeout: float) -> None:
-        """Returns at once, as nothing is to be moved."""
+        """Return at once, as nothing is moved."""
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of the tensor's memory, and its length in bytes."""
+    """Return the address of the tensor's memory and its length in bytes."""
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()

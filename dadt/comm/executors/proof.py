@@ -1,7 +1,8 @@
-"""Whether those that a library has connected are the job's ranks. Libraries take whoever comes to their ports.
+"""Proves that the processes a library has connected are the job's ranks, since libraries accept anyone who connects to
+their ports.
 
-Over its connection with each peer a rank sends a number that it has drawn, and answers the peer's by a MAC under the
-job's secret. Nothing that comes over the connection is used before that.
+Over its connection with each peer, a rank sends a random number and answers the peer's number with a MAC under the
+job's secret. Nothing else that arrives over the connection is used before that.
 """
 
 from __future__ import annotations
@@ -40,22 +41,24 @@ def prove(
     timeout: float,
     strangers: Callable[[], str] = str,
 ) -> None:
-    """Every rank of a group does it first. Ends the executor where it fails.
+    """Prove to all ranks of a group that this rank belongs to the job, and check their proofs; called first of all.
+    Closes the executor on failure; does nothing without a secret.
 
-    rank: this one's place among `ranks`, which are named in errors. library, name: of the group. strangers: names
-    those that this process is connected with and that are not of the job. Raises Unproved, also after `timeout`
-    seconds, and PeerLost, all of which name ranks. Without a secret nothing happens.
+    rank: this rank's place in `ranks`, the global ranks for error texts. library, name: of the group. strangers: names
+    connected processes that are not of the job. Raises Unproved, also after `timeout` seconds, and PeerLost, all of
+    which name ranks.
     """
     if not secret or len(ranks) == 1:
         return
     try:
         proof = Proof(executor, secret, rank, len(ranks), name)
-        # Libraries wait as long as training does, which is longer.
+        # In a thread, since libraries wait for as long as training would, which is longer than `timeout`.
         threading.Thread(target=proof.run, name="dadt-proof", daemon=True).start()
         begun = monotonic()
         who, left = "", timeout
         while not (ended := proof.ended.wait(max(0.0, min(left, _LOOK_SECONDS)))) and left > 0:
-            who = strangers() or who  # a library may close the connection before it says that nothing came
+            # asked repeatedly: a library may close the connection before it reports its timeout
+            who = strangers() or who
             left = begun + timeout - monotonic()
         late = not ended or ("imed out" in str(proof.error) and bool(proof.silent))
         if not (late or proof.error is not None or proof.false):
@@ -80,13 +83,14 @@ def prove(
         )
     except BaseException:
         executor.abort()
-        proof.ended.wait(_END_SECONDS)  # a thread that comes out of a library later would abort the process
+        # a thread still inside the library when the interpreter ends would abort the process
+        proof.ended.wait(_END_SECONDS)
         executor.close()
         raise
 
 
 class Proof:
-    """One rank's side of the proof that all ranks know the job's secret. Its results are valid once `ended` is set."""
+    """One rank's side of the proof that all ranks know the job's secret. The results are valid once `ended` is set."""
 
     def __init__(self, executor: Executor, secret: bytes, rank: int, size: int, name: str) -> None:
         self._executor = executor
@@ -97,15 +101,15 @@ class Proof:
         self.ended = threading.Event()
         self.error: Exception | None = None
         self.false: list[int] = []
-        """The peers whose answers were wrong."""
+        """Peers whose answers were wrong."""
 
     @property
     def silent(self) -> list[int]:
-        """The peers whose part of the exchange that was awaited last has not come."""
+        """Peers from which nothing has arrived in the current exchange."""
         return [peer for peer, each in enumerate(self._received) if peer != self._rank and not each.any()]
 
     def run(self) -> None:
-        """Exchange the proofs with all peers, then set `ended`. Exceptions are kept in `error`, not raised."""
+        """Exchange the proofs with all peers, then set `ended`. Exceptions are stored in `error`, not raised."""
         try:
             self._run()
         except Exception as error:  # noqa: BLE001 (whatever the library raises; told by who waits)
@@ -127,7 +131,8 @@ class Proof:
         return hmac.digest(self._secret, text, hashlib.sha256)
 
     def _exchange(self, blobs: Sequence[bytes]) -> list[bytes]:
-        """Directly with each: what goes round a ring says nothing of the other connections."""
+        """Send blobs to and receive them from each peer directly: data passed around a ring would prove nothing about
+        the other connections."""
         for each in self._received:
             each.zero_()
         sends = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]

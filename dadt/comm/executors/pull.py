@@ -1,4 +1,4 @@
-"""The Python thread that pulls operations from the engine and runs them on an executor of Python's."""
+"""The Python thread that pulls operations from the C++ engine and runs them on a Python executor."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
     from dadt.comm.executors.base import Executor
 
-_HEADER = struct.Struct("<IId")  # crc32 of what must be equal, bytes of the lane, weight
+_HEADER = struct.Struct("<IId")  # crc32 of everything that must be equal on all ranks, bytes of step metadata, weight
 _TORCH = {core.name: dtype for dtype, core in reversed(DTYPES.items())}
-"""The torch dtype for each name of a dtype of the core, which has neither complex numbers nor bools."""
+"""torch dtype for each of the core's dtype names; the core has neither complex numbers nor bools."""
 _SMALL = 32 * 1024
-"""Up to this many bytes, each rank gets all ranks' values and reduces them itself, in rank order: one round trip, not
-two."""
+"""Bytes up to which each rank gathers all ranks' values and reduces them itself, in rank order: one network round trip
+instead of two."""
 _SHORT = 48
-"""Bytes of each rank's part of an allgather that travel with its length."""
+"""Bytes of each rank's contribution to an allgather that are sent together with its length."""
 
 Lanes = tuple["Sequence[bytes]", float]
-"""What an operation ends with: every rank's lane (its bytes beside the tensors), and the sum of the ranks' weights."""
+"""Result of an operation: every rank's step metadata (lane), and the sum of the ranks' weights."""
 
 
 def connect(executor: Executor, rank: int, world_size: int, timeout: float) -> Connection:
-    """An engine whose operations run on the executor, in a thread of their own."""
+    """Return a connection whose engine runs its operations on the executor, in a separate thread."""
     engine = _core.Engine(None, rank, world_size, timeout)
-    # A daemon: a peer that never comes must not keep the process from ending.
+    # A daemon thread, so that a peer that never joins cannot keep this process from exiting.
     thread = threading.Thread(
         target=Puller(engine, executor, rank, world_size).run, name=f"dadt-{executor.name}", daemon=True
     )
@@ -57,7 +57,7 @@ def connect(executor: Executor, rank: int, world_size: int, timeout: float) -> C
 
 
 def at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """The elements at an address, as a tensor."""
+    """Return a tensor over `count` elements of memory at this address, without copying."""
     if count == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
@@ -65,7 +65,7 @@ def at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Puller:
-    """Runs the engine's operations one at a time."""
+    """Runs the engine's operations on a Python executor, one at a time."""
 
     def __init__(self, engine: _core.Engine, executor: Executor, rank: int, world_size: int) -> None:
         self._engine = engine
@@ -75,7 +75,7 @@ class Puller:
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self._wires: dict[str, tuple[torch.Tensor, memoryview, int]] = {}
         self._sent = (0, 0)
-        """Bytes that this operation sends to peers, and that it would send without compression."""
+        """Bytes that the current operation sends to peers, and bytes that it would send without compression."""
 
     def run(self) -> None:
         while not self._engine.closed:
@@ -97,7 +97,7 @@ class Puller:
                 return
 
     def allreduce(self, job: _core.Job) -> Lanes:
-        """Ranks must decide only by what they have in common: layout, reduction, length of lanes."""
+        """Run an allreduce by a method that depends only on what is equal on all ranks, such as the layout."""
         layout = job.layout
         assert layout is not None
         size = layout.total * layout.dtype.itemsize
@@ -131,7 +131,7 @@ class Puller:
             job.unpack(flat.data_ptr(), scale)
 
     def _mean_in_wider(self, job: _core.Job, layout: _core.Layout, participants: int) -> None:
-        """Average in a wider dtype, as a sum may not fit where the mean does."""
+        """Average in a wider dtype, since a sum may overflow where the mean does not."""
         dtype = _TORCH[layout.dtype.name]
         flat = self._flat(dtype, layout.total)
         job.pack(flat.data_ptr())
@@ -144,9 +144,9 @@ class Puller:
         job.unpack(flat.data_ptr(), 1.0)
 
     def _allreduce_small(self, job: _core.Job, layout: _core.Layout) -> Lanes:
-        """Give every rank all ranks' values, which it reduces itself in rank order."""
+        """Gather all ranks' values on every rank, which then reduces them itself in rank order."""
         head = self._head(job, f"{layout.counts}")
-        data = -(-len(head) // 8) * 8  # aligned
+        data = -(-len(head) // 8) * 8  # rounded up to a multiple of 8, so that the values are aligned
         size = data + layout.total * layout.dtype.itemsize
         mine, my_bytes, my_address = self._wire(size, "mine")
         every, all_bytes, address = self._wire(size * self._world_size, "every")
@@ -170,8 +170,8 @@ class Puller:
         return [h[_HEADER.size :] for h in heads], sum(weights)
 
     def _allreduce_compressed(self, job: _core.Job, layout: _core.Layout) -> Lanes:
-        """Average compressed values: few as in `_allreduce_small`; of more, each rank sums a part for all. Lanes go
-        with the first parts."""
+        """Average compressed values. Small buffers are gathered as in `_allreduce_small`; for larger ones, each rank
+        sums one part for all ranks. Step metadata travels with the first exchange."""
         size = layout.total * layout.dtype.itemsize
         small = size <= _SMALL or self._world_size == 1
         if not small and isinstance(self._executor, Compressing):
@@ -181,7 +181,7 @@ class Puller:
         head = self._head(job, f"{layout.counts} as {job.codec.name}")
         data = -(-len(head) // 8) * 8
         one = data + parts.bytes
-        room = job.codec.block_bytes  # whole blocks are written and read, though the last one's filling is not sent
+        room = job.codec.block_bytes  # whole blocks are written and read, though padding is not sent
         received, all_bytes, address = self._wire(one * ranks, "every", room)
         mine, my_bytes, my_address = self._wire(one * parts.ranks, "mine", room)
         for part in range(parts.ranks):
@@ -210,20 +210,20 @@ class Puller:
         return [h[_HEADER.size :] for h in heads], sum(weights)
 
     def _allreduce_by_executor(self, job: _core.Job, layout: _core.Layout, executor: Compressing) -> Lanes:
-        """Average by an executor that compresses between hosts itself. Lanes travel before the values."""
+        """Average with an executor that compresses between hosts itself. Step metadata travels before the values."""
         heads = self._gather(self._head(job, f"{layout.counts} as {job.codec.name}"))
         weights = self._weights(job, heads)
         total = sum(weights)
         mean = job.reduction.name == "mean"
         dtype = _TORCH[layout.dtype.name]
         flat = self._flat(dtype, layout.total)
-        # Divided before, as a sum may be too large for 16 bits where the mean is not.
+        # Scaled before the sum, since a sum may exceed the range of 16-bit floats where the mean does not.
         factor = (job.weight if total else 1.0) / ((total or self._world_size) if mean else 1.0)
         if dtype.itemsize > 2:
             job.pack(flat.data_ptr(), factor)
             self._sent = executor.allreduce_compressed(flat, job.codec, job.owed, job.keep)
         else:
-            job.pack(flat.data_ptr(), float(factor > 0))  # with weight 0 it may be no number
+            job.pack(flat.data_ptr(), float(factor > 0))  # with weight 0 the values may be infinite or NaN
             wide = self._flat(torch.float32, layout.total).copy_(flat).mul_(factor)
             sent, plain = executor.allreduce_compressed(wide, job.codec, job.owed, job.keep)
             self._sent = (sent, plain * dtype.itemsize // wide.itemsize)
@@ -232,16 +232,16 @@ class Puller:
         return [h[_HEADER.size :] for h in heads], total
 
     def _head(self, job: _core.Job, also: str) -> bytes:
-        """What a rank sends beside its values: a checksum of all that must be equal on all ranks, its weight and its
-        lane."""
+        """Return the header that a rank sends beside its values: a checksum of what must be equal on all ranks, its
+        weight and its step metadata. also: further text for the checksum."""
         return _HEADER.pack(zlib.crc32(f"{_describe(job)} {also}".encode()), len(job.lane), job.weight) + job.lane
 
     def _allreduce_with_lanes(self, job: _core.Job, layout: _core.Layout) -> Lanes:
-        """Sum the weighted tensors, and behind them every rank's lane, each in its own place where other ranks have
-        zeros."""
+        """Sum the weighted tensors and every rank's step metadata in one allreduce. The metadata stands behind the
+        tensors, each rank's at its own place, where other ranks have zeros."""
         lane = _HEADER.pack(zlib.crc32(job.name.encode()), len(job.lane), job.weight) + job.lane
         behind = len(lane) * self._world_size
-        # Decided by what is the same on all ranks; but the inputs must outlast a failure.
+        # Only values that are equal on all ranks may choose the layout; `job.apart` protects the inputs.
         spread = 0 < job.spread_count <= job.room - behind
         count = job.spread_count if spread else layout.total
         dtype = _TORCH[layout.dtype.name]
@@ -251,17 +251,17 @@ class Puller:
             flat = self._flat(dtype, count + behind).zero_() if spread else self._flat(dtype, count + behind)
         tail = flat[count:].view(self._world_size, len(lane))
         tail.zero_()
-        # Bytes are whole numbers up to 255: exact in every dtype.
+        # Metadata bytes are integers up to 255, which every dtype represents exactly.
         tail[self._rank] = torch.frombuffer(bytearray(lane), dtype=torch.uint8).to(flat.dtype)
         mean = job.reduction.name == "mean"
-        # A sum of 16-bit values may overflow where the mean does not; and halving loses nothing, nor does it take time.
+        # Divide first: a 16-bit sum may overflow. Other floats only by a power of two, where that is exact.
         halves = mean and dtype.is_floating_point and self._world_size & (self._world_size - 1) == 0
         before = 1.0 / self._world_size if layout.dtype.itemsize == 2 or halves else 1.0
         job.pack(flat.data_ptr(), before * job.weight, spread)
         self._executor.allreduce(flat, "sum")
         lanes = [bytes(row) for row in tail.to(torch.uint8).tolist()]
         total = sum(self._weights(job, lanes))
-        if total == 0:  # they count as equal, then
+        if total == 0:  # if all weights are 0, ranks count equally: sum again without weights
             job.pack(flat.data_ptr(), before, spread)
             self._executor.allreduce(flat[:count], "sum")
         divisor = (total or self._world_size) if mean else 1.0
@@ -269,19 +269,19 @@ class Puller:
         return [data[_HEADER.size :] for data in lanes], total
 
     def _agree(self, job: _core.Job) -> None:
-        """Compare operations before ranks wait for lengths that may never come. Raises Mismatch on all of them."""
+        """Compare the ranks' operations before any rank waits for data. Raises Mismatch on all ranks if they differ."""
         head = _HEADER.pack(zlib.crc32(_describe(job).encode()), 0, 0)
         self._weights(job, self._gather(head.ljust(_HEADER.size + _SHORT, b"\0")))
 
     def _weights(self, job: _core.Job, heads: Sequence[bytes]) -> list[float]:
-        """The ranks' weights. Raises Mismatch on all ranks unless all are in the same operation."""
+        """Return the ranks' weights. Raises Mismatch on all ranks unless all headers show the same operation."""
         read = [_HEADER.unpack_from(head) for head in heads]
         if any(head[:2] != read[0][:2] for head in read):
             self._tell_apart(job)
         return [weight for _, _, weight in read]
 
     def _tell_apart(self, job: _core.Job) -> None:
-        """Raise Mismatch that names two operations. Every rank comes here, as all have seen that they differ."""
+        """Raise Mismatch that names two different operations. All ranks call this, as all have seen it."""
         own = f"{_describe(job)}, with a lane of {len(job.lane)} bytes" if job.lane else _describe(job)
         texts = [
             text.rstrip(b"\0").decode(errors="replace") for text in self._gather(own.encode()[:400].ljust(400, b"\0"))
@@ -305,7 +305,7 @@ class Puller:
         return [], 0.0
 
     def allgather(self, job: _core.Job) -> Lanes:
-        """Gather bytes of any length: the lengths first, in a message that has room for short ones as well."""
+        """Gather bytes of any length from all ranks: first the lengths, in a message with room for short contents."""
         head = _HEADER.pack(zlib.crc32(job.name.encode()), 0, len(job.lane))
         data = head + job.lane[:_SHORT].ljust(_SHORT, b"\0")
         heads = self._gather(data)
@@ -321,7 +321,7 @@ class Puller:
         return [bytes(row.numpy().tobytes()) for row in every.view(self._world_size, len(data))]
 
     def exchange(self, job: _core.Job) -> Lanes:
-        """Exchange bytes between all ranks: all lengths first, then the bytes."""
+        """Exchange bytes between all ranks: first all lengths, then the bytes. Raises Mismatch."""
         assert job.layout is not None
         sent = job.layout.counts
         expected = job.receives.counts if job.receives else [-1] * self._world_size
@@ -346,15 +346,15 @@ class Puller:
         return [], 0.0
 
     def _flat(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """A buffer of `count` elements, kept from step to step, and replaced by a larger one where it is too small."""
+        """Return a buffer of `count` elements, which later calls reuse, or a larger one if it is too small."""
         flat = self._flats.get(dtype)
         if flat is None or len(flat) < count:
             flat = self._flats[dtype] = torch.empty(count, dtype=dtype, device="cpu")
         return flat[:count]
 
     def _wire(self, size: int, which: str, room: int = 0) -> tuple[torch.Tensor, memoryview, int]:
-        """Like `_flat` for bytes, with a memoryview and its address. room: further bytes behind, whose content does not
-        count."""
+        """Return a reused byte buffer of `size` bytes as tensor, memoryview and address. room: extra bytes behind it,
+        whose content does not matter."""
         wire = self._wires.get(which)
         if wire is None or len(wire[0]) < size + room:
             tensor = torch.empty(max(size + room, 2 * _SMALL), dtype=torch.uint8, device="cpu")
@@ -365,22 +365,23 @@ class Puller:
 
 
 def _counted(weights: Sequence[float]) -> tuple[list[int], bool, float]:
-    """The ranks that count, whether all have equal weight, and the divisor of the sum for the mean."""
+    """Return the ranks whose values count, whether all weights are equal, and the divisor for the mean."""
     equal = all(weight == weights[0] for weight in weights)
-    # Weight 0: left out, for what it has may be no number.
+    # Ranks of weight 0 are left out, since their values may be infinite or NaN.
     counted = [rank for rank, weight in enumerate(weights) if equal or weight > 0]
     return counted, equal, float(len(weights)) if equal else sum(weights)
 
 
 def _ring(size: int, ranks: int) -> int:
-    """Bytes that each rank sends in an allreduce of `size` bytes."""
+    """Return the bytes that each rank sends in a ring allreduce of `size` bytes."""
     return 2 * (ranks - 1) * size // ranks
 
 
 def _describe(job: _core.Job) -> str:
     layout = job.layout
     text = f'{job.kind} "{job.name}"'
-    if layout is None or job.kind == "exchange":  # how long is what goes from whom to whom is another matter
+    # lengths of an exchange may differ between ranks, so they are not part of the comparison
+    if layout is None or job.kind == "exchange":
         return text
     return f"{text} of {layout.total} {layout.dtype.name}" + (
         f" from rank {job.root}" if job.kind == "broadcast" else ""
@@ -388,7 +389,7 @@ def _describe(job: _core.Job) -> str:
 
 
 def _neutral(reduction: str, dtype: torch.dtype) -> float:
-    """The value that changes no result of the reduction."""
+    """Return the neutral element of the reduction, which changes no result."""
     if reduction in ("sum", "mean"):
         return 0
     if reduction == "product":

@@ -1,4 +1,4 @@
-"""Which connections of this process lead to no process of the job, as the kernel knows: Linux says who is where."""
+"""Finds connections of this process whose other end is no process of this job, from Linux's /proc tables."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 _ESTABLISHED = "01"
 _MOST = 3
-"""Most strangers that an error names."""
+"""Most foreign connections that an error text names."""
 
 
 class Socket(NamedTuple):
-    """A line of the kernel's table of connections."""
+    """One line of the kernel's table of TCP connections."""
 
     mine: str
     other: str
-    """Address and port, as the table has them."""
+    """Address and port of each end, as hexadecimal text of /proc/net/tcp."""
     state: str
     inode: str
 
 
 def strangers(job: str, is_known: Callable[[bytes], bool]) -> str:
-    """Names what is connected to this process and is no process of the job, as "10.0.0.3:4711 (process 12, nc)"; empty
-    if nothing is known to be. is_known: whether an address, as bytes, is that of a host of the job."""
-    if not job:  # nothing tells its processes from others
+    """Return a description of connections to processes outside the job, as "10.0.0.3:4711 (process 12, nc)"; empty if
+    none is found. is_known: whether an address, as bytes, is that of a host of the job."""
+    if not job:  # without a job id, the job's processes cannot be distinguished from other ones
         return ""
     table = list(_sockets())
     mine = _inodes("self")
@@ -53,11 +53,11 @@ def _sockets() -> Iterator[Socket]:
 
 
 def _inodes(pid: str) -> set[str]:
-    """The inode numbers of the sockets that a process has open; empty if it is another user's process."""
+    """Return the inode numbers of a process's open sockets; empty if the process belongs to another user."""
     found = set()
     with suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):  # it was closed meanwhile
+            with suppress(OSError):  # the descriptor may have been closed in the meantime
                 kind, _, inode = str(descriptor.readlink()).partition(":[")
                 if kind == "socket":
                     found.add(inode.rstrip("]"))
@@ -65,7 +65,7 @@ def _inodes(pid: str) -> set[str]:
 
 
 def _owner(inode: str) -> int | None:
-    """The process that has the socket, if this user may know it."""
+    """Return the process that has the socket open; None if unknown, for example as it belongs to another user."""
     pids = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return next((int(pid) for pid in pids if inode in _inodes(pid)), None)
 
@@ -83,10 +83,11 @@ def _name(pid: int) -> str:
 
 
 def _read(text: str) -> tuple[bytes, int]:
-    """An address in network order, and a port."""
+    """Convert "address:port" in the kernel's hexadecimal form to an address in network byte order and a port."""
     address, _, port = text.partition(":")
     words = bytes.fromhex(address)
-    packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))  # each word in this host's order
+    # the kernel prints each 32-bit word in the host's byte order
+    packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
     return packed[12:] if packed[:12] == bytes(10) + b"\xff\xff" else packed, int(port, 16)
 
 

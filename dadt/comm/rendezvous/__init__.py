@@ -1,1 +1,1 @@
-"""How ranks that another launcher has started find each other: a key-value store."""
+"""Key-value store through which ranks find each other if a launcher other than `dadt run` started them."""

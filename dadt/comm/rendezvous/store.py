@@ -1,7 +1,7 @@
-"""Values that all ranks reach, where no agent started them: found without the user's help where possible.
+"""Key-value store for ranks that no agent started; ranks find it without the user's help where possible.
 
-Rank 0 holds them. The others come to it before training begins, by a way on which both sides prove themselves, and then
-it listens no more.
+Rank 0 serves the values. Before training begins, the other ranks connect to it and both sides prove themselves; then
+rank 0 stops listening.
 """
 
 from __future__ import annotations
@@ -43,28 +43,31 @@ IS_NOTE = schema.record(
 )
 
 Tell = Callable[[Words], AbstractContextManager[Words]]
-"""Gives rank 0's note to all ranks, for as long as its context lasts."""
+"""Context manager factory that passes rank 0's note (where to connect) to all ranks while its context lasts. On other
+ranks its value is rank 0's note."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The store that a rank has found."""
+    """The key-value store that this rank has connected to, with addresses and secret."""
 
     values: SharedValues
     own: str = LOOPBACK
-    """This host's address on the way to rank 0."""
+    """This host's address on the route to rank 0."""
     other: str = LOOPBACK
-    """The address of rank 0's host on the way from this host."""
+    """Address of rank 0's host, as seen from this host."""
     secret: bytes = b""
-    """A secret that only ranks of this job know; empty if strangers may have learnt it."""
+    """Secret that only ranks of this job know; empty if others could have learned it."""
     server: Server | None = None
-    """The holder of the values on rank 0, for as long as this is there."""
+    """Server process for the values, on rank 0 only. It ends when this object is garbage-collected or closed."""
 
 
 def connect(world: World, timeout: float, silence: float) -> Found:
-    """silence: seconds after which a way to rank 0 over which nothing comes counts as broken.
+    """Connect this rank to the job's key-value store. silence: seconds without data after which the connection to rank
+    0 counts as broken.
 
-    Raises StartTimeout where ranks do not come within `timeout` seconds, ConfigError where none knows the others.
+    Raises StartTimeout if ranks do not join within `timeout` seconds, and ConfigError if there is no way for ranks to
+    find each other.
     """
     if world.local_size == world.world_size:
         return _on_this_host(world, timeout)
@@ -78,10 +81,10 @@ def connect(world: World, timeout: float, silence: float) -> Found:
 
 
 def ends(host: str, port: int) -> tuple[str, str]:
-    """Both addresses of a way to there."""
+    """Return the local and the remote IP address of the route to `host`."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect(target)  # sends nothing
+        way.connect(target)  # connecting a UDP socket sends nothing, it only selects the route
         return way.getsockname()[0], way.getpeername()[0]
 
 
@@ -100,7 +103,8 @@ def _on_this_host(world: World, timeout: float) -> Found:
 
 
 def _accept(path: Path, server: Server, secret: bytes, world: World, deadline: float, timeout: float) -> None:
-    """Every other rank, which is given the secret."""
+    """Accept the connections of all other ranks and send each the secret. Raises StartTimeout naming the missing
+    ranks."""
     missing = set(range(1, world.world_size))
     with socket.socket(socket.AF_UNIX) as listener:
         try:
@@ -122,7 +126,7 @@ def _accept(path: Path, server: Server, secret: bytes, world: World, deadline: f
                         server.admit(line, None)
                     else:
                         line.close()
-                except OSError:  # too late, or one that came has gone
+                except OSError:  # the deadline has passed, or a rank that connected has ended
                     if time.monotonic() >= deadline:
                         raise _late(missing, timeout) from None
         finally:
@@ -130,7 +134,7 @@ def _accept(path: Path, server: Server, secret: bytes, world: World, deadline: f
 
 
 def _line_to(path: Path, world: World, deadline: float, timeout: float) -> tuple[socket.socket, bytes]:
-    """To rank 0, and the secret."""
+    """Connect to rank 0's socket. Returns the connection and the secret received over it. Raises StartTimeout."""
     while time.monotonic() < deadline:
         line = socket.socket(socket.AF_UNIX)
         try:
@@ -141,14 +145,14 @@ def _line_to(path: Path, world: World, deadline: float, timeout: float) -> tuple
                 if len(secret := line.recv(KEY_BYTES, socket.MSG_WAITALL)) == KEY_BYTES:
                     return line, secret
         except OSError:
-            pass  # rank 0 is not there yet, and nobody tells when it is
+            pass  # rank 0 has not created its socket yet; polling is the only way to notice when it does
         line.close()
         time.sleep(RETRY_SECONDS)
     raise StartTimeout(f"rank 0 did not import dadt within {timeout:g} s: every rank must, with torch")
 
 
 def _launcher_of(world: World) -> str:
-    """Pid and start time of the nearest ancestor that has no rank: mpirun, or its daemon on this host."""
+    """Return "<pid>-<start time>" of the nearest ancestor that has no rank: mpirun, or its daemon on this host."""
     variable = LAUNCHERS[world.launcher][0].encode() + b"="
     pid = os.getppid()
     while pid > 1 and any(entry.startswith(variable) for entry in _environment(pid)):
@@ -160,11 +164,12 @@ def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except PermissionError:
-        return []  # another user's: a daemon of the scheduler
+        return []  # the process belongs to another user, as a scheduler's daemon does
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/<pid>/stat after the name, which may hold anything."""
+    """Return the fields of /proc/<pid>/stat after the process name; the name itself may contain spaces and
+    parentheses."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
@@ -172,9 +177,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
-    """Wait on rank 0 until all others have come."""
+    """Serve the store on rank 0 and wait until all other ranks have joined."""
     server = Server()
-    # A secret that strangers can learn proves nothing.
+    # A secret that others could learn on its way to the ranks would prove nothing.
     secret = secrets.token_bytes(KEY_BYTES) if proved else b""
     missing = set(range(1, world.world_size))
     news = threading.Condition()
@@ -203,7 +208,7 @@ def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
 
 
 def _come(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:
-    """Join, on every rank but 0."""
+    """Connect to rank 0's store; every rank except 0 calls this."""
     deadline = time.monotonic() + timeout
     with tell({}) as note:
         drawn = key or bytes.fromhex(note["key"])
@@ -224,7 +229,8 @@ def _come(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, si
 
 
 def _by_torch(master: tuple[str, int], world: World, timeout: float) -> Tell:
-    """Through the store that torch's ranks know, which asks nobody for a proof."""
+    """Return a function that passes rank 0's note through the TCPStore at MASTER_ADDR. This store does not authenticate
+    its clients."""
     served, attempt = environment.torchrun_attempt()
 
     @contextmanager
@@ -241,7 +247,7 @@ def _by_torch(master: tuple[str, int], world: World, timeout: float) -> Tell:
 
 def _read(store: Store, world: World, timeout: float) -> Words:
     deadline = time.monotonic() + timeout
-    while not store.check([NOTE]):  # by looking: the store's own wait prints a warning whenever its time is over
+    while not store.check([NOTE]):  # polls, since the store's own wait prints a warning whenever it times out
         if time.monotonic() >= deadline:
             raise StartTimeout(f"rank 0 did not import dadt within {timeout:g} s: every rank must, with torch")
         time.sleep(RETRY_SECONDS)
@@ -249,7 +255,8 @@ def _read(store: Store, world: World, timeout: float) -> Words:
 
 
 def _checked(data: bytes) -> Words:
-    """Words of rank 0, or of a stranger in its place."""
+    """Parse and validate rank 0's note, which might come from a foreign process at its address. Raises StartTimeout if
+    invalid."""
     try:
         note = json.loads(data)
         if IS_NOTE(note):
@@ -261,21 +268,23 @@ def _checked(data: bytes) -> Words:
 
 
 def _at(host: str, port: int, world: World, timeout: float, *, serve: bool) -> Store:
-    """At a known address, which the script's own process group may use as well."""
+    """Return torch's TCPStore at a known address, which the script's own process group may use as well. serve: whether
+    this rank is its server."""
     try:
         return TCPStore(host, port, None, serve, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=serve)
-    except RuntimeError as error:  # whatever torch calls it, no store came about
+    except RuntimeError as error:  # whatever the reason in torch's error, there is no store
         if serve:
             raise ConfigError(f"rank 0 cannot serve at MASTER_PORT {port}: {error}; give another") from error
         raise StartTimeout(f"rank {world.rank} reaches no rank 0 at {host}:{port} ({error})") from error
 
 
 def _by_mpi(world: World, timeout: float) -> Tell:
-    """Through MPI, which knows its own ranks."""
+    """Return a function that broadcasts rank 0's note by MPI, which already knows its ranks. Raises ConfigError if
+    mpi4py is not usable."""
     try:
         mpi_library.choose()
         mpi = import_module("mpi4py.MPI")
-    except (ImportError, RuntimeError) as error:  # not installed, or its MPI library is not found
+    except (ImportError, RuntimeError) as error:  # mpi4py is not installed, or its MPI library is not found
         raise ConfigError(
             f"{world.world_size} ranks on several hosts were started by {world.launcher}, and none knows where rank 0 "
             f"is ({error}) -> use `dadt run --launcher mpi`, or export MASTER_ADDR and MASTER_PORT on all of them "
@@ -295,14 +304,15 @@ def _by_mpi(world: World, timeout: float) -> Tell:
 
 
 def _broadcast(mpi: Any, note: Words, timeout: float) -> Words:
-    """Rank 0's note, to all."""
+    """Broadcast rank 0's note by MPI and return it on all ranks. Raises StartTimeout if some ranks do not join in
+    time."""
     deadline = time.monotonic() + timeout
     buffer = bytearray(json.dumps(note).encode().ljust(NOTE_BYTES))
     request = mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0)
     while not request.Test():
         if time.monotonic() >= deadline:
             raise StartTimeout(f"some ranks did not import dadt within {timeout:g} s: every rank must, with torch")
-        time.sleep(RETRY_SECONDS)  # MPI has no wait with a deadline
+        time.sleep(RETRY_SECONDS)  # polls, since MPI has no wait with a deadline
     received: Words = json.loads(buffer)
     return received
 

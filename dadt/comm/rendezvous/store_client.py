@@ -27,13 +27,14 @@ from dadt.errors import ConfigError, DadtError, StartTimeout
 from dadt.world import World
 
 LOOK_SECONDS = 0.5
-"""Seconds between a waiting rank's looks whether the others can still come."""
+"""Seconds between checks of a waiting rank whether the missing ranks can still join."""
 CAUSE_SECONDS = 1.0
-"""Seconds that a rank that another one's failure ended lets that one exit first: the first exit code is the job's."""
+"""Seconds that a rank which failed because of another rank's failure lets that other rank exit first: the first exit
+code becomes the job's."""
 START_SECONDS = 10.0
-"""Seconds that a rank 0 whose script is over gives the others to finish their start."""
+"""Seconds that rank 0, after the end of its script, waits for other ranks to finish their start."""
 PAUSES = (0.001, 0.05)
-"""Seconds between looks for what others put into the store: they grow from the first to the second."""
+"""Seconds between polls of the store for other ranks' values: the pause grows from the first value to the second."""
 ABSENT = "has not imported dadt"
 BEGUN = "has imported torch, not begun to train"
 T = TypeVar("T")
@@ -49,13 +50,14 @@ class StoreClient(WorkerLine):
         self._step = -1
         self._state = BEGUN
         self._heard = 0
-        """Number of lines that this rank has read of what the ranks that share its folder report of files."""
+        """Number of report lines this rank has read about files in the folder that its host shares with other hosts."""
 
     @classmethod
     def connect(cls, world: World, config: Config) -> tuple[StoreClient, Config]:
-        """Meet all ranks. Returns with the knobs of rank 0, which all take, where it has chosen what was open.
+        """Join all ranks. Returns the client and rank 0's settings, which all ranks adopt, with open choices resolved.
 
-        Raises StartTimeout naming ranks that do not come, ConfigError where there is no way to meet.
+        Raises StartTimeout naming ranks that do not join, and ConfigError if there is no way for ranks to find each
+        other.
         """
         found = stores.connect(world, config.start_timeout, config.timeout)
         client = cls(world, found)
@@ -86,7 +88,8 @@ class StoreClient(WorkerLine):
         return client, config
 
     def _folder_writer(self, machines: Sequence[str], timeout: float) -> int:
-        """Find out which hosts see the same working folder, each by its first rank; as of World. machines: by rank."""
+        """Find out which hosts see the same working folder, tested by each host's first rank. Returns this rank's
+        World.folder_writer. machines: machine id of each rank."""
         marker = shared_folder.Marker(".", self.world.job) if self.world.local_rank == 0 else None
         try:
             made = self.exchange("marker", json.dumps(marker.describe() if marker else {}).encode(), timeout)
@@ -154,7 +157,8 @@ class StoreClient(WorkerLine):
         if not thread:
             self._publish(f"has failed: {type}")
         if secondary:
-            time.sleep(CAUSE_SECONDS)  # the launcher kills this process as soon as the other one has exited
+            # the launcher kills this process as soon as the rank that failed first has exited
+            time.sleep(CAUSE_SECONDS)
 
     def ending(self, steps: int) -> None:
         self._publish(f"has ended after {steps} steps")
@@ -163,7 +167,7 @@ class StoreClient(WorkerLine):
         """Print the summary in rank 0. Other ranks may find it gone by now."""
         if self.world.rank or self._state.startswith("has failed"):
             return
-        # A rank that is only now through with its start asks this one, which holds the values.
+        # Rank 0 serves the store, so it must not end before ranks that are still starting have read their values.
         everyone = [f"state/{rank}" for rank in range(self.world.world_size)]
         self._arrive(everyone, time.monotonic() + START_SECONDS, START_SECONDS)
         if not summary["steps"]:
@@ -183,7 +187,8 @@ class StoreClient(WorkerLine):
         return [self._peer(rank) for rank in range(self.world.world_size)]
 
     def dump(self) -> None:
-        """This rank's stacks, on stderr: nobody can ask the others for theirs, but those that wait do the same."""
+        """Print this rank's stacks on stderr. Other ranks cannot be asked for theirs, but those that wait as well print
+        their own."""
         faulthandler.dump_traceback(all_threads=True)
 
     def saved(self, path: str, count: int, number: int) -> None:
@@ -206,7 +211,7 @@ class StoreClient(WorkerLine):
 
     def heard(self) -> list[bytes]:
         lines: list[bytes] = []
-        with suppress(DadtError):  # rank 0 may be gone by now
+        with suppress(DadtError):  # rank 0, which serves the store, may have ended
             while self.world.folder_writer >= 0 and self._has(f"{self._log}/{self._heard + 1}"):
                 self._heard += 1
                 lines.append(self._get(f"{self._log}/{self._heard}"))
@@ -223,7 +228,7 @@ class StoreClient(WorkerLine):
 
     @property
     def _log(self) -> str:
-        """The key of the lines about files in the folder that this host shares with others."""
+        """Key of the report lines about files in the folder that this host shares with other hosts."""
         return f"wrote/{self.world.folder_writer}"
 
     def _publish(self, state: str) -> None:
@@ -239,7 +244,8 @@ class StoreClient(WorkerLine):
         return {"rank": rank, "seconds": time.time() - known.pop("time"), "said": known["state"], **known}
 
     def _arrive(self, keys: list[str], deadline: float, patience: float = LOOK_SECONDS) -> bool:
-        """Wait for all keys, until the deadline, but at most `patience` seconds. Returns whether they are there."""
+        """Wait until all keys are in the store, until `deadline` and for at most `patience` seconds. Returns whether
+        all are present."""
         end = min(deadline, time.monotonic() + patience)
         pause = PAUSES[0]
         while not self._use(lambda values: values.check(keys)):
@@ -261,9 +267,8 @@ class StoreClient(WorkerLine):
 
 
 def placed(world: World, everyone: Sequence[Mapping[str, Any]], address: str) -> World:
-    """Who shares a machine, as the ranks themselves see it; hosts are counted in the order of their first ranks.
-
-    address: at which other hosts reach this rank's."""
+    """Return the World with host-related numbers filled in from the machine id of each rank; hosts are numbered in the
+    order of their first ranks. address: where other hosts reach this host."""
     machines = [each["machine"] for each in everyone]
     here = [rank for rank, each in enumerate(machines) if each == machines[world.rank]]
     hosts = list(dict.fromkeys(machines))
@@ -280,21 +285,22 @@ def placed(world: World, everyone: Sequence[Mapping[str, Any]], address: str) ->
 
 
 def _address(everyone: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """The address at which other hosts reach this rank's host: rank 0's as the others found it, any other's as it has
-    itself on the way to rank 0."""
+    """Return the address at which other hosts reach this rank's host: for rank 0's host the one that other hosts used,
+    for other hosts their own on the route to rank 0."""
     if everyone[rank]["machine"] != everyone[0]["machine"]:
         return str(everyone[rank]["own"])
     return str(next((each["store"] for each in everyone if each["machine"] != everyone[0]["machine"]), ""))
 
 
 def machine_id() -> str:
-    """Equal for processes that can share memory."""
+    """Return an id that is equal for processes that can share memory: the kernel's boot id and the PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _resolved(everyone: Sequence[Mapping[str, Any]]) -> tuple[Config, str]:
-    """The settings with what all ranks must choose alike, as `dadt run` chooses it, and the reason."""
+    """Return rank 0's settings, with what all ranks must choose alike resolved as `dadt run` does, and the reason for
+    the choice."""
     config = Config.from_env(everyone[0]["config"])
     if config.seed < 0:
         config = replace(config, seed=everyone[0]["draw"])
@@ -306,8 +312,8 @@ def _resolved(everyone: Sequence[Mapping[str, Any]]) -> tuple[Config, str]:
 
 
 def _refuse_code(own: Config, first: Mapping[str, str]) -> None:
-    """What rank 0 has chosen holds for all ranks; but where strangers can be rank 0, nothing that loads code or names
-    files does. Raises ConfigError."""
+    """Raise ConfigError if rank 0 asks for an algorithm or timeline that would load code or name files and that this
+    rank has not chosen itself. Called if ranks met without a secret, as anyone could claim to be rank 0."""
     theirs = Config.from_env(first)
     for name in ("algorithm", "timeline"):
         chosen = str(getattr(theirs, name))

@@ -1,7 +1,7 @@
-"""Values that processes of one job give to each other by key: one of them holds them, the others ask it.
+"""Key-value store of a job's processes: one process stores the values, the other ones query it.
 
-Whoever asks has proved itself: it is a process of the same user on the same host, as the kernel says, or it knows the
-key of the connection.
+Every client has proved itself: it either runs as the same user on the same host, according to the kernel, or knows the
+connection's key.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dadt.errors import DadtError, PeerLost
 
 MOST_KEYS = 1 << 20
 MOST_BYTES = 1 << 30
-"""Bytes of all values together."""
+"""Most bytes of all values together."""
 UNSENT_LIMIT = BLOB + (1 << 20)
 PLAIN = "plain"
-"""In place of a seal's text: the connection is a socket of this host."""
+"""Sent instead of an encryption state (Seal): the connection is a local socket and not encrypted."""
 ASKS = Speaker(
     "a rank",
     {
@@ -46,25 +46,26 @@ ANSWERS = Speaker(
 
 
 class SharedValues(Protocol):
-    """The interface of both sides. Thread-safe. Raises PeerLost where the one who holds them is gone, DadtError where a
-    value is too large or not there."""
+    """Interface of the store, for its own process (Held) and for clients (Asked). Thread-safe. Raises PeerLost if the
+    storing process has ended, DadtError if a value is too large or missing."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes: ...
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of them are there."""
+        """Return whether all keys have values."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Set it where it is as expected, or not there and nothing is expected; gives what it is then."""
+        """Set the value to `desired` if it equals `expected`; a missing value equals "". Returns the value
+        afterwards."""
 
     def add(self, key: str, amount: int) -> int:
-        """Count it up, from 0; gives the sum."""
+        """Add `amount` to a counter that starts at 0, and return the sum."""
 
 
 class LocalValues:
-    """Values in the process that holds them."""
+    """The store itself, in the process that stores the values."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -109,11 +110,11 @@ class LocalValues:
 
 
 class Server:
-    """Holds the values and answers, in a process of its own: a rank in a library that keeps the interpreter locked, as
-    MPI_Init does until all ranks are in it, could not."""
+    """Runs the store in a separate process. Rank 0 itself could not answer while a library blocks the interpreter, as
+    MPI_Init does until all ranks have called it."""
 
     def __init__(self) -> None:
-        """It ends with this process, or with `close`. Raises DadtError where it cannot be started."""
+        """Start the process, which ends with this one or with `close`. Raises DadtError if it cannot be started."""
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -122,36 +123,37 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C is for the ranks
-                    cwd="/",  # python -m looks for modules in the current folder first, and there is the user's own
+                    start_new_session=True,  # Ctrl-C in the terminal is meant for the ranks only
+                    cwd="/",  # python -m searches the current folder for modules first, and the user's own may be there
                 )
             except OSError as error:
                 self._line.close()
                 raise DadtError(f"{sys.executable}: cannot be run ({error.strerror})") from error
 
     def admit(self, connection: socket.socket, seal: Seal | None) -> None:
-        """Give it one that has proved itself. Any thread."""
+        """Pass an authenticated connection to the store's process. May be called from any thread. seal: the
+        connection's encryption; None for a local socket."""
         text = seal.to_text() if seal is not None else PLAIN
         with connection:
             socket.send_fds(self._line, [text.encode()], [connection.fileno()])
 
     def asked(self, timeout: float) -> RemoteValues:
-        """This process's own way to the values."""
+        """Return this process's own client of the store. timeout: seconds to wait for each answer."""
         ours, theirs = socket.socketpair()
         self.admit(theirs, None)
         return RemoteValues(ours, None, timeout)
 
     def close(self) -> None:
-        """End the process that holds the values, and wait for its end. May be called again."""
+        """End the store's process and wait for its end. May be called repeatedly."""
         self._line.close()
         self._process.wait()
 
 
 class Service:
-    """The process's one thread."""
+    """The store's process: one thread that answers all clients."""
 
     def __init__(self, line: socket.socket) -> None:
-        """line: by which whoever is to be answered comes; its end is that of the process."""
+        """line: socket over which new clients' connections arrive; when it is closed, the process ends."""
         self._values = LocalValues()
         self._line = line
         self._selector = selectors.DefaultSelector()
@@ -179,7 +181,7 @@ class Service:
                 for question in link.receive():
                     link.post(self._answer(question).encode())
                     if len(link.unsent) > UNSENT_LIMIT:
-                        raise EOFError  # it asks on without reading
+                        raise EOFError  # the client keeps asking without reading the answers
             link.flush()
         except (EOFError, BrokenPipeError, DadtError):
             self._selector.unregister(connection)
@@ -191,7 +193,7 @@ class Service:
     def _answer(self, question: Frame) -> Frame:
         try:
             return QUESTIONS[question.kind](self._values, question)
-        except (DadtError, ValueError) as error:  # also of letters that are none
+        except (DadtError, ValueError) as error:  # ValueError is raised for example for a value that is not valid UTF-8
             return Frame("error", {"message": str(error)[:4096]})
 
 
@@ -212,10 +214,10 @@ QUESTIONS: Mapping[str, Callable[[LocalValues, Frame], Frame]] = {
 
 
 class RemoteValues:
-    """Values of another process: each call is a question, and waits for its answer."""
+    """A client of the store: each call sends a request to the store's process and waits for the answer."""
 
     def __init__(self, connection: socket.socket, seal: Seal | None, timeout: float) -> None:
-        """timeout: seconds in which the one who holds the values answers."""
+        """timeout: seconds to wait for each answer."""
         self._socket = connection
         self._link = Link(self._socket.fileno(), self._socket.fileno(), ANSWERS, seal=seal)
         self._timeout = timeout
@@ -257,7 +259,7 @@ class RemoteValues:
             except (BrokenPipeError, EOFError):
                 raise PeerLost("rank 0, which holds what the ranks tell each other, is gone") from None
             except BaseException:
-                self._socket.close()  # a late answer is none to the next question
+                self._socket.close()  # close, so that a late answer is not read as that of the next request
                 raise
         if answers[0].kind == "error":
             raise DadtError(answers[0]["message"])

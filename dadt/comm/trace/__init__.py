@@ -1,1 +1,1 @@
-"""The timeline: recording, aligning clocks, merging."""
+"""The timeline of a job: recording, aligning the ranks' clocks, and merging their parts."""

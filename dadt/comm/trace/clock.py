@@ -1,4 +1,4 @@
-"""The time of rank 0, as another rank sees it."""
+"""Compares a rank's clock with that of rank 0."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _ROUNDS = 16
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """How this rank's perf_counter compares with rank 0's, in seconds."""
+    """Relation of this rank's perf_counter to rank 0's. All values are seconds."""
 
     offset: float = 0.0
     """Seconds by which rank 0's clock is ahead."""
     error: float = 0.0
-    """Seconds by which the offset may be wrong, either way."""
+    """Largest possible error of the offset in seconds, in either direction."""
     at: float = 0.0
-    """When it was compared, by this rank's."""
+    """perf_counter of this rank when the clocks were compared."""
     origin: float = 0.0
-    """When rank 0 began to compare, by this rank's."""
+    """Moment at which rank 0 began the comparison, on this rank's perf_counter."""
 
 
 def align(peers: TimelinePeers, world: World) -> ClockOffset:
-    """Compare this rank's clock with rank 0's. All ranks call it. Raises CommError.
+    """Compare this rank's clock with rank 0's. All ranks must call it. Raises CommError.
 
-    Nobody leaves an allgather before everybody has entered it. So rank 0's entry was before this rank's exit, and this
-    rank's entry before rank 0's exit: each round bounds the offset from both sides.
+    An allgather ends only after every rank has entered it. So rank 0 entered before this rank left, and this rank
+    entered before rank 0 left: each round bounds the offset from both sides.
     """
     now = perf_counter()
     one_host = world.local_size == world.world_size
@@ -46,10 +46,11 @@ def align(peers: TimelinePeers, world: World) -> ClockOffset:
         first = _PAIR.unpack(every[0])
         if round_number == 0:
             origin = first[0]
-        else:  # of the round before: the entry and exit of both
+        # the pairs received in this round are the entry and exit times of the previous one, on rank 0 and on this rank
+        else:
             low, high = max(low, first[0] - mine[1]), min(high, first[1] - mine[0])
         mine = (entered, left)
-    if one_host:  # the kernel's clock, the same for all
+    if one_host:  # ranks of one host share the kernel's clock
         return ClockOffset(at=now, origin=origin)
     offset = 0.0 if world.rank == 0 else (low + high) / 2
     return ClockOffset(offset, 0.0 if world.rank == 0 else (high - low) / 2, now, origin - offset)

@@ -1,4 +1,5 @@
-"""How ranks bring bytes together, at the beginning and end of a job: over an engine, or alone."""
+"""Exchange of bytes between ranks for the timeline, at the beginning and end of a job: over an engine, or for a single
+rank."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class TimelinePeers(Protocol):
-    """All ranks call the same in the same order. Raises CommError."""
+    """Collectives that the timeline needs. All ranks make the same calls in the same order. Raises CommError."""
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
-        """Every rank's bytes, by rank."""
+        """Return every rank's bytes, ordered by rank."""
 
     def gather(self, data: bytes, name: str) -> list[bytes]:
-        """The same on rank 0; what it is elsewhere does not matter."""
+        """Return every rank's bytes on rank 0; on other ranks the result has no meaning."""
 
 
 class Alone:
-    """A world of one."""
+    """The collectives in a job with a single rank."""
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         return [data]
@@ -30,7 +31,7 @@ class Alone:
 
 
 class Through:
-    """Over an engine that nobody else uses meanwhile, in `timeout` seconds for all calls together."""
+    """The collectives over an engine that has no other user meanwhile. timeout: seconds for all calls together."""
 
     def __init__(self, engine: Engine, world_size: int, timeout: float) -> None:
         self._engine = engine
@@ -41,7 +42,7 @@ class Through:
         return self._wait(self._engine.allgather(data, name)).lanes
 
     def gather(self, data: bytes, name: str) -> list[bytes]:
-        # KeepAlive: an operation that was not done in time may still read from it.
+        # An attribute keeps the memory alive, since an operation that timed out may still read it.
         self._sent = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         sends = [(0, 0)] * self._world_size
         sends[0] = (ctypes.addressof(self._sent), len(data))

@@ -1,4 +1,4 @@
-"""When a GPU has averaged what, in the host's time."""
+"""Records in a timeline, in host time, when the GPU averaged which tensors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 _MOST = 4096
-"""Averages that the GPU may be behind with; older ones are left out."""
+"""Most averages kept that the GPU has not finished yet; beyond this the oldest are dropped from the timeline."""
 
 
 class GpuTrack:
-    """`add` is the training thread's, `drain` the timeline's: the host's time is compared with the GPU's there, so that
-    nobody else waits for it."""
+    """Events of one GPU for the timeline. The training thread calls `add`; the timeline's thread calls `drain`, which
+    also compares the host's and the GPU's clocks, so that the training thread need not wait for the GPU."""
 
     def __init__(self, device: torch.device, rank: int, track: int, origin: float) -> None:
-        """track: in the trace. origin: its beginning, of perf_counter."""
+        """track: number of the track in the trace. origin: perf_counter at the beginning of the trace."""
         self._about = {"ph": "X", "pid": rank, "tid": track, "cat": "gpu"}
         self._origin = origin
         self._added: deque[tuple[str, Any, Any]] = deque(maxlen=_MOST)
@@ -26,11 +26,11 @@ class GpuTrack:
         self._mark, self._at = self._compare()
 
     def add(self, name: str, began: Any, ended: Any) -> None:
-        """Events of the GPU's around what it does, which may not have come yet."""
+        """Record a named operation between two CUDA events, which the GPU may not have reached yet."""
         self._added.append((name, began, ended))
 
     def drain(self) -> bytes:
-        """The events that have come, as lines of a trace."""
+        """Return the operations that the GPU has finished, as lines of a trace."""
         lines = []
         while self._added and self._added[0][2].query():
             name, began, ended = self._added.popleft()
@@ -41,7 +41,8 @@ class GpuTrack:
         return b"".join(lines)
 
     def _compare(self) -> tuple[Any, float]:
-        """An event, and the host's time when it came. The clocks part by microseconds in a second."""
+        """Record an event on the GPU and wait for it. Returns the event and the host's time. Repeated regularly, as the
+        clocks drift apart by microseconds per second."""
         mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         mark.record(self._stream)
         mark.synchronize()

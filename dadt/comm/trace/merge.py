@@ -1,4 +1,4 @@
-"""Makes one timeline of the parts of all ranks, through the engine that they have trained with."""
+"""Merges the timeline parts of all ranks into one file, through the engine that they have trained with."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _EVENT = re.compile(rb'\{"ts":(-?[0-9]{1,20}(?:\.[0-9]{1,20})?),(.*)', re.DOTALL)
 _PIECE_BYTES = 4 * 2**20
 _ALL_PIECES_BYTES = 64 * 2**20
-"""Most bytes of all ranks' parts that rank 0 holds in memory at a time."""
+"""Most bytes of all ranks' parts together that rank 0 reads into memory at a time."""
 
 
 def merge(timeline: Timeline, peers: TimelinePeers, members: Sequence[int]) -> str:
-    """Stop it, and merge the parts of all ranks into the file; what the user should know of it. Empty when called
-    again. members: the ranks that are left, which are those of `peers`.
+    """Stop the timeline and merge the parts of all ranks into its file. Returns a message for the user, empty if called
+    again. members: the ranks that remain, which `peers` connects.
 
-    Parts that could not be merged stay where they are; that raises nothing.
+    Never raises for parts that could not be merged; they stay where they are.
     """
     timeline.stop()
     if timeline.merged_by is not None:
@@ -39,7 +39,7 @@ def merge(timeline: Timeline, peers: TimelinePeers, members: Sequence[int]) -> s
 
 
 class Merge:
-    """One rank's part in it; all ranks run it."""
+    """One rank's side of merging a timeline; all remaining ranks run it."""
 
     def __init__(self, timeline: Timeline, peers: TimelinePeers, members: Sequence[int]) -> None:
         self._timeline = timeline
@@ -48,12 +48,12 @@ class Merge:
         self._piece = min(_PIECE_BYTES, max(2**16, _ALL_PIECES_BYTES // len(members)))
         self._beside = timeline.path.with_name(f"{timeline.path.name}.part")
         self._error = ""
-        """Why the first rank cannot write the file."""
+        """Reason why the first rank cannot write the file; empty if it can."""
         self._unread = ""
-        """Why this rank's part is not in it, or not all of it."""
+        """Reason why this rank's part is missing or incomplete in the file; empty if complete."""
 
     def run(self) -> str:
-        """Merge the parts, and return what the user should know of it. A failure leaves the parts as they are."""
+        """Merge the parts and return the message for the user. On failure the parts stay as they are."""
         try:
             return self._run()
         except (CommError, OSError, RuntimeError) as error:
@@ -64,7 +64,7 @@ class Merge:
     def _run(self) -> str:
         timeline = self._timeline
         end = align(self._peers, timeline.world)
-        # Where rank 0 was lost, nobody knows how its clock has gone on.
+        # If rank 0 was lost, the drift of its clock is unknown, so the offset from the beginning is used.
         end = end if 0 in self._members else timeline.clock
         source, size = self._source()
         with source:
@@ -97,7 +97,8 @@ class Merge:
     # A rank whose part cannot be read goes on, as its peers do, and adds nothing ------------------------------------
 
     def _source(self) -> tuple[IO[bytes], int]:
-        """This rank's part, and its size."""
+        """Return this rank's part, opened for reading, and its size in bytes; an empty one if the part cannot be
+        read."""
         part = self._timeline.part
         try:
             return part.open("rb"), part.stat().st_size
@@ -106,7 +107,7 @@ class Merge:
             return io.BytesIO(), 0
 
     def _lines(self, source: IO[bytes], number: int) -> bytes:
-        """The lines that begin in this piece of the part."""
+        """Return the lines that begin in piece `number` of the part; empty if it cannot be read."""
         try:
             return self._read(source, number)
         except OSError as error:
@@ -165,7 +166,8 @@ class Merge:
 
 
 def _unpacked(compressed: bytes) -> bytes:
-    """A few KiB could stand for GiB. Raises zlib.error."""
+    """Decompress a piece, up to a limit, since a few KiB could expand to GiB. Raises zlib.error for damaged or too
+    large data."""
     unpacking = zlib.decompressobj()
     data = unpacking.decompress(compressed, _ALL_PIECES_BYTES)
     if not unpacking.eof:
@@ -174,7 +176,8 @@ def _unpacked(compressed: bytes) -> bytes:
 
 
 def _shifted(lines: bytes, begin: ClockOffset, end: ClockOffset) -> bytes:
-    """The events in the time that rank 0's clock has shown, where the two have gone unlike since the beginning."""
+    """Return the events with their times corrected to rank 0's clock, if the two clocks have drifted apart by more than
+    the error of measurement since the beginning."""
     drift = end.offset - begin.offset
     if abs(drift) <= begin.error + end.error:
         return lines
@@ -182,7 +185,7 @@ def _shifted(lines: bytes, begin: ClockOffset, end: ClockOffset) -> bytes:
     shifted = []
     for line in lines.splitlines(keepends=True):
         found = _EVENT.fullmatch(line)
-        if found is None:  # the file is damaged there: whoever reads the timeline is told of it
+        if found is None:  # the part is damaged here; readers of the timeline report damaged lines
             shifted.append(line)
             continue
         at = float(found[1])

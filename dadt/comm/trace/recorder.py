@@ -1,4 +1,5 @@
-"""A record of each rank's work in Chrome's trace format: a part per rank while the job runs, one file at its end."""
+"""Records each rank's work in Chrome's trace format: one part per rank while the job runs, merged into one file at its
+end."""
 
 from __future__ import annotations
 
@@ -22,17 +23,18 @@ if TYPE_CHECKING:
     from dadt.world import World
 
 _TRAINING, _QUEUE, _FIRST_ENGINE = 1, 2, 3
-"""Tracks; as in csrc/timeline.h."""
+"""Track numbers in the trace; must agree with csrc/timeline.h."""
 _DRAIN_SECONDS = 1.0
 _MOST_WAITS = 4096
-"""Most waits of one step that are recorded; of more, the last ones."""
+"""Most waits recorded per step; if there are more, the earliest ones are dropped."""
 
 
 class Timeline:
-    """One rank's. All ranks `start` and `merge` it, in the same order with what else they exchange."""
+    """One rank's part of the timeline. All ranks call `start` and later merge, at the same point of the sequence of
+    their collectives."""
 
     def __init__(self, path: str, world: World) -> None:
-        """Make this rank's part. Raises ConfigError if that cannot be."""
+        """Create the file of this rank's part. Raises ConfigError if it cannot be written."""
         self.path = Path(path)
         self.world = world
         prepare(self.path)
@@ -51,10 +53,10 @@ class Timeline:
         self._error = ""
         self._thread: threading.Thread | None = None
         self.merged_by: TimelinePeers | None = None
-        """Objects that may have to outlive operations that were not done in time."""
+        """Collectives object of the merge, kept because operations that timed out may still use its memory."""
 
     def start(self, peers: TimelinePeers) -> None:
-        """Record from now on, in the time of rank 0. Raises CommError."""
+        """Start recording, with times on rank 0's clock. All ranks must call this. Raises CommError."""
         from dadt import _core
         from dadt.comm.trace.clock import align
 
@@ -71,7 +73,7 @@ class Timeline:
         self._thread.start()
 
     def record(self, connection: Connection, name: str) -> None:
-        """Show what its engines do, each on a track of its own."""
+        """Record the operations of the connection's engines and GPU, each on a track of its own."""
         self._record(connection.engine, name)
         if connection.broadcaster is not None:
             self._record(connection.broadcaster, f"{name}: broadcasts")
@@ -90,17 +92,18 @@ class Timeline:
         self._tracks += 1
 
     def waited(self, name: str, begin: float) -> None:
-        """The training thread has stood still for this operation since `begin` (of perf_counter)."""
+        """Record that the training thread has waited for operation `name` since `begin`, a value of perf_counter."""
         self._waits.append((name, begin, perf_counter()))
 
     def step(self, number: int) -> None:
-        """The training thread has completed this step; the first is 0, as in the names of exchanges."""
+        """Record that the training thread has completed step `number`, counted from 0 as in the names of exchanges."""
         begin, self._step_ended = self._step_ended, perf_counter()
         self._core.step(number, begin, self._step_ended, list(self._waits))
         self._waits.clear()
 
     def stop(self) -> None:
-        """Record no more; what there is stays in this rank's part. Waits for no peer. Idempotent."""
+        """Stop recording; the events so far stay in this rank's part. Does not wait for peers. May be called
+        repeatedly."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -112,7 +115,7 @@ class Timeline:
 
     @property
     def error(self) -> str:
-        """Why this rank's part is incomplete, if it is."""
+        """Reason why this rank's part is incomplete; empty if it is complete."""
         return self._error
 
     def _name(self, what: str, track: int, **arguments: Any) -> None:
@@ -120,7 +123,8 @@ class Timeline:
         self._write(json.dumps(event, separators=(",", ":")).encode() + b",\n")
 
     def _drain(self) -> None:
-        """A thread that writes events to the part, so that memory stays bounded, with or without steps."""
+        """Body of the thread that regularly writes events to the part, so that memory stays bounded even if no steps
+        happen."""
         while self._thread is not None:
             self._write(self._core.drain(_DRAIN_SECONDS) + self._of_gpus())
         self._write(self._core.drain(0.0) + self._of_gpus())
@@ -134,12 +138,13 @@ class Timeline:
                 return
             try:
                 self._file.write(data)
-                self._file.flush()  # a forked child must find nothing that it would write again
+                # so that a forked child does not inherit buffered data, which it would write a second time
+                self._file.flush()
             except OSError as error:
                 self._error = f"{self.part} could not be written ({error.strerror})"
 
     def _remove_older(self) -> None:
-        """Remove what an earlier job left: its file, and the parts of ranks that do not exist now."""
+        """Remove files of an earlier job: the merged timeline, and the parts of ranks that do not exist in this job."""
         self.path.unlink(missing_ok=True)
         for old in self.path.parent.glob(f"{self.path.name}.rank*"):
             number = old.name.rpartition(".rank")[2]

@@ -13,7 +13,8 @@ class HorovodInternalError(RuntimeError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts have come or gone. DADT never raises it: hosts change when a job starts again."""
+    """In Horovod: the hosts of a job have changed. DADT never raises it, since hosts change only when a job starts
+    again."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__()
@@ -22,7 +23,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 @contextmanager
 def horovods() -> Iterator[None]:
-    """Raise Horovod's error in place of DADT's."""
+    """Context manager that raises Horovod's HorovodInternalError in place of DADT's errors."""
     try:
         yield
     except DadtError as error:

@@ -1,1 +1,1 @@
-"""Keras on torch: its optimizers train data-parallel, as torch's do."""
+"""Data-parallel training with Keras's optimizers, on torch or TensorFlow."""

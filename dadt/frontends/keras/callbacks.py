@@ -13,7 +13,7 @@ from dadt.frontends.keras.operations import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Gives all ranks the root's variables of model and optimizer when training begins."""
+    """Sends the root's variables of model and optimizer to all ranks when training begins."""
 
     def __init__(self, root_rank: int = 0, device: str = "") -> None:
         """device: accepted for scripts written for Horovod, and not used."""
@@ -22,7 +22,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """A model that is not built yet has none: then after the first batch."""
+        """Broadcast the variables now, or after the first batch if the model is not built yet and has none."""
         if self.model.built:
             self._broadcast()
 
@@ -39,7 +39,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Replaces the metrics of an epoch by their means over ranks. Give it before those that read them."""
+    """Replaces the metrics of an epoch by their means over ranks. List it before callbacks that read the metrics."""
 
     def __init__(self, device: str = "") -> None:
         """device: accepted for scripts written for Horovod, and not used."""
@@ -51,11 +51,12 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc,unus
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Sets the learning rate to a multiple of the initial one, from one epoch to another.
+    """Sets the learning rate to a multiple of the initial one, from `start_epoch` to `end_epoch`.
 
-    multiplier: a number, or a function of the epoch. staircase: once an epoch; else with each batch, and the epoch is a
-    fraction. momentum_correction: momentum is scaled with the rate in the batch in which that changes
-    (arXiv:1706.02677); not on TensorFlow. steps_per_epoch: by default what `fit` counts.
+    multiplier: a number, or a function of the epoch. staircase: whether the rate changes once per epoch; else it
+    changes with each batch, and the epoch is a fraction. momentum_correction: whether momentum is scaled like the rate
+    in the batch in which the rate changes (arXiv:1706.02677); not on TensorFlow. steps_per_epoch: by default what `fit`
+    counts.
     """
 
     def __init__(
@@ -71,15 +72,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         super().__init__()
         self._initial = initial_lr
         self._multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
-        # One number for all epochs changes but once.
+        # A constant multiplier changes the rate only once, so it need not be applied at each batch.
         self._staircase = staircase or not callable(multiplier)
         self._first, self._last = start_epoch, end_epoch
-        # A graph of TensorFlow holds the momentum with which it was traced.
+        # A TensorFlow graph keeps the momentum with which it was traced, so a change would have no effect.
         self._corrects = momentum_correction and keras.backend.backend() == "torch"
         self._steps = steps_per_epoch
         self._epoch = 0
         self._momentum: float | None = None
-        """Before it was scaled."""
+        """Momentum before it was scaled for the current batch; None if it was not scaled."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
@@ -125,7 +126,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # At the end of the last warm-up epoch's last batch it is 1.
+            # One batch further, so that the multiplier reaches 1 in the last batch of the last warm-up epoch.
             epoch += 1.0 / self._steps_of_epoch()
             ranks = lifecycle.size()
             return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks

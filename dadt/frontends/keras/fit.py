@@ -179,7 +179,8 @@ def momentum_of(optimizer: Any) -> dict[str, Any]:
 
 
 def averaged(logs: Any, collect: Callable[[dict[str, float]], Sequence[dict[str, float]]]) -> dict[str, Any]:
-    """Logs, with the means over ranks of what are numbers. collect: gives those of all ranks."""
+    """Return the logs with their numbers replaced by the means over ranks. collect: given this rank's numbers, returns
+    those of all ranks."""
     numbers = {name: float(value) for name, value in logs.items() if not tuple(getattr(value, "shape", ()))}
     every = collect(numbers)
     return {**logs, **{name: sum(each[name] for each in every) / len(every) for name in numbers}}

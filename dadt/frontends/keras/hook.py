@@ -19,7 +19,8 @@ _installed: list[KerasTraining] = []
 
 
 def hook() -> None:
-    """Call it once keras is imported. Does nothing with another backend than BACKENDS, and in a world of one."""
+    """Call this once keras is imported, to make its training data-parallel. Does nothing if Keras's backend is none of
+    BACKENDS, or there is only one rank."""
     keras = importlib.import_module("keras")
     runtime = worker.runtime
     if keras.backend.backend() in BACKENDS and runtime is not None and not runtime.ranks.alone:
@@ -27,7 +28,7 @@ def hook() -> None:
 
 
 def install(runtime: Runtime) -> KerasTraining:
-    """Hook into keras, once."""
+    """Patch keras on TensorFlow so that it trains data-parallel."""
     if not _installed:
         keras = importlib.import_module("keras")
         order.install()

@@ -1,8 +1,8 @@
-"""Keras on TensorFlow, in scripts that say nothing of DADT.
+"""Keras on TensorFlow, in scripts that do not use DADT's API.
 
-TensorFlow computes in graphs, and DADT exchanges tensors of torch. So where an optimizer applies gradients, a graph
-calls back to Python with them; there a carrier, an optimizer of torch over copies of the variables, makes DADT's step,
-and its averages go on into the graph. Weights are predicted within the graph.
+TensorFlow computes in graphs, but DADT exchanges torch tensors. So where an optimizer applies gradients, the graph
+passes them to Python. There a torch optimizer over copies of the variables (a carrier) makes DADT's step, and its
+averages return to the graph. Weights are predicted within the graph.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ from dadt.train.prediction.displacement import factors_by
 from dadt.train.runtime import Runtime
 
 ALGORITHMS = ("sync", "pipe")
-"""Others average weights, of which there are copies only here."""
+"""Algorithms that Keras on TensorFlow can use. Others average weights, but DADT has only copies of TensorFlow's
+weights."""
 
 
 class TensorFlowCarrier(Carrier):
     def kept(self) -> dict[str, torch.Tensor]:
-        """Empty, as TensorFlow keeps the state of its optimizers."""
+        """Return an empty state, since TensorFlow itself saves the state of its optimizers."""
         return {}
 
 
 class Mirror:
-    """Torch's copies of an optimizer's variables, and the carrier that averages their gradients."""
+    """Torch copies of an optimizer's variables, and the torch optimizer over them that averages their gradients."""
 
     def __init__(
         self, runtime: Runtime, optimizer: Any, variables: Sequence[Any], wrapped: bool, displacement: Any
     ) -> None:
-        """wrapped: the script has wrapped the optimizer. displacement: what predicts the weights, or None."""
+        """wrapped: whether the script has wrapped the optimizer. displacement: the Displacement that predicts the
+        weights, or None."""
         self._runtime = runtime
         self.variables = list(variables)
         self.displacement = displacement
         self.error: DadtError | None = None
-        """The error by which the last step failed, which TensorFlow replaces by one of its own; None if none has."""
+        """The error that made the last step fail, for which TensorFlow raises one of its own; None if no step has
+        failed."""
         self._parameters = [torch.nn.Parameter(to_torch(v)) for v in self.variables]
         self._carrier = TensorFlowCarrier(weakref.proxy(optimizer), list(self._parameters))
         self._begun = False
@@ -56,7 +59,8 @@ class Mirror:
             worker.wrap(self._carrier)
 
     def average(self, *gradients: Any) -> list[Any]:
-        """Whether there are averages, whether the next gradients come late, and the averages, of eager tensors."""
+        """Average gradients, which are eager tensors, over all ranks. Returns whether there are averages, whether the
+        next ones will come late, and the averages."""
         averages: list[torch.Tensor] = []
         for parameter, variable, gradient in zip(self._parameters, self.variables, gradients, strict=True):
             parameter.data.copy_(to_torch(variable))
@@ -72,9 +76,10 @@ class Mirror:
         if not self._begun:
             self._begun = True
             for variable, parameter in zip(self.variables, self._parameters, strict=True):
-                variable.assign(to_numpy(parameter))  # rank 0's
+                # Takes rank 0's weights, which the first step has sent to all ranks.
+                variable.assign(to_numpy(parameter))
         late = any(a.algorithm.predicts for a in self._runtime.attachments if a.optimizer is self._carrier)
-        if len(averages) < len(self._parameters):  # where a step is late, the first one applies nothing
+        if len(averages) < len(self._parameters):  # if averages come one step late, the first step has none
             return [False, late, *(to_numpy(torch.zeros_like(p)) for p in self._parameters)]
         return [True, late, *map(to_numpy, averages)]
 
@@ -259,7 +264,7 @@ class TensorFlowTraining(KerasTraining):
 
 
 def _permuted_alike(original: Callable[..., Any], tf: Any) -> Callable[..., Any]:
-    """Shuffle arrays again in each epoch, in the same order on all ranks."""
+    """Wrap `get_tf_dataset` so that arrays are shuffled again in each epoch, in the same order on all ranks."""
 
     @functools.wraps(original)
     def get_tf_dataset(self: Any) -> Any:

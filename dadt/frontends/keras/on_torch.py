@@ -17,7 +17,8 @@ from dadt.train.runtime import Runtime
 
 
 class KerasCarrier(Carrier):
-    """A carrier whose state is the variables of Keras's optimizer."""
+    """A torch optimizer that stands for an optimizer of Keras (a carrier), and whose state is the Keras optimizer's
+    variables."""
 
     def __init__(self, owner: Any, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(weakref.proxy(owner), list(parameters), momentum_of(owner))

@@ -1,4 +1,4 @@
-"""Operations between ranks on Keras's tensors, and arrays, and on variables of models."""
+"""Operations between ranks on Keras's tensors, on arrays and on the variables of models."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def tensor_of(value: Any) -> torch.Tensor:
-    """A tensor, variable, array or number as torch's tensor; without gradients."""
+    """Return a tensor, variable, array or number as a torch tensor, without gradients."""
     inner = getattr(value, "value", value)
     return inner.detach() if isinstance(inner, torch.Tensor) else to_torch(value)
 
 
 def of_backend(tensor: torch.Tensor) -> Any:
-    """The tensor as one of Keras's backend."""
+    """Return a torch tensor as a tensor of Keras's backend."""
     return tensor if keras.backend.backend() == "torch" else keras.ops.convert_to_tensor(to_numpy(tensor))
 
 
@@ -34,18 +34,18 @@ def allreduce(
 
 
 def allgather(value: Any, *, name: str | None = None, process_set: ProcessSet | None = None) -> Any:
-    """Return the values of all ranks, joined along their first dimension, in which they may differ."""
+    """Return the values of all ranks, joined along their first dimension, which may differ in size."""
     return of_backend(torch.cat(collectives.all_gather(tensor_of(value), name=name, process_set=process_set)))
 
 
 def broadcast(value: Any, root_rank: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None) -> Any:
-    """Return the root's value."""
+    """Return the root rank's value on all ranks."""
     return of_backend(collectives.broadcast(tensor_of(value), root_rank, name=name, process_set=process_set))
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
-    """Give all ranks the root's values of these variables, of the same shapes on all ranks, else Mismatch. Call it
-    outside of tf.function."""
+    """Set these variables to the root's values on all ranks. Raises Mismatch if their shapes differ between ranks. Call
+    it outside of tf.function."""
     every = list(variables)
     with torch.no_grad():
         tensors = {f"variable {i}, {getattr(v, 'path', v.name)}": tensor_of(v) for i, v in enumerate(every)}

@@ -1,4 +1,4 @@
-"""Keras's optimizers in scripts that name them."""
+"""`dadt.keras.DistributedOptimizer`, for scripts that wrap their Keras optimizers themselves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 def DistributedOptimizer(optimizer: T, *, reduction: str = "mean") -> T:
     """Train with this optimizer on all ranks. Returns the same object.
 
-    Gradients are averaged where it applies them, before clipping, by `--algorithm`: `pipe` averages them one step late
-    and predicts weights, `sync` at once. Before the first step all ranks take rank 0's weights. All ranks wrap the same
-    optimizers in the same order. reduction: mean, or sum, which multiplies the averages by the number of ranks.
+    Gradients are averaged by `--algorithm` before the optimizer clips and applies them: `pipe` averages them one step
+    late and predicts weights, `sync` at once. Before the first step all ranks take rank 0's weights. All ranks wrap the
+    same optimizers in the same order. reduction: mean, or sum, which multiplies the averages by the number of ranks.
 
-    Raises TypeError if it is none of Keras's optimizers, and DadtError before `init`.
+    Raises TypeError if `optimizer` is none of Keras's optimizers, and DadtError before `init`.
     """
     runtime = session().runtime
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -32,6 +32,6 @@ def DistributedOptimizer(optimizer: T, *, reduction: str = "mean") -> T:
 
 
 def wrapped(model: Any) -> Any:
-    """The model, whose optimizer trains on all ranks."""
+    """Wrap the model's optimizer, so that it trains on all ranks, and return the model."""
     model.optimizer = DistributedOptimizer(model.optimizer)
     return model

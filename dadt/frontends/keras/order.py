@@ -1,4 +1,4 @@
-"""The order of data: all ranks read the same, of which each takes its share."""
+"""Makes all ranks read data in the same order, so that each rank can take its share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _local = threading.local()
 
 
 def install() -> None:
-    """Have what shuffles do so alike on all ranks."""
+    """Patch Keras and TensorFlow so that they shuffle data in the same way on all ranks."""
     module: Any = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
     module.random = _Shuffling()
     adapter = module.PyDatasetAdapter
@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def draw() -> random.Random:
-    """A generator of random numbers, which is the same on all ranks unless the script calls `dadt.init`."""
+    """Return a random number generator with the same seed on all ranks, unless the script calls `dadt.init`."""
     with nullcontext() if _is_explicit() or worker.streams is None else worker.streams.shared():
         return random.Random(random.getrandbits(31))
 
@@ -39,14 +39,16 @@ def _is_explicit() -> bool:
 
 
 class _Shuffling:
-    """Takes the place of Python's module `random` where Keras shuffles the batches of a PyDataset."""
+    """Replaces the module `random` where Keras shuffles the batches of a PyDataset. Each thread uses the generator of
+    its dataset."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(getattr(_local, "numbers", random), name)
 
 
 def _drawing(original: Callable[..., None]) -> Callable[..., None]:
-    """Called on the training thread, which draws for all epochs: what shuffles may be another one."""
+    """Wrap the constructor of Keras's PyDataset adapter, to seed one generator for all epochs. This is done on the
+    training thread, since another thread may shuffle."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +61,7 @@ def _drawing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _shuffling(original: Callable[..., None]) -> Callable[..., None]:
-    """Called on a thread of the epoch's own."""
+    """Wrap the function of the thread that loads an epoch's data, so that it shuffles by the dataset's generator."""
 
     @functools.wraps(original)
     def _run(self: Any) -> None:
@@ -86,7 +88,7 @@ def _of_tensorflow(tf: Any) -> None:
 
 
 def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a shuffle without a seed one that is the same on all ranks."""
+    """Wrap a function that shuffles: without a seed from the script, it gets one that is the same on all ranks."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -100,7 +102,7 @@ def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep batches in one order, even where the script says that they may come in any."""
+    """Wrap a method of tf.data so that batches have a fixed order, even where the script allows any order."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

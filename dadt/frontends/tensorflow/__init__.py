@@ -1,1 +1,1 @@
-"""TensorFlow 2: operations between ranks, a tape, optimizers of Keras."""
+"""TensorFlow 2: operations between ranks, a tape that averages gradients, and weight prediction."""

@@ -1,4 +1,4 @@
-"""Tensors of TensorFlow, and arrays, as torch's, and back, by way of NumPy, which has no bfloat16 of its own."""
+"""Converts TensorFlow's tensors and arrays to torch and back, through NumPy, which has no bfloat16 of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def to_torch(value: Any) -> torch.Tensor:
-    """A copy of an eager tensor, a variable, an array or a number, as a tensor of torch in host memory."""
+    """Copy an eager tensor, a variable, an array or a number to a torch tensor in host memory."""
     array = np.array(value.numpy() if hasattr(value, "numpy") else value)
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -17,7 +17,8 @@ def to_torch(value: Any) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor as a NumPy array, in the same memory if that is the host's, else a copy."""
+    """Return the tensor as a NumPy array, which shares the tensor's memory if that is on the host, and else is a
+    copy."""
     tensor = tensor.detach().cpu()
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()

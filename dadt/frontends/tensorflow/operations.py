@@ -1,7 +1,7 @@
 """Operations on TensorFlow's tensors, in eager code and within tf.function, with gradients.
 
-A graph calls back to Python, where the tensor's memory is that of one of torch's. Calls are matched by name: within a
-graph they run in any order. Those without a name are numbered as they are traced, the same on all ranks.
+A graph calls Python, which passes its tensors to torch. Ranks match calls by name, because a graph may run its
+operations in any order. Calls without a name are numbered as they are traced, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dadt.api import collectives, lifecycle, state
 from dadt.frontends.tensorflow.memory import to_numpy, to_torch
 
 _traced: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Number of operations that were traced in each graph so far."""
+"""Number of operations traced so far in each graph."""
 
 
 def called(name: str | None, kind: str) -> str | None:
-    """The name of an operation: of the graph in which it is traced, and its number there, as ranks may trace a graph
-    once more at other times. None: it is numbered as it is run, which eager code does in one order."""
+    """The name of an operation, by default the name of the graph and the operation's number in it, since ranks may
+    trace a graph again at different times. None for unnamed operations of eager code, which are numbered as they run.
+    """
     if name is not None or tf.executing_eagerly():
         return name
     graph = tf.compat.v1.get_default_graph()
@@ -35,7 +36,7 @@ def _part(name: str | None, what: str) -> str | None:
 
 
 def _call(function: Callable[..., Any], values: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
-    """The function's tensors, of the dtypes of the values and these shapes."""
+    """Call a Python function from a graph. Returns its tensors, with the dtypes of `values` and these shapes."""
     results = tf.py_function(function, values, [value.dtype for value in values])
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
@@ -43,7 +44,7 @@ def _call(function: Callable[..., Any], values: Sequence[Any], shapes: Sequence[
 
 
 def allreduce_all(values: Sequence[Any], reduction: str, name: str | None) -> list[Any]:
-    """All-reduce dense tensors together, without gradients."""
+    """All-reduce dense tensors together in one operation, without gradients."""
 
     def run(*parts: Any) -> list[Any]:
         tensors = [to_torch(part) for part in parts]
@@ -73,9 +74,9 @@ def allreduce(value: Any, reduction: str = "mean", *, name: str | None = None) -
 
 
 def allgather(value: Any, *, name: str | None = None) -> Any:
-    """Return the tensors of all ranks, joined along their first dimension, in which they may differ.
+    """Return the tensors of all ranks, joined along their first dimension, which may differ in size.
 
-    The gradient is the sum over ranks of the gradients of this rank's part.
+    The gradient is this rank's part of the gradients' sum over ranks.
     """
     own = called(name, "allgather")
 
@@ -105,7 +106,8 @@ def allgather(value: Any, *, name: str | None = None) -> Any:
 
 
 def broadcast(value: Any, root_rank: int = 0, *, name: str | None = None) -> Any:
-    """Return the root's tensor. The gradient is the sum over ranks on the root, and zeros elsewhere."""
+    """Return the root's tensor on all ranks. Its gradient is the sum of all ranks' gradients on the root, and zeros
+    elsewhere."""
     own = called(name, "broadcast")
 
     def spread(x: Any) -> list[Any]:

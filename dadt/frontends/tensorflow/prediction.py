@@ -1,8 +1,9 @@
-"""Weight prediction on TensorFlow: what a tape records is computed where weights will be when its gradients arrive.
+"""Weight prediction on TensorFlow: what a tape records is computed with the weights expected at the time when its
+gradients arrive.
 
-Weights are predicted ones within the outermost `with tf.GradientTape()` alone: a backward works with the values that
-its forward has read, but for layers that it computes once more. So whatever else reads weights sees true ones. On
-variables, an assignment keeps no copy: it lets go of the memory that was there, or takes a tensor's.
+Weights are predicted only within the outermost `with tf.GradientTape()`. A backward pass uses the values that its
+forward pass has read, except in layers that it computes again, so all other code sees the true weights. Assigning to a
+variable makes no copy: TensorFlow drops the variable's memory, or uses the assigned tensor's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import tensorflow as tf  # type: ignore[import-untyped,import-not-found,unused-i
 
 
 class Displacement:
-    """Predicts w + factor * (last displacement) + older * (the one before), as torch's class of this name."""
+    """Predicts weights as w + factor * (last change of w) + older * (the change before), like DADT's Displacement for
+    torch."""
 
     def __init__(self, variables: Sequence[Any], factor: float, older: float) -> None:
         self._variables = variables
@@ -24,13 +26,13 @@ class Displacement:
         self._last = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables]
         self._older = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables] if older else []
         self.ahead = tf.Variable(False, trainable=False)
-        """The next gradient comes late."""
+        """Whether the next gradient comes late, so that weights are to be predicted."""
 
     def weights(self) -> list[Any]:
         return [tf.convert_to_tensor(v) for v in self._variables]
 
     def show(self) -> list[tuple[Any, Any]]:
-        """Go to the predicted weights. Returns the true ones and these, for `hide`."""
+        """Set the variables to the predicted weights. Returns the true and the predicted ones, for `hide`."""
         true = self.weights()
 
         def put() -> list[Any]:
@@ -42,7 +44,8 @@ class Displacement:
         return list(zip(true, _list(tf.cond(self.ahead, put, lambda: list(true))), strict=True))
 
     def hide(self, shown: Sequence[tuple[Any, Any]]) -> None:
-        """Go back to the true weights. What a forward has assigned meanwhile stays, as that of a spectral norm."""
+        """Set the variables back to the true weights. Values that the forward pass has assigned meanwhile stay, such as
+        those of a spectral norm."""
 
         def put() -> Any:
             for variable, (true, predicted), now in zip(self._variables, shown, self.weights(), strict=True):
@@ -58,10 +61,12 @@ class Displacement:
         return [w + self._older_factor * older for w, older in zip(found, self._older, strict=True)]
 
     def stepped(self, before: Sequence[Any], moved: Any) -> None:
-        """An optimizer has stepped, and moved the weights from where they were, if it has not left that step out."""
+        """Record by how much an optimizer's step has changed the weights. before: the weights before the step. moved:
+        whether the step was made, rather than left out."""
 
         def learn() -> Any:
-            for older, last in zip(self._older, self._last, strict=False):  # there may be no older ones
+            # `_older` is empty if the factor `older` is 0
+            for older, last in zip(self._older, self._last, strict=False):
                 older.assign(last)
             for last, w, now in zip(self._last, before, self.weights(), strict=True):
                 last.assign(now - w)
@@ -72,31 +77,33 @@ class Displacement:
 
 _local = threading.local()
 ANEW = "_dadt_anew"
-"""Attribute of a function whose graphs are out of date: the one that takes its place."""
+"""Attribute of a tf.function whose graphs are outdated: the function to call in its place."""
 
 
 def install(displacements: Callable[[], Iterable[Displacement]]) -> None:
-    """Predict within each tape. displacements: those of all optimizers that train."""
+    """Predict weights within each tape. displacements: returns the Displacement of each optimizer that trains."""
     _predict_within(tf.GradientTape, displacements)
     _watch_calls(type(tf.function(lambda: None)))
 
 
 def show_true_weights() -> None:
-    """An optimizer is about to step, maybe within a tape."""
+    """Put the true weights back, when a tape ends or when an optimizer steps within a tape."""
     shown, _local.shown = getattr(_local, "shown", []), []
-    for each, weights in reversed(shown):  # where two share variables, the later one has seen the other's
+    # In reverse: if two share variables, the later one was predicted from the earlier one's prediction.
+    for each, weights in reversed(shown):
         each.hide(weights)
 
 
 def trace_once_more() -> None:
-    """Call this when variables become known during a trace, whose tape came before: the next call traces again."""
+    """Have the running tf.functions traced again at their next call. Call this when an optimizer gets its variables
+    during a trace, since the trace's tape began without predicting them."""
     for function in _calls():
         if not hasattr(function, ANEW):
             setattr(function, ANEW, function._clone(None))
 
 
 def _calls() -> list[Any]:
-    """The tf.functions under way on this thread."""
+    """The tf.functions that this thread is running, the innermost last."""
     if not hasattr(_local, "calls"):
         _local.calls = []
     calls: list[Any] = _local.calls
@@ -149,5 +156,5 @@ def _watch_calls(function: Any) -> None:
 
 
 def _list(values: Any) -> list[Any]:
-    """tf.cond gives the one element of a list alone."""
+    """Return values as a list: for a list of one, tf.cond returns its element alone."""
     return list(values) if isinstance(values, list | tuple) else [values]

@@ -1,4 +1,4 @@
-"""A tape whose gradients are those of all ranks."""
+"""A gradient tape whose gradients are reduced over all ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dadt.frontends.tensorflow.operations import allreduce_all, called
 
 
 class DistributedGradientTape:
-    """A tf.GradientTape whose `gradient` gives the means over all ranks, at once and together. All else is the tape's
-    own. reduction: mean or sum. Sparse gradients become dense."""
+    """A tf.GradientTape whose `gradient` returns means over all ranks, for all sources in one operation and without
+    delay. Everything else is the tape's own. reduction: mean or sum. Sparse gradients become dense."""
 
     def __init__(self, tape: Any, *, reduction: str = "mean") -> None:
         if reduction not in ("mean", "sum"):

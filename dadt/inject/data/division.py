@@ -1,4 +1,4 @@
-"""The ranks among which a pass over the data is divided, also when ranks were lost (`--redistribute`)."""
+"""Decides among which ranks a pass over the data is divided, also after ranks were lost (`--redistribute`)."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ if TYPE_CHECKING:
 
 
 class Division(NamedTuple):
-    """The division of each step of a pass. A step has one share for each rank with which the job began; fewer ranks may
-    read it."""
+    """How each step of a pass over the data is divided among ranks. A step has one share for each rank with which the
+    job began, but fewer ranks may read it once ranks were lost."""
 
     rank: int
-    """This rank's place among the readers."""
+    """This rank's index among the ranks that read data."""
     readers: int
     shares: int
 
     @property
     def grows(self) -> bool:
-        """Whether batches are larger than a share, as there are fewer readers than shares."""
+        """Whether a rank's batches are larger than one share, because there are fewer reading ranks than shares."""
         return self.readers < self.shares
 
 
 def begun(rank: Runtime) -> Division:
-    """The division with which the job began: each rank reads its share, and those of lost ranks are left out."""
+    """Return the division with which the job began: each rank reads its own share, and the shares of lost ranks are
+    left out."""
     return Division(rank.ranks.world.rank, rank.ranks.world.world_size, rank.ranks.shares)
 
 
 def left_out(rank: Runtime) -> Division:
-    """A division in which each rank reads its share, and shares without a rank are left out."""
+    """Return a division in which each rank reads its own share, and shares without a rank are left out."""
     return Division(rank.ranks.world.rank, rank.ranks.shares, rank.ranks.shares)
 
 
 def agree(rank: Runtime, name: str) -> Division:
-    """A pass over `name` begins, on all ranks between the same steps. One may know of a loss by then that another has
-    not heard of, so all gather who is there: what is gathered is the same on all, whatever happens meanwhile. Waits
-    for all ranks."""
+    """Return the division for the pass over the loader `name` that begins now, on all ranks between the same steps.
+    With `--redistribute` all ranks gather who takes part, and wait for it: one rank may know of a loss before another
+    does, but what is gathered is the same on all ranks.
+    """
     if (
         rank.replay.under_way
         or rank.ranks.alone
@@ -51,8 +53,8 @@ def agree(rank: Runtime, name: str) -> Division:
 
 
 def missing(rank: Runtime, lost: int, loaders: Sequence[tuple[str, int | None]]) -> str:
-    """Says what becomes of the shares of `lost` lost ranks. loaders: names of the loaders that train, each with its
-    samples in a pass, or None if they are not known."""
+    """Return a sentence that says what happens to the shares of `lost` lost ranks. loaders: names of the loaders that
+    train, each with its number of samples in a pass, or None if unknown."""
     if rank.ranks.config.redistribute:
         return "the running pass leaves out what was theirs, and later ones divide it among those who are left"
     size = rank.ranks.world.world_size

@@ -1,5 +1,5 @@
-"""What torch draws when an iterator of a DataLoader is made: also where DADT makes torch's own later, when the first
-batch is asked for. So what the script draws in between comes as it does without DADT."""
+"""Reproduces the random numbers that torch draws when a DataLoader's iterator is created. DADT may create torch's
+iterator only when the first batch is requested; what the script draws in between is then the same as without DADT."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from dadt.inject.data.samplers import DRAW_ONCE, Loader, inner_sampler
 
 
 class Drawn:
-    """Draws it now; what is drawn within `again` is the same."""
+    """The random draws of one DataLoader iterator: made when this object is created, and repeated with the same values
+    within `again`."""
 
     def __init__(self, loader: Loader) -> None:
         sampler = inner_sampler(loader)
         given = (loader.generator, getattr(sampler, "generator", None))
         generators = {id(each): each for each in (torch.default_generator, *given) if isinstance(each, torch.Generator)}
         self._before = [(each, each.get_state()) for each in generators.values()]
-        _draw(loader.generator)  # the seed of its workers
+        _draw(loader.generator)  # the seed of the loader's worker processes
         self._is_foreseen = not loader.num_workers or isinstance(loader.dataset, IterableDataset)
-        """This is all that is drawn then."""
+        """Whether the draws made here are all that torch's iterator would draw at its creation."""
         if not self._is_foreseen and type(loader.batch_sampler) in (BatchSampler, type(None)):
-            # Indices are drawn ahead for workers. A sampler of the script's own may count its passes.
+            # Only for samplers known not to count their passes: with worker processes, torch draws the first indices at
+            # once.
             self._is_foreseen = type(sampler) in (*DRAW_ONCE, SequentialSampler)
             if type(sampler) is RandomSampler and sampler.generator is None:
                 _draw(None)
@@ -37,7 +39,8 @@ class Drawn:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context in which the generators are as they were before the draw; afterwards they are as they are now."""
+        """A context in which the generators are set back to their states before the draws; afterwards they return to
+        their current states."""
         now = self._states()
         untouched = all(map(torch.equal, self._after, now))
         if untouched or self._is_foreseen:

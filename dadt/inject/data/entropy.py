@@ -1,9 +1,11 @@
-"""Generators without a seed, as `numpy.random.default_rng()` makes them: in a script that knows of no ranks they draw
-from the job's seed, where they would ask the system for entropy. So all ranks choose the same.
+"""Seeds for generators that a script creates without a seed, such as `numpy.random.default_rng()`. In a script that
+does not know of ranks they come from the job's seed in place of the system's entropy, so that all ranks make the same
+random choices.
 
-A seed depends on the job's, on the place in the script that asks, and on how often this place has asked: what one rank
-alone does, or another thread, shifts nobody else's. Data pipelines draw other numbers on each rank: what is made while
-a batch is read asks the system, and what a data set holds parts from the other ranks' when its first pass begins.
+A seed depends on the job's seed, on the place in the script that asks, and on how often this place has asked, so extra
+requests of one rank or thread do not shift other seeds. Data pipelines draw different numbers on each rank: generators
+made while a batch is read use the system's entropy, and those that a data set owns are reseeded per rank when its first
+pass begins.
 """
 
 from __future__ import annotations
@@ -35,20 +37,22 @@ from dadt.inject.failure import is_users
 from dadt.train.runtime import Runtime
 
 GENERATORS = ("numpy", "random", "scipy", "sklearn", "torch", "uuid", "dadt")
-"""Who asks them asks for a generator; in a module of another name they are the library that has it made."""
+"""Modules that create a generator for their caller. Code in a module of any other name counts as the one that asks for
+the generator."""
 SWEEPS: tuple[str, ...] = ("optuna", "hyperopt", "skopt", "hydra", "hydra_plugins", "nevergrad", "ax", "bayes_opt")
 SWEEPS += ("ConfigSpace", "smac", "cmaes", "cma", "ray.tune")
-"""Libraries that choose what is tried next. Others keep the system's entropy: for names of their own, or for numbers
-that are to differ between ranks, as those of an environment."""
+"""Libraries that choose the next trial of a hyperparameter search. All other libraries keep the system's entropy, as
+they need it for unique names, or for numbers that should differ between ranks, such as those of an environment."""
 STORES: tuple[str, ...] = ("optuna.storages._rdb", "optuna.storages._redis", "optuna.storages._journal")
 STORES += ("optuna.storages.journal", "hyperopt.mongoexp")
-"""Modules whose ids name something in a store that several processes may share: they keep the system's entropy."""
+"""Modules that generate ids in a store which several processes may share. They keep the system's entropy, so that ids
+stay unique."""
 KEPT_GENERATORS = 64
-"""Generators of torch that are remembered, as nothing else finds them."""
+"""Number of torch generators to remember, since torch offers no way to find them later."""
 
 
 class Entropy:
-    """The seeds that this process has given in place of the system's."""
+    """Gives seeds to generators in place of the system's entropy, and remembers the seeds given in this process."""
 
     def __init__(self, rank: Runtime, streams: Streams) -> None:
         self._rank, self._streams = rank, streams
@@ -56,18 +60,18 @@ class Entropy:
         self._asked: Counter[str] = Counter()
         """How often each place in the script has asked for a seed."""
         self._scripts: set[int] = set()
-        """Seeds that the script itself has asked for, not a library that sweeps."""
+        """Seeds given to the script's own code, not to a hyperparameter search library."""
         self._parted: set[tuple[int, str]] = set()
         self._random: WeakSet[random.Random] = WeakSet()
-        """Generators of Python's class random.Random that the script itself has made, with a seed from here."""
+        """Instances of random.Random that the script itself has created, seeded by this object."""
         self._torch: deque[torch.Generator] = deque(maxlen=KEPT_GENERATORS)
         self._is_trained = self._is_scripts_data = False
-        """Whether a step was made; and whether the script chooses its training data with its own generators, not by a
-        loader."""
+        """Whether a training step was made, and whether the script chooses its training data with its own generators in
+        place of a loader."""
 
     def seed(self, bits: int, frame: FrameType, more: bytes = b"") -> int | None:
-        """The seed, of this many bits, of a generator made in this frame; None if it is to ask the system. more:
-        further bytes that change the seed."""
+        """Return a seed of `bits` bits for the generator that is created in this frame, or None if it should use the
+        system's entropy. more: further bytes that change the seed."""
         if os.getpid() != self._pid or self._rank.script.is_distributed:
             return None
         if not (threading.current_thread() is threading.main_thread() or self._rank.script.on_training_thread):
@@ -89,21 +93,25 @@ class Entropy:
     # Parting ------------------------------------------------------------------------------------------------
 
     def part_below(self, dataset: Any) -> None:
-        """A pass of training begins: what the data set reaches draws other numbers on each rank from here on."""
+        """Called when a pass of training begins: reseed the generators that can be reached from the data set, so that
+        they draw different numbers on each rank."""
         if self._scripts and os.getpid() == self._pid:
             for found in reachable(dataset):
                 self._part(found)
 
     def trained(self, by_loader: bool) -> None:
-        """A step is done. by_loader: the batch of the first has come from a loader that gives each rank its share;
-        else the script chooses its data itself, and ranks that drew the same would train on the same."""
+        """Called after each step. by_loader: whether the first step's batch came from a loader that gives each rank its
+        share. If not, the script chooses its data itself: its generators are reseeded per rank, as ranks that draw the
+        same numbers would train on the same data.
+        """
         if self._is_trained or os.getpid() != self._pid:
             return
         self._is_trained, self._is_scripts_data = True, not by_loader
         if by_loader:
             return
         if self._scripts:
-            # isinstance would ask a weak proxy for the class of an object that is gone.
+            # issubclass(type(...)) in place of isinstance, which would ask a weak proxy for the class of an object that
+            # no longer exists.
             own = [each for each in gc.get_objects() if issubclass(type(each), np.random.BitGenerator)]
             for found in (*own, *self._random, *self._torch):
                 self._part(found)
@@ -135,7 +143,7 @@ class Entropy:
     # What asks the system -----------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Replace the ways in which each library asks the system for entropy."""
+        """Patch the functions by which each library asks the system for entropy."""
         self._patch_numpy()
         self._patch_random()
         self._patch_torch()
@@ -143,7 +151,7 @@ class Entropy:
         after_import("sklearn.utils.validation", self._patch_sklearn)
 
     def _patch_numpy(self) -> None:
-        """All generators of NumPy get theirs from one function, which SeedSequence asks."""
+        """Patch the one function from which all NumPy generators get entropy, called by SeedSequence."""
         original = getattr(bit_generator, "randbits")  # noqa: B009 (its stubs have none)
 
         def randbits(bits: int) -> int:
@@ -190,14 +198,16 @@ class Entropy:
         torch.seed = torch.random.seed = seed_generators
 
     def _urandom(self, size: int) -> bytes:
-        """`os.urandom` for `uuid`, whose ids name folders of runs, or studies by whose names trials are pruned."""
+        """Replacement of `os.urandom` for `uuid`: ids from uuid name folders of runs, or studies whose names decide
+        which trials are pruned, and have to be the same on all ranks."""
         frame = sys._getframe(1)
         asker = asker_of(frame)
         given = self.seed(8 * size, frame) if asker is not None and not _in(asker, STORES) else None
         return os.urandom(size) if given is None else given.to_bytes(size, "big")
 
     def _patch_sklearn(self, module: ModuleType) -> None:
-        """skopt draws from NumPy's global generator, of which each rank has its own once training has begun."""
+        """Give skopt a generator with a common seed. It would draw from NumPy's global generator, which differs between
+        ranks once training has begun."""
         original = module.check_random_state
 
         @functools.wraps(original)
@@ -213,7 +223,7 @@ class Entropy:
 
 
 class _Os:
-    """The module `os`, with another source of entropy."""
+    """Stand-in for the module `os` with a different `urandom`."""
 
     def __init__(self, urandom: Callable[[int], bytes]) -> None:
         self.urandom = urandom
@@ -223,7 +233,7 @@ class _Os:
 
 
 def asker_of(frame: FrameType | None) -> FrameType | None:
-    """The frame that has a generator made, through functions of the libraries that do."""
+    """Return the frame of the code that asks for a generator, past all frames of the libraries that create it."""
     while frame is not None and _in(frame, GENERATORS):
         frame = frame.f_back
     return frame
@@ -246,8 +256,10 @@ _is_users = functools.lru_cache(maxsize=1024)(is_users)
 
 
 def _place(asker: FrameType) -> str:
-    """The place in the script where a generator is asked for, as text that is the same on all ranks. Empty while a
-    batch is read, unless from a stream in this process: each rank walks all of that, in one order."""
+    """Return the place in the script where a generator is asked for, as text that is the same on all ranks. Empty while
+    a batch of a map-style data set is read; not for an iterable one, which each rank reads completely and in the same
+    order.
+    """
     lines, frame = [_line(asker)], asker.f_back
     while frame is not None:
         code = frame.f_code
@@ -262,7 +274,7 @@ def _place(asker: FrameType) -> str:
 
 
 def _line(frame: FrameType) -> str:
-    """The file, function and line of a frame; without the folder, which may differ between hosts."""
+    """Return file name, function and line of a frame, without the folder, which may differ between hosts."""
     code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{code.co_name}:{frame.f_lineno}"  # noqa: PTH119 (no object for each)
 
@@ -272,14 +284,14 @@ def _mixed(seed: int | str, rank: int) -> int:
 
 
 def _set_method(kind: type, name: str, method: Callable[..., Any]) -> None:
-    """Replace a method of a class that is written in C, whose attributes Python does not let anyone set."""
+    """Replace a method of a class that is written in C, whose attributes cannot be set from Python."""
     attributes = gc.get_referents(kind.__dict__)[0]
     attributes[name] = method
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
 
 
 def install(rank: Runtime, streams: Streams) -> Entropy:
-    """Install the seeds in the places of the system's entropy. Nothing is changed unless `streams` is enabled."""
+    """Create an Entropy, and patch the libraries to use its seeds if `streams` is enabled."""
     entropy = Entropy(rank, streams)
     if streams.enabled:
         entropy.install()

@@ -1,4 +1,5 @@
-"""fastai's DataLoaders, which are none of torch's: those that shuffle and train give each rank its share, too."""
+"""Divides the data of fastai's DataLoaders, which are not torch's: a loader that shuffles and trains gives each rank
+its share."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from dadt.train.runtime import Runtime
 
 
 class ScriptLoaders(Protocol):
-    """The loaders of the script, as those of fastai need them."""
+    """The attributes of the script's loaders that FastaiLoaders uses."""
 
     runtime: Runtime
     streams: Streams
@@ -30,8 +31,8 @@ class ScriptLoaders(Protocol):
 
 
 class FastaiLoaders:
-    """The passes of fastai's loaders. All ranks draw the same order, as fastai seeds it from Python's random numbers
-    when a loader is built, and each takes its batches of it."""
+    """Passes over fastai's loaders. All ranks draw the same order, as fastai seeds it from Python's random numbers when
+    a loader is built, and each rank takes its own batches of this order."""
 
     def __init__(self, loaders: ScriptLoaders) -> None:
         self._loaders = loaders
@@ -60,12 +61,13 @@ class FastaiLoaders:
         kind.__iter__, kind.__len__ = patched_iter, patched_len
 
     def _can(self, loader: Any) -> bool:
-        """Whether the loader can be divided: not if the script shares out its data, or its samples come one by one."""
+        """Whether the loader's data can be divided among ranks: not if the script divides it itself, or if samples are
+        not read in batches by index."""
         own = self._runtime.script.is_distributed or type(loader).__name__ == "DistributedDL"
         return not own and loader.indexed and loader.n is not None and bool(loader.bs)
 
     def _shares(self, loader: Any) -> bool:
-        """Whether the pass that begins gives each rank its share."""
+        """Return whether the pass that begins now gives each rank only its share, and record the loader's role."""
         role = self._loaders.role(loader)
         optimizers = self._runtime.optimizers
         trains = torch.is_grad_enabled() and (optimizers.trains() or not optimizers.registered)
@@ -95,7 +97,8 @@ class FastaiLoaders:
             pieces.extend(mine)
             return [index for piece in pieces for index in piece.index]
 
-        loader.get_idxs = indices  # for the pass that begins here, whatever class has its own
+        # set on the instance for the pass that begins here, so that an override in a subclass is covered, too
+        loader.get_idxs = indices
         for number, batch in enumerate(iterate(loader)):
             self._runtime.batches.drew(source, pieces[number].samples, loader.bs)
             yield batch

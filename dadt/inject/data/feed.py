@@ -1,4 +1,4 @@
-"""Iterators that a script gets in place of a DataLoader's own."""
+"""Iterators that a script gets in place of those of its DataLoaders."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 
 FEW_BATCHES = 3
-"""A script may fetch fewer ahead of the first backward."""
+"""Steps that a pass needs to be judged before its end: of a shorter pass, a script may fetch all batches before its
+first backward."""
 
 
 class Order:
-    """A sampler in the place of a loader's own: draws from the shared stream, as the single process would."""
+    """Sampler that replaces a loader's own: draws from the random stream that all ranks share, as a single process
+    would."""
 
     def __init__(
         self,
@@ -31,15 +33,15 @@ class Order:
         draws_on: bool,
         seen: Callable[[StepShare], None] | None = None,
     ) -> None:
-        """draws_on: the source may draw at every next, not only at the first. seen: called with each Piece of a source
-        that gives Pieces, whose indices are passed on; None if it gives indices."""
+        """draws_on: whether the source may draw random numbers for every index, not only for the first. seen: called
+        with each Piece if the source yields Pieces, whose indices are passed on; None if the source yields indices."""
         self.source = source
         self.streams = streams
         self.draws_on = draws_on
         self.seen = seen
 
     def __iter__(self) -> Iterator[Any]:
-        with self.streams.shared():  # a sampler of the script's own may draw here already
+        with self.streams.shared():  # a custom sampler may draw random numbers as soon as its iterator is created
             source = iter(self.source)
         return self._walk(source)
 
@@ -70,7 +72,8 @@ class Order:
 
 
 class Feed:
-    """Batches of a map-style data set for a rank that trains on its share, counted as they are handed out."""
+    """Iterator over the batches of a map-style data set on a rank that trains on its share. Counts samples as batches
+    are handed out."""
 
     def __init__(
         self,
@@ -83,8 +86,8 @@ class Feed:
         steps: int,
         over: Callable[[bool], None],
     ) -> None:
-        """prefetches: worker processes draw indices ahead of what is handed out. steps: of a pass; 0 if unknown. over:
-        called at the end of each pass, with whether it has trained."""
+        """prefetches: whether worker processes draw indices ahead of the batches handed out. steps: steps of a pass, 0
+        if unknown. over: called at the end of each pass, with whether any training happened in it."""
         self.share = share
         self.runtime = runtime
         self.streams = streams
@@ -96,7 +99,7 @@ class Feed:
         self._pieces: deque[StepShare] = deque()
 
     def begin(self, start: Callable[[], Iterator[Any]]) -> Feed:
-        """A new pass: `start` gives torch's iterator over `order`."""
+        """Start a new pass. start: returns torch's iterator over `order`."""
         self._pieces.clear()
         self._batches, self._pass = 0, Pass(self.name)
         self._told = False
@@ -125,15 +128,16 @@ class Feed:
             self._end()
             raise
         except Exception:
-            if self._pieces:  # else the sampler itself has failed, with nothing read for it
+            if self._pieces:  # without pieces the sampler itself has failed, and no samples were drawn
                 self._take()
             raise
         piece = self._take()
-        if not self._batches:  # a rank that walks another order would lose and double samples without a sign
+        # compare the order of ranks by their first batch: different orders would lose and repeat samples unnoticed
+        if not self._batches:
             self._pass.order = zlib.crc32(repr(piece.whole).encode())
         self._batches += 1
         if self._batches == self.steps >= FEW_BATCHES:
-            self._look_back()  # some count batches, and do not ask for more than there are
+            self._look_back()  # some scripts count batches and never ask for one more, which would end the pass
         if self._training or self.runtime.optimizers.trains():
             self.runtime.batches.drew(self._pass, piece.samples, self.share.nominal)
         return data
@@ -151,7 +155,7 @@ class Feed:
         self._look_back()
 
     def _look_back(self) -> None:
-        """Report, once for a pass, whether it has trained."""
+        """Report, once in a pass, whether the script has trained in it."""
         # Another thread may be done before the first step.
         if self.runtime.script.on_training_thread and not self._told:
             self._told = True
@@ -159,8 +163,8 @@ class Feed:
 
 
 class Undecided:
-    """The iterator of a loader whose role is decided when the first batch is asked for: scripts make iterators before
-    they choose between training and evaluation, and even before they have an optimizer."""
+    """Iterator of a loader whose role (training or evaluation) is decided when the first batch is requested: scripts
+    create iterators before they choose between training and evaluation, or even before they have an optimizer."""
 
     def __init__(
         self,
@@ -169,7 +173,7 @@ class Undecided:
         length: Callable[[], int],
         over: Callable[[bool], None],
     ) -> None:
-        """over: called at the end of the pass, with whether there was a backward in it."""
+        """over: called at the end of the pass, with whether a backward ran during the pass."""
         self._runtime = runtime
         self._begin = begin
         self._length = length

@@ -1,7 +1,7 @@
-"""DataLoaders of an unmodified script: one that trains gives each rank its share, any other everything.
+"""Divides the data of DataLoaders: a loader that trains gives each rank its share, any other gives all ranks all data.
 
-A loader is iterated through a *view*: an object of the loader's class and attributes with another sampler (or
-data set, if iterable) in it. The loader itself is never changed, so it pickles, prints and compares as ever.
+A loader is iterated through a *view*: an object of its class with its attributes, except for the sampler (or the data
+set, if iterable). The loader itself is never changed, so it pickles, prints and compares as without DADT.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dadt.inject.data.view import without_end
 from dadt.train.runtime import Runtime
 
 LISTED = 3
-"""Most loaders named to the user: of those with one sentence, and of those that train when ranks were lost."""
+"""Maximum number of loaders named to the user in equal sentences, or in one sentence about lost ranks."""
 
 
 class Loaders:
@@ -59,10 +59,10 @@ class Loaders:
         self.streams = streams
         self.entropy = entropy
         self.gives_shares = False
-        """A pass has begun in which each rank has its share."""
+        """Whether a pass has begun in which each rank gets only its share."""
         self.roles: WeakKeyDictionary[Loader, LoaderRole] = WeakKeyDictionary()
         self._read: WeakKeyDictionary[Loader, dict[int, Any]] = WeakKeyDictionary()
-        """A batch of each size, in a replay."""
+        """One batch of each size for every loader, used in a replay in place of reading all batches."""
         self.pid = os.getpid()
         self.original_iter: Callable[[Loader], Iterator[Any]] = DataLoader.__iter__
         self.original_len: Callable[[Loader], int] = DataLoader.__len__
@@ -87,7 +87,7 @@ class Loaders:
         if self.runtime.script.explicit:
             return self.original_iter(loader)
         role = self.role(loader)
-        # A data pipe draws more than the base seed as soon as there is an iterator.
+        # Not deferred, as creating a data pipe's iterator draws more numbers than the base seed.
         if role.kind or isinstance(loader.dataset, IterDataPipe | MapDataPipe):
             return self._begin(loader, role)
         over = functools.partial(self._whole_over, role)
@@ -96,14 +96,14 @@ class Loaders:
         return Undecided(self.runtime, begin, lambda: self.length(loader), over)
 
     def _begin(self, loader: Loader, role: LoaderRole, drawn: Drawn | None = None, restored: int = 0) -> Iterator[Any]:
-        """A pass. drawn: by its iterator, if that was made before, when streams had been restored so often."""
+        """Begin a pass. drawn: random numbers of an iterator made earlier. restored: `streams.restored` then."""
         role.drawn = drawn
         kind = self._decide(loader, role)
         if kind == ALONE:
             if self.streams.divided:
-                role.drawn = None  # each rank's workers have a seed of their own
+                role.drawn = None  # once the random streams are split, the workers of each rank are seeded differently
             return self._iterator(loader, role)
-        # A loader that trains may be evaluated as well, as a whole.
+        # Without gradients, a loader that trains gives all data, too, as for an evaluation.
         role.gives_all = kind == EVALUATES or not (torch.is_grad_enabled() or self.asked(role))
         if role.gives_all:
             return self._all(loader, role)
@@ -128,18 +128,18 @@ class Loaders:
         return len(self._make_share(loader, begun(self.runtime)))
 
     def _decide(self, loader: Loader, role: LoaderRole) -> str:
-        """The role for this pass. If it is for good, it is fixed, and the user is told."""
+        """Return the role for this pass. If the decision is final, record it and report it to the user."""
         if role.kind:
             return role.kind
         kind, final = self.asked(role), True
         if has_distributed_sampler(loader) or (not kind and self.runtime.script.is_distributed):
             kind = ALONE
         elif not kind:
-            # A pass before training may be one for statistics: it decides nothing.
+            # A pass before training begins may only collect statistics, so it does not fix the role.
             known, script = self._optimizers.registered > 0, self.runtime.script
             final = known and (self._optimizers.trains() or script.began)
             kind = TRAINS if known and self._optimizers.trains() else EVALUATES
-            # Some choose evaluation only once they have a batch: what is in order beside data that trains, is for that.
+            # Some scripts choose evaluation only after the first batch, so an unshuffled loader counts as evaluating.
             in_order = isinstance(inner_sampler(loader), SequentialSampler)
             role.is_doubted = kind == TRAINS and in_order and self._another_trains() and not script.fitting
             kind = EVALUATES if role.is_doubted else kind
@@ -152,28 +152,28 @@ class Loaders:
         return kind
 
     def missing(self, lost: int) -> str:
-        """Says what becomes of the data of `lost` lost workers, as `Runtime.missing`."""
-        loaders = [(role, each) for each, role in self.roles.items() if isinstance(each, DataLoader)]  # not fastai's
+        """Return a sentence about what happens to the data of `lost` lost workers; used as `Runtime.missing`."""
+        loaders = [(role, each) for each, role in self.roles.items() if isinstance(each, DataLoader)]
         trained = [(role.name, samples_of(each)) for role, each in loaders if role.kind == TRAINS]
         return missing(self.runtime, lost, trained[:LISTED])
 
     @property
     def shared(self) -> list[Any]:
-        """Data sets of which each rank has its share."""
+        """Data sets of the loaders that train, of which each rank has its share."""
         return [loader.dataset for loader, role in list(self.roles.items()) if role.kind == TRAINS]
 
     def _another_trains(self) -> bool:
         return any(role.has_trained for role in self.roles.values())
 
     def _tell(self, sentence: str, role: LoaderRole, level: str = "info") -> None:
-        """Print the sentence; of loaders alike, as made again in every epoch, only for the first LISTED."""
+        """Print the sentence, at most LISTED times for equal ones: some scripts make loaders in every epoch."""
         text = sentence.removeprefix(role.name)
         self._told[text] += 1
         if self._told[text] <= LISTED:
             self._ranks.say(sentence + " More like it are not listed." * (self._told[text] == LISTED), level)
 
     def asked(self, role: LoaderRole) -> str:
-        """The choice of --share and --no-share for a loader."""
+        """Return the role chosen for a loader by --share or --no-share, or an empty string."""
         if self._share is None or role.number in self._share:
             return TRAINS
         if self._no_share is None or role.number in self._no_share:
@@ -181,7 +181,7 @@ class Loaders:
         return ""
 
     def _guess(self, loader: Loader, role: LoaderRole) -> str:
-        """The role that len() assumes before it is fixed: what shuffles trains, else the first loader if a stream."""
+        """The role assumed for len(): a shuffled loader trains, else the first loader if it reads a stream."""
         if has_distributed_sampler(loader):
             return ALONE
         if asked := self.asked(role):
@@ -193,7 +193,7 @@ class Loaders:
         return TRAINS if self._shuffles(loader) else EVALUATES
 
     def _shuffles(self, loader: Any) -> bool:
-        if not isinstance(loader, DataLoader):  # one of fastai's
+        if not isinstance(loader, DataLoader):  # a loader of fastai, which has an attribute `shuffle`
             return bool(loader.shuffle)
         return not isinstance(loader.dataset, IterableDataset) and not isinstance(
             inner_sampler(loader), SequentialSampler
@@ -216,7 +216,7 @@ class Loaders:
             )
 
     def _divide(self, loader: Loader, role: LoaderRole) -> Division:
-        """The division of the pass that begins. Persistent workers start again if it differs from the last pass's."""
+        """Return the division of the pass that begins. If it differs from the last one's, workers start again."""
         division = agree(self.runtime, role.name)
         if division.grows and not loader._auto_collation:
             self._ranks.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")
@@ -229,15 +229,15 @@ class Loaders:
     def _make_share(self, loader: Loader, division: Division) -> Share:
         if loader.batch_sampler is None:
             return Items(loader.sampler, division.rank, division.readers)
-        # A script counts the steps that it has taken, each of which was all ranks'.
+        # Scripts count skipped batches in steps, each of which has batches of all ranks.
         batch_sampler, steps = unskipped(loader.batch_sampler)
         share = share_of(batch_sampler, *division, divided=self._ranks.config.batch == "global")
         return Skipped(share, steps) if steps else share
 
     def _view(self, loader: Loader, role: LoaderRole, **changed: Any) -> Loader:
-        """An object like the loader but for the attributes `changed`; the same one in every pass of a role.
+        """Return an object like the loader except for attributes `changed`; it is the same in all passes of a role.
 
-        It keeps its own torch iterator, so that persistent workers persist.
+        It has its own torch iterator, so that persistent workers persist.
         """
         view = role.views.get(role.gives_all)
         if view is None:
@@ -248,7 +248,7 @@ class Loaders:
         return view
 
     def _all(self, loader: Loader, role: LoaderRole) -> Iterator[Any]:
-        """Everything, on every rank, drawn from the shared stream."""
+        """Begin a pass that gives every rank all data, drawn from the stream that all ranks share."""
         changed = {}
         if not isinstance(loader.dataset, IterableDataset):
             slot = sampler_slot(loader)
@@ -258,7 +258,7 @@ class Loaders:
             return self._iterator(view, role)
 
     def _iterator(self, view: Loader, role: LoaderRole) -> Iterator[Any]:
-        """torch's, or one that leaves reading out."""
+        """Return torch's iterator over the view, or in a replay one that leaves out reading."""
         with nullcontext() if role.drawn is None else role.drawn.again():
             if not self.runtime.replay.under_way or isinstance(view.dataset, IterableDataset):
                 return self.original_iter(view)
@@ -273,31 +273,31 @@ class Loaders:
             draws = draws_on(loader)
             feed = Feed(share, self.runtime, self.streams, role.name, draws, prefetches, steps[0], over)
         if loader.persistent_workers and loader.num_workers:
-            role.feed = feed  # torch's iterator is one object for all passes, and so is ours
+            role.feed = feed  # torch uses one iterator object for all passes
         self.schedules.begin()
         changed = {
             sampler_slot(loader): feed.order,
-            "in_order": True,  # what a batch counts is matched to it by order
+            "in_order": True,  # the sample counts of batches are matched to the batches by their order
             "_dadt_rank": self._ranks.world.rank,
         }
         return feed.begin(lambda: self._iterator(self._view(loader, role, **changed), role))
 
     def _whole_over(self, role: LoaderRole, trained: bool) -> None:
-        """A pass has ended for which the role was undecided."""
+        """Called after a pass of undecided role: if the script has trained in it, the role becomes training."""
         if trained and role.is_doubted:
             role.kind, role.is_doubted = TRAINS, False
             role.views.clear()
             self._ranks.say(f"{role.name} trains, too: it gives each worker its share from here on")
 
     def _shortened(self, loader: Loader, share: Share) -> tuple[int, int]:
-        """The steps of a pass, and how many they would be without DADT; none where the sampler has no length."""
+        """Return the steps of a pass, and those without DADT; both are 0 if the sampler has no length."""
         try:
             return len(share), self.original_len(loader)
         except (TypeError, NotImplementedError):
             return 0, 0
 
     def _over(self, role: LoaderRole, steps: tuple[int, int], trained: bool) -> None:
-        """A pass in which each rank had its share has ended."""
+        """Called after a pass of shares: warn if it had fewer steps than a schedule expects, or no training."""
         role.has_trained |= trained
         if trained:
             shared, alone = steps
@@ -311,7 +311,7 @@ class Loaders:
             return
         remedy = "to give all of it, begin such a pass under torch.no_grad()"
         if not (role.has_trained or self.asked(role)):
-            # Where no other trains, it may have been one for statistics, or for a loss of all batches together.
+            # With no other loader that trains, it stays open: this pass may have been for statistics, or one big loss.
             role.kind = EVALUATES if self._another_trains() else ""
             role.views.clear()
             if role.kind:
@@ -335,7 +335,7 @@ class Loaders:
         with self.streams.shared():
             batches = self._iterator(self._view(loader, role, **changed), role)
         steps = None
-        with suppress(TypeError, NotImplementedError):  # a ChainDataset's method, where a part has no length
+        with suppress(TypeError, NotImplementedError):  # ChainDataset's len() may fail
             steps = self._stream_steps(loader)
         nominal = -(-block // size) if loader._auto_collation else 1
         here = Here(loader.num_workers == 0, lives_on(dataset))
@@ -343,14 +343,14 @@ class Loaders:
         return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, here, over)
 
     def _stream_over(self, loader: Loader, role: LoaderRole, steps: int) -> None:
-        """A pass over a stream has ended after `steps` steps."""
+        """Record, at the end of a pass over a stream, that the pass had `steps` steps."""
         if loader.num_workers:
             with suppress(TypeError, NotImplementedError):
                 role.steps = {len(cast(Sized, loader.dataset)): steps}
 
     def _stream_steps(self, loader: Loader) -> int:
-        """As many as the last whole pass had; before that, as many as there are if each of the loader's workers gives
-        its part of the samples."""
+        """Return the number of steps of a pass over a stream: that of the last complete pass, or before it an estimate
+        in which each worker process of the loader yields its part of the samples."""
         samples = len(cast(Sized, loader.dataset))
         if (known := self.role(loader).steps.get(samples)) is not None:
             return known
@@ -361,12 +361,12 @@ class Loaders:
 
     @property
     def _takers(self) -> int:
-        """Ranks that take a batch of their own in each step."""
+        """Number of ranks that read a batch of their own in each step; 1 if all ranks divide one batch."""
         return 1 if self._ranks.config.batch == "global" else self._ranks.shares
 
 
 def install(runtime: Runtime, streams: Streams, entropy: Entropy) -> Loaders:
-    """Patch DataLoader. In a world of one, nothing is changed at all."""
+    """Patch DataLoader so that ranks share the data. Nothing is patched in a job of one rank."""
     loaders = Loaders(runtime, streams, entropy)
     if not runtime.hooked:
         return loaders

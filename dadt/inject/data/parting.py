@@ -1,5 +1,7 @@
-"""In a script that calls `dadt.init`, random numbers are the script's: all ranks have begun alike, so that weights and
-splits agree, and from the first step on each draws its own, but for what the script has seeded since `dadt.init`."""
+"""Makes random numbers differ between ranks in a script that calls `dadt.init`. All ranks begin with the same
+generators, so that weights and data splits agree. From the first step on each rank draws its own numbers, except from
+generators that the script has seeded since `dadt.init`.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,19 @@ SEEDING: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (random, ("seed", "setstate")),
     (np.random, ("seed", "set_state")),
 )
-"""Functions that seed Python's and NumPy's generators. Those of torch remember their seed."""
+"""Functions that seed the generators of Python and NumPy. torch is not listed, as its generators remember their seed.
+"""
 
 
 class Parting:
-    """Keeps the ranks' generators alike from `dadt.init` until each rank draws numbers of its own."""
+    """Keeps the random number generators of all ranks alike after `dadt.init`, until `part` reseeds them differently on
+    each rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._initial = torch.initial_seed()
         self._seeded: set[ModuleType] = set()
-        """The modules whose generators the script has seeded since."""
+        """Modules whose generators the script has seeded since `dadt.init`."""
         self._done = False
         for module, names in SEEDING:
             for name in names:
@@ -38,7 +42,8 @@ class Parting:
 
         @functools.wraps(manual_seed)
         def noted(seed: int) -> Any:
-            if seed == self._initial:  # any other shows in the generator, also that it was taken back (fork_rng)
+            # a different seed is visible in the generator itself, and so is its removal, as by fork_rng
+            if seed == self._initial:
                 self._seeded.add(torch)
             return manual_seed(seed)
 
@@ -48,15 +53,16 @@ class Parting:
 
     @property
     def ahead(self) -> bool:
-        """Whether torch still draws the same on all ranks, without the script's having seeded it."""
+        """Whether torch still draws the same numbers on all ranks although the script has not seeded it."""
         return not self._done and not self._torch_is_seeded()
 
     def waive(self) -> None:
-        """The script has seeded: all is its own."""
+        """Leave all generators as they are, because the script seeds them itself."""
         self._done = True
 
     def part(self) -> None:
-        """The first call counts: training begins, or an optimizer that is not wrapped has made its first step."""
+        """Reseed, differently on each rank, the generators that the script has not seeded. Only the first call has an
+        effect: when training begins, or after the first step of an optimizer that DADT does not wrap."""
         if self._done:
             return
         self._done = True
@@ -67,7 +73,8 @@ class Parting:
             np.random.seed(seed % 2**32)
         if not self._torch_is_seeded():
             in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            of_gpus = in_use and torch.cuda.initial_seed() != self._initial  # which are the script's
+            # the script has seeded the GPU generators, so only the CPU generator is reseeded
+            of_gpus = in_use and torch.cuda.initial_seed() != self._initial
             (torch.default_generator.manual_seed if of_gpus else self._manual_seed)(seed)
 
     def _torch_is_seeded(self) -> bool:

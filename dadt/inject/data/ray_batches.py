@@ -1,4 +1,4 @@
-"""The batches of Ray's datasets: `streaming_split` has given each worker its share, so they stay as they are."""
+"""Leaves the batches of Ray's datasets as they are, since `streaming_split` has already given each worker its share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLD = "ray.data (streaming_split): shares out its data itself, left as it is."
 
 
 def install(runtime: Runtime, min_np: int) -> None:
-    """Report the first split of ray.data that is read. Under --min-np reading one raises ConfigError."""
+    """Report the first split of ray.data that is read. With --min-np, reading a split raises ConfigError."""
 
     def tell(module: Any) -> None:
         kind = module.DataIterator

@@ -1,4 +1,5 @@
-"""What a data set can reach when it is asked for an item: its attributes, its transforms, what its code names."""
+"""Finds the objects that a data set can use when it reads an item: attributes, transforms, and global names in its
+code."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ import torch
 from dadt.inject.failure import is_users
 
 DEPTH = 8
-"""Most steps from the data set to an object, each from one object to the next."""
+"""Maximum number of references to follow from the data set to an object."""
 MOST = 10_000
-"""Most objects that are looked at."""
+"""Maximum number of objects to visit."""
 ELEMENTS = 64
-"""Most elements of a container that are looked at: transforms are few, and samples may be millions."""
+"""Maximum number of elements to visit in a container: lists of transforms are short, while lists of samples may have
+millions."""
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, np.ndarray, ModuleType, type)
 
 
 def reachable(root: Any) -> Iterator[Any]:
-    """The objects that can be reached from `root`, each once, nearest first."""
+    """Yield the objects that can be reached from `root`, each once, nearest first."""
     seen: set[int] = set()
     level = [root]
     for _ in range(DEPTH):
@@ -53,7 +55,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
-    """What the code of a function refers to beside its arguments."""
+    """Yield the global and enclosing variables that a function's code uses."""
     if not is_users(function.__code__.co_filename):
         return
     with_cells = inspect.getclosurevars(function)
@@ -63,6 +65,6 @@ def _named(function: FunctionType) -> Iterator[Any]:
 
 @functools.cache
 def _methods(kind: type) -> list[FunctionType]:
-    """The methods of a class, inherited ones too, that the user has written, rather than a library."""
+    """Return the methods of a class, including inherited ones, that were written by the user, not by a library."""
     members = [member for base in kind.__mro__ for member in vars(base).values()]
     return [each for each in members if isinstance(each, FunctionType) and is_users(each.__code__.co_filename)]

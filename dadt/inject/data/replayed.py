@@ -1,4 +1,5 @@
-"""A pass over a loader without reading: its indices are drawn as ever, and one batch of each size stands for all."""
+"""A pass over a loader for a replay: indices are drawn as usual, but only one batch of each size is read and then
+repeated."""
 
 from __future__ import annotations
 
@@ -16,21 +17,22 @@ if TYPE_CHECKING:
     from dadt.train.runtime import Runtime
 
 AHEAD = 2
-"""Steps by which a loop may fetch its batches before it trains on them."""
+"""Number of batches that a training loop may fetch before it trains on them."""
 
 
 class ReplayedPass:
-    """Reads again where the replay ends in it, or is about to end."""
+    """Iterates over a loader without reading its data, and reads real batches again when the replay is about to end in
+    this pass."""
 
     def __init__(
         self, rank: Runtime, iterate: Callable[[Loader], Iterator[Any]], view: Loader, read: dict[int, Any]
     ) -> None:
-        """iterate: gives torch's own iterator. read: the batches, by the number of their indices."""
+        """iterate: returns torch's own iterator. read: one batch for each number of indices in it."""
         self._rank, self._iterate, self._view, self._read = rank, iterate, view, read
-        # It draws from the generators what one with worker processes draws.
+        # An iterator without worker processes draws the same random numbers as one with workers.
         here = like(view, num_workers=0, timeout=0, persistent_workers=False, prefetch_factor=None)
         self._drawing: Any = iterate(here)
-        if view.num_workers:  # for which indices are drawn ahead
+        if view.num_workers:  # with workers, torch draws indices ahead, so the first index is drawn now
             indices: Any = self._drawing
             indices._sampler_iter = chain(list(islice(indices._sampler_iter, 1)), indices._sampler_iter)
         self._rest: Iterator[Any] | None = None
@@ -46,7 +48,7 @@ class ReplayedPass:
             size = len(index) if isinstance(index, list | tuple) else 0
             if size not in self._read:
                 self._read[size] = self._drawing._dataset_fetcher.fetch(index)
-            # Whoever changes a batch in place changes a copy.
+            # Copies, because a script that changes a batch in place would otherwise change the next one.
             return tree_map_only(torch.Tensor, lambda t: t.clone(), self._read[size])
         if self._rest is None:
             self._rest = self._reading()
@@ -62,7 +64,7 @@ class ReplayedPass:
         if not view.num_workers:
             return self._drawing  # type: ignore[no-any-return]
         generator = view.generator if view.generator is not None else torch.default_generator
-        state = generator.get_state()  # the seed for its workers was drawn when the pass began
+        state = generator.get_state()  # restored below, because the workers' seed was already drawn when the pass began
         rest = like(view, **{sampler_slot(view): Rest(self._drawing._sampler_iter)})
         iterator = self._iterate(rest)
         generator.set_state(state)
@@ -70,7 +72,7 @@ class ReplayedPass:
 
 
 class Rest:
-    """A sampler that has begun."""
+    """Sampler that continues an iterator over indices that has already begun."""
 
     def __init__(self, indices: Iterator[Any]) -> None:
         self._indices = indices
@@ -80,7 +82,7 @@ class Rest:
 
 
 class Aside:
-    """What happens while a batch is made is not the script's own reading of tensors."""
+    """Iterator that marks all tensor reads made while a batch is produced as not being the script's own."""
 
     def __init__(self, rank: Runtime, batches: Iterator[Any]) -> None:
         self._rank, self._batches = rank, batches

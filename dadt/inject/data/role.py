@@ -1,4 +1,4 @@
-"""What one DataLoader is for."""
+"""Records what one DataLoader is used for: training, evaluation, or data that the script divides itself."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
 
 
 class LoaderRole:
-    """What is known of one DataLoader: what it is for, and how its passes are read."""
+    """Use of one DataLoader: training, evaluation, or data that the script divides; and how its passes are read."""
 
     def __init__(self, number: int, runtime: Runtime) -> None:
         self.number = number
         self.name = f"DataLoader #{number}"
         self.kind = ""
-        """TRAINS, EVALUATES or ALONE; empty until it is fixed for good."""
+        """TRAINS, EVALUATES or ALONE; empty until the role is final."""
         self.gives_all = False
-        """Whether its latest pass gives every rank everything, rather than each its share."""
+        """Whether the loader's latest pass gives every rank all data, instead of giving each rank its share."""
         self.drawn: Drawn | None = None
-        """The random numbers that the iterator of its latest pass has drawn, if it was made before the pass began; else
+        """The random numbers drawn by the iterator of the latest pass, if it was created before the pass began; else
         None."""
         self.has_trained = False
         self.is_doubted = False
-        """It counts as evaluating in this pass, but trains if a backward follows."""
+        """Whether the loader counts as evaluating in this pass, but will train from then on if a backward follows."""
         self.views: dict[bool, Loader] = {}
-        """The loader's views, by whether they give everything, or each rank its share."""
+        """The loader's views, one for passes that give all data (key True), one for passes that give each rank its
+        share (False)."""
         self.division = begun(runtime)
-        """The ranks among which its latest pass was divided."""
+        """How the latest pass of the loader was divided among ranks."""
         self.feed: Feed | None = None
-        """The feed, kept from pass to pass, of a loader with persistent workers; else None."""
+        """The feed of a loader with persistent workers, which is used for all its passes; else None."""
         self.steps: dict[int, int] = {}
-        """Number of steps of the last whole pass over a stream that worker processes read, by the stream's length in
+        """Number of steps of the last complete pass over a stream read by worker processes, by the stream's length in
         samples."""
 
 
 def sentence(loader: Loader, role: LoaderRole, size: int, takers: int) -> str:
-    """The sentence for the user about a loader. takers: number of ranks that take a batch of their own in each step."""
+    """Return the sentence for the user about a loader. takers: number of ranks that read a batch of their own in each
+    step."""
     if role.kind == ALONE:
         if has_distributed_sampler(loader):
             return f"{role.name}: shares out its data itself, left as it is."

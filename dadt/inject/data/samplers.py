@@ -1,4 +1,4 @@
-"""What decides the order of a DataLoader's samples."""
+"""Finds what decides the order of a DataLoader's samples, and makes each rank's share of the batches from it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.utils.data import (
 from dadt.inject.data.share import Batches, Divided, PerRank
 
 DRAW_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""torch's samplers that draw from the global generators, and only at the first next."""
+"""Samplers of torch that draw from the global generators, and only when the first index is requested."""
 
 Loader = DataLoader[Any]
 
 
 def inner_sampler(loader: Loader) -> Any:
-    """The sampler that decides the order, or a batch sampler of the script's own."""
+    """Return the sampler that decides the order of samples, or the script's own batch sampler."""
     batch_sampler = loader.batch_sampler
     if batch_sampler is None:
         return loader.sampler
@@ -36,27 +36,29 @@ def has_distributed_sampler(loader: Loader) -> bool:
 
 
 def sampler_slot(loader: Loader) -> str:
-    """The attribute whose indices torch's iterator walks."""
+    """Return the name of the loader's attribute over which torch's iterator iterates."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def samples_of(loader: Loader) -> int | None:
-    """Samples of one pass, if the sampler or data set says."""
+    """Return the number of samples of one pass, or None if neither sampler nor data set has a length."""
     sampler = inner_sampler(loader)
     sized = loader.dataset if sampler is loader.batch_sampler else sampler
     try:
         return len(sized) if isinstance(sized, Sized) else None
-    except (TypeError, NotImplementedError):  # it has a __len__ only to say that it has no length
+    # some classes define a __len__ that raises an error, since they have no length
+    except (TypeError, NotImplementedError):
         return None
 
 
 def draws_on(loader: Loader) -> bool:
-    """Whether the sampler may draw from the global generators later than at its first next."""
+    """Whether the sampler may draw from the global generators also after its first index."""
     return type(inner_sampler(loader)) not in (*DRAW_ONCE, SequentialSampler)
 
 
 def left_out_of(loader: Loader, ranks: int) -> int:
-    """Samples of a pass that drop_last leaves out on all ranks together. ranks: that take a batch each."""
+    """Return how many samples of a pass drop_last leaves out on all ranks together. ranks: number of ranks that each
+    read a batch per step."""
     samples = samples_of(loader)
     if samples is None or not loader.drop_last or loader.batch_size is None:
         return 0
@@ -64,8 +66,10 @@ def left_out_of(loader: Loader, ranks: int) -> int:
 
 
 def share_of(batch_sampler: Any, rank: int, size: int, shares: int, *, divided: bool) -> PerRank | Batches | Divided:
-    """The batches of the rank whose place among `size` readers is `rank`. divided: each rank reads a part of every
-    batch of the script, rather than whole batches. shares: the shares of a step, which may be more than its readers."""
+    """Return the batches of one rank, which is number `rank` of `size` reading ranks. divided: whether each rank reads
+    a part of every batch of the script, not whole batches. shares: number of shares of a step, which may be larger than
+    `size`.
+    """
     plain = type(batch_sampler) is BatchSampler
     if divided:
         return Divided(batch_sampler, batch_sampler.batch_size if plain else 0, rank, size)

@@ -1,4 +1,5 @@
-"""Learning rate schedules that end too late, as a pass has fewer steps than alone."""
+"""Detects learning rate schedules that end too late, because a divided pass has fewer steps than in a single
+process."""
 
 from __future__ import annotations
 
@@ -10,24 +11,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class Schedules:
-    """Schedulers whose length cannot come from len(loader), which nobody had asked for when they were made."""
+    """Schedulers created before the script ever called len(loader), so that their lengths cannot come from it."""
 
     def __init__(self) -> None:
         self.length_asked = False
         self._steps: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
-        """Scheduler to its step at the beginning of the pass."""
+        """Step of each scheduler at the beginning of the current pass."""
 
     def begin(self) -> None:
-        """A pass of training begins."""
+        """Record the schedulers' steps when a pass of training begins."""
         for scheduler in self._steps:
             self._steps[scheduler] = scheduler.last_epoch
 
     def by_step(self) -> bool:
-        """Whether one of them has made more than one step since."""
+        """Whether any of the schedulers has made more than one step since the pass began."""
         return any(scheduler.last_epoch > begun + 1 for scheduler, begun in self._steps.items())
 
     def install(self) -> None:
-        """Notice schedulers that are made from here on."""
+        """Patch LRScheduler to record each scheduler that is created from now on."""
         original = LRScheduler.__init__
 
         @functools.wraps(original)

@@ -1,9 +1,9 @@
-"""One start, then one random stream per rank and one that all ranks share.
+"""Random number streams: all ranks start alike, then each rank has a stream of its own beside one that all ranks share.
 
-Before the script runs, every rank seeds torch, numpy and random alike, so models, splits and initial values
-agree. When training begins, the state of the global generators becomes the *shared stream*, from which
-samplers and DataLoader base seeds go on drawing in the single process's order, and the global generators are
-reseeded per rank, so that dropout and augmentation differ between ranks, reproducibly.
+Before the script runs, every rank seeds torch, numpy and random alike, so models, splits and initial values agree. When
+training begins, the state of the global generators becomes the *shared stream*, from which samplers and DataLoader base
+seeds continue to draw in the single process's order. The global generators are then reseeded per rank, so that dropout
+and augmentation differ between ranks, reproducibly.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import torch
 from dadt.train.runtime import Runtime
 
 _seed_numpy, _set_numpy, _set_random = np.random.seed, np.random.set_state, random.setstate
-"""NumPy's and Python's own functions, kept before they are replaced by ones that note the script's calls."""
+"""Original functions of NumPy and Python, stored before they are replaced to record the script's calls."""
 python_generator = random.seed.__self__  # type: ignore[attr-defined]
-"""The generator of the functions of the module `random`."""
+"""The generator behind the functions of the module `random`."""
 REMEMBERED_STATES = 64
-"""Random states handed to the script for which the shared stream's state at that moment is kept."""
+"""Maximum number of the script's random states stored with the shared stream's state of the same time."""
 
 
 class State(NamedTuple):
-    """The global generators of a process that samplers draw from."""
+    """States of the global generators of a process that samplers draw from: those of torch (CPU), numpy and random."""
 
     torch: torch.Tensor
     numpy: Any
@@ -48,11 +48,11 @@ class State(NamedTuple):
         _set_random(self.random)
 
     def having(self, other: State, names: Iterable[str]) -> State:
-        """This state, but with the generators of these names as in the other."""
+        """Return this state, with the generators named in `names` replaced by those of `other`."""
         return self._replace(**{name: getattr(other, name) for name in names})
 
     def plain(self) -> dict[str, Any]:
-        """The state as plain values and tensors, for a checkpoint."""
+        """Return the state as plain values and tensors, for a checkpoint."""
         kind, keys, *rest = self.numpy
         version, words, gauss = self.random
         return {
@@ -69,31 +69,31 @@ class State(NamedTuple):
         return cls(plain["torch"].cpu(), (kind, keys, *rest), (version, tuple(words.tolist()), gauss))
 
     def seed(self) -> int:
-        """A seed that depends on all of the state."""
+        """Return a seed in [0, 2**56) that depends on the states of all three generators."""
         text = self.torch.numpy().tobytes() + repr(self.random).encode()
         text += b"".join(np.asarray(field).tobytes() for field in self.numpy[1:])
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 def mix(seed: int, rank: int) -> int:
-    """A seed of rank's own, in [0, 2**56)."""
+    """Return a seed for `rank` in [0, 2**56), different from other ranks' seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{rank}".encode(), digest_size=7).digest(), "big")
 
 
 def seed_all(seed: int, manual_seed: Callable[[int], Any] = torch.manual_seed) -> None:
-    """Seed torch (every device), numpy and random."""
+    """Seed torch (on every device), numpy and random."""
     python_generator.seed(seed)
     _seed_numpy(seed % 2**32)
     manual_seed(seed)
 
 
 def _seed_python(*args: Any, **kwargs: Any) -> None:
-    """The method as it is by now."""
+    """Call the seed method of Python's generator, looked up at the time of the call because it may be patched later."""
     python_generator.seed(*args, **kwargs)
 
 
 class Ahead(Protocol):
-    """A rank's `Parting` from the others, in a script that calls `dadt.init`."""
+    """The interface of `Parting`, which makes ranks' random numbers differ in scripts that call `dadt.init`."""
 
     @property
     def ahead(self) -> bool: ...
@@ -103,17 +103,17 @@ class Ahead(Protocol):
 
 
 class Resumed(NamedTuple):
-    """The streams of a checkpoint, until they part again."""
+    """Random streams loaded from a checkpoint, which become current when the streams are split again."""
 
     shared: State
     own: State | None
-    """This rank's, where the checkpoint is its own."""
+    """This rank's own stream; None if the checkpoint was not written by this rank."""
 
 
 class Streams:
-    """The shared stream and the rank's. Before `split` the global generators are both.
+    """The random stream shared by all ranks, and this rank's own. Before `split` the global generators are both.
 
-    In a child process (a DataLoader's worker), and with `enabled` False, everything here does nothing.
+    In a child process (a DataLoader's worker), and with `enabled` False, all methods do nothing.
     """
 
     def __init__(self, rank: int, *, enabled: bool = True) -> None:
@@ -121,24 +121,24 @@ class Streams:
         self.enabled = enabled
         self._shared: State | None = None
         self._left: State | None = None
-        """The rank's own state when it last rejoined the shared stream."""
+        """State of this rank's own stream when it last rejoined the shared stream."""
         self._drawing = False
         self.seeded = False
-        """The script has called torch.manual_seed."""
+        """Whether the script has called torch.manual_seed."""
         self._resumed: Resumed | None = None
         self.seeded_anew: set[str] = set()
-        """The generators that the script has seeded since it loaded a checkpoint, by the names of State."""
+        """Names (fields of State) of the generators that the script has seeded since it loaded a checkpoint."""
         self.restored = 0
-        """How often the shared stream has become that of another time."""
+        """How often the shared stream was replaced by its stored state of another time, as on resuming."""
         self._has_parted = False
         self._joined: dict[str, Any] = {}
         """Generators that the script has seeded by `random.seed` or `numpy.random.seed` since ranks have streams of
-        their own, and the rank's state before. Until `split` the global one is the shared one, too."""
+        their own, with the rank's state before. Until `split` they are the shared stream's, too."""
         self._reader = 0
-        """The thread that reads a batch of this rank's share."""
+        """Identifier of the thread that reads a batch of this rank's share; 0 if none does."""
         self.parting: Ahead | None = None
         self.undivided: Callable[[], AbstractContextManager[None]] = nullcontext
-        """The context that `shared` uses if ranks have no streams of their own."""
+        """Returns the context that `shared` uses as long as ranks have no streams of their own."""
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -146,19 +146,19 @@ class Streams:
 
     @property
     def divided(self) -> bool:
-        """Whether ranks have streams of their own by now (always False in a child process)."""
+        """Whether ranks have random streams of their own by now (always False in a child process)."""
         return self._shared is not None and os.getpid() == self._pid
 
     def numpy_state(self) -> bytes:
-        """What NumPy's global generator would draw from, the same on all ranks."""
+        """Return the state of NumPy's generator in the shared stream, as bytes that are the same on all ranks."""
         state: Any = self._common.numpy if self.divided else np.random.get_state()
         return b"".join(np.asarray(field).tobytes() for field in state[1:])
 
     def split(self) -> None:
-        """Give this rank a stream of its own from here on. Cheap where it has one."""
+        """Give this rank a random stream of its own from now on. Returns quickly if it already has one."""
         if not self.enabled or (self._shared is not None and not self._joined) or os.getpid() != self._pid:
             return
-        if self._drawing:  # within a step that evaluates by itself
+        if self._drawing:  # inside a step that evaluates the model itself (a closure)
             return
         with self._lock:
             own: State | None = State.capture()
@@ -174,52 +174,52 @@ class Streams:
             self._has_parted = True
 
     def _begun(self) -> tuple[State, State | None, set[str]]:
-        """The shared stream, the rank's own if there is one, and the generators that the script has seeded since."""
+        """Return the shared stream, this rank's own (if resumed), and names of generators seeded since resuming."""
         current, resumed, self._resumed = State.capture(), self._resumed, None
         if resumed is None:
             return current, None, set()
         self.restored += "torch" not in self.seeded_anew
-        # Seeds that the script has set since are for the shared stream.
+        # Seeds that the script has set after loading belong to the shared stream.
         return resumed.shared.having(current, self.seeded_anew), resumed.own, self.seeded_anew
 
     @property
     def _common(self) -> State:
-        """The shared stream, with what the script has seeded since."""
+        """The shared stream, with the generators that the script has seeded since the streams were split."""
         if self._drawing:
             return State.capture()
         assert self._shared is not None
         return self._shared.having(State.capture(), self._joined) if self._joined else self._shared
 
     def state(self) -> dict[str, Any]:
-        """The state of both streams, for a checkpoint; nothing before they have parted."""
+        """Return the state of both random streams for a checkpoint; empty until they are split."""
         if not self.divided:
             return {}
         return {"shared": self._common.plain(), "own": State.capture().plain()}
 
     def loaded(self) -> None:
-        """The script has loaded a checkpoint: seeds from before give way to it."""
+        """Called when the script has loaded a checkpoint: forget seeds that the script set before."""
         self.seeded_anew = set()
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, seeded_anew: Iterable[str]) -> None:
-        """Part from here: at the next `split`, or not at all where the streams have parted before (a script that
-        goes back to its best weights goes on with its data). own: this rank's stream; else a new one."""
+        """Resume from these streams at the next `split`. Does nothing if they were split before: a script that returns
+        to its best weights continues with its data. own: this rank's stream; None for a new one."""
         if self.enabled and not self._has_parted:
             self._resumed = Resumed(State.from_plain(shared), None if own is None else State.from_plain(own))
             self.seeded_anew = set(seeded_anew)
 
     def place(self, shared: State) -> None:
-        """The shared stream is now what it was at another time."""
+        """Replace the shared stream by its stored state of another time, as from a snapshot."""
         self._shared = shared
         self._joined.clear()
         self.restored += 1
 
     def part_anew(self, shared: State) -> None:
-        """The shared stream is this one, and the rank's own begins from it."""
+        """Set the shared stream to `shared`, and derive a new stream of this rank from it."""
         self.place(shared)
         seed_all(mix(shared.seed(), self.rank), self._manual_seed)
 
     def _rejoin(self) -> None:
-        """The script starts again from a seed: data, splits and weights that it now draws must agree on all ranks.
+        """Called when the script seeds torch while training: data, splits and weights drawn next must agree on ranks.
         Until `split` (the next training batch or forward) the global generators are the shared stream again."""
         common, self._left = self._common, State.capture()
         common.restore()
@@ -229,7 +229,7 @@ class Streams:
     @contextmanager
     def shared(self, *, only_torch: bool = False) -> Iterator[None]:
         """A context in which the global generators of torch (CPU), numpy and random are the shared stream. only_torch:
-        only torch's is, which takes a tenth of the time."""
+        switch only torch's generator, which takes a tenth of the time."""
         if not self.divided:
             with self.undivided():
                 yield
@@ -248,8 +248,8 @@ class Streams:
 
     @contextmanager
     def apart(self, *, only_torch: bool = False) -> Iterator[None]:
-        """A context within `shared` in which the global generators are the rank's own again. only_torch: as for
-        `shared`."""
+        """A context, for use within `shared`, in which the global generators are the rank's own again. only_torch:
+        switch only torch's generator."""
         if not (self.divided and self._drawing):
             yield
             return
@@ -264,9 +264,9 @@ class Streams:
             self._exchange(only_torch)
 
     def _exchange(self, only_torch: bool) -> None:
-        """What was in the global generators waits, and what waited is in them."""
+        """Swap the states of the global generators with those in `self._shared`."""
         waited = self._shared
-        if waited is None:  # the script has seeded inside, and all ranks draw the same until `split`
+        if waited is None:  # the script has set a seed inside the context: all ranks draw alike until `split`
             return
         if only_torch:
             self._shared = waited._replace(torch=torch.default_generator.get_state())
@@ -277,8 +277,8 @@ class Streams:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context in which a batch of this rank's share is read. What is seeded for an item, as to change an image
-        and its mask alike, is the rank's own."""
+        """A context in which a batch of this rank's share is read. Seeds that the data set sets for an item, such as to
+        transform an image and its mask alike, then affect only this rank's stream."""
         before, self._reader = self._reader, threading.get_ident()
         try:
             yield
@@ -290,7 +290,7 @@ class Streams:
         return self._reader == threading.get_ident()
 
     def install(self) -> None:
-        """Let the script's own seeding reach both streams."""
+        """Patch the seeding functions of torch, numpy and random, so that the script's seeds reach both streams."""
         self._manual_seed = torch.manual_seed
         for name, patched in (
             ("manual_seed", self._patched_manual_seed()),
@@ -310,7 +310,7 @@ class Streams:
     def _patched_seed(
         self, name: str, get: Callable[[], Any], named: Callable[..., Any], original: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Python's or NumPy's: it joins this generator's streams until training goes on."""
+        """Return a seed function for `random` or NumPy, after which all ranks draw alike until training continues."""
 
         @functools.wraps(named)
         def seed(*args: Any, **kwargs: Any) -> Any:
@@ -326,7 +326,7 @@ class Streams:
         return seed
 
     def _patched_set_back(self, name: str, get: Callable[[], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """A state from before such a seed parts them again, as at the end of a context in which it held."""
+        """Return a setstate function: setting the state from before a seed separates the ranks' streams again."""
 
         @functools.wraps(original)
         def set_state(*args: Any, **kwargs: Any) -> Any:
@@ -349,7 +349,7 @@ class Streams:
             if not self.divided:
                 return original(seed)
             with self._lock:
-                if self._drawing:  # by a sampler: it means the shared stream, which is in place now
+                if self._drawing:  # a sampler's seed is meant for the shared stream
                     return original(seed)
                 self._rejoin()
                 return original(seed)
@@ -357,8 +357,8 @@ class Streams:
         return manual_seed
 
     def _patched_get(self, original: Callable[[], torch.Tensor]) -> Callable[..., Any]:
-        """A state that the script keeps and sets again (torch.random.fork_rng does) stands for both streams:
-        else `with fork_rng(): manual_seed(0)` in every epoch would shuffle every epoch alike."""
+        """Return a replacement for torch.get_rng_state. A state that the script sets again later, as fork_rng does,
+        stands for both streams: otherwise `with fork_rng(): manual_seed(0)` in every epoch would shuffle alike."""
 
         def get_rng_state() -> torch.Tensor:
             state = original()
@@ -379,7 +379,7 @@ class Streams:
                 return
             if self._shared is not None:
                 self._shared = self._shared._replace(torch=kept)
-            elif self._left is not None:  # seeded in between, as under fork_rng: the rank's streams go on
+            elif self._left is not None:  # seeded meanwhile, as in fork_rng: restore this rank's stream
                 self._shared = State.capture()._replace(torch=kept)
                 np.random.set_state(self._left.numpy)
                 random.setstate(self._left.random)
@@ -388,9 +388,9 @@ class Streams:
 
 
 def install(runtime: Runtime) -> Streams:
-    """Seed this process before the script runs, and give the streams that `split` divides later.
+    """Seed this process before the script runs, and return its random streams, which `split` divides later.
 
-    A world of one is left exactly as plain python leaves it.
+    In a job of one rank all generators are left as plain Python leaves them.
     """
     streams = Streams(runtime.ranks.world.rank, enabled=runtime.ranks.config.seeding and not runtime.ranks.alone)
     if streams.enabled:

@@ -1,10 +1,10 @@
-"""How one stream of samples becomes one share per rank, with the same number of steps on every rank.
+"""Divides one stream of samples into one share per rank, with the same number of steps on every rank.
 
-Every class here walks the single process's indices in the single process's order and gives the Pieces of one
-rank. All ranks walk the same indices, so together they lose nothing, and double nothing but what a Piece of 0
-samples announces. No torch: indices are whatever the sampler yields.
+Every class here iterates over the single process's indices in the single process's order and yields the Pieces of one
+rank. All ranks walk the same indices, so together they lose no sample, and repeat only samples in a Piece that counts 0
+samples. Nothing here depends on torch: indices are whatever the sampler yields.
 
-A step has `shares`, one for each rank that the job began with. Where fewer ranks (`size`) read, each reads more.
+A step has `shares` shares, one for each rank with which the job began. If fewer ranks (`size`) read, each reads more.
 """
 
 from __future__ import annotations
@@ -15,28 +15,31 @@ from typing import Any, NamedTuple, cast
 
 
 class StepShare(NamedTuple):
-    """The part that one rank reads for one step."""
+    """The part of one step's data that one rank reads."""
 
     index: Any
-    """A list of indices, or the one item of a loader that does not batch."""
+    """A list of indices, or the single index of a loader that does not batch."""
     samples: int
-    """Samples of the data set that it counts; 0 for a repeat, which only keeps the ranks in step."""
+    """Number of samples that this rank contributes to the step; 0 for a repeated batch, which only keeps the rank in
+    step with others."""
     whole: Sequence[Any]
-    """All ranks' indices of this step: equal on all ranks if they walk the same order."""
+    """Indices of all ranks in this step: equal on all ranks if they iterate in the same order."""
 
 
 def portion(total: int, rank: int, size: int) -> range:
-    """Positions that are `rank`'s when `total` are split over ranks as evenly as possible, larger first."""
+    """Return the positions that belong to `rank` if `total` items are divided among `size` ranks as evenly as possible,
+    larger portions first."""
     small, larger = divmod(total, size)
     start = rank * small + min(rank, larger)
     return range(start, start + small + (rank < larger))
 
 
 def part(batch: Sequence[Any], rank: int, size: int, nominal: int) -> StepShare:
-    """`rank`'s contiguous portion of a batch of one sample or more; with no sample left for it, a repeat.
+    """Return the contiguous portion of `rank` in a batch of at least one sample; a repeat of its beginning, counted as
+    0 samples, if no sample is left for this rank.
 
-    Nobody is left with one sample where the script's own batches, of `nominal`, have more: BatchNorm cannot train
-    on one. Rather fewer ranks share the batch.
+    Fewer ranks share the batch rather than that one of them gets a single sample while ordinary batches, of `nominal`
+    samples, have more: BatchNorm cannot train on one sample.
     """
     least = min(2, nominal)
     takers = min(size, max(1, len(batch) // least))
@@ -47,9 +50,9 @@ def part(batch: Sequence[Any], rank: int, size: int, nominal: int) -> StepShare:
 
 
 class PerRank:
-    """Each rank's batch has the script's batch size: `size` batches of the sampler make one step.
+    """Gives each rank batches of the script's batch size: `size` batches of the sampler make one step.
 
-    The last, incomplete one is split as evenly as possible, or dropped with `drop_last`.
+    The last, incomplete step is divided as evenly as possible, or left out if `drop_last` is set.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class PerRank:
         self.rank = rank
         self.size = size
         self.whole = batch_size * (shares or size)
-        """Samples of a step, of all ranks."""
+        """Number of samples in a step of all ranks together."""
         self.nominal = -(-self.whole // size)
 
     def __iter__(self) -> Iterator[StepShare]:
@@ -75,9 +78,11 @@ class PerRank:
 
 
 class Batches:
-    """Whole batches of a batch sampler of the script's own in turn: of each `size`, the rank-th.
+    """Gives each rank whole batches of the script's own batch sampler in turn: batch number `rank` in each group of
+    `size`.
 
-    Fewer than `size` left at the end, or more shares: their samples are joined and split as evenly as possible.
+    If fewer than `size` batches are left at the end, or a step has more shares than ranks, samples are joined and
+    divided as evenly as possible.
     """
 
     def __init__(self, batch_sampler: Iterable[Any], rank: int, size: int, shares: int = 0) -> None:
@@ -86,7 +91,7 @@ class Batches:
         self.size = size
         self.shares = shares or size
         self.nominal = 0
-        """Samples of an ordinary batch, the same on every rank; known once the first step was drawn."""
+        """Number of samples in an ordinary batch, the same on every rank; 0 until the first step was drawn."""
 
     def __iter__(self) -> Iterator[StepShare]:
         batches = iter(self.batch_sampler)
@@ -105,7 +110,8 @@ class Batches:
 
 
 class Items:
-    """Items of a loader that does not batch, in turn; at the end, ranks without one repeat another's."""
+    """Gives ranks the items of a loader that does not batch, in turn; at the end, ranks without an item repeat another
+    rank's."""
 
     def __init__(self, sampler: Iterable[Any], rank: int, size: int) -> None:
         self.sampler = sampler
@@ -124,10 +130,10 @@ class Items:
 
 
 class Divided:
-    """Each batch of the script is divided: the same steps as the single process makes."""
+    """Divides each batch of the script among the ranks, which keeps the number of steps of a single process."""
 
     def __init__(self, batch_sampler: Iterable[Any], nominal: int, rank: int, size: int) -> None:
-        """nominal: the script's batch size; 0 where it does not say."""
+        """nominal: the script's batch size; 0 if the batch sampler does not say."""
         self.batch_sampler = batch_sampler
         self.rank = rank
         self.size = size
@@ -143,7 +149,7 @@ class Divided:
 
 
 class Skipped:
-    """A share without its first steps, which a script that resumes in the midst of a pass leaves out."""
+    """A share without its first steps, which a script leaves out that resumes in the middle of a pass."""
 
     def __init__(self, share: PerRank | Batches | Divided, steps: int) -> None:
         self.share = share
@@ -164,7 +170,8 @@ Share = PerRank | Batches | Items | Divided | Skipped
 
 
 def unskipped(batch_sampler: Any) -> tuple[Any, int]:
-    """The batch sampler inside, and how many of its batches are skipped, as by accelerate.skip_first_batches."""
+    """Return the innermost batch sampler, and how many of its batches are skipped, as by
+    accelerate.skip_first_batches."""
     steps = 0
     while hasattr(batch_sampler, "skip_batches") and hasattr(batch_sampler, "batch_sampler"):
         steps += batch_sampler.skip_batches
@@ -173,14 +180,14 @@ def unskipped(batch_sampler: Any) -> tuple[Any, int]:
 
 
 def turn(group: Sequence[Any], rank: int) -> StepShare:
-    """The rank-th of a group, or a repeat of its first where it has too few."""
+    """Return the index at position `rank` of a group, or a repeat of its first index if the group is too short."""
     if rank < len(group):
         return StepShare(group[rank], samples_in(group[rank]), group)
     return StepShare(group[0], 0, group)
 
 
 def is_batch(index: Any) -> bool:
-    """Whether an index is a batch of indices: a list, a tuple, a tensor or array with a dimension."""
+    """Whether an index is a batch of indices: a list, a tuple, or a tensor or array with at least one dimension."""
     return isinstance(index, (list, tuple)) or bool(getattr(index, "ndim", 0))
 
 
@@ -189,24 +196,27 @@ def samples_in(index: Any) -> int:
 
 
 class Spare(NamedTuple):
-    """Another rank's sample, for a rank whose stream ended without one: keeps it in step, counts as 0."""
+    """Another rank's sample, for a rank whose stream ended before it had one: keeps the rank in step and counts as 0
+    samples."""
 
     sample: Any
 
 
 def every_nth(stream: Iterable[Any], rank: int, size: int, block: int = 0, whole_blocks: bool = False) -> Iterator[Any]:
-    """Sample i of a stream if i % size == rank, counted anew in each block of `block` samples (0: one block).
+    """Yield sample i of a stream if i % size == rank. Counting restarts in each block of `block` samples (0: one
+    block).
 
-    A sample is given once the others' beside it are read, the last of a block once all of it is: wherever ranks stop,
-    they have read equally far, for a stream that lives on. With `whole_blocks`, an incomplete last block is dropped on
-    every rank. If the stream ends before this rank had a sample, a Spare is given.
+    A sample is yielded once the samples of the other ranks next to it are read, the last of a block once the whole
+    block is read: wherever ranks stop, they have read equally far, which matters for a stream that the next pass
+    continues. With `whole_blocks`, an incomplete last block is dropped on every rank. If the stream ends before this
+    rank had a sample, a Spare is yielded.
     """
     mine: list[Any] = []
     given = False
     position = 0
     last_own = (block - 1 - rank) // size * size + rank if block else -1
-    """The position of this rank's last sample in a block."""
-    last: Any = Spare  # no sample yet; a sample may well be None
+    """Position of this rank's last sample in a block; -1 if there is only one block."""
+    last: Any = Spare  # the class Spare means no sample yet, as None may be a sample
     for sample in stream:
         last = sample
         if position % size == rank:
@@ -227,8 +237,8 @@ def every_nth(stream: Iterable[Any], rank: int, size: int, block: int = 0, whole
 
 
 def stream_steps(samples: int, batch_size: int, drop_last: bool, rank_size: int, workers: int = 1) -> int:
-    """Number of batches of a stream of known length when each global batch has `batch_size * rank_size` samples.
-    workers: number of worker processes, each of which gives batches of its part of the samples."""
+    """Return the number of batches of a stream of `samples` samples when each global batch has `batch_size * rank_size`
+    samples. workers: number of worker processes, each of which yields batches of its part of the samples."""
     whole = batch_size * rank_size
     parts = [len(portion(samples, worker, workers)) for worker in range(workers)]
     return sum(part // whole if drop_last else -(-part // whole) for part in parts)

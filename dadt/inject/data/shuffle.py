@@ -1,5 +1,7 @@
-"""Orders that the script itself draws, as by `random.shuffle(dataset.items)`: once ranks have random numbers of their
-own, those of data that is shared out come from the shared stream, or samples would be read twice and left out."""
+"""Makes orders that the script draws itself, as by `random.shuffle(dataset.items)`, the same on all ranks. Once ranks
+have random numbers of their own, shuffles of divided data use the shared stream; otherwise some samples would be read
+twice and others left out.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,18 @@ FUNCTIONS = (
     (random, "sample"),
     (np.random, "shuffle"),
     (np.random, "permutation"),
-    (np.random, "choice"),  # by which pandas samples
+    (np.random, "choice"),  # used by pandas to draw samples
 )
 
 
 class Shared(Protocol):
-    """The loaders of the script."""
+    """The attributes of the script's loaders that this module uses."""
 
     streams: Streams
 
     @property
     def shared(self) -> Iterable[Any]:
-        """The data sets of those that give each rank its share."""
+        """Data sets of the loaders that give each rank its share."""
 
 
 def install(loaders: Shared) -> None:
@@ -41,7 +43,8 @@ def install(loaders: Shared) -> None:
 
 
 def _common(loaders: Shared, original: Callable[..., Any], concerns: Callable[[Any], bool]) -> Callable[..., Any]:
-    """It draws from the shared stream where what it is given concerns all ranks, but not for an item of a batch."""
+    """Return a replacement for `original` that draws from the shared stream if `concerns` is true for its first
+    argument, but not while an item of a batch is read."""
 
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +58,7 @@ def _common(loaders: Shared, original: Callable[..., Any], concerns: Callable[[A
 
 
 def _is_of_data(loaders: Shared, given: Any) -> bool:
-    """Whether it is something that such a data set holds, or as long as one."""
+    """Whether `given` is part of a data set that is divided among ranks, or has the length of one."""
     try:
         size = given if isinstance(given, int) else len(given)
     except TypeError:
@@ -64,7 +67,8 @@ def _is_of_data(loaders: Shared, given: Any) -> bool:
 
 
 def _held(dataset: Any) -> Iterator[Any]:
-    """The data set and what it has, also the one below a Subset or the like."""
+    """Yield the data set and the values of its attributes, then those of the data set that it wraps, as Subset does, up
+    to four levels."""
     for _ in range(4):
         members = getattr(dataset, "__dict__", {})
         yield from (dataset, *members.values())

@@ -1,4 +1,4 @@
-"""Iterable data sets: each rank takes every size-th sample, and all ranks take the same number of batches."""
+"""Divides iterable data sets: each rank reads every size-th sample, and all ranks make the same number of batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Split(NamedTuple):
-    """How `every_nth` is to split a stream."""
+    """Arguments with which `every_nth` divides a stream."""
 
     rank: int
     size: int
@@ -31,8 +31,8 @@ class Split(NamedTuple):
 class EveryNth(IterableDataset[Any]):
     """A rank's part of an iterable data set.
 
-    It stands for the script's own in everything else: attributes are read from and written to that one, as a
-    worker_init_fn does through get_worker_info().dataset.
+    In all other respects it behaves like the script's own data set: attributes are read from and written to the
+    original, as a worker_init_fn does through get_worker_info().dataset.
     """
 
     _OWN = frozenset({"_dadt_dataset", "_dadt_split"})
@@ -46,7 +46,7 @@ class EveryNth(IterableDataset[Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name in self._OWN or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)  # asked by pickle before there is anything to ask
+            raise AttributeError(name)  # pickle looks up special attributes before the object has a data set
         return getattr(self._dadt_dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -60,7 +60,7 @@ class EveryNth(IterableDataset[Any]):
 
 
 class EveryNthPipe(IterDataPipe[Any]):
-    """A rank's part of a data pipe. It is a pipe itself, as torch shuffles and shards pipes as a graph."""
+    """A rank's part of a data pipe. A pipe itself, because torch shuffles and shards pipes as a graph."""
 
     def __init__(self, source: IterDataPipe[Any], split: Split) -> None:
         self.source = source
@@ -71,8 +71,8 @@ class EveryNthPipe(IterDataPipe[Any]):
 
 
 def lives_on(dataset: IterableDataset[Any]) -> bool:
-    """Whether the next pass may go on where this one is left: the data set is its own iterator, or holds one, such as
-    an open file."""
+    """Whether the next pass may continue where the current one stops: the data set is its own iterator, or has an
+    iterator as an attribute, such as an open file."""
     held = (dataset, *getattr(dataset, "__dict__", {}).values())
     return any(isinstance(each, Iterator) for each in held) and not isinstance(dataset, IterDataPipe)
 
@@ -82,7 +82,8 @@ def nth_of(dataset: IterableDataset[Any], split: Split) -> IterableDataset[Any]:
 
 
 class Counted(NamedTuple):
-    """A collate function that says how many samples went in, wherever it runs: gives (count, data)."""
+    """A collate function that also counts the samples of each batch, in whichever process it runs: returns (count,
+    data)."""
 
     collate: Callable[[Any], Any]
     batches: bool
@@ -99,7 +100,8 @@ class Counted(NamedTuple):
 
 
 def first_dimension(data: Any) -> int:
-    """Length of the first tensor in nested data: the samples in a batch. 1 where there is none."""
+    """Return the length of the first tensor in nested data, which is the number of samples in a batch; 1 if there is no
+    tensor."""
     if isinstance(data, torch.Tensor):
         return data.shape[0] if data.ndim else 1
     if isinstance(data, Mapping):
@@ -110,12 +112,12 @@ def first_dimension(data: Any) -> int:
 
 
 class Here(NamedTuple):
-    """Where a stream is read, and whether it goes on between passes."""
+    """In which process a stream is read, and whether the next pass continues it."""
 
     in_process: bool
-    """The data set's code runs in this process, not in the loader's workers."""
+    """Whether the data set's code runs in this process, not in the loader's worker processes."""
     lives_on: bool
-    """What the function `lives_on` says of the data set."""
+    """Whether the next pass may continue the stream where the current one stops."""
 
 
 class Batch(NamedTuple):
@@ -124,11 +126,11 @@ class Batch(NamedTuple):
 
 
 class StreamFeed:
-    """Batches of a stream for a rank that trains on it.
+    """Iterator over the batches of a stream, for a rank that trains on it.
 
-    Which ranks have another batch is asked while the script works on this one; where the stream lives on, when the
-    script asks for the next, which the next pass begins with if it does not. A rank that has run out repeats its last
-    batch, which then counts as 0 samples, until all have.
+    Ranks ask each other who has another batch while the script works on the current one. If the stream continues
+    between passes, they ask only when the script requests the next batch, which otherwise would be lost to the next
+    pass. A rank that has run out repeats its last batch, counted as 0 samples, until all have run out.
     """
 
     def __init__(
@@ -142,8 +144,8 @@ class StreamFeed:
         here: Here,
         over: Callable[[int], None],
     ) -> None:
-        """nominal: samples in an ordinary batch, the same on all ranks; steps: for len(); over: called at the end of
-        a pass, with how many it had."""
+        """nominal: number of samples in an ordinary batch, the same on all ranks. steps: the length of the iterator, or
+        None if unknown. over: called at the end of a pass, with its number of steps."""
         self.batches = batches
         self.runtime = runtime
         self._ranks = runtime.ranks
@@ -154,7 +156,7 @@ class StreamFeed:
         self.in_process = here.in_process
         self.reads_ahead = not (here.in_process and here.lives_on)
         self.together = runtime.ranks.together
-        """All ranks take the same number of batches, else each its own."""
+        """Whether all ranks make the same number of batches; otherwise each rank makes its own number."""
         self.over = over
         self._given = 0
         self._pass = Pass(name)
@@ -235,11 +237,12 @@ class StreamFeed:
         return self._ranks.allgather(self.name, b"\x01" if self._ahead else b"\x00")
 
     def _having(self) -> list[bool]:
-        """For each rank, whether it has another batch; in a replay, or a rank alone, only whether this one has."""
+        """Return for each rank whether it has another batch; in a replay, or for a rank alone, only whether this rank
+        has one."""
         if self.runtime.replay.under_way or self._ranks.alone:
             return [self._ahead is not None]
         if self._asked is None:
-            self.runtime.claim()  # a replay has ended since it looked
+            self.runtime.claim()  # a replay has ended since this rank fetched its batch
             self._asked = self._ask()
         asked = self._asked
         self._ranks.wait(asked)
@@ -248,7 +251,8 @@ class StreamFeed:
     def _fetch(self) -> Batch | None:
         while True:
             try:
-                if self.in_process:  # every rank walks the whole stream, so all must draw the same
+                # every rank reads the whole stream, so random numbers used to read it must be the same on all ranks
+                if self.in_process:
                     with self.streams.shared():
                         batch = Batch(*next(self.batches))
                 else:

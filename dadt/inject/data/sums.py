@@ -1,4 +1,5 @@
-"""Sums over a rank's batches that the script may divide by the size of the whole data set, as tutorials do."""
+"""Warns of sums over one rank's batches that the script may divide by the size of the whole data set, as tutorials
+do."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ _READS = re.compile(r"\blen\(\s*[\w.\[\]'\"]+\.(dataset|sampler)\s*\)")
 
 
 def install(runtime: Runtime, role_of: Callable[[Loader], LoaderRole | None]) -> None:
-    """Say once, with the place, that the script's own code reads `len(loader.dataset)`, or its sampler's, of a loader
-    that trains, after a pass in which each rank had its share. What it does with the number is not known."""
+    """Report once, with file and line, that the script's own code reads `len(loader.dataset)` or `len(loader.sampler)`
+    of a loader that trains, after a pass in which each rank had its share. How the script uses the number is not known.
+    """
     pid, told = os.getpid(), False
 
     def look(loader: Loader, name: str, frame: FrameType) -> None:
@@ -53,7 +55,8 @@ def _sentence(role: LoaderRole, name: str, samples: int, ranks: int, file: str, 
 
 
 def _watched(name: str, look: Callable[[Loader, str, FrameType], None]) -> property:
-    """An attribute that stays in the loader's `__dict__`, where copies, pickles and views find it."""
+    """Return a property that calls `look` when it is read. Its value stays in the loader's `__dict__`, where copies,
+    pickles and views find it."""
 
     def get(loader: Loader) -> Any:
         if name not in loader.__dict__:

@@ -1,4 +1,4 @@
-"""Objects like a loader, which torch iterates in its place."""
+"""Creates copies of a DataLoader's attributes in new objects, which torch iterates in place of the loader."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dadt.inject.data.samplers import Loader
 
 
 def without_end(kind: type[Loader]) -> type[Loader]:
-    """The loader's class, but for a __del__: what a loader of the script's own ends there is not the view's."""
+    """Return the loader's class, without the effect of its __del__: resources that the script's loader releases there
+    do not belong to the view."""
     return type(kind.__name__, (kind,), {"__del__": lambda view: None}) if hasattr(kind, "__del__") else kind
 
 
 def like(view: Loader, **changed: Any) -> Loader:
-    """An object of its class with its attributes, and these in their place."""
+    """Return an object of the same class as `view` with its attributes, except for those given in `changed`."""
     found: Loader = object.__new__(type(view))
     found.__dict__.update({**view.__dict__, "_iterator": None, **changed})
     return found

@@ -1,1 +1,2 @@
-"""What the ranks of a host write to the same path: one of them writes it for good."""
+"""Coordinates files that several ranks of a host write to the same path: one rank writes the real file, the others
+private copies."""

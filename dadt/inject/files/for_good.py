@@ -1,8 +1,8 @@
-"""What a rank writes for good, told to the other ranks of its host.
+"""Writes real files (rather than a rank's private copies), and reports them to the other ranks of the host.
 
-Where several ranks do the same (each renames the file that one of them has saved, or removes the oldest one), the first
-that comes to it does it, and the others find it done: a rank's own file was removed since it wrote it, or the n-th
-removal of a path is every rank's n-th.
+Where several ranks do the same, such as to rename a file that one of them has saved or to remove the oldest one, the
+first rank to arrive does it, and the others find it done. An operation counts as done if the rank's own file was
+removed since the rank wrote it; the n-th removal of a path is the same operation on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 
-# Bound here, before `install` puts functions of an overlay into `os`.
+# Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
 from os import link, mkdir, rename, symlink, unlink
 from os import open as os_open
 from typing import Any
@@ -23,24 +23,27 @@ from dadt.inject.files.journal import PAUSE_SECONDS, WrittenJournal
 from dadt.inject.files.tree import kind
 
 WORD_SECONDS = 1.0
-"""How long word of what another host has written may take."""
+"""Seconds that a report of another host's files may take to arrive."""
 BEGINS = os.O_TRUNC | os.O_EXCL
 
 
 class ForGood:
-    """Paths are absolute; `given` are those that the script has given, which errors name. shared: other ranks of the
-    host write for good, too."""
+    """Operations on real files, coordinated between the ranks of a host.
+
+    Paths are absolute; parameters called `given` are the paths as the script has passed them, which errors name.
+    shared: whether other ranks of the host write real files, too.
+    """
 
     def __init__(self, journal: WrittenJournal, is_far: Callable[[str], bool], removals: Counter[str | None]) -> None:
-        """is_far: whether ranks of other hosts see a path; their reports come later than what they have done. removals:
-        as for Tree."""
+        """is_far: returns whether ranks of other hosts see a path; their reports arrive later than the changes
+        themselves. removals: how often this rank has removed each path, shared with Tree."""
         self.journal = journal
         self._is_far = is_far
         self._removals = removals
 
     def open(self, path: str, flags: int, mode: int, shared: bool) -> int:
-        """Open a file for good. If another rank has begun it, and this one begins it too, it becomes a new file, so
-        that what the other rank goes on to write stays whole."""
+        """Open the real file. If another rank has begun to write it and this rank starts it from the beginning, too,
+        this rank gets a new file, so that what the other rank continues to write stays complete."""
         path = os.path.realpath(path) if kind(path) == stat.S_IFLNK else path
         with self.journal.turn() if shared else nullcontext():
             if shared and flags & BEGINS and kind(path) == stat.S_IFREG and self.journal.is_others(path):
@@ -63,7 +66,7 @@ class ForGood:
         self._make(path, shared, lambda: link(source, given, **kwargs))
 
     def remove(self, path: str, shared: bool, act: Callable[[], Any]) -> None:
-        """act: removes a file or a folder."""
+        """Remove a real file or folder by calling `act`, unless another rank has already done it."""
         with self.journal.turn() if shared else nullcontext():
             if not (shared and self._is_done(path)) and self._do(act, path, shared, FileNotFoundError, self._is_done):
                 self._tell_removed(path)
@@ -88,8 +91,10 @@ class ForGood:
     def _do(
         self, act: Callable[[], Any], path: str, shared: bool, late: type[OSError], done: Callable[[str], bool]
     ) -> bool:
-        """Whether this rank has done it, and no rank of another host just before: those have no turn in common. late:
-        what is raised then, where `done`."""
+        """Call `act`. Return whether this rank did it, and not a rank of another host just before, since ranks of
+        different hosts share no lock. late: the error that `act` raises in the latter case. done: returns whether
+        another rank has done it.
+        """
         try:
             act()
         except late:
@@ -99,7 +104,8 @@ class ForGood:
         return True
 
     def _is_done(self, path: str) -> bool:
-        """Whether another rank has removed it: the very file, or as often as this one is about to."""
+        """Whether another rank has already removed the path: either this rank's very file, or as many times as this
+        rank is about to."""
         if kind(path) is None:
             done = self._comes_to(self.journal.is_gone, path)
         else:
@@ -112,11 +118,12 @@ class ForGood:
         return False
 
     def is_made(self, path: str) -> bool:
-        """Whether what is there is another rank's."""
+        """Whether the existing file or folder at this path was made by another rank."""
         return self._comes_to(self.journal.is_others, path)
 
     def _comes_to(self, known: Callable[[str], bool], path: str) -> bool:
-        """Whether it is known, or comes to be where word of other hosts may be under way."""
+        """Whether `known(path)` is true, or becomes true within WORD_SECONDS if reports of other hosts may be on their
+        way."""
         end = time.monotonic() + WORD_SECONDS
         while not known(path):
             if not self._is_far(path) or time.monotonic() >= end:

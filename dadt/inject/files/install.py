@@ -1,4 +1,5 @@
-"""Puts the overlay's functions into `os`, `open` and libraries."""
+"""Installs the overlay's functions in `os`, `open` and libraries, so that ranks do not overwrite one another's
+files."""
 
 from __future__ import annotations
 
@@ -29,20 +30,20 @@ from dadt.inject.files.writers import Writers
 from dadt.train.runtime import Runtime
 
 CACHES = re.compile(r"_HOME|_CACHE|CACHE_?DIR|CONFIG_?DIR|_TMPDIR")
-"""The ends of names of variables that hold folders which libraries share among processes, and lock."""
+"""Matches names of environment variables with folders that libraries share among processes and lock."""
 SHARED = re.compile(r"/(wandb|[^/]*cache[^/]*)(/|$)|\.lock$", re.IGNORECASE)
-"""Folders that are shared with processes outside the job."""
+"""Matches paths of folders and lock files that are shared with processes outside the job."""
 READERS = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr")
 CHANGERS = ("chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
 OPEN = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"), ("tokenize", "_builtin_open"))
-"""Modules that keep a reference to `open`."""
+"""Modules with their own reference to `open`, and its name in each."""
 
 
 class Scope:
-    """What is kept apart."""
+    """Decides for which paths ranks get private copies."""
 
     def __init__(self, *ours: str) -> None:
-        """ours: beginnings of the paths that DADT itself writes."""
+        """ours: prefixes of the paths that DADT itself writes."""
         self._ours = tuple(os.path.abspath(path) for path in ours if path)
         named = [Path(word.rpartition("=")[2]) for word in sys.argv[1:]]
         inside = [os.getcwd(), *(str(path) for path in named if path.is_absolute() and len(path.parts) > 2)]
@@ -53,8 +54,8 @@ class Scope:
         self._outside = (home, *(os.path.abspath(path) + os.sep for path in folders))
 
     def keeps(self, path: str) -> bool:
-        """Whether a path is kept apart: not if it lies among temporary files or caches, unless the script works there
-        or one of its arguments names the folder."""
+        """Whether ranks get private copies of a path: not if it lies among temporary files or caches, unless the script
+        works there or one of its arguments names the folder."""
         inside = max((each for each in self._inside if path.startswith(each)), key=len, default="")
         if path.startswith(self._ours) or (path.startswith(self._outside) and not inside):
             return False
@@ -64,10 +65,11 @@ class Scope:
 def install(runtime: Runtime) -> Overlay | None:
     """Install the overlay of this rank's files. Returns None if this rank is the only one that writes."""
     world, config = runtime.ranks.world, runtime.ranks.config
-    joined_by_others = config.min_np > 0  # by a host that may share the folder
+    joined_by_others = config.min_np > 0  # a host that joins later may share the folder
     if world.local_size == 1 and world.folder_writer < 0 and not (joined_by_others or runtime.replay.under_way):
         return None
-    start = psutil.Process().create_time() - 1.0  # the ranks of a host start together
+    # one second before this process started, as the ranks of a host do not start at exactly the same time
+    start = psutil.Process().create_time() - 1.0
     folder = job_folder.of_worker(world)
     writers, pid = Writers(runtime), os.getpid()
 
@@ -111,7 +113,7 @@ def _patch_writing(overlay: Overlay) -> None:
     _replace(shutil, "rmtree", overlay.rmtree(shutil.rmtree))
     _patch_open(overlay)
     closer: Any = getattr(tempfile, "_TemporaryFileCloser")  # noqa: B009
-    for name in ("close", "cleanup"):  # which keeps `unlink` as a default
+    for name in ("close", "cleanup"):  # their default argument is the original `unlink`
         if (end := vars(closer).get(name)) is not None and end.__defaults__:
             end.__defaults__ = tuple(os.unlink if each is unlink else each for each in end.__defaults__)
 
@@ -154,7 +156,7 @@ def opened(
     *,
     original: Callable[..., Any] = io.open,
 ) -> Any:
-    """What `open` returns for a path that is kept."""
+    """Open a path of which ranks get private copies, as `open` does."""
     if is_held(mode, closefd) and (raw := overlay.open_held(file, mode)) is not None:
         return wrapped(raw, mode, buffering, encoding, errors, newline)
 
@@ -165,7 +167,7 @@ def opened(
 
 
 def _patch_reading(overlay: Overlay) -> None:
-    """Patch the functions that read paths, of which the rank may have copies."""
+    """Patch the functions that read paths, so that they read this rank's private copies."""
     put = {name: overlay.reading(getattr(os, name)) for name in READERS}
     put |= {name: overlay.changing(getattr(os, name)) for name in CHANGERS}
     put |= {"chdir": overlay.chdir}
@@ -175,7 +177,7 @@ def _patch_reading(overlay: Overlay) -> None:
 
     @functools.wraps(begin)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        overlay.held.hand_over()  # it may be given what is open here
+        overlay.held.hand_over()  # the new process may be given the paths of files that are open here
         if kwargs.get("cwd") is not None and (known := overlay.path(kwargs["cwd"])) is not None:
             kwargs["cwd"] = overlay.where(known)
         begin(self, *args, **kwargs)
@@ -198,13 +200,14 @@ def _replace(module: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def _replace_in_pathlib(name: str, original: Callable[..., Any], call: Callable[..., Any]) -> None:
-    accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)  # of Python 3.10, which keeps references
-    if getattr(accessor, name, None) is original:  # its `open` is that of io, not that of os
+    # an attribute of Python 3.10's pathlib, which stores references to the functions of `os`
+    accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)
+    if getattr(accessor, name, None) is original:  # the accessor's `open` is that of io, not that of os
         setattr(accessor, name, staticmethod(call))
 
 
 def _patch_libraries(overlay: Overlay) -> None:
-    """Functions that read or write a path without Python's `open`."""
+    """Patch library functions that read or write a path without Python's `open`."""
     torch.load = torch.serialization.load = _first(torch.load, overlay)
     torch.jit.load = _first(torch.jit.load, overlay)
 

@@ -1,4 +1,5 @@
-"""What the ranks of a host have written for good, as each of them tells the others: a file to which all append."""
+"""A journal of the real files that the ranks of a host have written: a file to which every rank appends, and which
+every rank reads."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-# Bound here, before `install` puts functions of an overlay into `os`.
+# Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
 from os import lstat
 from os import open as os_open
 from pathlib import Path
@@ -20,11 +21,12 @@ from dadt.errors import CommTimeout
 
 PAUSE_SECONDS = 0.005
 PATIENCE_SECONDS = 2.0
-"""Seconds between a waiting rank's reports that it waits for its turn."""
+"""Seconds between a rank's reports that it still waits for its turn to change a file."""
 
 
 class WrittenJournal:
-    """The record of what the ranks of a host have written. Paths are absolute, sizes as for `written_files.line`."""
+    """The record of the real files that the ranks of a host have written. Paths are absolute; sizes are in bytes, with
+    the special values of `written_files.line`."""
 
     def __init__(
         self,
@@ -35,9 +37,11 @@ class WrittenJournal:
         hear: Callable[[], Sequence[bytes]] | None = None,
         tell: Callable[[str, float], None] = lambda what, waited: None,
     ) -> None:
-        """timeout: seconds that a rank waits for its turn. relay: reports to other hosts, and returns whether it has.
-        hear: returns the lines that ranks, of this host too, have so reported since the last call; None if those of
-        other hosts come to the file. tell: reports that the rank waits for its turn, and for how many seconds."""
+        """timeout: seconds that a rank waits for its turn. relay: sends a report to other hosts, and returns whether it
+        was sent. hear: returns the lines reported by this means since the last call, including those of this host; None
+        if lines of other hosts are written to the journal's file. tell: reports that the rank waits for its turn, and
+        for how many seconds.
+        """
         self._relay, self._hear, self._tell_waiting = relay, hear, tell
         self.rank = rank
         self._timeout = timeout
@@ -52,14 +56,15 @@ class WrittenJournal:
         """For each path that this rank has written, whether another rank has removed it since."""
 
     def wrote(self, path: str, *, new: bool = False) -> None:
-        """Record that this rank is about to write the file, or has made the folder (new)."""
+        """Record that this rank is about to write the file, or has made the folder. new: nothing existed at the path
+        before."""
         if path in self._mine and self.writer(path) in (None, self.rank) and path not in self._gone:
             return
         self._mine.add(path)
         self._tell(-1 if new else size_of(path), path)
 
     def takes_part(self, path: str) -> None:
-        """Count the path, which another rank has written, as written by this rank, too."""
+        """Count a path that another rank has written as also written by this rank."""
         self._look()
         self._taken[path] = False
 
@@ -69,32 +74,34 @@ class WrittenJournal:
         self._tell(REMOVED, path)
 
     def writer(self, path: str) -> int | None:
-        """The rank that was the last to write it for good; None if none has since the job began."""
+        """Return the rank that last wrote the real file at this path; None if no rank has written it since the job
+        began."""
         self._look()
         return self._writer.get(path)
 
     def is_others(self, path: str) -> bool:
-        """Whether another rank was the last to write it."""
+        """Whether another rank was the last to write the path."""
         return self.writer(path) not in (None, self.rank)
 
     def before(self, path: str) -> int | None:
-        """The size that the file had before another rank began to write it, -1 if there was none; None where none
-        has."""
+        """Return the file's size in bytes before another rank began to write it; -1 if there was no file, None if no
+        other rank has written it."""
         self._look()
         return self._before.get(path)
 
     def removals(self, path: str) -> int:
-        """How often another rank has removed it, the one that did most often."""
+        """Return the largest number of times that any other rank has removed the path."""
         self._look()
         return max((n for rank, n in self._removals[path].items() if rank != self.rank), default=0)
 
     def is_taken(self, path: str) -> bool | None:
-        """Whether another rank has removed it since this one wrote it; None if this one never has."""
+        """Whether another rank has removed the path since this rank wrote it; None if this rank has never written
+        it."""
         self._look()
         return self._taken.get(path)
 
     def is_gone(self, path: str) -> bool:
-        """Whether another rank has removed it, and nobody has written it since."""
+        """Whether another rank has removed the path, and no rank has written it since."""
         self._look()
         return self._gone.get(path, self.rank) != self.rank
 
@@ -104,8 +111,10 @@ class WrittenJournal:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Within it, no other rank of the host is in its turn. Raises CommTimeout where one does not end."""
-        # A child has its own turn, too, and the name may be gone: cleaners remove old files.
+        """A context that only one rank of the host can be in at a time. Raises CommTimeout if another rank does not
+        leave it in time."""
+        # Opened again, because a forked child needs a lock of its own; by descriptor, because cleaners of old files may
+        # have removed the name.
         file = os_open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
         try:
             begun, told = time.monotonic(), 0.0
@@ -128,13 +137,14 @@ class WrittenJournal:
 
     def _tell(self, size: int, path: str) -> None:
         if self._hear is not None and self._relay(path, size):
-            return  # in one order for all ranks: what another does because of this comes behind it
+            # the relay brings all ranks' lines into one order, so what another rank does in response comes later
+            return
         os.write(self._file, line(self.rank, size, path))
         if self._hear is None:
             self._relay(path, size)
 
     def _look(self) -> None:
-        """Read what the ranks have written to the journal since the last look."""
+        """Read the lines that ranks have added to the journal since the last call."""
         more = os.fstat(self._file).st_size - self._read
         data = os.pread(self._file, more, self._read) if more > 0 else b""
         data = data[: data.rfind(b"\n") + 1]
@@ -156,9 +166,9 @@ class WrittenJournal:
 
 
 def _holder(file: int) -> str:
-    """The process that has locked the file, as the kernel lists it."""
+    """Return which process has locked the file, as listed by the kernel, for an error text."""
     inode, listed = os.fstat(file).st_ino, ""
-    with suppress(OSError):  # a sandbox may list none
+    with suppress(OSError):  # in a sandbox, /proc/locks may not be readable
         listed = Path("/proc/locks").read_text()
     for each in listed.splitlines():
         _, kind, *_, pid, place, _, _ = each.split()
@@ -168,7 +178,7 @@ def _holder(file: int) -> str:
 
 
 def size_of(path: str) -> int:
-    """The size in bytes of what is at the path; -1 if nothing is."""
+    """Return the size in bytes of the file or folder at the path; -1 if nothing is there."""
     try:
         return lstat(path).st_size
     except OSError:

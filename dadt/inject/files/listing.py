@@ -1,34 +1,34 @@
-"""What a folder holds that lies in two places."""
+"""Lists a folder whose contents lie in two places: the real folder, and the rank's private copies."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-# Bound here, before `install` puts functions of an overlay into `os`.
+# Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
 from os import listdir, scandir
 from typing import Any
 
 HALF = ".dadt-"
-"""Begins the names of folders in which a rank writes what is not whole yet."""
+"""Prefix of the names of temporary folders in which a rank writes files until they are complete."""
 
 
 def is_half(name: str | bytes) -> bool:
-    """Whether this is the name of a folder in which a rank writes a file: scripts are not to see it, as it is soon
-    gone."""
+    """Whether this is the name of a temporary folder for an incomplete file: scripts should not see it, as it soon
+    disappears."""
     return os.fsdecode(name).startswith(HALF)
 
 
 def without_half(path: Any) -> list[Any]:
-    """The names in a folder, as `os.listdir` returns them, without folders of files that are not whole yet."""
+    """Return the names in a folder, as `os.listdir` does, without temporary folders for incomplete files."""
     return [name for name in listdir(path) if not is_half(name)]
 
 
 class FolderEntry:
-    """An `os.DirEntry` under the path by which the script knows it."""
+    """An `os.DirEntry` with the path by which the script knows the file, instead of where it lies."""
 
     def __init__(self, entry: os.DirEntry[str], folder: Any) -> None:
-        """folder: a path of str or bytes, of which the entry's names are, too."""
+        """folder: the path that the script has given; str or bytes, which also decides the type of the names."""
         self.name: Any = os.fsencode(entry.name) if isinstance(folder, bytes) else entry.name
         self.path: Any = os.path.join(folder, self.name)
         self.is_dir, self.is_file, self.is_symlink = entry.is_dir, entry.is_file, entry.is_symlink
@@ -42,7 +42,7 @@ class FolderEntry:
 
 
 class FolderListing:
-    """An iterator over entries that closes like the one that `os.scandir` returns."""
+    """An iterator over entries that can be closed like the one that `os.scandir` returns."""
 
     def __init__(self, entries: Iterable[Any], close: Callable[[], None] = lambda: None) -> None:
         self._entries = iter(entries)
@@ -50,7 +50,7 @@ class FolderListing:
 
     @classmethod
     def of(cls, path: Any) -> FolderListing:
-        """The entries of a folder that lies in one place only, without folders of files that are not whole yet."""
+        """List a folder without private copies in it, leaving out temporary folders for incomplete files."""
         entries = scandir(path)
         return cls((entry for entry in entries if not is_half(entry.name)), entries.close)
 

@@ -1,6 +1,6 @@
-"""The functions of `os` for a rank: each asks who writes the path, and writes for good or a copy in the rank's tree.
+"""Replacements for functions of `os` on one rank: each uses the real file or a private copy in the rank's tree.
 
-Functions that read or write without Python's `open`, `os` and `shutil` (those of SQLite or Arrow) know nothing of it.
+Libraries that read or write without Python's `open`, `os` and `shutil` (such as SQLite or Arrow) are not covered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 
-# Bound here, before `install` puts the overlay's functions into `os`.
+# Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
 from os import chdir, listdir, lstat, mkdir, rename, rmdir, scandir, symlink, truncate, unlink
 from os import open as os_open
 from pathlib import Path
@@ -30,7 +30,7 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Overlay(Tree):
-    """Functions of the names, arguments and errors of those of `os`."""
+    """Functions with the names, arguments and errors of those in `os`, which respect private copies."""
 
     def __init__(
         self,
@@ -42,27 +42,27 @@ class Overlay(Tree):
         mark: str = ".dadt-",
         step: Callable[[], int] = lambda: 0,
     ) -> None:
-        """start: when the job began, in seconds since the epoch; what appeared later, and is in no journal, was
-        probably made by another rank with functions that are not Python's. mark, step: as of HeldFiles."""
+        """start: when the job began, in seconds since the epoch; later files in no journal are probably other ranks',
+        written without Python. mark: prefix of temporary folders. step: returns this rank's step."""
         super().__init__(root, keeps)
         self.writers = writers
         self.journal = journal
         self.held = HeldFiles(self, writers, journal, mark, step)
         self._for_good = ForGood(journal, writers.is_far, self.removals)
         self._start, self._was_apart = start, False
-        # What this rank has let the first one save or rename in its place: no names of another run of the script.
+        # Paths that the first rank has saved or renamed in place of this rank: they do not count as another rank's.
         self._awaited: set[str] = set()
         self.loads: Callable[[str], None] | None = None
-        """Called, in a replay, with the path of a file whose contents are about to be read, and which is not a copy."""
+        """Called in a replay with the path of each real file whose contents are about to be read."""
 
     def role(self, path: str, *, begins: bool = False) -> WriteRole:
-        """What this rank does with an absolute path that it is about to write."""
+        """Return whether this rank writes the real file or a private copy of an absolute path."""
         self._end_apart()
         self.held.settle(path)
         return self.writers.role(path, copy=self.where(path) != path, begins=begins)
 
     def reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`original`, which reads the path that is its first argument."""
+        """Return `original`, which reads the path in its first argument, wrapped to read a private copy."""
 
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             known = self.path(path, kwargs.get("dir_fd"))
@@ -74,7 +74,7 @@ class Overlay(Tree):
         return call
 
     def loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`original`, which reads the contents of a file without Python's `open`."""
+        """Return `original`, which reads a file without Python's `open`, wrapped to read a private copy."""
         reading = self.reading(original)
 
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ class Overlay(Tree):
         return call
 
     def path_for_library(self, given: Any, mode: str) -> Any:
-        """The path that a library is to open in place of the given one. mode: as for Python's `open`."""
+        """Return the path that a library has to open instead of the given one. mode: as for Python's `open`."""
         path = self.path(given)
         if path is None:
             return given
@@ -100,7 +100,7 @@ class Overlay(Tree):
             self.loads(path)
 
     def changing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`original`, which changes attributes of a path: those of a copy, or none, as the first local rank does."""
+        """Return `original`, which changes a path's attributes, wrapped to change only those of a private copy."""
 
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             known = self.path(path, kwargs.get("dir_fd"))
@@ -134,7 +134,7 @@ class Overlay(Tree):
             return os_open(self._begin(known, flags, appeared), flags, mode)
 
     def open_held(self, given: Any, mode: str) -> UntilClosed | None:
-        """The file, open for writing, if it is one that this rank writes apart until it is closed."""
+        """Return the file, open for writing, if this rank writes a private copy until it is closed; else None."""
         path = self.path(given)
         if path is None or self.role(path, begins=True) is not WriteRole.UNTIL_CLOSED:
             return None
@@ -144,8 +144,7 @@ class Overlay(Tree):
             return self.held.open(given, path, mode)
 
     def _begin(self, path: str, flags: int, appeared: bool) -> str:
-        """The copy, with what it holds before the rank writes. What is appended to a file that another rank has begun
-        goes on where that one has begun."""
+        """Return the path of a private copy with what the rank has to see: without other ranks' additions."""
         if flags & BEGINS:
             return self.place(path)
         if not flags & os.O_APPEND or self.where(path) != path:
@@ -154,7 +153,7 @@ class Overlay(Tree):
         known = before is not None or appeared
         private = self.place(path, keep=True, most=max(before or 0, 0) if known else None)
         if not known and kind(private) is not None and (before := self.journal.before(path)) is not None:
-            truncate(private, max(before, 0))  # the other one has begun meanwhile
+            truncate(private, max(before, 0))  # another rank has begun to write the file while it was copied
         return private
 
     def truncate(self, path: Any, length: int) -> None:
@@ -190,12 +189,12 @@ class Overlay(Tree):
         known = self.path(path)
         where = path if known is None else self.where(known)
         if known is not None and where != self._none and kind(known) == stat.S_IFDIR:
-            where = known  # a folder that others have, too, keeps its name in getcwd()
+            where = known  # a real folder is used where it exists, so that getcwd() returns its real name
         with named(path):
             chdir(where)
 
     def remove(self, path: Any, *, dir_fd: int | None = None) -> None:
-        """Remove a file. Apart it is no error if nothing is there: the first rank may have removed it already."""
+        """Remove a file. If only private copies are written, it may be missing: the first rank may have removed it."""
         known = self.path(path, dir_fd)
         if known is None:
             unlink(path, dir_fd=dir_fd)
@@ -253,14 +252,14 @@ class Overlay(Tree):
             except FileNotFoundError:
                 if target is None or (source is not None and kind(source) is not None):
                     raise
-                return self.awaited(target, source)  # the first rank has renamed it already, or fails in its place
+                return self.awaited(target, source)  # the first rank has renamed it already, or reports the error
             goal = dst if target is None else self._goal(target, kind(origin) == stat.S_IFDIR)
             try:
                 rename(origin, goal)
             except OSError as failure:
                 if failure.errno != errno.EXDEV:
                     raise
-                shutil.move(origin, goal)  # between file systems: the tree may lie on another one than both paths
+                shutil.move(origin, goal)  # the tree of copies may lie on another file system than the two paths
             if source is not None:
                 self._drop(source)
             if target is not None and kind(goal) == stat.S_IFDIR:
@@ -268,14 +267,13 @@ class Overlay(Tree):
             return None
 
     def _rename_role(self, source: str | None, target: str | None) -> WriteRole:
-        return (
-            self.role(source) if source is not None else self.role(target) if target is not None else WriteRole.FOR_GOOD
-        )
+        path = source if source is not None else target
+        return self.role(path) if path is not None else WriteRole.FOR_GOOD
 
     def _rename_for_good(self, src: Any, dst: Any, source: str | None, target: str | None, **kwargs: Any) -> None:
         if source is None or source == target:
             return rename(src, dst, **kwargs)
-        if (private := self.where(source)) != source and target is not None:  # another rank has begun the file itself
+        if (private := self.where(source)) != source and target is not None:  # another rank writes the real file
             self.held.put(private, target)
             return self.reveal(source)
         with named(src), self.real():
@@ -291,7 +289,7 @@ class Overlay(Tree):
         if self.exists(known) and not self._appeared(known):
             raise error(errno.EEXIST, src, dst)
         target = os.path.abspath(os.path.join(os.path.dirname(known), os.fspath(src)))
-        # A relative one would miss, in the tree, what has no copy there.
+        # The target is absolute: in the tree, a relative one would miss files that have no copy there.
         return symlink(self.where(target), self.place(known))
 
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
@@ -323,7 +321,7 @@ class Overlay(Tree):
         return FolderListing(self._entries(known, path))
 
     def _end_apart(self) -> None:
-        """Make the folders that this rank made apart for good, once it may write there itself."""
+        """Make the folders that this rank has made privately real, once it writes real files itself."""
         if self.writers.is_apart:
             self._was_apart = True
         elif self._was_apart:
@@ -334,30 +332,30 @@ class Overlay(Tree):
                         os.makedirs(folder[len(self.tree) :] or os.sep, exist_ok=True)
 
     def take_over(self) -> None:
-        """Let this rank write for good from now on, in place of the first one, whose files it sees."""
+        """Let this rank write real files from now on, in place of the first rank, whose files it now sees."""
         self._was_apart = False
         self.forget()
 
     def forget(self) -> None:
-        """Forget all copies, and what was removed apart."""
+        """Delete all private copies, and forget which files were removed privately."""
         with self.real():
             for name in listdir(self.tree):
                 shutil.rmtree(os.path.join(self.tree, name), ignore_errors=True)
 
     def awaited(self, path: str, source: str | None = None) -> None:
-        """The first rank has saved the file in this one's place, or renamed it from `source`."""
+        """Record that the first rank has saved the file in place of this rank, or renamed it from `source`."""
         self._awaited.add(path)
         self.reveal(path)
         self.journal.takes_part(path)
         self.removals[source] += 1
 
     def saved(self, path: str) -> None:
-        """This rank is about to save the file for good."""
+        """Record that this rank is about to save the real file."""
         self.reveal(path)
         self.journal.wrote(path)
 
     def missed(self) -> list[str]:
-        """Files that this rank has written, to which nothing corresponds that is there after the job."""
+        """Return paths that this rank has written only privately, and that have no real file at the end."""
         kept = {pattern(path) for path in self.journal.written_by_others()}
         found = []
         with self.real():
@@ -370,14 +368,14 @@ class Overlay(Tree):
         return sorted(found)
 
     def stand_in(self, given: Any) -> None:
-        """An empty file in place of one that is not written, where the rank sees none: scripts copy and measure it."""
+        """Create an empty private file for one not written in a replay, since scripts copy or measure it."""
         path = self.path(given)
         if path is not None and self.role(path) is WriteRole.APART and not self.exists(path):
             os.close(os_open(self.place(path), os.O_CREAT | os.O_WRONLY, 0o600))
 
     def replayed(self) -> None:
-        """A replay is over, whose copies are of no use. What is open goes on, in the tree or for good, and folders that
-        are nowhere else stay, such as one named by time."""
+        """Called when a replay has ended: delete its private copies. Files that are still open are continued, privately
+        or as real files, and folders that exist only privately are preserved, such as one named by time."""
         with self.real():
             for_good = not self.writers.is_apart
             folders = [folder[len(self.tree) :] for folder, _, _ in os.walk(self.tree) if folder != self.tree]
@@ -392,7 +390,7 @@ class Overlay(Tree):
                 os.makedirs(self.tree + folder, exist_ok=True)
 
     def _appeared(self, path: str) -> bool:
-        """Whether the rank sees what another one has made or changed since the job began."""
+        """Whether the rank sees a file that another rank has made or changed since the job began."""
         try:
             return self.where(path) == path and (self.journal.is_others(path) or lstat(path).st_ctime >= self._start)
         except OSError:

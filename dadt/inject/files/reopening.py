@@ -1,4 +1,4 @@
-"""Files that a script has begun to write in its replay, and writes on: they become the files themselves."""
+"""Turns files that a script opened during its replay, and continues to write after it, into real files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 
 
 def reopen(tree: str) -> None:
-    """Make each file that this process has open for writing in the tree of copies the file itself.
+    """Redirect each descriptor of this process that is open for writing in the tree of private copies to the real file.
 
-    A file open for appending goes on at the end of the real file, which already holds what the replay has written
-    again. Any other replaces the real file, if there is one: the script has written the same again, up to where it is.
+    A file open for appending continues at the end of the real file, which already contains what the replay has written
+    again. Any other file replaces the real one, if there is one: the script has written the same content again, up to
+    its current position.
     """
     _flush()
     for fd, path, flags in _held(tree):
@@ -32,15 +33,16 @@ def reopen(tree: str) -> None:
 
 
 def _flush() -> None:
-    """Write out what Python's file objects still buffer."""
+    """Flush the buffers of all Python file objects in this process."""
     for each in gc.get_objects():
         if issubclass(type(each), io.BufferedWriter | io.TextIOWrapper | io.BufferedRandom):
-            with suppress(ValueError, OSError):  # closed, or only read
+            with suppress(ValueError, OSError):  # the file is closed, or was opened only for reading
                 each.flush()
 
 
 def _held(tree: str) -> Iterator[tuple[int, str, int]]:
-    """Descriptors of files that are open for writing, with their paths and flags."""
+    """Yield the descriptors of files in the tree of private copies that are open for writing, with their paths and
+    flags."""
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             path = str(link.readlink())

@@ -1,7 +1,7 @@
-"""`torch.save` and its like to a path, in a script that believes it is alone.
+"""Coordinates `torch.save` and similar functions that save to a path, in a script that does not know of other ranks.
 
-The first local rank of each host writes, beside the target and then renamed over it, so that nobody ever
-reads half a file; the other ranks of the host wait until it is there. Open file objects are each rank's own.
+The first local rank of each host writes to a temporary path and renames it to the target, so that a partial file is
+never read; the other ranks of the host wait until the file exists. Saves to open file objects are not coordinated.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from dadt.inject.files.writers import WriteRole, Writers
 from dadt.train.runtime import Runtime
 
 PATIENCE_SECONDS = 2.0
-"""How long a rank waits for the first local rank to come to the same `torch.save`."""
+"""Seconds that a rank waits for the first local rank to reach the same `torch.save`."""
 
 
 class Saver:
-    """Stands in for `torch.save` and its like in a worker."""
+    """Replaces `torch.save` and similar functions in a worker."""
 
     def __init__(self, runtime: Runtime, overlay: Overlay | None = None) -> None:
-        """overlay: None if no other rank of this host writes files."""
+        """overlay: this rank's view of the file system; None if no other rank of this host writes files."""
         self.runtime = runtime
         self._ranks = runtime.ranks
         self.overlay = overlay
@@ -45,25 +45,29 @@ class Saver:
         self._counts: Counter[str] = Counter()
         self._missed: set[str] = set()
         self._folders: set[Path] = set()
-        """Folders in which this rank has written files for good."""
+        """Folders in which this rank has saved real files."""
         self._alone = not runtime.hooked
         self._world = runtime.ranks.world
-        """The rank's place, kept for a forked child, in which the runtime is no rank any more."""
+        """The rank's place in the job, stored for forked children, in which the runtime no longer counts as a rank."""
         self._number = 0
-        """How many saves this rank has begun: each is the others' of the same number, if the paths are alike."""
+        """Number of saves that this rank has begun. Saves of the same number on different ranks belong together if
+        their paths are alike."""
         self._thread = threading.local()
         self._pid = os.getpid()
 
     def saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`original`, which saves its first argument to its second, a path or an open file."""
+        """Return `original`, which saves its first argument to a path or open file, wrapped so that ranks save to the
+        same path only once."""
         name = list(inspect.signature(original).parameters)[1]
         original = full_disk.noting(original, name)
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._thread, "saves", False):  # torch.jit.save calls its module's save
+            # torch.jit.save calls the save method of its module, which is wrapped, too
+            if getattr(self._thread, "saves", False):
                 return original(*args, **kwargs)
-            in_child = os.getpid() != self._pid  # a DataLoader's worker, which holds no weights of ours
+            # a forked child, such as a DataLoader's worker, has no predicted weights to undo
+            in_child = os.getpid() != self._pid
             if not in_child:
                 self.runtime.show_true_weights()
             f = args[1] if len(args) > 1 else kwargs.get(name)
@@ -84,21 +88,22 @@ class Saver:
         return save
 
     def regrouped(self) -> None:
-        """Ranks were lost. Where this one writes for good, it removes what those of a host without its agent have left
-        half written."""
+        """Called when ranks were lost. If this rank now writes real files, remove the incomplete files of ranks on a
+        lost host."""
         if not self._ranks.first:
             return
         if self.writers.take_over() and self.overlay is not None:
             self.overlay.take_over()
-        for folder in list(self._folders):  # where ranks train apart, another thread saves meanwhile
-            with suppress(OSError, ValueError):  # it may be gone
+        # copied, because another thread may save meanwhile where ranks train independently
+        for folder in list(self._folders):
+            with suppress(OSError, ValueError):  # the folder may have been removed
                 for half in folder.glob(f"{self._marks}*"):
                     _, _, rank, *_ = half.name.removeprefix(self._marks).split("-")
                     if int(rank) not in self._ranks.members:
                         shutil.rmtree(half, ignore_errors=True)
 
     def take_over(self) -> None:
-        """Let this rank write for good from now on, in place of the first of its host."""
+        """Let this rank write real files from now on, in place of the first rank of its host."""
         self.writers.take_over()
         if self.overlay is not None:
             self.overlay.take_over()
@@ -113,9 +118,9 @@ class Saver:
         copied = path if overlay is not None and path is not None and self._is_copied(overlay, path) else None
         if target is None:
             return write(f)
-        # Counted wherever it is written: the first rank may only be late to make the folder.
+        # Counted even if the folder does not exist yet: the first rank may only be late to create it.
         count = self._count(target)
-        # In a folder that this rank alone has, such as one named by time, no other rank writes.
+        # A folder that exists only on this rank, such as one named by time, is written by no other rank.
         alone = copied is not None and overlay is not None and overlay.is_private(str(Path(copied).parent))
         first = self.writers.is_first(str(target))
         if not (alone or first) and self._is_saved(target, count):
@@ -135,7 +140,7 @@ class Saver:
         return result
 
     def _save_in_child(self, f: str, write: Write) -> Any:
-        """Save in a forked child, without waiting for other ranks, which do not wait for it either."""
+        """Save in a forked child, without coordination: other ranks do not wait for a child."""
         path = self.overlay.path(f) if self.overlay is not None else None
         if self.overlay is not None and path is not None and self._is_copied(self.overlay, path):
             return self._write_whole(Path(self.overlay.place(path)), write)
@@ -143,7 +148,8 @@ class Saver:
         return write(f) if target is None else self._write_whole(target, write)
 
     def _is_copied(self, overlay: Overlay, path: str) -> bool:
-        """Whether this rank saves a copy: a file that is whole needs no closing to become the file itself."""
+        """Whether this rank saves a private copy. A file to be put in place when it is closed does not count, since a
+        save writes it completely."""
         return overlay.role(path, begins=True) is WriteRole.APART
 
     def _write_whole(self, path: Path, write: Write) -> Any:
@@ -151,7 +157,7 @@ class Saver:
             return write_whole(path, self._mark, write)
 
     def _count(self, target: Path) -> int | None:
-        """How often this rank has saved to this path; None where ranks save as they like."""
+        """Return how often this rank has saved to this path; None if saves of ranks are not coordinated."""
         runtime = self.runtime
         if runtime.ranks.control is None or not self.writers.saves_once:
             return None
@@ -159,7 +165,7 @@ class Saver:
         return self._counts[str(target)]
 
     def _is_saved(self, target: Path, count: int | None) -> bool:
-        """Whether the first local rank saves the file, too; then it is there."""
+        """Whether the first local rank saves the file, too. If so, the file exists when this returns."""
         if count is None or self._ranks.control is None:
             return False
         saved = self._appears(self._ranks.control, target, count)
@@ -168,10 +174,10 @@ class Saver:
         return saved
 
     def _appears(self, control: WorkerLine, target: Path, count: int) -> bool:
-        """Wait for the first local rank to write the file; False where this rank had better write it itself.
+        """Wait for the first local rank to write the file. Return False if this rank should write the file itself.
 
-        The first local rank may never save here, and may wait for this rank in an exchange meanwhile: unless it
-        is writing by now, it is not waited for long. Should it only be late, the file is written twice.
+        The first local rank may never save here, and may itself wait for this rank in an exchange, so unless it is
+        already writing, this rank waits only briefly. If the first rank was merely late, the file is written twice.
         """
         number, step, far = self._number, self._ranks.step, self.writers.is_far(str(target))
         patient = self._ranks.together and str(target) not in self._missed
@@ -194,7 +200,7 @@ class Saver:
 
     @property
     def _mark(self) -> str:
-        """How the names of the folders begin in which this rank writes."""
+        """Prefix of the names of the temporary folders in which this rank writes."""
         return mark_of(self._world)
 
     @property
@@ -203,17 +209,18 @@ class Saver:
 
 
 def _target(f: str) -> Path | None:
-    """The file that `f` means, links followed; None where torch had better write to `f` itself."""
+    """Return the file that `f` refers to, with links followed; None if torch should write to `f` directly."""
     target = Path(os.path.realpath(f))
     if not target.parent.is_dir() or (target.exists() and not target.is_file()):
-        return None  # torch's own error, or a device such as /dev/null that must not be replaced
+        return None  # torch reports an error, or `f` is a device such as /dev/null, which must not be replaced
     return target
 
 
 def _in_one_file(
     original: Callable[..., Any], saving: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Keras's, which may write several files: then each rank writes them."""
+    """Return Keras's save function wrapped by `saving`. With max_shard_size it may write several files; then each rank
+    writes them itself."""
     once = saving(original)
 
     @functools.wraps(original)

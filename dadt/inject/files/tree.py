@@ -1,9 +1,9 @@
-"""A view of the file system in which a rank sees what it has written, and no other rank does.
+"""A view of the file system in which a rank sees its own private copies of files, which no other rank sees.
 
-Where the first rank of the host writes a path for good, each of the others writes a copy in a folder of its own, the
-tree, which ends with the job: the copy of `/home/a/log.csv` is `<tree>/home/a/log.csv`. Reads see the copy, or else
-the file itself, as with overlayfs. What the rank has removed is marked in the tree by an empty file without permissions
-(a whiteout).
+Where the first rank of the host writes the real file, each of the others writes a copy in a folder of its own, the
+tree, which is deleted when the job ends: the copy of `/home/a/log.csv` is `<tree>/home/a/log.csv`. Reads see the copy
+if there is one, and otherwise the real file, as with overlayfs. Files that the rank has removed are marked in the tree
+by an empty file without permissions (a whiteout).
 
 All state is on disk, so that forked children see the same.
 """
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Bound here, before `install` puts functions of an overlay into `os`.
+# Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
 from os import link, listdir, lstat, readlink, rename, scandir, unlink
 from os import open as os_open
 from pathlib import Path
@@ -30,25 +30,26 @@ from dadt.inject.files.listing import FolderEntry, is_half
 
 DIGITS = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
 WHITEOUT = stat.S_IFREG
-"""st_mode of a whiteout: a regular file that nobody may read or write."""
+"""st_mode of a whiteout, which marks a removed file: a regular file that nobody may read or write."""
 
 
 class Tree:
-    """The folder of copies, and what the rank sees over it. Paths are absolute, as `path` makes them."""
+    """The folder of a rank's private copies, and the view of files that results from it. Paths are absolute, as
+    returned by `path`."""
 
     def __init__(self, root: Path, keeps: Callable[[str], bool]) -> None:
-        """keeps: whether an absolute path is kept apart."""
+        """keeps: returns whether ranks get private copies of an absolute path."""
         self.tree = str(root)
         self._keeps = keeps
         self._inside = threading.local()
         self._none = os.path.join(self.tree, ".none")
         self.removals: Counter[str | None] = Counter()
-        """How often this rank has removed or renamed a path, apart or for good."""
+        """How often this rank has removed or renamed each path, privately or for real."""
         os.makedirs(self.tree, mode=0o700, exist_ok=True)
 
     @contextmanager
     def real(self) -> Iterator[None]:
-        """Within it, this thread sees and writes files as they are."""
+        """A context in which this thread reads and writes the real files."""
         before = getattr(self._inside, "real", False)
         self._inside.real = True
         try:
@@ -57,7 +58,8 @@ class Tree:
             self._inside.real = before
 
     def path(self, given: Any, dir_fd: int | None = None) -> str | None:
-        """The absolute path that the script means; None where it is not kept apart, is no path or has a `dir_fd`."""
+        """Return the absolute path that the script means; None if ranks get no private copies of it, if it is no path,
+        or if `dir_fd` is given."""
         if dir_fd is not None or isinstance(given, int) or getattr(self._inside, "real", False):
             return None
         try:
@@ -67,12 +69,12 @@ class Tree:
         if not path:
             return None
         path = os.path.abspath(path)
-        if path.startswith(self.tree + os.sep):  # the script is in a folder of the tree
+        if path.startswith(self.tree + os.sep):  # the script works in a folder of private copies
             path = path[len(self.tree) :]
         return path if self._keeps(path) else None
 
     def where(self, path: str) -> str:
-        """The path at which the rank reads `path`; one that does not exist if the rank has removed it."""
+        """Return the path at which the rank reads `path`; one that does not exist if the rank has removed the file."""
         private = self.tree + path
         try:
             mode = lstat(private).st_mode
@@ -86,11 +88,12 @@ class Tree:
         return kind(self.where(path)) is not None
 
     def is_private(self, path: str) -> bool:
-        """Whether the rank sees `path`, and nobody else does."""
+        """Whether `path` exists for this rank only, as a private copy."""
         return self.where(path) != path and self.exists(path) and kind(path) is None
 
     def reveal(self, path: str) -> None:
-        """Forget the rank's own copy, or that it has removed the file: from here on it sees the file itself."""
+        """Delete the rank's own copy, or the mark that it has removed the file, so that the rank sees the real file
+        from now on."""
         with self.real():
             private = self.tree + path
             if kind(private) == stat.S_IFDIR:
@@ -99,8 +102,8 @@ class Tree:
                 unlink(private)
 
     def place(self, path: str, *, keep: bool = False, most: int | None = None) -> str:
-        """The path in the tree, ready to be written. keep: with the content that the rank sees now. most: at most this
-        many bytes of a content that is not a copy yet; None: all."""
+        """Return the path of a private copy in the tree, ready to be written. keep: preserve the content that the rank
+        sees now. most: maximum number of bytes to copy from a real file; None for all."""
         with self.real():
             private = self.tree + path
             self._prepare(os.path.dirname(path))
@@ -117,7 +120,7 @@ class Tree:
             elif stat.S_ISLNK(found.st_mode):
                 target = readlink(private)
                 return self.place(target, keep=keep, most=most) if self._keeps(target) else private
-            elif found.st_nlink > 1 and stat.S_ISREG(found.st_mode):  # shared with a file that another rank writes
+            elif found.st_nlink > 1 and stat.S_ISREG(found.st_mode):  # a hard link to a file that another rank writes
                 rename(private, private + ".old")
                 if keep:
                     shutil.copy(private + ".old", private)
@@ -125,13 +128,14 @@ class Tree:
             return private
 
     def _prepare(self, folder: str) -> None:
-        """Make the folder in the tree. Raises FileNotFoundError or NotADirectoryError if the rank sees none."""
+        """Create the folder in the tree of private copies. Raises FileNotFoundError or NotADirectoryError if the rank
+        sees no such folder."""
         with self.real():
             scandir(self.where(folder)).close()
             os.makedirs(self.tree + folder, exist_ok=True)
 
     def _cover(self, folder: str) -> None:
-        """Hide what lies in the folder itself: the one in the tree takes its place."""
+        """Hide the contents of the real folder, because a new folder in the tree takes its place."""
         for name in listdir(folder) if kind(folder) == stat.S_IFDIR else ():
             path = os.path.join(folder, name)
             if kind(self.tree + path) is None:
@@ -145,7 +149,7 @@ class Tree:
             os.close(os_open(self.tree + path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0))
 
     def _drop(self, path: str) -> None:
-        """Hide what this rank removes or renames."""
+        """Hide a path that this rank removes or renames, and count the removal."""
         self.removals[path] += 1
         self._hide(path)
 
@@ -155,7 +159,8 @@ class Tree:
             self._drop(path)
 
     def _gather(self, path: str) -> str:
-        """The path in the tree, with all that the rank sees there."""
+        """Copy everything that the rank sees at the path into the tree of private copies. Return the path in the
+        tree."""
         where = self.where(path)
         if where == path:
             copy(path, self.place(path))
@@ -167,7 +172,8 @@ class Tree:
         return self.tree + path
 
     def _goal(self, target: str, folder: bool) -> str:
-        """The path in the tree to which a file or a folder is renamed."""
+        """Return the path in the tree of private copies to which a file or folder can be renamed. Raises OSError if the
+        target cannot be replaced."""
         there = kind(self.where(target))
         if there == stat.S_IFDIR and not folder:
             raise error(errno.EISDIR, target)
@@ -183,11 +189,11 @@ class Tree:
         return not (listdir(folder) if self.where(folder) == folder else self._entries(folder, folder))
 
     def _entries(self, path: str, given: Any) -> list[FolderEntry]:
-        """What the rank sees in a folder that it has removed or that is in the tree."""
+        """Return the entries that the rank sees in a folder that has private copies, or that the rank has removed."""
         folder = os.fspath("." if given is None else given)
         with named(given), self.real():
             mine = {entry.name: entry for entry in scandir(self.where(path))}
-            there = list(scandir(path)) if os.path.isdir(path) else []  # also by a link
+            there = list(scandir(path)) if os.path.isdir(path) else []  # isdir, as the path may be a link to a folder
         seen = [entry for entry in mine.values() if entry.stat(follow_symlinks=False).st_mode != WHITEOUT]
         kinds = {pattern(entry.name) for entry in seen if kind(os.path.join(path, entry.name)) is None}
         for entry in there:
@@ -197,18 +203,18 @@ class Tree:
         return [FolderEntry(entry, folder) for entry in seen]
 
     def _is_others(self, path: str) -> bool:
-        """Whether another rank has written the file in this job, and this one has not."""
+        """Whether another rank has written the file in this job, and this rank has not."""
         return False
 
 
 def pattern(path: str) -> str:
-    """The path with each word in it that has a digit left open: names that differ by a time, a number or a process id
-    have the same."""
+    """Replace each word in the path that contains a digit by "#": names that differ only by a time, a number or a
+    process id become equal."""
     return DIGITS.sub("#", path)
 
 
 def kind(path: str) -> int | None:
-    """The kind of file; None where there is none."""
+    """Return the file type (S_IFMT of st_mode) of what is at the path; None if nothing is there."""
     try:
         return stat.S_IFMT(lstat(path).st_mode)
     except OSError:
@@ -220,7 +226,7 @@ def error(number: int, *paths: Any) -> OSError:
 
 
 def copy(source: Any, target: str) -> None:
-    """A copy of a file or a folder, by links where it can be: `place` separates them before one is written."""
+    """Copy a file or a folder, by hard links if possible. `place` separates a linked file before it is written."""
     if os.path.isdir(source):
         shutil.copytree(source, target, copy_function=copy, dirs_exist_ok=True, symlinks=True)
         return
@@ -234,7 +240,7 @@ def copy(source: Any, target: str) -> None:
 
 @contextmanager
 def named(given: Any) -> Iterator[None]:
-    """Errors name the path that the script has given."""
+    """A context in which errors name the path that the script has given, not that of a private copy."""
     try:
         yield
     except OSError as failure:

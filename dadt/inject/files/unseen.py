@@ -1,4 +1,4 @@
-"""Errors of a library that does not find what this rank has written, as the overlay keeps it elsewhere."""
+"""Explains errors of libraries that do not find a file because this rank has written it only as a private copy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OURS = str(Path(__file__).parent) + os.sep
 
 
 def unseen(overlay: Overlay, error: BaseException) -> str:
-    """The path in an error that says that nothing is there, where this rank has a file that nobody else sees; else
-    empty. What reads by the overlay finds those, so that its errors are of something else."""
+    """Return the path in a file-not-found error if this rank has a private copy of the file; otherwise an empty string.
+    Errors from code that uses the overlay are left out, since the overlay finds private copies."""
     if overlay.writers.mode not in (Mode.ONE, Mode.SHARED) or not NO_FILE.search(str(error)):
         return ""
     if any(frame.f_code.co_filename.startswith(OURS) for frame, _ in traceback.walk_tb(error.__traceback__)):
@@ -28,7 +28,7 @@ def unseen(overlay: Overlay, error: BaseException) -> str:
 
 
 def _is_kept(overlay: Overlay, name: str) -> bool:
-    """Whether the file, or the folder that is to hold it, is this rank's alone."""
+    """Whether the file, or the folder that should contain it, exists only as this rank's private copy."""
     path = overlay.path(name)
     if path is None:
         return False
@@ -36,7 +36,7 @@ def _is_kept(overlay: Overlay, name: str) -> bool:
 
 
 def _names(error: BaseException) -> Iterator[str]:
-    """What may be a path."""
+    """Yield the words in an error that may be paths."""
     for known in (getattr(error, "filename", None), getattr(error, "filename2", None)):
         if isinstance(known, str | os.PathLike):
             yield os.fsdecode(known)

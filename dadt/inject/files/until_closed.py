@@ -1,4 +1,5 @@
-"""Files that a rank writes apart until they are closed. Only then is known whether the first rank writes them, too."""
+"""Files that a rank writes as private copies until they are closed, because only then is it known whether the first
+rank writes them, too."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from dadt.inject.files.writers import Writers
 
 BUFFER_BYTES = 1 << 17
 STEPS = 2
-"""A file that is open for longer becomes the file itself: ranks are one step apart at most, so that the first one would
-have begun it by then."""
+"""Steps after which a file that is still open becomes the real file. Ranks are at most one step apart, so the first
+rank would have begun to write it by then."""
 
 
 class UntilClosed(io.FileIO):
-    """Open for writing in the tree, under the name that the script has given."""
+    """A file open for writing in the tree of private copies, under the name that the script has given."""
 
     def __init__(self, name: Any, mode: str, opener: Callable[[str, int], int], closed: Callable[[], None]) -> None:
-        """closed: called once, when the process that has opened it closes it."""
+        """closed: called once, when the file is closed by the process that opened it."""
         self._closed = closed
         self._pid = os.getpid()
         super().__init__(name, mode, opener=opener)
@@ -38,14 +39,15 @@ class UntilClosed(io.FileIO):
 
 
 class HeldFiles:
-    """The files that this rank writes apart until they are closed. A file that is in place keeps its copy for a while,
-    until it is known that the first rank does not write the same path at this moment: until then each reads what it
-    wrote."""
+    """The files that this rank writes as private copies until they are closed. Once the real file is written, its copy
+    stays for a while, until it is known that the first rank does not write the same path at this moment; until then
+    each rank reads what it wrote.
+    """
 
     def __init__(
         self, tree: Tree, writers: Writers, journal: WrittenJournal, mark: str, step: Callable[[], int]
     ) -> None:
-        """mark: how the names of folders begin in which files are made whole. step: that of this rank."""
+        """mark: prefix of the names of temporary folders. step: returns this rank's step."""
         self._tree = tree
         self._writers = writers
         self._journal = journal
@@ -53,10 +55,10 @@ class HeldFiles:
         self._step = step
         self._open: dict[str, tuple[weakref.ref[UntilClosed], int]] = {}
         self._placed: dict[str, int] = {}
-        """For each path that was put in place, the step of this rank in which it was."""
+        """For each file that was put in place of the real one, the step in which this rank did so."""
 
     def open(self, given: Any, path: str, mode: str) -> UntilClosed | None:
-        """The open file; None where that path cannot be held."""
+        """Open a private copy for writing. Returns None if something other than a regular file is at the path."""
         if kind(self._tree.where(path)) not in (None, stat.S_IFREG):
             return None
 
@@ -68,14 +70,14 @@ class HeldFiles:
         return raw
 
     def settle(self, path: str) -> None:
-        """Call this before this rank does anything with the path: drops its copy, if this rank wrote what is in
-        place."""
+        """To be called before this rank uses the path: deletes the private copy if this rank also wrote the real
+        file."""
         if self._placed.pop(path, None) is not None and self._journal.writer(path) == self._journal.rank:
             self._tree.reveal(path)
 
     def stepped(self) -> None:
-        """Call this when this rank has taken a step: files open for STEPS steps become the files themselves, and copies
-        kept for STEPS steps are dropped."""
+        """Called after each step of this rank: files open for STEPS steps become the real files, and copies older than
+        STEPS steps are deleted."""
         if not (self._open or self._placed):
             return
         before = self._step() - STEPS
@@ -85,12 +87,13 @@ class HeldFiles:
             self.settle(path)
 
     def hand_over(self) -> None:
-        """Make each open file the file itself, as this process ends, or another one gets it."""
+        """Turn each open file into the real file, because this process ends or another process receives it."""
         for path in list(self._open):
             self._adopt(path)
 
     def put(self, private: str, path: str) -> bool:
-        """Put a copy in place, unless another rank is the one that writes there. Returns whether it did."""
+        """Write a private copy to the real path, unless another rank is the one that writes there. Return whether it
+        was written."""
         with self._journal.turn(), self._tree.real():
             if not self._writers.puts_in_place(self._journal.is_others(path)):
                 return False
@@ -108,13 +111,13 @@ class HeldFiles:
             self._placed[path] = self._step()
 
     def _adopt(self, path: str) -> None:
-        """Put the copy in place, so that what this rank goes on to write goes to the file itself."""
+        """Turn an open private copy into the real file, so that this rank's further writes go to the real file."""
         ref, _ = self._open.pop(path)
         raw, private = ref(), self._tree.where(path)
         if raw is None or raw.closed or private == path or not self.put(private, path):
             return
         with self._tree.real():
-            self._tree.reveal(path)  # or it would be one file by two names
+            self._tree.reveal(path)  # otherwise the file would exist under two names
             file = os_open(path, os.O_WRONLY | os.O_CLOEXEC)
             os.lseek(file, os.lseek(raw.fileno(), 0, os.SEEK_CUR), os.SEEK_SET)
             os.dup2(file, raw.fileno(), inheritable=False)
@@ -122,16 +125,17 @@ class HeldFiles:
 
 
 def is_held(mode: Any, closefd: bool) -> bool:
-    """Whether a file of this mode is held: one that is only written, from its beginning."""
+    """Whether a file opened in this mode is written privately until it is closed: only if it is only written, from its
+    beginning."""
     return isinstance(mode, str) and closefd and not {"w", "x"}.isdisjoint(mode) and "+" not in mode
 
 
 def wrapped(
     raw: UntilClosed, mode: str, buffering: int, encoding: str | None, errors: str | None, newline: str | None
 ) -> Any:
-    """The file object that `open` returns for it."""
+    """Return the text or binary file object that `open` would return for a raw file."""
     if buffering == 0:
-        return raw if "b" in mode else io.TextIOWrapper(raw)  # raises: text has a buffer
+        return raw if "b" in mode else io.TextIOWrapper(raw)  # raises ValueError, as text files need a buffer
     buffer = io.BufferedWriter(raw, BUFFER_BYTES if buffering <= 1 else buffering)
     if "b" in mode:
         return buffer

@@ -1,4 +1,4 @@
-"""A file that is whole whenever it is there: written beside its place, and renamed into it."""
+"""Writes files so that they are never seen incomplete: into a temporary folder next to the target, then renamed."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ Write = Callable[[str], Any]
 
 
 def marks(world: World) -> str:
-    """How the names of the folders begin in which any rank of the job writes."""
+    """Return the prefix of the names of all temporary folders in which ranks of the job write."""
     return f".dadt-{world.job}-{world.restarts}-"
 
 
 def mark_of(world: World) -> str:
-    """How those of this rank begin."""
+    """Return the prefix of the names of the temporary folders in which this rank writes."""
     return f"{marks(world)}{world.cross_rank}-{world.local_rank}-{world.rank}-"
 
 
 def write_whole(path: str | Path, mark: str, write: Write) -> Any:
-    """Call `write` with a path beside the given one, then rename what it wrote over that, or leave nothing.
+    """Call `write` with a path in a temporary folder next to the target, then rename the result to the target; leave
+    nothing behind if `write` fails. mark: prefix of the folder's name.
 
-    It lies in a folder of its own, whose name begins with `mark`.
-
-    The path ends in the target's own name, which torch stores in the archive: the bytes do not depend on
-    where they were written. Permissions are the target's, or the umask's where it is new.
+    The path ends in the target's own name, which torch stores in the archive, so the bytes do not depend on where they
+    were written. Permissions are those of an existing target, or follow the umask.
     """
     target = Path(path)
     try:
         folder = tempfile.mkdtemp(prefix=mark, dir=target.parent)
-    except PermissionError:  # the folder is closed but the file may be writable
+    except PermissionError:  # nothing can be created in the folder, but the file itself may be writable
         return write(str(target))
     beside = Path(folder) / target.name
     try:

@@ -1,9 +1,9 @@
-"""Who writes a path: the one decision that everything asks that writes, renames or removes files.
+"""Decides which rank writes a path, for all code that writes, renames or removes files.
 
-A script that believes it is alone writes the same paths on all ranks. Then the first rank of the host writes them for
-good, and each of the others a copy, which nobody else sees. Once the script has read its rank, the first one's files
-are still its own, and what another rank alone writes is there, too. With a process group or `dadt.init` the script
-knows what it does. Hosts that see the same working folder are as one host there.
+A script that does not know of other ranks writes the same paths on all of them. Then the first rank of the host writes
+the real files, and each other rank writes private copies. Once the script has read its rank, the first rank still
+writes its own files, and files that only another rank writes become real, too. A script with a process group, or that
+calls `dadt.init`, is left alone. Hosts that share the working folder count as one host there.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ from dadt.train.runtime import Runtime
 
 
 class Mode(Enum):
-    """What the ranks of a host do with their files."""
+    """How the ranks of a host write their files."""
 
     REPLAY = auto()
-    """The script runs again up to a snapshot, so it has written all this before."""
+    """The script runs again up to a snapshot, and has already written all its files before."""
     ONE = auto()
-    """The script believes that it is alone."""
+    """The script does not know that there are other ranks."""
     SHARED = auto()
     """The script has read its rank."""
     ALL = auto()
-    """All ranks write, as `--files all` says."""
+    """All ranks write real files, as `--files all` demands."""
     SCRIPT = auto()
     """The script has a process group and knows its rank, or calls `dadt.init`."""
 
 
 class WriteRole(Enum):
-    """What a rank does with a path that it is about to write."""
+    """How a rank writes a path."""
 
     FOR_GOOD = auto()
     APART = auto()
-    """It writes a copy, which no other rank sees."""
+    """The rank writes a private copy, which no other rank sees."""
     UNTIL_CLOSED = auto()
-    """It writes a copy, which becomes the file itself when it is closed, unless that is the first rank's."""
+    """The rank writes a private copy, which becomes the real file when it is closed, unless the first rank writes this
+    file."""
 
 
 def decide(mode: Mode, *, first: bool, copy: bool, begins: bool = False) -> WriteRole:
-    """copy: this rank sees a copy of its own there, or has removed what others see. begins: the file gets a new
-    content, by Python's `open`, and whole."""
+    """Return how a rank writes a path. first: this rank is the first of its host. copy: this rank has a private copy of
+    the path, or has removed the path privately. begins: the file is written from its beginning, completely, by Python's
+    `open`.
+    """
     if mode is Mode.REPLAY:
         return WriteRole.APART
     if first and not copy:
@@ -54,26 +57,26 @@ def decide(mode: Mode, *, first: bool, copy: bool, begins: bool = False) -> Writ
 
 
 class Writers:
-    """The decision for this rank."""
+    """Decides for one rank which paths it writes for real."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._first = runtime.ranks.first
-        """This rank is the first of its host. A forked child keeps it."""
+        """Whether this rank is the first of its host. Stored, so that a forked child knows it, too."""
         self._rank = runtime.ranks.world.rank
         self._folder = f"{Path.cwd()}/"
 
     def is_first(self, path: str) -> bool:
-        """Whether this rank is the first of those that see this absolute path."""
+        """Whether this rank is the first among the ranks that see this absolute path."""
         return self._first_of_all if self.is_far(path) else self._first
 
     def is_far(self, path: str) -> bool:
-        """Whether ranks of several hosts see it."""
+        """Whether ranks of several hosts see the path, because it lies in a shared working folder."""
         return self._runtime.ranks.folder_writer >= 0 and path.startswith(self._folder)
 
     @property
     def writer(self) -> int:
-        """The rank that writes for good in a folder that several hosts see."""
+        """The rank that writes real files in a working folder shared by several hosts."""
         return self._runtime.ranks.folder_writer
 
     @property
@@ -81,7 +84,8 @@ class Writers:
         return self._first and self.writer in (-1, self._rank)
 
     def take_over(self) -> bool:
-        """Ranks were lost, and this one is the first of its host. Returns whether it is the first of all now, too."""
+        """Called when ranks were lost and this rank is the first of its host. Return whether it is now also the first
+        of all hosts that share the working folder."""
         self._first = True
         return self._first_of_all
 
@@ -97,30 +101,30 @@ class Writers:
         return Mode.SHARED if runtime.script.knows_rank else Mode.ONE
 
     def role(self, path: str, *, copy: bool, begins: bool = False) -> WriteRole:
-        """What this rank does with an absolute path that it is about to write. copy, begins: as of `decide`."""
+        """Return how this rank writes an absolute path. copy, begins: as for `decide`."""
         return decide(self.mode, first=self.is_first(path), copy=copy, begins=begins)
 
     @property
     def is_apart(self) -> bool:
-        """Whether this rank writes nothing for good, in the working folder."""
+        """Whether this rank writes only private copies in the working folder."""
         return self.mode is Mode.REPLAY or (self.mode is Mode.ONE and not self._first_of_all)
 
     @property
     def is_shared(self) -> bool:
-        """Several ranks of the host write for good, and may write the same path."""
+        """Whether several ranks of the host write real files, and may write the same path."""
         return self.mode in (Mode.SHARED, Mode.ALL)
 
     @property
     def saves_once(self) -> bool:
-        """A rank that saves a whole file to a path lets the first one do it, if that one does."""
+        """Whether a rank leaves saving a complete file to the first rank, if the first rank saves it, too."""
         return self._runtime.ranks.config.save_once and self.mode in (Mode.ONE, Mode.SHARED)
 
     def puts_in_place(self, by_first: bool) -> bool:
-        """Whether a file that this rank has written until it was closed becomes the file itself. by_first: the first
-        rank has written there."""
+        """Whether a file that was written privately until it was closed becomes the real file. by_first: whether
+        another rank has written the real file."""
         return self.mode is not Mode.SHARED or not by_first
 
     @property
     def reads_apart(self) -> bool:
-        """Whether this rank may have copies."""
+        """Whether this rank may have private copies to read."""
         return not self._first_of_all or self.mode is Mode.REPLAY

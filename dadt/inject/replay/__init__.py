@@ -1,1 +1,2 @@
-"""Snapshots of an unmodified script, and going on from one: the script runs again, without what is expensive."""
+"""Takes snapshots of an unmodified script and resumes from them: the script runs again up to the snapshot, without its
+expensive parts."""

@@ -1,4 +1,4 @@
-"""What the file of a snapshot has to hold. It is checked before it is used, as it may come from anywhere."""
+"""Checks the content of a snapshot's file before it is used, since the file may come from anywhere."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 from dadt.errors import NotResumed
 
 DEEPEST = 64
-"""Most containers within each other."""
+"""Maximum nesting depth of containers in a snapshot."""
 FEWEST = 10_000
-"""Values that even a short file may hold."""
+"""Number of values that even a short file may contain."""
 Kind = Callable[[Any], bool]
 
 
 def check_archive(path: Path) -> None:
-    """Raises NotResumed where unpacking could take more room than the file: what is written here is not compressed."""
+    """Raises NotResumed if the archive cannot be read or is compressed. Snapshots are written uncompressed, so that
+    unpacking never needs more space than the file has."""
     try:
         with zipfile.ZipFile(path) as archive:
             if all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist()):
@@ -30,8 +31,10 @@ def check_archive(path: Path) -> None:
 
 
 def check(path: Path, content: Any, step: int, *, common: bool) -> dict[str, Any]:
-    """The content, which is this rank's own part, and with `common` all ranks', behind this step. Raises NotResumed
-    where something is missing, of another kind, or nested too deep."""
+    """Return the content after checking that it is of this step and has all parts of this rank's own state and, with
+    `common`, of the state that all ranks share. Raises NotResumed if something is missing, of the wrong type, or nested
+    too deeply.
+    """
     if not isinstance(content, dict):
         raise NotResumed(f"{path}: holds no state of a job: resume from another snapshot")
     _check_size(path, content)
@@ -47,7 +50,8 @@ def check(path: Path, content: Any, step: int, *, common: bool) -> dict[str, Any
 
 
 def _check_size(path: Path, content: Any) -> None:
-    """One list may stand in many places, so that a short file holds any number of values."""
+    """Raises NotResumed if the content has more values than the file has bytes, or is nested too deeply. A list may
+    occur at many places in a file, so that a short file could expand to any number of values."""
     most, count = max(FEWEST, path.stat().st_size), 0
     waiting = [(content, 0)]
     while waiting:
@@ -71,8 +75,8 @@ def _repeats(tensor: torch.Tensor) -> bool:
 
 
 def fits(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> bool:
-    """Whether the state is of as many parameters, and of their shapes where torch's own optimizers keep a value for
-    each element."""
+    """Whether the state belongs to as many parameters as the optimizer has. For torch's own optimizers, per-element
+    values also must have the shapes of the parameters."""
     groups = optimizer.param_groups
     if [len(each["params"]) for each in groups] != [len(each["params"]) for each in state["param_groups"]]:
         return False
@@ -90,7 +94,7 @@ def fits(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> bool:
 
 
 def alike(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Whether two states have the same names, and for each a value of the same kind."""
+    """Whether two states have the same names, and for each name values of the same kind."""
     return mine.keys() == theirs.keys() and all(_is_like(mine[name], theirs[name]) for name in mine)
 
 
@@ -110,7 +114,7 @@ def _is_text_of_bytes(value: Any) -> bool:
 
 
 def _is_random(value: Any) -> bool:
-    """Whether it holds the random streams `own`, `shared` or both, each as `State.plain` makes it."""
+    """Whether a value contains the random streams `own`, `shared` or both, each as returned by `State.plain`."""
     return (
         isinstance(value, dict)
         and {*value} in ({"own"}, {"shared"}, {"own", "shared"})
@@ -126,7 +130,8 @@ def _is_random(value: Any) -> bool:
 
 
 def _is_row(value: Any, length: int, words: int, place: int) -> bool:
-    """A list in which the words of a generator stand at this place, each of four bytes, among plain values."""
+    """Whether a value is a list of `length` plain values, except for a byte tensor at index `place` with a generator's
+    `words` words of four bytes."""
     if not isinstance(value, list | tuple) or len(value) != length or not _is_text_of_bytes(value[place]):
         return False
     rest = [each for index, each in enumerate(value) if index != place]
@@ -138,7 +143,7 @@ def _named(kind: Kind) -> Kind:
 
 
 def _numbered(kind: Kind) -> Kind:
-    """A dict whose keys are numbers of built objects, and whose values are of this kind."""
+    """Return a check for a dict from numbers of built objects to values that pass the check `kind`."""
     return lambda value: isinstance(value, dict) and all(type(n) is int and kind(v) for n, v in value.items())
 
 
@@ -147,7 +152,8 @@ def _is_state(value: Any) -> bool:
 
 
 def _is_averaged(value: Any) -> bool:
-    """A module's number, names of buffers, the official ones and the rank's own."""
+    """Whether a value is a list of entries for modules: the module's number, names of buffers, averaged values, and the
+    rank's own values."""
     return isinstance(value, list) and all(
         isinstance(each, list | tuple)
         and len(each) == 4
@@ -179,7 +185,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_rows(value: Any) -> bool:
-    """Whether it is a list of tensors, with None where there is none."""
+    """Whether a value is a list whose elements are tensors or None."""
     return isinstance(value, list | tuple) and all(each is None or _is_tensor(each) for each in value)
 
 
@@ -197,7 +203,7 @@ def _is_terms(value: Any) -> bool:
 
 
 def _is_owed(value: Any) -> bool:
-    """It is read as memory of floats where it is no list."""
+    """Whether a value is a list of tensors or a flat float32 tensor, which is later read as raw memory of floats."""
     return _is_rows(value) or (
         _is_tensor(value) and value.dtype == torch.float32 and value.dim() == 1 and value.is_contiguous()
     )
@@ -212,7 +218,7 @@ def _is_bool(value: Any) -> bool:
 
 
 def _with(**kinds: Kind) -> Kind:
-    """A check for a dict in which the values under these names, as far as they are there, are of these kinds."""
+    """Return a check for a dict: a value whose name is in `kinds` must pass the check under this name."""
     return lambda value: isinstance(value, dict) and all(kinds[n](value[n]) for n in kinds if n in value)
 
 
@@ -238,7 +244,7 @@ _ALGORITHM = _with(before=_is_numbers, expected=_is_numbers, pause=_is_step, lef
 
 
 def _is_training(value: Any) -> bool:
-    """Whether it is a dict as `Observation.own` makes it."""
+    """Whether a value is a dict as made by `Observation.own`."""
     names = {"prediction", "barred", "owes", "in_flight", "follows", "algorithm"}
     return (
         isinstance(value, dict)
@@ -264,16 +270,16 @@ OWN: Mapping[str, Kind] = {
     "averaged": _is_averaged,
     "training": _numbered(_is_training),
 }
-"""The part of a snapshot that is each rank's own: names, and what each has to hold."""
+"""The parts of a snapshot that each rank has for itself, by name, with a check for each."""
 APART: Mapping[str, Kind] = {"weights": _named(_is_tensor), "states": _numbered(_is_optimizer)}
-"""What is one rank's as well where ranks have weights of their own."""
+"""Further parts that each rank has for itself if ranks have different weights, by name, with a check for each."""
 COMMON: Mapping[str, Kind] = {
     "tensors": _named(_is_tensor),
     "optimizers": _numbered(_is_optimizer),
     "schedulers": _numbered(_is_state),
     "scalers": _numbered(_is_state),
 }
-"""The part of a snapshot that all ranks have in common: names, and what each has to hold."""
+"""The parts of a snapshot that all ranks have in common, by name, with a check for each."""
 _OF_EACH_ELEMENT = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}
     | {"acc_delta", "prev", "step_size", "ax"}

@@ -1,8 +1,8 @@
-"""Copies of tensors on the host, of which the thread that trains makes as few as it can.
+"""Copies tensors to host memory, with as little work as possible on the training thread.
 
-What a script may change at once behind a step, as weights that it clips, is copied there. What only the next step
-changes (an optimizer's state, gradients that were sent) another thread copies while the script computes the gradients
-of that step, which waits for what is left of it.
+Tensors that a script may change right after a step, such as weights that it clips, are copied by the training thread.
+Tensors that only the next step changes (an optimizer's state, gradients that were sent) are copied by another thread
+while the script computes the next gradients; the next step waits for copies that are still missing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 LARGE = 1 << 20
-"""Bytes of a tensor whose copy is worth another thread, and memory that is kept for the next one."""
+"""Bytes from which a tensor is copied by another thread, and the memory of its copy is reused for the next snapshot."""
 
 
 class CopyMemory:
-    """Memory for copies, kept from one snapshot to the next, as allocating it costs more than copying."""
+    """Memory for copies, reused from one snapshot to the next, since allocating it costs more than copying."""
 
     def __init__(self) -> None:
         self._free: dict[Any, list[torch.Tensor]] = {}
@@ -30,47 +30,49 @@ class CopyMemory:
         return free.pop() if free else torch.empty_like(like, device="cpu", requires_grad=False)
 
     def give_back(self, copies: list[torch.Tensor]) -> None:
-        """Keep this memory, needed no longer, for the next snapshot. Memory that was kept before and not taken since is
-        freed."""
+        """Store the memory of copies that are no longer needed for the next snapshot. Memory stored earlier and not
+        used since is freed."""
         self._free = {}
         for each in copies:
             self._free.setdefault(_kind(each), []).append(each)
 
 
 class Copies:
-    """The copies of the tensors of one snapshot."""
+    """The copies of all tensors in one snapshot."""
 
     def __init__(self, room: CopyMemory) -> None:
         self._room = room
         self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Each tensor and its copy, by the tensor's id."""
         self._later: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        """The tensors that the other thread copies, each with its copy and with its version when it was noted."""
+        """The tensors that the other thread copies, each with its copy and its version at the time of the snapshot."""
         self._kept: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
 
     def now(self, content: Any) -> Any:
-        """The content with copies in place of all its tensors."""
+        """Return the content with copies in place of all its tensors."""
         return tree_map_only(torch.Tensor, self._now, content)
 
     def later(self, content: Any) -> Any:
-        """The content with copies in place of all its tensors; they hold the values once `finish` has returned."""
+        """Return the content with copies in place of all its tensors; the copies contain the values only once `finish`
+        has returned."""
         return tree_map_only(torch.Tensor, self._let, content)
 
     def begin(self) -> None:
-        """Start the thread that makes the copies that `later` has left."""
+        """Start the thread that makes the copies requested by `later`."""
         if self._later:
             self._thread = threading.Thread(target=self._work, name="dadt-copies", daemon=True)
             self._thread.start()
 
     def finish(self) -> bool:
-        """Wait until all is copied. Returns whether the copies are good: no tensor has changed since it was noted."""
+        """Wait until everything is copied. Return whether the copies are valid, because no tensor has changed since the
+        snapshot."""
         if self._thread is not None:
             self._thread.join()
         return all(source._version == version for source, _, version in self._later)
 
     def over(self) -> None:
-        """The copies are needed no more."""
+        """Release the copies and reuse their memory for the next snapshot."""
         self._room.give_back(self._kept)
         self._kept, self._later = [], []
         self._copied.clear()
@@ -102,7 +104,7 @@ class Copies:
 
     def _work(self) -> None:
         for source, into, _ in self._later:
-            # Not torch's, which would start as many threads more as the script has.
+            # Not torch's copy_, which would start as many more threads as the script already has.
             ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 
 
@@ -111,7 +113,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has no holes: it takes as much memory as it has values, in the order of a copy."""
+    """Whether the tensor's memory has no gaps, and the order of its values is that of its copy."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

@@ -1,5 +1,5 @@
-"""The random numbers of a single worker's data: drawn from the one stream that its models draw from, too, as under
-plain python. A replay leaves most forwards out, so the state in which its data is drawn is recorded."""
+"""Records the random states in which a single worker draws its data. As in plain Python, data and models draw from the
+same random stream; a replay skips most forwards, so it has to restore these states."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from dadt.inject.replay.values import ReadValues
 
 
 class Draws:
-    """Records, and in a replay restores, the random state in which a process that trains alone draws its data."""
+    """Records the random state before each draw for data, in a process that trains alone; a replay restores these
+    states."""
 
     def __init__(self, values: ReadValues) -> None:
         self._values = values
         self._inside = False
         self._last: State | None = None
-        """The random state after data was drawn last; None before."""
+        """The random state after the last draw for data; None before the first."""
         self._thread, self._pid = threading.get_ident(), os.getpid()
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """A context around what draws random numbers for a loader: records the state before, or in a replay restores
-        it."""
+        """A context around code that draws random numbers for a loader: records the state before it, or restores it in
+        a replay."""
         if self._inside or threading.get_ident() != self._thread or os.getpid() != self._pid:
             yield
             return

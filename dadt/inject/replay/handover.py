@@ -1,8 +1,9 @@
-"""A new worker's script is made again up to where this rank's is, and then trains with it.
+"""Lets a new worker join a running job: its script is replayed up to the current step of this rank, and then trains
+along.
 
-The new worker asks twice or more. Each time it is told, after a step, what the others' scripts have read from tensors
-so far, with which it comes closer while they go on training. The last time they wait: it is given their state, and all
-connect anew with it, as in a job that goes on from a snapshot.
+The new worker asks two or more times. Each time it receives, after a step, the values that the other ranks' scripts
+have read from tensors so far, and comes closer while they continue to train. The last time they wait: they give it
+their state, and all ranks connect again including the new one, as in a job that resumes from a snapshot.
 """
 
 from __future__ import annotations
@@ -24,40 +25,41 @@ from dadt.train.approaches import Approach
 from dadt.train.runtime import Runtime
 
 PIECE = 16 << 20
-"""Most bytes of values in one answer."""
+"""Maximum number of bytes of values in one message to a new worker."""
 TRIES = 5
-"""Most steps in a row at which a new worker may fail to join before it is refused."""
+"""Maximum number of consecutive steps at which a new worker may fail to join before it is refused."""
 TAG = 91
-"""The tag of the message that brings a new worker the state."""
+"""Tag of the point-to-point message with which a new worker receives the state."""
 
 
 class Ready(NamedTuple):
-    """What a new worker gets if the next forward goes on with nothing older."""
+    """Data for a new worker, sent if the next training forward does not depend on earlier computations."""
 
     approach: Approach
     values: bytearray
-    """The recorded values that the script had read by then."""
+    """The recorded values that the script had read from tensors when the state was taken."""
     state: bytes
-    """The encoded state, on the rank that gives it; empty on the others."""
+    """The encoded state, on the rank that sends it; empty on the others."""
     parts: dict[torch.optim.Optimizer, dict[str, Any]]
-    """This rank's part of each optimizer's state, from which it goes on, too."""
+    """This rank's part of each optimizer's state, from which this rank itself continues, too."""
     begun: tuple[int, int]
-    """Numbers of backwards and gatherings so far. The new worker would repeat any that came later."""
+    """Numbers of backwards and gatherings so far. If either has grown, the new worker would repeat them, so it cannot
+    join at this step."""
 
 
 class Handover:
-    """What a rank that trains already does to let a new worker join."""
+    """The part of a training rank in letting a new worker join."""
 
     def __init__(self, runtime: Runtime, values: ReadValues, recorder: Recorder, taken: Taken) -> None:
         self._runtime, self._values, self._recorder, self._taken = runtime, values, recorder, taken
         self._ranks = runtime.ranks
         self._ready: list[Ready] = []
         self._again: list[Approach] = []
-        """New workers that could not join at the last step, and are tried at the next."""
+        """New workers that could not join at the last step, to be tried again at the next one."""
         self._tries: Counter[int] = Counter()
 
     def stepped(self) -> None:
-        """A step is complete, here and on all others."""
+        """Called when a step is complete on all ranks: serve the new workers that ask to join."""
         again = [*self._again, *(each.approach for each in self._ready)]
         self._again, self._ready = [], []
         for approach in [*again, *self._ranks.requests.approaches.due()]:
@@ -65,18 +67,18 @@ class Handover:
                 self._heed(approach)
 
     def saw(self, given: Any) -> None:
-        """A training forward begins, with these arguments: hands over what is ready, if the forward does not rely on
-        older computations."""
+        """Called when a training forward begins, with its arguments: hand over the prepared state, unless the forward
+        depends on earlier computations."""
         ready, self._ready = self._ready, []
         if ready and not goes_on(given) and self._begun == ready[0].begun:
             with self._values.aside():
-                self._hand_over(ready[0])  # after which the others are told anew
+                self._hand_over(ready[0])  # afterwards the agents report all other new workers again
         else:
             self._again += [each.approach for each in ready]
 
     def regrouped(self) -> None:
-        """All ranks have connected again, some perhaps before they knew of what is ready here. Open approaches are
-        reported again, so forget them."""
+        """Called when all ranks have connected again, some perhaps without knowing of the prepared states. Forget those
+        states, since agents report waiting new workers again."""
         self._again, self._ready = [], []
 
     def _heed(self, approach: Approach) -> None:
@@ -98,7 +100,7 @@ class Handover:
         return self._ranks.world.rank == self._ranks.members[0]
 
     def _take(self, approach: Approach) -> Ready | None:
-        """Collect what the new worker is to get; None if that cannot be encoded, and the worker was refused."""
+        """Collect what the new worker receives; None if it cannot be encoded, in which case the worker was refused."""
         r = self._runtime
         self._recorder.drop()
         content = self._taken.take(sys._getframe(), common=self._gives)
@@ -106,7 +108,7 @@ class Handover:
             parts = {o: part for o in r.optimizers if (part := r.checkpoints.save(o)) is not None}
         try:
             state = plain.encode(content, "what a new worker is given") if self._gives else b""
-        except DadtError as error:  # such as a scheduler's that is no plain value
+        except DadtError as error:  # such as a scheduler whose state contains other than plain values
             self._refuse(approach, str(error))
             return None
         return Ready(approach, bytearray(self._values.recorded), state, parts, self._begun)
@@ -126,8 +128,8 @@ class Handover:
             self._control.give(approach.number, b"", self._ranks.generation, last=approach.last, text=why)
 
     def _give(self, approach: Approach, values: bytearray, size: int = 0) -> None:
-        """Tell the new worker how far this rank is. values: what its script had read by then. size: bytes of the state
-        that follows."""
+        """Send the new worker this rank's step and values. values: what the script had read from tensors at the step.
+        size: bytes of the state that follows, 0 if none."""
         ranks, end = self._ranks, approach.known + PIECE
         told = {"step": ranks.step, "values": bytes(values[approach.known : end]), "more": end < len(values)}
         told |= {"plan": self._recorder.plan, "giver": ranks.world.rank, "shares": ranks.shares, "size": size}
@@ -135,7 +137,7 @@ class Handover:
         self._control.give(approach.number, blob, ranks.generation, last=approach.last)
 
     def _hand_over(self, ready: Ready) -> None:
-        """Let all ranks connect again, with the new worker unless it has ended, and give it the state."""
+        """Connect all ranks again, including the new worker unless it has ended, and send it the state."""
         ranks, approach, gives = self._ranks, ready.approach, self._gives
         if gives:
             self._give(approach, ready.values, len(ready.state))
@@ -145,7 +147,7 @@ class Handover:
         self._runtime.recovery.connect_anew(lost, ranks.config.timeout, ready.parts)
         if gives and approach.rank in ranks.members:
             state = torch.frombuffer(bytearray(ready.state), dtype=torch.uint8)
-            with suppress(CommError):  # of which the next step knows, too
+            with suppress(CommError):  # the next step of training notices a lost rank, too
                 message = ranks.mail.send(state, list(ranks.members).index(approach.rank), TAG)
                 ranks.await_message(message, f"giving the state to rank {approach.rank}")
         self._runtime.begin()

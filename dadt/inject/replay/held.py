@@ -1,15 +1,15 @@
-"""What a script says and writes in its replay: it has said and written it before."""
+"""Hides what a script prints during its replay, since it has printed the same before."""
 
 from __future__ import annotations
 
 import os
 import sys
-from os import open as os_open  # bound before scripts' files are kept apart
+from os import open as os_open  # imported by name before `install` replaces the functions in `os`
 from pathlib import Path
 
 
 class HeldOutput:
-    """Standard output and error go to a file, until `release`."""
+    """Redirects standard output and error to a file from `hold` until `release`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -24,7 +24,7 @@ class HeldOutput:
         os.close(file)
 
     def release(self) -> None:
-        """Give standard output and error back to where they went before. May be called again."""
+        """Restore the original standard output and error. May be called more than once."""
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             if (kept := self._kept.pop(number, None)) is not None:
                 stream.flush()

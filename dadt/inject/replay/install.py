@@ -1,4 +1,4 @@
-"""Lets a worker take snapshots, and begin from one."""
+"""Installs what a worker needs to take snapshots and to resume from one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from dadt.train.runtime import Runtime
 
 
 def install(runtime: Runtime, modules: Modules, streams: Streams, overlay: Overlay | None) -> None:
-    """Before the script builds anything. A snapshot that cannot be read ends the process."""
+    """Install snapshots and replay in this worker; called before the script builds anything. If the snapshot to resume
+    from cannot be read, the process ends."""
     config = runtime.ranks.config
     if not runtime.replay.possible:
         return

@@ -1,4 +1,5 @@
-"""Tensors that a forward leaves in attributes of its modules, as an auxiliary loss: results beside what it returns."""
+"""Finds tensors that a forward stores in attributes of its modules, such as an auxiliary loss, in addition to what it
+returns."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 PLAIN = (torch.Tensor, list, tuple, dict)
-"""Kinds of attributes that are looked into."""
+"""Types of attributes that are searched for tensors."""
 
 
 def left_by(module: nn.Module, call: Callable[[], Any]) -> tuple[Any, list[tuple[nn.Module, str, Any]]]:
-    """What the call returns, and the attributes with tensors that it has set, of this module and those within it."""
+    """Return what the call returns, and the attributes with tensors that it has set in this module and its
+    submodules."""
     before = {(id(part), name): _tensors(value) for part, name, value in _attributes(module)}
     result = call()
     changed = [
@@ -26,7 +28,8 @@ def left_by(module: nn.Module, call: Callable[[], Any]) -> tuple[Any, list[tuple
 
 
 def put(part: nn.Module, name: str, value: Any) -> None:
-    """Set the attribute to what the call left there. A list or dict that the script may hold stays the same object."""
+    """Set the attribute to the value that the call stored in it. A list or dict is changed in place, since the script
+    may refer to it."""
     there = part.__dict__.get(name)
     if isinstance(there, list) and isinstance(value, list):
         there[:] = value
@@ -40,7 +43,7 @@ def put(part: nn.Module, name: str, value: Any) -> None:
 def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     for part in module.modules():
         for name, value in part.__dict__.items():
-            # Parameters, buffers and modules stand in dicts of torch's.
+            # Parameters, buffers and submodules are in dicts that torch itself adds to each module.
             if isinstance(value, PLAIN) and name not in _TORCHS:
                 yield part, name, value
 

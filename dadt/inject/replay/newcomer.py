@@ -1,4 +1,4 @@
-"""Where the script of a new worker is to come to, in a job that runs on meanwhile."""
+"""Determines up to which step a new worker replays its script, in a job that continues meanwhile."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 NEAR_SECONDS = 1.0
-"""A new worker that takes fewer seconds than this to come to where the others were is near: next time they wait for
-it."""
+"""If a new worker took fewer seconds than this to reach the step where the other ranks were, they wait for it the next
+time."""
 ROUNDS = 10
-"""The number of times after which the others wait for a new worker, however far it is."""
+"""Number of requests after which the other ranks wait for a new worker, however far behind it is."""
 
 
 class Newcomer:
-    """The goal (see Goal) of a new worker's replay: where the other ranks are. It moves on until they wait."""
+    """The goal (see Goal) of a new worker's replay: the current step of the other ranks. It moves on until they
+    wait."""
 
     digest = ""
     is_exact = False
     at_start: dict[str, Any] | None = None
 
     def __init__(self, runtime: Runtime, values: ReadValues) -> None:
-        """Waits until the others have taken a step."""
+        """Wait until the other ranks have completed a step and reported it."""
         self._runtime, self._values = runtime, values
         self._ranks = runtime.ranks
         self._rounds = 0
         self._asked = 0.0
         self._last = False
-        """Whether this is the last time that the worker asks, for which the other ranks wait."""
+        """Whether this is the worker's last request, for which the other ranks wait."""
         self._giver, self._size = -1, 0
         self.plan: list[float] = []
         self.step = 0
@@ -59,7 +60,7 @@ class Newcomer:
         return True
 
     def _ask(self) -> bool:
-        """Ask how far the others are. Returns whether there is more to ask for."""
+        """Ask how far the other ranks are. Return whether more values remain to be asked for."""
         assert self._ranks.control is not None  # there is an agent, which has started this worker
         seconds = max(self._ranks.config.timeout, self._ranks.config.start_timeout)
         told = plain.decode(self._ranks.control.approach(len(self._values.recorded), self._last, seconds))
@@ -69,7 +70,7 @@ class Newcomer:
         return bool(told["more"] and not self._last)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Join the other ranks, which wait, and receive the state. Raises PeerLost if the rank that gives it is
+        """Join the other ranks, which wait, and receive the state. Raises PeerLost if the rank that sends it was
         lost."""
         self._runtime.take_place()
         if self._giver not in self._ranks.members:
@@ -79,7 +80,7 @@ class Newcomer:
         self._ranks.await_message(message, f"giving the state to rank {self._ranks.world.rank}")
         state = plain.decode(given.numpy().tobytes())
         if "shared" in state["random"]:
-            del state["random"]["own"]  # which is the giver's
+            del state["random"]["own"]  # the stream belongs to the rank that sent the state; this rank gets its own
         if self._runtime.script.knows_rank:  # and so may its modules
             del state["counts"]
         return state, state

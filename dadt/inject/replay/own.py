@@ -1,4 +1,4 @@
-"""What was a rank's own where it goes on: with that it trains on with the same bits."""
+"""Restores each rank's own state after a replay, so that training continues with identical bits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from dadt.train.runtime import Runtime
 
 
 class Own:
-    """One rank's. Where optimizers are attached, ranks take what the first has: a rank puts back what it had."""
+    """Restores the own state of one rank. When optimizers are attached, all ranks receive the first rank's values;
+    afterwards each rank puts its own values back."""
 
     def __init__(self, runtime: Runtime, roster: Roster) -> None:
         self._runtime, self._roster = runtime, roster
         self._before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._states: list[tuple[torch.optim.Optimizer, dict[Any, Any]]] = []
         self._apart = False
-        """Ranks have weights of their own."""
+        """Whether ranks have weights of their own, instead of common ones."""
 
     def put_in_place(self, own: Mapping[str, Any]) -> None:
         r, tensors = self._runtime, dict(self._roster.tensors())
@@ -44,7 +45,7 @@ class Own:
         r.checkpoints.on_resumed.append(self._put_back)
 
     def _keep(self) -> None:
-        """Optimizers are about to be attached."""
+        """Called just before optimizers are attached: store this rank's own values, which attaching overwrites."""
         if self._before is None:
             with torch.no_grad():
                 self._before = [(tensor, tensor.data.clone()) for tensor in self._tensors()]
@@ -66,7 +67,7 @@ class Own:
 
 
 def on(module: torch.nn.Module, values: Mapping[str, torch.Tensor] | None) -> Any:
-    """The values of these buffers, each moved to the device of the module's buffer of that name; None for None."""
+    """Return the buffers' values, each moved to the device of the module's buffer of the same name; None for None."""
     if values is None:
         return None
     return {name: value.to(b.device) for name, value in values.items() if (b := module._buffers.get(name)) is not None}

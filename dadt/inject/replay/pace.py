@@ -1,4 +1,5 @@
-"""How many steps a time is, by the slowest rank: what ranks tell each other of it comes beside training."""
+"""Converts a time between snapshots to a number of steps, by the slowest rank's step time; ranks exchange their times
+in the background."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ if TYPE_CHECKING:
     from dadt.train.gathering import Gathering
 
 MEASURED = 20
-"""Number of steps whose times decide when the first snapshot comes."""
+"""Number of steps that are timed before the first snapshot is scheduled."""
 LOOK_AFTER = 2
-"""Number of steps after which every rank's time has arrived, where each step waits for all ranks."""
+"""Number of steps after which every rank's time has arrived, if each step waits for all ranks."""
 
 
 class Pace:
-    """Turns the seconds between a job's snapshots into a number of steps, which is the same on all ranks."""
+    """Converts the seconds between a job's snapshots to a number of steps, which is the same on all ranks."""
 
     def __init__(self, runtime: Runtime, seconds: float) -> None:
         self._runtime, self._seconds = runtime, seconds
@@ -27,8 +28,8 @@ class Pace:
         self.first = MEASURED
         """The step after which all ranks measure for the first time."""
         self._asked: tuple[int, float, Gathering | None] | None = None
-        """The step of the last measurement, the seconds of a step on this rank, and the exchange that brings the other
-        ranks', None if there are none; None if nothing is under way."""
+        """The last measurement: its step, the seconds per step on this rank, and the exchange that brings the other
+        ranks' times, None for a single rank. None if no measurement is under way."""
 
     def stepped(self) -> None:
         self._times.append(perf_counter())
@@ -36,7 +37,7 @@ class Pace:
             self.ask()
 
     def ask(self) -> None:
-        """Begin to exchange the time of a step. All ranks call this after the same step."""
+        """Begin to exchange the seconds per step. All ranks call this after the same step."""
         ranks = self._runtime.ranks
         took = (self._times[-1] - self._times[0]) / max(len(self._times) - 1, 1)
         text = plain.encode(took, "the time of a step")
@@ -44,8 +45,8 @@ class Pace:
         self._asked = ranks.step, took, others
 
     def told(self, *, at_once: bool) -> tuple[int, int] | None:
-        """The number of steps between snapshots, and the step of the next one; None as long as the other ranks' times
-        may not have arrived. at_once: wait for them."""
+        """Return the number of steps between snapshots, and the step of the next one; None as long as the other ranks'
+        times may not have arrived. at_once: wait for them."""
         ranks = self._runtime.ranks
         identical = all(a.algorithm.identical for a in self._runtime.attachments)
         look = LOOK_AFTER if identical else 2 * ranks.config.sync_every

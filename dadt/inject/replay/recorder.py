@@ -1,4 +1,4 @@
-"""Takes snapshots of a running script, between two of its steps, which it would have taken just so without them."""
+"""Takes snapshots of a running script between two of its steps, without changing the results of training."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 WAITING = 2
-"""Snapshots that may wait to be written: where they come faster than the disk takes them, training waits for it."""
+"""Maximum number of snapshots waiting to be written: if they are taken faster than the disk can write, training waits.
+"""
 UNSEEN = 3
-"""Number of snapshots in a row without a training forward after them at which the user is warned."""
+"""Number of consecutive snapshots without a training forward after them at which the user is warned."""
 LEAST_PRIORITY = 19
-"""The highest nice value of Linux."""
+"""Highest nice value of Linux, which is the lowest priority."""
 LARGE = 1 << 20
-"""Batches of more bytes are hashed from a sample of their values."""
+"""Batches of more bytes than this are hashed from a sample of their values."""
 
 
 class Recorder:
-    """All ranks take each snapshot after the same step: a time becomes a number of steps, on which they agree beside
-    training. A snapshot is seen behind a step, without waiting for anybody or changing anything, and is complete when
-    the next step begins; then a thread writes it."""
+    """Takes each snapshot after the same step on all ranks: an interval in seconds is converted to a number of steps,
+    on which ranks agree in the background. A snapshot is begun after a step, without waiting for other ranks or
+    changing anything, and completed when the next step begins; then a thread writes it.
+    """
 
     def __init__(self, runtime: Runtime, values: ReadValues, taken: Taken) -> None:
         self._runtime, self._values, self._taken = runtime, values, taken
@@ -49,21 +51,23 @@ class Recorder:
         self._next = self._steps or sys.maxsize
         self._pace = Pace(runtime, self._seconds) if self._seconds else None
         self._writing: deque[threading.Thread] = deque()
-        self._script = snapshot.script()  # before it goes to another folder
+        self._script = snapshot.script()  # computed before the script changes the working folder
         self.stopped = self._is_proven = False
         self._began = 0.0
         """When the first training forward began, in seconds since the epoch; 0 before."""
         self._room = CopyMemory()
         self._open: Open | None = None
         self._forward = self._group = 0
-        """The step behind which the last training forward began, and the steps between the last two that had any."""
+        """`_forward`: the step after which the last training forward began. `_group`: the number of steps between the
+        last two steps with forwards."""
         self._due = 0
-        """The step for which a snapshot was due that is put off; 0 if none is."""
+        """The step for which a delayed snapshot was due; 0 if none is delayed."""
         self._unseen = 0
-        """Snapshots in a row that no training forward followed."""
+        """Number of consecutive snapshots that no training forward followed."""
 
     def goes_on_from(self, step: int, began: float) -> None:
-        """Go on after a replay up to this step. began: when training began, in seconds since the epoch."""
+        """Continue to schedule snapshots after a replay up to this step. began: when training began, in seconds since
+        the epoch."""
         self._next, self._began = step + self._steps if self._steps else sys.maxsize, began
         self._forward = step
         if self._pace is not None:
@@ -71,32 +75,33 @@ class Recorder:
 
     @property
     def plan(self) -> list[float]:
-        """Numbers that say which steps have snapshots, and when training began; the same on all ranks. See
-        `follows`."""
+        """Numbers that determine which steps have snapshots, and when training began; the same on all ranks. A new
+        worker passes them to `follows`."""
         self._agree(at_once=True)
         first = self._pace.first if self._pace is not None else 0
         return [self._next, self._steps, self._began, self._group, first]
 
     def follows(self, plan: Sequence[float]) -> None:
-        """Follow this plan of other ranks, as a new worker, from now on."""
+        """Adopt the snapshot schedule of the other ranks, as a new worker."""
         self._next, self._steps, self._began, self._group = int(plan[0]), int(plan[1]), plan[2], int(plan[3])
         if self._pace is not None:
             self._pace.first = int(plan[4])
 
     def stop(self) -> None:
-        """Take no snapshots any more, as the script has no need of them."""
+        """Stop taking snapshots, because the script could not be resumed from one or does not need any."""
         self.stopped, self._next, self._pace = True, sys.maxsize, None
         self._values.stop()
 
     def stepped(self) -> None:
-        """A step is complete."""
+        """Called when a step is complete: begin a snapshot if one is due."""
         step = self._ranks.step
         if self._runtime.replay.under_way:
             return
         if self._pace is not None:
             self._pace.stepped()
         self._agree()
-        if self._open is not None and not self._open.seen:  # a step that follows another, without a forward between
+        # this step followed another one without a training forward between them
+        if self._open is not None and not self._open.seen:
             self._discard(max(step, self._forward + self._group))
         if step < self._next:
             return
@@ -112,8 +117,8 @@ class Recorder:
             self._take(step)
 
     def saw(self, given: Any) -> None:
-        """A training forward begins, with these arguments. The snapshot before it notes their hash, or is dropped if
-        the forward goes on with what was computed before: a replay does not have that."""
+        """Called when a training forward begins, with its arguments. The open snapshot records their hash, or is
+        dropped if the forward depends on earlier computations, which a replay does not have."""
         self._began = self._began or time()
         step = self._ranks.step
         if step != self._forward:
@@ -127,11 +132,12 @@ class Recorder:
         else:
             self._open.told["next"] = digest(given)
             self._unseen = 0
-            if self._values.in_step:  # in a closure: who knows when it changes something
+            if self._values.in_step:  # a forward in a closure is part of a step, which may change tensors at any time
                 self.begins()
 
     def begins(self) -> None:
-        """A step begins to use its gradients. Nothing of it is launched yet."""
+        """Called when a step begins to use its gradients, before it starts any communication: complete the open
+        snapshot, or drop it if no training forward was seen."""
         if self._open is None:
             return
         with self._values.aside():
@@ -144,7 +150,8 @@ class Recorder:
             self._discard(self._again() if self._unseen < UNSEEN else self._next)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """A hook of torch's: what another thread still copies is about to change, unless a closure comes first."""
+        """Pre-hook of optimizers' steps: complete the open snapshot before the step changes tensors that another thread
+        still copies. With a closure, the forward in it does so."""
         if not callable(args[1] if len(args) > 1 else kwargs.get("closure")):
             self.begins()
 
@@ -155,18 +162,19 @@ class Recorder:
             self._open = None
 
     def close(self) -> None:
-        """Drop what is not whole, and wait for what is being written."""
+        """Drop the incomplete snapshot, and wait until the others are written."""
         self.drop()
         for thread in self._writing:
             thread.join()
 
     def _discard(self, again: int) -> None:
-        """Drop a snapshot from which training could not go on; all ranks take another one after the step `again`."""
+        """Drop a snapshot from which training could not be resumed; all ranks take another one after the step
+        `again`."""
         self.drop()
         self._next = min(self._next, again)
 
     def _again(self) -> int:
-        """The next step that a training forward will follow, as far as the last ones show."""
+        """Return the next step that a training forward will probably follow, judging by the previous ones."""
         return max(self._ranks.step + 1, self._forward + self._group)
 
     def _agree(self, *, at_once: bool = False) -> None:
@@ -187,7 +195,7 @@ class Recorder:
         self._open = None
         try:
             same = taken.content.complete()
-        except CommError:  # the step that begins notices, too, and says so
+        except CommError:  # the step that begins notices the lost connection, too, and reports it
             same = False
         if not same:
             taken.content.over()
@@ -203,17 +211,18 @@ class Recorder:
             before.join()
         rank, folder = self._ranks.world.rank, snapshots.folder_of(self._root, taken.told["step"])
         try:
-            # Threads that train come first: this one takes what they leave of the processors.
-            with suppress(OSError):  # a sandbox that forbids it: then it competes with them
+            # Lowest priority, so that this thread uses only processor time that training leaves.
+            with suppress(OSError):  # if a sandbox forbids setting the priority, the thread competes with training
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
             sha256 = snapshot.write(folder, rank, taken.content.content)
             snapshot.complete(folder, rank, sha256, taken.told)
             if not self._is_proven:
-                snapshot.read(folder, rank)  # what is no plain value is found now, and not when it is needed
+                # read back once, so that values which cannot be loaded are found now, not when the snapshot is needed
+                snapshot.read(folder, rank)
                 self._is_proven = True
             if taken.told["common"]:
                 snapshots.drop_old(self._root)
-        except (OSError, RuntimeError, DadtError) as error:  # torch raises the second where a disk is full
+        except (OSError, RuntimeError, DadtError) as error:  # torch raises RuntimeError if the disk is full
             self._ranks.say(f"no snapshot: {str(error).splitlines()[0]}", "warning")
         finally:
             taken.content.over()
@@ -224,7 +233,7 @@ class Open(NamedTuple):
 
     content: SeenSnapshot
     told: dict[str, Any]
-    """What the snapshot says of the job, beside the state."""
+    """Facts about the job in the snapshot, besides the state: step, seed, ranks, script and arguments."""
     backwards: int
     """Number of backwards that the script had begun when the snapshot was taken."""
 
@@ -235,12 +244,12 @@ class Open(NamedTuple):
 
 
 def goes_on(given: Any) -> bool:
-    """Whether a forward with these arguments continues an autograd graph from before."""
+    """Whether a forward with these arguments continues an autograd graph of an earlier computation."""
     return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in tree_leaves(given))
 
 
 def digest(given: Any) -> str:
-    """A hash of all tensors among the arguments, by which a replay sees whether it came to the same batch."""
+    """Return a hash of all tensors among the arguments, by which a replay checks that it has reached the same batch."""
     found = hashlib.sha256()
     for leaf in tree_leaves(given):
         if isinstance(leaf, torch.Tensor):

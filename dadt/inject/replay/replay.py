@@ -1,8 +1,10 @@
-"""Makes a script's Python state again: the script runs from its top, without what is expensive, up to a snapshot.
+"""Rebuilds a script's Python state: the script runs again from its beginning up to a snapshot, without its expensive
+parts.
 
-Its loops turn as before, loaders draw the same indices, schedulers and scalers are stepped, and what the script reads
-from tensors are the values that it has read before. Root modules return what their first call has returned, no weights
-are stepped, one batch stands for all, and nothing is exchanged or written. Then the state is put in place.
+Loops run as before, loaders draw the same indices, schedulers and scalers are stepped, and values that the script reads
+from tensors are those recorded in the first run. Root modules return the result of their first call, no weights are
+updated, one batch replaces all batches, and nothing is exchanged or written. At the snapshot's step, the state is put
+in place.
 """
 
 from __future__ import annotations
@@ -34,20 +36,20 @@ from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 NEWS_SECONDS = 2.0
-"""Seconds that a rank waits to learn which ranks train on."""
+"""Seconds that a rank waits to learn which ranks continue to train."""
 
 
 class Goal(Protocol):
-    """The point to which a replay brings the script: a snapshot, or where the other ranks are."""
+    """The point up to which a replay runs the script: a snapshot, or the current step of other ranks."""
 
     digest: str
-    """The hash of the arguments of the first training forward after the goal; empty if it is not known."""
+    """Hash of the arguments of the first training forward after the goal; empty if unknown."""
 
     is_exact: bool
-    """Whether each rank gets its own state there, and not only what all ranks have in common."""
+    """Whether each rank receives its own state at the goal, and not only the state that all ranks have in common."""
 
     at_start: dict[str, Any] | None
-    """The random state with which the script began, if nothing seeds it; else None."""
+    """The random state with which the script began, if nothing seeds it; otherwise None."""
 
     @property
     def step(self) -> int: ...
@@ -57,17 +59,17 @@ class Goal(Protocol):
 
     @property
     def log(self) -> Path:
-        """A file for what the script says until then."""
+        """Path of a file for the script's output during the replay."""
 
     def further(self) -> bool:
-        """Call this when the script has come to the goal. Returns whether the goal moves on."""
+        """Called when the script has reached the goal. Return whether the goal moves on."""
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """This rank's own state there, and the state that all ranks have in common. Raises NotResumed."""
+        """Return this rank's own state at the goal, and the state that all ranks have in common. Raises NotResumed."""
 
 
 class Replay:
-    """One per process that resumes. `under_way` until the state is in place."""
+    """The replay in a process that resumes. `under_way` is True until the state is put in place."""
 
     def __init__(self, runtime: Runtime, roster: Roster, values: ReadValues, streams: Streams, goal: Goal) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
@@ -81,13 +83,13 @@ class Replay:
         self._outputs: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._zeros = WeakTensorKeyDictionary()
         self.held = HeldOutput(goal.log)
-        """Keeps what the script prints during the replay out of its standard output and error."""
+        """Hides the script's standard output and error during the replay."""
         self._expected = goal.digest
         self.at_its_end: list[Callable[[], None]] = []
         self.when_abandoned: Callable[[], None] = lambda: None
         self._agreed = False
         self._seconds: float | None = None
-        """Seconds that the replay took; None before its end and once the user was told."""
+        """Seconds that the replay took; None before its end, and after the user was informed."""
 
     # In place of what is expensive ---------------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ class Replay:
         return _leaves_of(result)
 
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Gradients are zeros, for scripts that look at them."""
+        """Return `backward` wrapped so that gradients are zeros in a replay, for scripts that examine them."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
@@ -145,7 +147,7 @@ class Replay:
         return sleep
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """No weights are stepped, as there are no gradients."""
+        """Pre-hook of optimizers' steps: delete the gradients in a replay, so that the step changes no weights."""
         if self.under_way:
             self._runtime.batches.trained_before(optimizer)
             for group in optimizer.param_groups:
@@ -155,7 +157,8 @@ class Replay:
     # What it gives way to -----------------------------------------------------------------------------------
 
     def loads(self, path: str) -> None:
-        """The script reads a file before it trains. What it has written since it trained is a checkpoint of its own."""
+        """Called when the script reads a file before it trains. A file written since training began is a checkpoint of
+        the script's own, from which it resumes itself: the replay is refused or abandoned."""
         if not self.under_way or self._agreed or changed(path) < self.goal.began:
             return
         why = f"the script reads {path}, which was written since it began to train"
@@ -171,13 +174,13 @@ class Replay:
             self._agree(b"own")
 
     def _agree(self, mine: bytes) -> bool:
-        """Whether any rank's script goes on from a checkpoint of its own: all or none replay. Waits for all."""
+        """Return whether any rank's script resumes from its own checkpoint: all ranks replay or none. Waits for all."""
         self._agreed = True
-        self._values.unknown = 0  # what was read so far is as it was: nothing has been left out
+        self._values.unknown = 0  # values read before the first forward are real, as nothing has been skipped yet
         return not self._ranks.world.joins and any(self._exchange("replay", mine))
 
     def _exchange(self, what: str, mine: bytes) -> Sequence[bytes]:
-        """What each rank gives. Waits for all."""
+        """Return the bytes that each rank passes under the name `what`. Waits for all ranks."""
         assert self._ranks.control is not None
         self._runtime.reports.listen()  # where ranks are lost meanwhile, those that are left ask anew
         number = self._ranks.deaths.await_newer(0, 0.0)
@@ -197,7 +200,7 @@ class Replay:
         self._ranks.say(f"{why}: no snapshots are used, nor taken")
 
     def _goes_on(self) -> None:
-        """Training is real from here."""
+        """End the replay: from now on forwards, steps and output are real."""
         self.under_way = self._runtime.replay.under_way = self._values.replaying = False
         self._outputs.clear()
         self._zeros.clear()
@@ -213,11 +216,11 @@ class Replay:
                 if not self.goal.further():
                     self._finish()
                     if self._ranks.world.joins:
-                        self._runtime.claim()  # before it draws a batch, as the others have counted theirs from here
+                        self._runtime.claim()  # other ranks count batches from this point
                 self._runtime.replay.goal_step = self.goal.step
 
     def saw(self, given: Any) -> None:
-        """The first training forward after it. Raises NotResumed where the script would train on something else."""
+        """Called at each training forward. Raises NotResumed if the first batch after the replay is another one."""
         expected, self._expected = self._expected, ""
         if expected and not self.under_way and digest(given) != expected:
             raise NotResumed(
@@ -227,7 +230,7 @@ class Replay:
         self._announce()
 
     def ended(self) -> None:
-        """The script is at its end: an error where it has not come to the snapshot."""
+        """Called when the script ends: an error if it has not reached the snapshot."""
         if self.under_way and not isinstance(getattr(sys, "last_value", None), BaseException):
             error = NotResumed(
                 f"the script has ended after {self._ranks.step} steps of {self.goal.step} that the snapshot"
@@ -236,7 +239,7 @@ class Replay:
             refuse(error)
 
     def _finish(self) -> None:
-        """Put the state in place."""
+        """Put the state of the snapshot in place, and end the replay. Raises NotResumed if the state does not fit."""
         if self._values.given != len(self._values.recorded):
             raise NotResumed("the script has read fewer values from tensors than before")
         own, common = self.goal.state()
@@ -245,7 +248,7 @@ class Replay:
             self._put_in_place(own, common)
         except DadtError:
             raise
-        except Exception as error:  # values of a file, in objects of any class
+        except Exception as error:  # objects of any class may raise any error
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise NotResumed(f"the state of the snapshot cannot be put in place ({what})") from error
         self._goes_on()
@@ -282,7 +285,7 @@ class Replay:
                 self._streams.place(random["shared"])
 
     def _announce(self) -> None:
-        """Tell the user that training goes on, once every rank has come to the batch that it has trained on before."""
+        """Report to the user that training continues, once every rank has reached the same batch as before."""
         seconds, self._seconds = self._seconds, None
         if seconds is None:
             return
@@ -296,8 +299,8 @@ class Replay:
             )
 
     def _check(self, common: dict[str, Any]) -> None:
-        """Whether the script stands where it stood. Raises NotResumed."""
-        gc.collect()  # what nobody has any more may have been alive there, and not here, or the other way round
+        """Raises NotResumed if the script has built other modules, optimizers or schedulers than before."""
+        gc.collect()  # objects that are only garbage may still exist in one of the two runs
         mine = {name: tuple(t.shape) for name, t in self._roster.tensors()}
         theirs = {name: tuple(t.shape) for name, t in common["tensors"].items()}
         gone = {name for name in theirs if name not in mine and self._roster.was_built(name)}
@@ -337,24 +340,24 @@ class Replay:
 
 
 def _pairs(objects: Mapping[int, Any], states: Mapping[int, Any]) -> list[tuple[Any, Any]]:
-    """The objects that are alive here and have a state in the snapshot, each with that state, in the order in which
+    """Return the objects that exist here and have a state in the snapshot, each with its state, in the order in which
     they were built."""
     return [(objects[number], states[number]) for number in sorted(objects.keys() & states.keys())]
 
 
 def refuse(error: NotResumed) -> NoReturn:
-    """End this process where an exception would not: when torch is imported, and when the script has ended."""
+    """End this process where an exception would not: while torch is imported, and after the script's end."""
     sys.excepthook(NotResumed, error, None)
     os._exit(error.exit_code)
 
 
 def changed(path: str, stat: Callable[[str], os.stat_result] = os.stat) -> float:
-    """When the file was written last. stat: bound here, before scripts' files are kept apart."""
+    """Return when a file was last written (seconds since the epoch). stat: os.stat, before it is replaced."""
     return stat(path).st_mtime
 
 
 def _shape(args: Any, kwargs: Any) -> Any:
-    """What calls have in common whose results are of one shape."""
+    """Return a key that is equal for calls whose results have the same shapes."""
     leaves, spec = tree_flatten((args, kwargs))
     kinds = tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _plain(leaf)
@@ -372,7 +375,7 @@ def _detached(value: Any) -> Any:
 
 
 def _leaves_of(known: Any) -> Any:
-    """Copies, with a graph that ends here: scripts change in place what a model returns, and may not so with leaves."""
+    """Return copies whose graph ends here, which unlike leaves may be changed in place, as some scripts do."""
 
     def fresh(pair: tuple[torch.Tensor, bool]) -> torch.Tensor:
         return pair[0].detach().requires_grad_(pair[1]).clone()

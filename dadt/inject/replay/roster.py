@@ -1,4 +1,4 @@
-"""Objects whose state a snapshot holds, known by the order in which the script has built them."""
+"""Identifies objects whose state a snapshot contains by the order in which the script has built them."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Roster:
-    """The modules, schedulers and gradient scalers of this process."""
+    """The modules, schedulers and gradient scalers of this process, numbered in the order of their creation."""
 
     def __init__(self) -> None:
         self._modules_built = 0
-        # By identity: a module may have a hash of its own, which needs what its class has not set yet.
+        # Keyed by identity: a module may define its own hash, which uses attributes not set yet.
         self._modules: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
         self._schedulers: list[weakref.ref[Any]] = []
         self._scalers: list[weakref.ref[Any]] = []
 
     def install(self) -> None:
-        """Count what is built from here on, copies of modules too."""
+        """Number all modules, schedulers and scalers built from now on, including copies of modules."""
         for name in ("__init__", "__setstate__"):
             setattr(nn.Module, name, self._numbering(getattr(nn.Module, name)))
         for kind, built in ((LRScheduler, self._schedulers), (GradScaler, self._scalers)):
             setattr(kind, "__init__", _listing(kind.__init__, built))  # noqa: B010 (mypy minds else)
 
     def schedulers(self) -> dict[int, Any]:
-        """The schedulers that are alive, by their places among all that were built."""
+        """Return the schedulers that still exist, by their numbers in the order of creation."""
         return _alive(self._schedulers)
 
     def scalers(self) -> dict[int, Any]:
         return _alive(self._scalers)
 
     def was_built(self, name: str) -> bool:
-        """Whether the module of this tensor was, though it may be gone by now."""
+        """Return whether the module of the tensor with this name was built, even if it no longer exists."""
         return int(name.partition(".")[0]) < self._modules_built
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and buffers of all modules that are alive, by names that are the same whenever the script runs."""
+        """Yield parameters and buffers of all modules that exist, with names that are the same in each run of the
+        script."""
         given: set[int] = set()
         for number, module in self._numbered():
             own = itertools.chain(module._parameters.items(), module._buffers.items())
@@ -55,7 +56,8 @@ class Roster:
                     yield f"{number}.{name}", tensor
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of those modules, which may be each rank's own, by the same names."""
+        """Yield the buffers of all modules that exist, with the same names as `tensors`; buffers may differ between
+        ranks."""
         for number, module in self._numbered():
             for name, tensor in module._buffers.items() if "_buffers" in module.__dict__ else ():
                 if tensor is not None:
@@ -63,7 +65,7 @@ class Roster:
 
     @property
     def built(self) -> int:
-        """Number of modules, schedulers and scalers built so far, all together."""
+        """Number of modules, schedulers and scalers built so far, added up."""
         return self._modules_built + len(self._schedulers) + len(self._scalers)
 
     def number(self, module: nn.Module) -> int | None:
@@ -73,14 +75,15 @@ class Roster:
         return next((each for each, found in self._modules.items() if found == number), None)
 
     def attributes(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that modules hold as plain attributes, as those by which Lightning sums up what is logged."""
+        """Yield tensors in plain attributes of modules, such as those with which Lightning sums up logged values."""
         for number, module in self._numbered():
             for name, value in module.__dict__.items():
                 if isinstance(value, torch.Tensor):
                     yield f"{number}.{name}", value
 
     def counts(self) -> dict[str, Any]:
-        """Plain values that modules hold, such as a number of calls: a replay leaves most forwards out."""
+        """Return plain values in attributes of modules, such as a number of calls, which a replay would get wrong
+        because it skips most forwards."""
         return {
             f"{number}.{name}": value
             for number, module in self._numbered()

@@ -1,10 +1,10 @@
-"""Results whose shape depends on values, as `y[prediction == y]`: a replay, whose tensors mean nothing, gives them the
-shape that they had.
+"""Records the sizes of results that depend on values, such as `y[prediction == y]`: in a replay, whose tensors contain
+no real values, results get the recorded sizes.
 
-How many elements were selected is recorded where torch counts them: a mask in an index, `where(mask)` and `argwhere`
-all come to its kernel of `nonzero`. So no function that a script or a compiler sees is another one, and what is
-compiled, traced or scripted counts as well. Torch's kernels for `unique` cannot be called from one in their place: that
-one is replaced where Python calls it. Those of `bincount` and its like can since torch 2.9.
+The number of selected elements is recorded where torch counts them: a mask as an index, `where(mask)` and `argwhere`
+all use torch's kernel of `nonzero`. So scripts and compilers see the original functions, and compiled, traced or
+scripted code is covered as well. The kernels of `unique` cannot be called from a replacement, so it is replaced where
+Python calls it. Those of `bincount` and similar operations can be called since torch 2.9.
 """
 
 from __future__ import annotations
@@ -26,40 +26,43 @@ _UNIQUE = (
     (torch._VF, "unique_consecutive", None),
     (torch._VF, "unique_dim", 1),
 )
-"""Functions by their modules and names, with the place of the argument for the dimension along which they select; None
-without one."""
+"""Functions by module and name, with the index of the argument for the dimension along which they select; None if they
+have no such argument."""
 _COUNTING = (("bincount", 0), ("repeat_interleave.Tensor", 0), ("one_hot", -1))
-"""Operations whose results are as long as values say, and the dimension along which they are."""
+"""Operations whose result's length depends on values, and the dimension of the length."""
 _MOST = 2**28
-"""Elements along it: none of a script's own has more."""
+"""Maximum plausible length of an operation's result along the dimension, to detect a wrong record."""
 _DEVICES = ("CPU", "CUDA")
 
 
 class Selections:
-    """Records how many elements operations selected by values, and in a replay gives results of that size. One per
-    process."""
+    """Records how many elements operations select by values, and in a replay makes results of the recorded sizes. One
+    per process."""
 
     def __init__(self, values: ReadValues) -> None:
         self._values = values
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # with it go its kernels
         self._given: dict[int, int] = {}
-        """In a replay, the number of elements that each mask selects, by the mask's address: a backward asks again."""
+        """In a replay, the number of elements that each mask selects, by the mask's memory address, because a backward
+        asks again."""
 
     def install(self, *, replaying: bool) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are kernels already: these are called
+            # torch warns that kernels are replaced; the replacements call the original ones
+            warnings.simplefilter("ignore")
             for device in _DEVICES:
                 self._library.impl("nonzero", self._nonzero, device)  # type: ignore[no-untyped-call]
                 self._library.impl("masked_select", self._masked_select, device)  # type: ignore[no-untyped-call]
             for (name, dim), device in product(_COUNTING, _DEVICES):
-                with suppress(AttributeError, RuntimeError):  # an older torch, or one that has no such kernel
+                # older versions of torch lack the function, or this kernel
+                with suppress(AttributeError, RuntimeError):
                     kernel = torch.library.get_kernel(f"aten::{name}", device)
                     self._library.impl(name, self._counting(kernel.call_boxed, dim), device, with_keyset=True)  # type: ignore[no-untyped-call]
         for place, name, argument in _UNIQUE:
             original = getattr(place, name)
             unique = self._unique(original, argument)
             setattr(place, name, unique)
-            _builtins._register_builtin(unique, f"aten::{name}")  # for TorchScript
+            _builtins._register_builtin(unique, f"aten::{name}")  # makes TorchScript use the replacement, too
         if replaying:
             torch.masked_select = self._by_index(torch.masked_select)
             _builtins._register_builtin(torch.masked_select, "aten::masked_select")
@@ -68,7 +71,7 @@ class Selections:
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         found = torch.ops.aten.nonzero.out(mask, out=torch.empty(0, dtype=torch.int64, device=mask.device))
         values = self._values
-        if torch._C._current_graph_task_id() != -1:  # a backward, which goes on with what was selected before
+        if torch._C._current_graph_task_id() != -1:  # inside a backward, which must use the selection of its forward
             count = self._given.get(mask.data_ptr(), len(found)) if values.replaying else len(found)
         elif not values.heeds():
             count = len(found)
@@ -94,14 +97,16 @@ class Selections:
             if torch._C._current_graph_task_id() != -1 or not values.heeds():
                 return original(keys, tensor, *args, **kwargs)
             if values.replaying:
-                kwargs.pop("output_size", None)  # what is repeated now adds up to another
+                # the size does not fit the values in a replay, which differ from the recorded ones
+                kwargs.pop("output_size", None)
             found = original(keys, tensor, *args, **kwargs)
             return fitted(found, values.counted(found.shape[dim], _MOST), dim)
 
         return counting
 
     def _by_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`masked_select` by an index, for a process that replays: its own backward would count the mask's elements."""
+        """Return `masked_select` implemented by an index, for a process that replays: the backward of the original
+        would count the mask's elements."""
 
         @functools.wraps(original)
         def masked_select(input: torch.Tensor, mask: torch.Tensor, **kwargs: torch.Tensor) -> Any:
@@ -140,13 +145,14 @@ class Selections:
 
 
 def _traced(tensor: torch.Tensor) -> bool:
-    """It has no values, or what is done with it becomes a graph."""
+    """Whether the tensor has no values (a fake tensor), or its operations are being traced into a graph."""
     plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return not plain or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
 
 
 def fitted(found: torch.Tensor, count: int, dim: int = 0) -> torch.Tensor:
-    """A tensor with `count` rows along the dimension: the first of `found`, or all repeated; zeros if it has none."""
+    """Return a tensor with `count` rows along dimension `dim`: the first rows of `found`, repeated if they are too few;
+    zeros if it has none."""
     there = found.shape[dim]
     if there == count:
         return found

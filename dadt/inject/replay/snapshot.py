@@ -1,4 +1,4 @@
-"""What a rank writes into a snapshot, and reads without running anything that it contains."""
+"""Writes one rank's part of a snapshot, and reads it without executing any code in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from os import mkdir
 from pathlib import Path
 from typing import Any
 
-# Bound here, before `torch.save` shows true weights to whoever saves, and before scripts' files are kept apart.
+# Imported by name, before DADT replaces `torch.save`, which shows true weights and makes private copies of files.
 from torch import load, save
 
 from dadt.control import private_files, snapshots
@@ -21,14 +21,14 @@ from dadt.train.runtime import Runtime
 
 
 def script() -> dict[str, Any]:
-    """A hash of the script that this process runs, and its arguments: a snapshot holds both."""
+    """Return a hash of the script that this process runs, and its arguments; both are recorded in a snapshot."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     text = Path(path).read_bytes() if path else b""
     return {"script": hashlib.sha256(text).hexdigest(), "arguments": sys.argv[1:]}
 
 
 def check(told: dict[str, Any]) -> None:
-    """Raises NotResumed where the snapshot is of another script, or of other arguments."""
+    """Raises NotResumed if the snapshot was taken by another script, or with other arguments."""
     mine = script()
     if told["arguments"] != mine["arguments"]:
         were, now = (" ".join(each["arguments"]) or "none" for each in (told, mine))
@@ -38,11 +38,11 @@ def check(told: dict[str, Any]) -> None:
 
 
 def write(folder: Path, rank: int, content: dict[str, Any]) -> str:
-    """Returns its checksum. It is no part of the snapshot until `complete`. Raises OSError, or RuntimeError as torch
-    does."""
+    """Write a rank's content to a temporary file, and return its checksum. The file becomes part of the snapshot only
+    by `complete`. Raises OSError, or RuntimeError from torch."""
     for each in [*reversed(folder.parents), folder]:
         if not each.is_dir():
-            with suppress(FileExistsError):  # another rank has just made it
+            with suppress(FileExistsError):  # another rank may create the folder at the same time
                 mkdir(each, private_files.PRIVATE)  # noqa: PTH102 (pathlib's is kept apart)
     try:
         with private_files.open_file(_half(folder, rank), inner=True) as file:
@@ -56,14 +56,14 @@ def write(folder: Path, rank: int, content: dict[str, Any]) -> str:
 
 
 def complete(folder: Path, rank: int, sha256: str, told: dict[str, Any]) -> None:
-    """Make what was written, with this checksum, part of the snapshot. told: what it says of the job. Raises
-    OSError."""
+    """Make the written file, with this checksum, part of the snapshot. told: what the snapshot records about the job.
+    Raises OSError."""
     snapshots.complete(folder, rank, _half(folder, rank), sha256, told)
 
 
 def discard(folder: Path, rank: int) -> None:
     _half(folder, rank).unlink(missing_ok=True)
-    with suppress(OSError):  # others still have something in it
+    with suppress(OSError):  # the folder is not empty as long as other ranks have files in it
         folder.rmdir()
 
 
@@ -72,7 +72,8 @@ def _half(folder: Path, rank: int) -> Path:
 
 
 def read(folder: Path, rank: int) -> dict[str, Any]:
-    """Raises NotResumed where it is not there, torn, damaged, of another version, or not what it has to be."""
+    """Return the content of a rank's part of a snapshot. Raises NotResumed if the file is missing, incomplete, damaged,
+    of another version, or has unexpected content."""
     told, path = snapshots.about(folder, rank), snapshots.content_of(folder, rank)
     try:
         found = snapshots.digest(path)
@@ -83,13 +84,13 @@ def read(folder: Path, rank: int) -> dict[str, Any]:
     check_archive(path)
     try:
         content = load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch has many ways to refuse what is no plain value
+    except Exception as error:  # torch raises various errors for content other than plain values
         raise NotResumed(f"{path}: cannot be read: {str(error).partition(chr(10))[0]}") from error
     return check_content(path, content, told["step"], common=told["common"])
 
 
 class StoredSnapshot:
-    """A snapshot as the goal of a replay."""
+    """A stored snapshot, as the point up to which a replay runs the script."""
 
     def __init__(self, runtime: Runtime, values: ReadValues) -> None:
         """Read the snapshot that `--resume` names. Raises NotResumed if this rank's part is missing, damaged or of
@@ -101,7 +102,8 @@ class StoredSnapshot:
         self._own = self._common
         if rank != first and rank in there:
             self._own = read(folder, rank)
-        elif rank != first and "shared" in self._own["random"]:  # it was lost then: its stream begins anew
+        # this rank was lost when the snapshot was taken, so it gets a new random stream
+        elif rank != first and "shared" in self._own["random"]:
             self._own = {**self._own, "random": {"shared": self._own["random"]["shared"]}}
             if runtime.script.knows_rank:  # as may the modules of the rank whose part it is
                 self._own.pop("counts", None)
@@ -110,9 +112,9 @@ class StoredSnapshot:
             check(told)
         whole = list(told["members"]) == list(range(runtime.ranks.world.world_size)) and told["shares"] == told["world"]
         self.is_exact = rank in there and whole and told["world"] == runtime.ranks.world.world_size
-        """All ranks that took it go on from it, each with what is its own."""
+        """Whether all ranks that took the snapshot, and no others, resume from it, each with its own state."""
         values.recorded = bytearray(self._own["values"].numpy().tobytes())
-        # Fewer read the same steps in larger batches.
+        # If fewer ranks resume, they read the data of the same steps in larger batches.
         runtime.ranks.shares = told["shares"]
         self.digest: str = (
             told["next"] if rank in there and len(told["members"]) == runtime.ranks.world.world_size else ""

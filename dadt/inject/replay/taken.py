@@ -1,4 +1,4 @@
-"""What a snapshot holds, as it is between two steps."""
+"""Collects the content of a snapshot between two steps."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from dadt.train.runtime import Runtime
 
 
 class Taken:
-    """All ranks take it after the same step."""
+    """Collects what a snapshot or a new worker needs. All ranks do so after the same step."""
 
     def __init__(self, runtime: Runtime, roster: Roster, values: ReadValues, streams: Streams) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
         self._built = -1
         self.at_start: dict[str, Any] | None = None
-        """The random numbers with which the script began, where nothing has seeded them for it."""
+        """The random state with which the script began, if nothing has seeded it; otherwise None."""
 
     def take(self, frame: FrameType, *, common: bool) -> dict[str, Any]:
-        """A copy on the host of what is this rank's own, and of what all have in common, for a new worker: what is one
-        rank's alone gives way to the average. frame: below the script's. Where ranks are lost meanwhile, those that
-        are left do it once more."""
+        """Return a copy in host memory of this rank's own state and, with `common`, of the state that all ranks share,
+        for a new worker: values that differ between ranks are replaced by averages. frame: of the caller, below the
+        script's frames. If ranks are lost meanwhile, the remaining ranks repeat it.
+        """
         while True:
             try:
                 return self._take(frame, common=common)
@@ -41,7 +42,7 @@ class Taken:
 
     def _take(self, frame: FrameType, *, common: bool) -> dict[str, Any]:
         r = self._runtime
-        gc.collect()  # what is garbage on some ranks may be none on others
+        gc.collect()  # objects that are garbage on some ranks may still be in use on others
         with r.checkpoints.by_all():
             optimizers = {r.optimizers.number(optimizer): optimizer.state_dict() for optimizer in r.optimizers}
         r.show_true_weights()
@@ -53,8 +54,8 @@ class Taken:
         return copied
 
     def _own(self, frame: FrameType) -> dict[str, Any]:
-        """What a snapshot holds of this rank's script alone: its step, the values that it has read, random state and
-        variables."""
+        """Return the part of a snapshot about this rank's script: its step, the values it has read from tensors, random
+        state and variables."""
         content: dict[str, Any] = {"step": self._runtime.ranks.step, "values": self._values.as_tensor()}
         content["random"] = self._streams.state() or {"own": State.capture().plain()}
         models = [tensor for _, tensor in self._roster.tensors()]
@@ -70,18 +71,20 @@ class Taken:
 
     @property
     def possible(self) -> bool:
-        """Whether a script can go on from here: not in the midst of a pass, nor where averages wait for their step."""
+        """Whether the script could resume from this point: not in the middle of a forward and backward, nor while
+        averages wait for their step."""
         return not self._runtime.prediction_scope.under_way and not any(a.consumed for a in self._runtime.attachments)
 
     @property
     def rests(self) -> bool:
-        """Whether nothing is under way that would be left out: the same on all ranks."""
+        """Whether no exchange is under way that a snapshot would leave out. The same on all ranks."""
         return all(a.algorithm.rests for a in self._runtime.attachments)
 
     def observe(self, frame: FrameType, room: CopyMemory, *, common: bool) -> SeenSnapshot:
-        """Waits for nobody, and changes nothing. frame: below the script's."""
+        """Begin a snapshot, without waiting for other ranks or changing anything. frame: of the caller, below the
+        script's frames."""
         if self._built != (built := self._roster.built):
-            gc.collect()  # what was built before may be garbage by now
+            gc.collect()  # objects built earlier may have become garbage
             self._built = built
         return SeenSnapshot(
             self._runtime, self._roster, self._own(frame), self._built_beside() if common else None, room
@@ -89,13 +92,13 @@ class Taken:
 
 
 class SeenSnapshot:
-    """One snapshot: seen behind a step, and complete before the next one changes anything."""
+    """One snapshot: begun after a step, and completed before the next step changes anything."""
 
     def __init__(
         self, runtime: Runtime, roster: Roster, content: dict[str, Any], beside: dict[str, Any] | None, room: CopyMemory
     ) -> None:
-        """content: of the script. beside: what all ranks have in common beside their models; None where another rank
-        writes that."""
+        """content: this rank's part about the script. beside: state of schedulers and scalers, which all ranks have in
+        common; None if another rank writes it."""
         r = self._runtime = runtime
         self._copies = copies = Copies(room)
         self._training = {r.optimizers.number(a.optimizer): Observation(a) for a in r.attachments if a.alive}
@@ -117,7 +120,8 @@ class SeenSnapshot:
         copies.begin()
 
     def complete(self) -> bool:
-        """The next step begins. Whether all is as it was behind the last one. Raises CommError."""
+        """Called when the next step begins: wait for the copies, and add what was exchanged meanwhile. Return whether
+        no tensor has changed since the last step. Raises CommError."""
         same = self._copies.finish()
         alive = {number: each for number, each in self._training.items() if each.attachment.alive}
         for each in alive.values():
@@ -129,11 +133,11 @@ class SeenSnapshot:
             if self._common:
                 part = self._runtime.checkpoints.common(each.attachment, each.state(), self._predictions[number])
                 self.content["optimizers"][number][KEY] = part
-        self._training.clear()  # which are not to live on with it
+        self._training.clear()  # so that observations do not live as long as the snapshot
         return same
 
     def over(self) -> None:
-        """It is written, or of no use."""
+        """Release the copies, once the snapshot is written or dropped."""
         self._copies.over()
 
 
@@ -145,6 +149,7 @@ def _averaged(runtime: Runtime, roster: Roster) -> Iterator[list[Any]]:
 
 def _official(runtime: Runtime, roster: Roster) -> Iterator[tuple[str, torch.Tensor]]:
     for module, _, official, own in runtime.buffers.observe():
-        if own is None and (number := roster.number(module)) is not None:  # else it shows it
+        # otherwise the module's buffers are the averaged ones already
+        if own is None and (number := roster.number(module)) is not None:
             for name, value in official.items():
                 yield f"{number}.{name}", value

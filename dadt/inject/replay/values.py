@@ -1,4 +1,5 @@
-"""What the script reads from tensors: recorded, so that a replay, whose tensors mean nothing, gives it the same."""
+"""Records the values that the script reads from tensors, so that a replay, whose tensors contain no real values,
+returns the same ones."""
 
 from __future__ import annotations
 
@@ -20,35 +21,35 @@ from dadt.errors import NotResumed
 from dadt.inject.optimizer import is_caller
 
 SMALL = 64
-"""Elements of the largest tensor whose contents are recorded."""
+"""Number of elements of the largest tensor whose values are recorded."""
 _COUNT = struct.Struct("<BHQ")
 _READERS = ("item", "__float__", "__int__", "__bool__", "__index__", "tolist", "numpy")
 
 
 class ReadValues:
-    """The values that the script has read from tensors, in the order in which the thread that trains has read them.
+    """The values that the script has read from tensors, in the order in which the training thread has read them.
 
-    Only what the script itself reads counts, or a library on its behalf: not what happens `aside`, as within forwards,
-    which a replay leaves out.
+    Only reads by the script itself count, or by a library on its behalf: not those in an `aside` context, such as
+    within forwards, which a replay skips.
     """
 
     def __init__(self) -> None:
         self.recorded = bytearray()
         self.given = 0
-        """Bytes of `recorded` that a replay has given to the script so far."""
+        """Number of bytes of `recorded` that a replay has passed to the script so far."""
         self.replaying = False
         self.unknown = 0
-        """Tensors too large to be recorded, which a replay was asked for."""
+        """Number of reads in a replay of tensors too large to have been recorded."""
         self._aside = 0
         self._stopped = False
         self._steps: list[FrameType] = []
-        """Calls of an optimizer's step that may be under way."""
+        """Frames that call an optimizer's step, some of which may have ended with an error."""
         self._thread = threading.get_ident()
         self._pid = os.getpid()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A context in which nothing is recorded. Another thread's reads are not recorded anyway."""
+        """A context in which this thread's reads are not recorded. Those of other threads never are."""
         mine = threading.get_ident() == self._thread
         self._aside += mine
         try:
@@ -57,12 +58,12 @@ class ReadValues:
             self._aside -= mine
 
     def stop(self) -> None:
-        """Record nothing any more, as nobody will ask for the values."""
+        """Record no more values, because no replay will need them."""
         self.recorded.clear()
         self._stopped = True
 
     def step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """A hook of torch's: an optimizer's step is aside, too."""
+        """Pre-hook of optimizers' steps: reads within a step are not recorded."""
         self._in_step()
         self._steps.append(sys._getframe(1))
 
@@ -72,13 +73,14 @@ class ReadValues:
         return self._in_step()
 
     def _in_step(self) -> bool:
-        """A step that has raised is over, and no hook says so."""
+        """Return whether a step is under way. Steps that have raised an error are removed here, as no hook reports
+        their end."""
         while self._steps and not is_caller(self._steps[-1], sys._getframe()):
             self._steps.pop()
         return len(self._steps) > 0
 
     def as_tensor(self) -> torch.Tensor:
-        """What was recorded so far, as a tensor of uint8 of one dimension."""
+        """Return what was recorded so far, as a one-dimensional tensor of uint8."""
         if not self.recorded:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(bytearray(self.recorded), dtype=torch.uint8)
@@ -91,7 +93,7 @@ class ReadValues:
 
         @functools.wraps(shown)
         def __repr__(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-            with self.aside():  # how often it reads depends on the values
+            with self.aside():  # the number of reads in it depends on the tensor's values
                 return shown(tensor, *args, **kwargs)
 
         setattr(torch.Tensor, "__repr__", __repr__)  # noqa: B010
@@ -101,7 +103,7 @@ class ReadValues:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._aside or self._in_step() or self.is_elsewhere(sys._getframe(1)):
                 return original(tensor, *args, **kwargs)
-            with self.aside():  # torch's own may call each other
+            with self.aside():  # torch's own methods for reading may call each other
                 if self.replaying:
                     return original(self._known(tensor), *args, **kwargs)
                 self._record(tensor)
@@ -110,7 +112,7 @@ class ReadValues:
         return read
 
     def told(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a value that DADT gives the script, as if the script had read it; in a replay, return the earlier
+        """Record a value that DADT passes to the script, as if the script had read it; in a replay, return the earlier
         value."""
         if self.replaying:
             return self._known(tensor)
@@ -118,7 +120,8 @@ class ReadValues:
         return tensor
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Numbers and words of a file count as read: a replay may find a later one in its place."""
+        """Return torch.load wrapped so that numbers and text in a file count as read values: in a replay, the file may
+        be a newer one. Raises NotResumed if they differ."""
 
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
@@ -140,12 +143,12 @@ class ReadValues:
         return load
 
     def note(self, data: bytes) -> None:
-        """Record something beside what is read."""
+        """Record other data among the values that are read."""
         if not self._stopped:
             self.recorded += struct.pack("<BH", 0, len(data)) + data
 
     def noted(self) -> bytes:
-        """What was recorded so, in a replay. Raises NotResumed."""
+        """Return, in a replay, the data recorded by `note` at this point. Raises NotResumed if there is none."""
         kind, size = struct.unpack_from("<BH", self.recorded, self.given) if self._has(3) else (1, 0)
         if kind or not self._has(3 + size):
             raise NotResumed("the script draws random numbers for its data at another place than before")
@@ -157,19 +160,20 @@ class ReadValues:
         return self.given + size <= len(self.recorded)
 
     def is_elsewhere(self, caller: FrameType) -> bool:
-        """It is not the script's thread that calls, or DADT does."""
+        """Whether the caller is DADT's own code, or not on the script's thread or process."""
         ours = caller.f_globals.get("__name__", "").startswith("dadt.")
         return ours or threading.get_ident() != self._thread or os.getpid() != self._pid
 
     def heeds(self) -> bool:
-        """Whether it is the script that calls, two calls above, or a library on its behalf."""
+        """Whether the function two calls above was called by the script, or by a library on its behalf, so that its
+        reads count."""
         if self._aside or threading.get_ident() != self._thread or self._in_step():
             return False
         return not self.is_elsewhere(sys._getframe(2))
 
     def counted(self, count: int, most: int) -> int:
-        """How many elements were selected by values: recorded, or, in a replay, how many these were. Raises
-        NotResumed."""
+        """Record how many elements were selected by values, and return the number; in a replay, return the recorded
+        number. most: largest plausible number. Raises NotResumed if the record does not fit."""
         if not self.replaying:
             self.recorded += b"" if self._stopped else _COUNT.pack(1, 8, count)
             return count
@@ -185,7 +189,8 @@ class ReadValues:
             self.recorded += _head(tensor, len(content)) + content
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
-        """With the contents that the tensor in its place had."""
+        """Return a tensor with the values that were recorded at this point of the script. Raises NotResumed if the
+        record does not fit."""
         if not 0 < tensor.numel() <= SMALL:
             self.unknown += tensor.numel() > SMALL
             return tensor

@@ -1,4 +1,5 @@
-"""Tensors that the script's variables hold, by where they are: sums of losses, a hidden state, the last loss."""
+"""Finds tensors in the script's variables, named by their places: such as sums of losses, a hidden state, or the last
+loss."""
 
 from __future__ import annotations
 
@@ -10,21 +11,22 @@ from typing import Any
 import torch
 
 SMALL = 1 << 20
-"""Bytes of the largest tensor that counts: larger ones are data, or what a model has just given. Those that are as a
-model's are copies of it: the best weights so far."""
+"""Bytes of the largest tensor to consider: larger ones are data or results of a model. Larger tensors of the same shape
+as a model's tensor count, too, since they are copies of it, such as the best weights so far."""
 DEPTH = 6
-"""Most containers and objects within each other that are looked into."""
+"""Maximum nesting depth of containers and objects to search for tensors."""
 MANY = 10_000
-"""Most items of a container that is looked into."""
+"""Maximum number of items of a container to search for tensors."""
 _NOT_THEIRS = frozenset({"dadt", "dadt_cli", "torch", "numpy", "builtins", "_io", "collections"})
 
 
 def held(
     frame: FrameType | None, models: Collection[torch.Tensor], attributes: Iterable[tuple[str, torch.Tensor]] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that the variables of all calls under way hold, with names that are the same whenever the script
-    comes here. models: the models' tensors, which are left out. attributes: tensors that modules hold, with their
-    names."""
+    """Yield the tensors in the local variables of all calls under way, with names that are the same whenever the script
+    reaches this point. models: the models' tensors, which are left out. attributes: tensors in attributes of modules,
+    with their names.
+    """
     known, kinds = set(map(id, models)), {(t.shape, t.dtype) for t in models}
 
     def counts(tensor: torch.Tensor) -> bool:
@@ -60,7 +62,7 @@ def _within(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """The names and values of what it contains, in order; empty if it is not looked into."""
+    """Return the names and values of the items in a container or object, in order; empty if it is not searched."""
     if isinstance(value, Mapping) and len(value) <= MANY:
         return [(key, item) for key, item in value.items() if isinstance(key, str | int)]
     if isinstance(value, list | tuple | deque) and len(value) <= MANY:

@@ -1,7 +1,7 @@
-"""On PYTHONPATH of workers: has scripts find DADT where they import a horovod that is not installed, and hooks DADT in
-after `import keras`, and after `import torch` where torch does not call entry points.
+"""On PYTHONPATH of workers: lets scripts import DADT as `horovod` if Horovod is not installed, and hooks DADT in after
+`import keras`, and after `import torch` if torch does not call entry points.
 
-Standard library only, and nothing is imported before the script asks for it.
+Uses only the standard library, and imports nothing before the script asks for it.
 """
 
 import importlib
@@ -19,11 +19,12 @@ PARTS = {
     "tensorflow.keras": "keras",
     "tensorflow.keras.callbacks": "keras.callbacks",
 }
-"""Modules of Horovod whose names are in another module of DADT's."""
+"""Modules of Horovod whose contents DADT has in a module of another name."""
 
 
 class _After(importlib.abc.MetaPathFinder):
-    """Finds a module as the others do, and calls `hook` of one of DADT's after its import."""
+    """An import finder that lets the other finders locate a module, and calls `hook` of one of DADT's modules after its
+    import."""
 
     def __init__(self, name: str, own: str) -> None:
         self._name, self._own = name, own
@@ -46,8 +47,8 @@ class _After(importlib.abc.MetaPathFinder):
 
 
 class _Horovod(importlib.abc.MetaPathFinder):
-    """Comes first for what is within DADT's, which others would load a second time; but an installed Horovod goes
-    before."""
+    """An import finder for `horovod` and its submodules. Comes first, because other finders would load DADT's modules a
+    second time; but an installed Horovod takes precedence."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         whole, _, part = name.partition(".")
@@ -59,7 +60,7 @@ class _Horovod(importlib.abc.MetaPathFinder):
         own = ".".join(filter(None, ["dadt.frontends.horovod", PARTS.get(part, part)]))
         try:
             found = importlib.util.find_spec(own)
-        except ModuleNotFoundError:  # what it is in is no package
+        except ModuleNotFoundError:  # the parent of the name is a module, not a package
             found = None
         if found is None:
             return None
@@ -67,7 +68,8 @@ class _Horovod(importlib.abc.MetaPathFinder):
 
     @staticmethod
     def _is_installed(finder) -> bool:  # type: ignore[no-untyped-def]
-        """A folder of that name without modules is none, nor is its source, which has not been compiled."""
+        """Return whether the finder finds an installed Horovod. A folder of this name without modules does not count,
+        nor does Horovod's source tree that has not been compiled."""
         find = getattr(finder, "find_spec", None)
         spec = find("horovod", None) if find is not None else None
         if spec is None or spec.origin is None:
@@ -78,7 +80,7 @@ class _Horovod(importlib.abc.MetaPathFinder):
 
 
 class _Own(importlib.abc.Loader):
-    """Gives a module of DADT's another name beside its own."""
+    """A loader that makes a module of DADT available under another name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -89,12 +91,13 @@ class _Own(importlib.abc.Loader):
         return module
 
     def exec_module(self, module):  # type: ignore[no-untyped-def]
-        """It has run under its own name."""
+        """Restore the module's own spec. There is nothing to execute, since the module was already imported under its
+        own name."""
         module.__spec__ = self._spec
 
 
 def _run_next() -> None:
-    """The sitecustomize that this one hides, if there is one."""
+    """Run the sitecustomize module that this one hides, if there is one."""
     here = str(Path(__file__).parent)
     rest = [folder for folder in sys.path if str(Path(folder or ".").resolve()) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)

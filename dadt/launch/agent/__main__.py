@@ -43,7 +43,7 @@ def main() -> None:
         launcher.flush()
         stdin = _given(STDIN)
         Agent(launcher, interrupts, int(stdin) if stdin else None, _given(FOLDER)).run()
-    gc.freeze()  # else the last collection at exit visits everything that was ever imported
+    gc.freeze()  # otherwise the garbage collection at exit visits every object that was imported, which takes long
 
 
 def _given(option: str) -> str:

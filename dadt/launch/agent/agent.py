@@ -30,7 +30,8 @@ class Agent:
     """What comes before the workers run: the report about this host, and the probes of others."""
 
     def __init__(self, launcher: Link, interrupts: Interrupts, stdin: int | None = None, folder: str = "") -> None:
-        """stdin: what rank 0 reads. folder: in which workers start, if not in the one that the launcher names."""
+        """stdin: descriptor of rank 0's standard input. folder: working folder of the workers; empty for the one that
+        the launcher names."""
         self._differs = {"cwd": folder} if folder else {}
         self._launcher = LauncherLine(launcher)
         self._interrupts = interrupts
@@ -52,7 +53,7 @@ class Agent:
             if job is not None:
                 self._serve(job)
         finally:
-            sweep(self._folder.mark)  # the prologue may still run, or have left processes
+            sweep(self._folder.mark)  # the user's prologue command may still run, or may have left processes behind
             self._folder.remove()
 
     def _await_job(self, look: Frame) -> Frame | None:

@@ -1,4 +1,4 @@
-"""The connection to its launcher of an agent that Slurm or Ray has started."""
+"""Connects an agent that Slurm or Ray has started to its launcher."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def connect() -> None:
     told = {"name": name or os.environ.get("SLURMD_NODENAME", "")}
     forget_step(os.environ)
     for number in OVERHEARD:
-        signal.signal(number, lambda number, frame: None)  # workers would inherit SIG_IGN
+        # a handler that does nothing, since workers would inherit SIG_IGN
+        signal.signal(number, lambda number, frame: None)
     connection, _, _ = dial(lambda: reach, told, time.monotonic() + CONNECT_SECONDS)
     if name:
         _end_with_actor(connection, parent)
@@ -44,11 +45,12 @@ def connect() -> None:
 
 
 def _end_with_actor(connection: SealedConnection, parent: int) -> None:
-    """Slurm ends all of a step, but Ray its own processes alone. The launcher asks Ray why the connection has ended."""
+    """End the connection to the launcher when Ray's actor, the parent process, dies: Ray, unlike Slurm, does not end
+    the processes that its actors start."""
     end = connection.socket.dup()
 
     def hang_up(*_: object) -> None:
-        with suppress(OSError):  # it has ended already
+        with suppress(OSError):  # the connection has ended already
             end.shutdown(socket.SHUT_RDWR)
 
     signal.signal(signal.SIGUSR2, hang_up)

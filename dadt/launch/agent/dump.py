@@ -19,7 +19,7 @@ ANSWER_SECONDS = 2.0
 STATES = {"T": "it is stopped", "t": "a debugger holds it", "D": "it hangs in the kernel (a device or a file server)"}
 
 Offers = Mapping[Process, tuple[int, int, Path]]
-"""Process to its rank, its signal, and the file to which it writes its stacks."""
+"""For each process: its rank, the signal on which it writes its stacks, and the file to which it writes them."""
 
 
 class Stack(NamedTuple):
@@ -31,15 +31,16 @@ class Stack(NamedTuple):
 
 
 class Dump:
-    """One dump, which the caller advances until it is complete. Never blocks. Files are appended to."""
+    """One request for the stacks of several processes. The caller calls `advance` until it is complete; it never
+    blocks. Processes append to their files."""
 
     def __init__(self, offers: Offers, seconds: float) -> None:
         """Asks the processes that live, and waits at most `seconds` for their stacks."""
         self._offers = {process: offer for process, offer in offers.items() if process.is_alive}
         self._deadline = time.monotonic() + seconds
         self._signals_at = time.monotonic() + seconds / 2
-        """Time (time.monotonic) at which processes that have written nothing are sent a signal as well: a worker's
-        thread that could answer without one has held the interpreter's lock by then."""
+        """Time (time.monotonic) at which processes that have not answered are sent a signal as well: their answering
+        thread apparently cannot get Python's interpreter lock."""
         self._begins = {process: _size(path) for process, (_, _, path) in self._offers.items()}
         self._sizes: dict[Process, int] = {}
         self.complete = not self._offers
@@ -87,7 +88,7 @@ class HostInquiry:
         self._dump = Dump({process: offer for process, offer in offers.items() if offer[0] in ranks}, ANSWER_SECONDS)
 
     def advance(self) -> list[Frame]:
-        """The answers, once all are there or overdue; empty until then."""
+        """Return the answers once all have arrived or time is up; empty until then."""
         self._dump.advance()
         return [self._answer(rank) for rank in self._ranks] if self._dump.complete else []
 
@@ -116,7 +117,7 @@ def _ask(path: Path) -> None:
             if stat.S_ISFIFO(os.fstat(pipe).st_mode):
                 asked.write(b"?")
     except OSError:
-        pass  # it has none, or ends at this moment
+        pass  # the worker has no pipe, or ends at this moment
 
 
 def _size(path: Path) -> int:

@@ -18,8 +18,8 @@ LOOK_SECONDS = 0.5
 
 
 class Entrances:
-    """The sockets at which workers connect, one for each rank. One that is gone is made again, as workers connect once
-    more for each question."""
+    """The sockets at which workers connect, one per rank. A removed socket is created again, since workers open a new
+    connection for each question."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Entrances:
         accept: Callable[[int, Entrance], None],
         drop: Callable[[socket.socket], None],
     ) -> None:
-        """ranks: rank to local rank. drop: closes an unproved connection to make room."""
+        """ranks: local rank of each rank. drop: closes a connection that has not proved itself, to make room."""
         self._folder = folder
         self._ranks = ranks
         self._launcher = launcher
@@ -52,7 +52,7 @@ class Entrances:
             for rank in gone:
                 self._renew(rank)
         except (OSError, LaunchError):
-            return  # tried again; workers that ask meanwhile learn that their folder is gone
+            return  # tried again later; meanwhile workers that connect get an error that their folder is gone
         if gone:
             text = (
                 f"{self._folder.path} was removed while the job runs, by a cleaner of /tmp or by hand, and was made "

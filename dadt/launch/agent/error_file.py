@@ -24,7 +24,7 @@ FRAME = re.compile(
 RAISED = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
 FRAMES = 5
 SHOWN = 500
-"""Most characters of a name or a line."""
+"""Largest number of characters of a name or a line in a report."""
 
 
 class ErrorFile:
@@ -42,7 +42,7 @@ class ErrorFile:
         return {VARIABLE: str(self._path)}
 
     def failure(self, pid: int) -> Frame | None:
-        """What the worker would have reported; None if it has written nothing that can be understood."""
+        """Return the failure report that the file contains; None if the worker wrote nothing that can be understood."""
         told, at = self._read()
         message = told.get("message")
         if isinstance(message, Mapping):
@@ -71,7 +71,8 @@ class ErrorFile:
         return Frame("failed", header)
 
     def _read(self) -> tuple[Mapping[str, Any], float]:
-        """What it holds, and when it was written. It is the worker's: it may be anything."""
+        """Return the file's content and the time when it was written. The worker may have written anything, so invalid
+        content counts as empty."""
         with suppress(OSError, ValueError, RecursionError):
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
@@ -82,7 +83,7 @@ class ErrorFile:
 
 
 def _frames(trace: str) -> list[dict[str, Any]]:
-    """The innermost frames that are the user's; without such, of all."""
+    """Return the innermost stack frames of the user's code; of any code if there are none."""
     frames: list[dict[str, Any]] = [
         {
             "file": each["file"][:SHOWN],

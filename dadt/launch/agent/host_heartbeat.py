@@ -1,4 +1,5 @@
-"""Heartbeats between the agents of two hosts: small authenticated datagrams over the addresses that data use."""
+"""Heartbeats between the agents of two hosts: small authenticated UDP datagrams between the addresses that also carry
+training data."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from dadt.control.frame import Frame
 from dadt.launch.agent.launcher_line import LauncherLine
 
 SIGN = struct.Struct(">IIQ")
-"""Sender, receiver, counter; their HMAC-SHA256 follows."""
+"""A heartbeat: index of the sending host, index of the receiving host, counter. Its HMAC-SHA256 follows."""
 SIGN_BYTES = SIGN.size + hashlib.sha256().digest_size
 PURPOSE = b"dadt heartbeat"
 """Keeps this key apart from other keys derived from the same secret."""
@@ -28,24 +29,25 @@ MOST_AT_ONCE = 64
 
 @dataclass(slots=True)
 class OtherHost:
-    """Another host, as this host hears it."""
+    """Another host, as seen by this host's heartbeats."""
 
     index: int
     place: tuple[str, int]
     heard_at: float
-    """Time (time.monotonic) of its last heartbeat; at first, of `begin`."""
+    """Time (time.monotonic) of the host's last heartbeat; before the first one, time of the call of `begin`."""
     counter: int = 0
-    """Counter of its last heartbeat; 0 as long as none has come."""
+    """Counter of the host's last heartbeat; 0 before the first one."""
     silent: bool = False
     given_up: bool = False
     """Whether it was reported that no heartbeat has ever come."""
 
 
 class HostHeartbeat:
-    """One host's end. Single-threaded: it runs in the agent's selector and never blocks."""
+    """Sends and receives one host's heartbeats. Runs in the agent's single thread and never blocks."""
 
     def __init__(self, secret: bytes, index: int, address: str, timeout: float) -> None:
-        """Binds to this host's data address only. timeout: seconds. Raises OSError if that is not possible."""
+        """Bind a UDP socket to this host's data address only. timeout: seconds after which a host counts as silent.
+        Raises OSError if the address cannot be bound."""
         self._key = hmac.digest(secret, PURPOSE, "sha256")
         self._index = index
         self._timeout = timeout
@@ -65,7 +67,7 @@ class HostHeartbeat:
         return self._socket.fileno()
 
     def begin(self, hosts: Sequence[Mapping[str, Any]]) -> None:
-        """Send to and expect heartbeats from these hosts from now on: {index, address, port} of each."""
+        """Exchange heartbeats with these hosts from now on. hosts: index, address and port of each."""
         now, known, self._peers = time.monotonic(), self._peers, {}
         for host in hosts:
             if host["index"] != self._index:
@@ -86,7 +88,8 @@ class HostHeartbeat:
                 self._hear(peer, data)
 
     def turn(self) -> list[Frame]:
-        """Send heartbeats that are due. Returns new frames `silent`, `heard` and `unheard`: {peer, seconds} each."""
+        """Send heartbeats that are due. Returns frames that report hosts as `silent`, `heard` (again) or `unheard`
+        (never), with the host's index and the seconds of silence."""
         now = time.monotonic()
         if now - self._turned > self._timeout / 2:
             self._excuse(now)
@@ -109,7 +112,7 @@ class HostHeartbeat:
         self._counter += 1
         for peer in self._peers.values():
             sign = SIGN.pack(self._index, peer.index, self._counter)
-            with suppress(OSError):  # unreachable now, which the other side notices
+            with suppress(OSError):  # the host is unreachable now, which its agent notices by the missing heartbeats
                 self._socket.sendto(sign + self._proof(sign), peer.place)
 
     def _hear(self, peer: OtherHost, data: bytes) -> None:
@@ -137,8 +140,8 @@ class HostHeartbeat:
 
 
 def listen(job: Frame, launcher: LauncherLine) -> HostHeartbeat | None:
-    """As the order `job` says; None where it does not, or where this host's address is gone, so that the others will
-    not hear it."""
+    """Create the heartbeat socket that the order `job` asks for. Returns None if the order does not ask, or if this
+    host's address is gone, so that the other hosts will report it."""
     if (own := job.get("heartbeat")) is None:
         return None
     try:

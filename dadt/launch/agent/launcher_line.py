@@ -26,11 +26,11 @@ class LauncherLine:
         self.patience = float("inf")
         """Seconds of silence after which the launcher is given up."""
         self._heard = time.monotonic()
-        """Time of its last sign of life."""
+        """Time (time.monotonic) when the launcher was last heard."""
         self.watch(link.reader, self._read)
 
     def watch(self, descriptor: int, read: Callable[[], Any]) -> None:
-        """Call `read` in `select` whenever there is something to read."""
+        """Have `select` call `read` whenever the descriptor can be read."""
         self.selector.register(descriptor, selectors.EVENT_READ, read)
 
     def forget(self, descriptor: int) -> None:
@@ -55,7 +55,8 @@ class LauncherLine:
         return len(self._link.unsent) > UNSENT_LIMIT
 
     def take_leave(self) -> None:
-        """Send the last frames, for as long as the launcher lives: the reader of its output may be slow."""
+        """Send all remaining frames before the agent ends, as long as the launcher lives; a slow reader of the
+        launcher's output may delay it."""
         while self._link.unsent and not self.gone:
             self.select(TURN_SECONDS)
 
@@ -70,7 +71,7 @@ class LauncherLine:
             self.forget(self._link.reader)
 
     def _watch_writes(self) -> None:
-        """Wake up when the bytes that did not fit can be written."""
+        """Have the selector wake up when remaining bytes can be sent to the launcher."""
         writer = self._link.writer
         waiting = bool(self._link.unsent) and not self.gone
         if not waiting:

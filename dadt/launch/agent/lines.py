@@ -67,7 +67,7 @@ class Lines:
     def read(self, number: int) -> None:
         """Handle the frames that have come, and send what did not fit before."""
         if (opened := self._open.get(number)) is None:
-            return  # closed since the selector reported it
+            return  # the connection was closed after the selector had reported it
         try:
             opened.link.flush()
             for frame in opened.link.receive():
@@ -89,7 +89,7 @@ class Lines:
         try:
             opened.link.send(frame)
         except BrokenPipeError:
-            # It died while it waited, or stopped listening. What it has sent before is still read.
+            # The process died while it waited, or stopped listening. Frames that it sent earlier are still read.
             opened.link.unsent.clear()
             opened.line.listens = False
         if len(opened.link.unsent) > UNSENT_LIMIT + len(frame.body):
@@ -97,7 +97,8 @@ class Lines:
             opened.socket.shutdown(socket.SHUT_RDWR)  # it keeps asking without reading
 
     def drop(self, connection: socket.socket) -> None:
-        """Close an unproved connection to make room for others."""
+        """Close the connection of a process that has not proved that it belongs to the job, to make room for another
+        connection."""
         for opened in [each for each in self._open.values() if each.socket is connection]:
             self._close(opened)
 

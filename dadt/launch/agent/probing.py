@@ -1,4 +1,4 @@
-"""Which addresses and which folders of other hosts this one reaches, as the launcher asks."""
+"""Checks, on the launcher's order, which addresses and folders of other hosts this host can reach."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dadt.control.shared_folder import Marker
 
 
 class Probing:
-    """Never blocks: `advance` it while it is active."""
+    """Checks of addresses and folders. Never blocks: call `advance` repeatedly while it is active."""
 
     def __init__(self, send: Callable[[Frame], None]) -> None:
-        """send: takes the answers."""
+        """send: called with the frame of answers to the launcher."""
         self._send = send
         self._probe: network.Probe | None = None
         self._marker: Marker | None = None
@@ -25,7 +25,8 @@ class Probing:
         return self._probe is not None
 
     def mark(self, folder: str, job: str) -> dict[str, str]:
-        """Make a file by which others find out whether they see this folder. Returns what they look for."""
+        """Create a marker file by which other hosts can check whether they see this folder. Returns a description of
+        the file for them."""
         self._marker = Marker(folder, job)
         return self._marker.describe()
 
@@ -35,7 +36,7 @@ class Probing:
             self._marker.remove()
 
     def begin(self, order: Frame) -> None:
-        """Begin to probe; one that is under way is given up."""
+        """Begin to check the addresses that the order names; an earlier check under way is abandoned."""
         if self._probe is not None:
             self._probe.close()
         markers = order.get("markers", ())

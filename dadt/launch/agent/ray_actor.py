@@ -13,23 +13,26 @@ TAIL_LINES = 20
 
 
 class RayActor:
-    """Ray makes one for each node of a job."""
+    """The Ray actor that runs one node's agent; there is one for each node of a job."""
 
     def run(
         self, python: str, variables: Mapping[str, str], shipped: bool, once: bool, *gpus: list[str]
     ) -> tuple[int, list[str]]:
-        """Run the agent until it ends. Returns its exit code, or minus its signal, and the last lines that it wrote.
+        """Run the agent until it ends. Returns its exit code (minus the signal's number if a signal ended it) and the
+        last lines that it printed.
 
-        python: empty for the one that runs this. shipped: workers start in the folder that Ray has brought here. gpus:
-        of each bundle; bundles may share one. once: each is named once, not for each bundle.
+        python: the agent's Python; empty for this actor's. shipped: whether workers start in the folder that Ray has
+        copied to this node. once: whether a GPU shared by several bundles is listed once. gpus: the GPUs of each bundle
+        (Ray's group of resources for one worker).
         """
-        # Ray's own variables are about this process. It sets OMP_NUM_THREADS by what the actor holds, which is nothing.
+        # Ray's own variables describe this actor's process. Ray sets OMP_NUM_THREADS from the CPUs reserved for the
+        # actor: none.
         left_out, kept = ("RAY_", "DADT_", "OMP_NUM_THREADS"), ("RAY_USE_TLS", "RAY_TLS_", "RAY_AUTH_")
         env = {
             name: value for name, value in os.environ.items() if name.startswith(kept) or not name.startswith(left_out)
         } | dict(variables)
         given = [each for bundle in gpus for each in bundle]
-        # Where none are given, Ray hides none.
+        # If the actor has no GPUs, Ray leaves all visible, so an empty list has to hide them.
         env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(given) if once else given)
         words = [python or sys.executable, "-u", "-m", "dadt.launch.agent", "--connect"]
         with subprocess.Popen(
@@ -49,6 +52,6 @@ class RayActor:
 
 
 def gpus() -> list[str]:
-    """Run in one bundle: the GPUs that Ray gives to what runs there."""
+    """Return the GPUs that Ray assigns to a bundle; runs inside the bundle."""
     found: list[str] = import_module("ray").get_runtime_context().get_accelerator_ids()["GPU"]
     return found

@@ -16,9 +16,9 @@ from dadt.launch.ending.processes import Process
 
 STACKS_FILE = re.compile(r"stacks-[0-9]+")
 MOST_APPROACHES = 1024
-"""Most questions of new workers that are kept for processes that do not listen yet."""
+"""Largest number of stored requests of workers that want to join, for processes that do not listen yet."""
 KEPT = 64
-"""Folders of each rank in which files may be left that are not whole."""
+"""Largest number of folders remembered per rank in which the rank may leave incomplete files."""
 
 
 @dataclass(slots=True)
@@ -27,11 +27,11 @@ class Line:
 
     number: int
     rank: int
-    """The rank it speaks for, known by the socket at which it connected."""
+    """Rank of the connected worker, known from the socket at which it connected."""
     process: Process
     """The process that connected; its pid is 0 if the kernel does not know it."""
     listens: bool = False
-    """Whether its process wants to hear of other ranks' ends."""
+    """Whether the connected process wants to receive reports about other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Saying:
 
 @dataclass(slots=True)
 class SaveWait:
-    """A rank that waits until local rank 0 has written a file."""
+    """A rank that waits until local rank 0 (or, with `far`, a rank of another host) has written a file."""
 
     line: Line
     path: str
@@ -58,11 +58,12 @@ class SaveWait:
     step: int
     deadline: float
     far: bool
-    """Whether it waits for a rank of another host, which writes for this one, too, instead of local rank 0."""
+    """Whether the rank waits for a rank of another host, which writes for this host too, instead of local rank 0."""
 
 
 class WorkerRegistry:
-    """Answers the questions that one host can answer, and forwards the rest with the number of their line."""
+    """Answers questions of workers that one host can answer, and forwards all others to the launcher with the number of
+    their connection."""
 
     def __init__(
         self, folder: Path, ranks: Mapping[int, int], secret: bytes, checkpoint_signal: int, outbox: AgentOutbox
@@ -163,7 +164,7 @@ class WorkerRegistry:
         self._waits = [wait for wait in self._waits if wait.line.number != number]
 
     def ended(self, rank: int, code: int) -> None:
-        """A worker has exited, and writes no file to its end any more."""
+        """Handle a worker's end: delete the incomplete files that it left behind."""
         if self._ranks[rank] == self.first:
             self._first_ended = code == 0
         for folder, mark in self._written.pop(rank, []):
@@ -210,7 +211,8 @@ class WorkerRegistry:
         self._forward(saying)
 
     def _hello(self, saying: Saying) -> None:
-        """A process has imported torch: once more, where it had begun to train, and has replaced itself since."""
+        """Handle a process that has imported torch. If it had begun to train before, it has replaced itself (exec), and
+        its state is reset."""
         rank = saying.line.rank
         if self.claims.get(rank) == saying.line.process:
             self._outbox.put(ResetStep(rank))

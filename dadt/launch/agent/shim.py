@@ -37,7 +37,7 @@ RETRY_SECONDS = 0.05
 
 
 class Shim:
-    """The shim of one rank."""
+    """Runs one rank's worker as its own child, so that it belongs to the MPI job, and reports its end to the agent."""
 
     def __init__(self, world: World, note: Mapping[str, Any]) -> None:
         """Raises LaunchError if mpirun has placed this rank elsewhere than `dadt run` planned."""
@@ -96,7 +96,7 @@ class Shim:
                 line.connect(str(self._socket))
                 return line
             except OSError:
-                line.close()  # not listening yet, and no event says when it does
+                line.close()  # the agent does not listen yet, and no event reports when it does, so try again
             if self._agent is not None and self._agent.poll() is not None:
                 raise LaunchError(f"the agent of this host has ended with code {self._agent.returncode}")
             time.sleep(RETRY_SECONDS)
@@ -115,7 +115,8 @@ class Shim:
         with Path(order["out"]).open("wb", buffering=0) as out, Path(order["err"]).open("wb", buffering=0) as err:
             env = {**order["env"], **self._own, **_libraries(order["env"])}
             env |= mpi_library.variables(env, self._socket.parent)
-            self._nothing = NoInput(order["terminal"])  # its end of a terminal stays open as long as the worker runs
+            # an attribute, so that its end of the terminal stays open as long as the worker runs
+            self._nothing = NoInput(order["terminal"])
             stdin = self._nothing.fileno()
             return spawn(order["command"], env, order["cwd"], stdin, out.fileno(), err.fileno(), close_fds=False)
 

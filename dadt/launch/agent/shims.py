@@ -52,7 +52,7 @@ class Shims:
             self._outbox.put(OwnWorker(line, frame["pid"]))
 
     def admitted(self, line: int) -> bool:
-        """Whether the shim on this line has its order."""
+        """Whether the shim on this connection has received its order."""
         return line in self._lines
 
     def ended(self, line: int, status: int, peak_memory: int) -> None:

@@ -14,10 +14,11 @@ from dadt.launch.start.standard_input import NoInput
 
 
 class WorkerStart:
-    """The order `job`, by which workers are started once, and again where they are lost."""
+    """Starts the workers of the launcher's order `job`, and later replacements of lost workers."""
 
     def __init__(self, job: Frame, env: Mapping[str, str], socket: Path, stdin: int | None) -> None:
-        """env: of this host. socket: the agent's. stdin: what rank 0 reads."""
+        """env: base environment of this host. socket: path of the agent's socket. stdin: descriptor of rank 0's
+        standard input."""
         self.job = job
         self._env = env
         self._socket = socket
@@ -32,12 +33,13 @@ class WorkerStart:
         return {"command": slot["command"], "env": self._env_of(slot), **told}
 
     def worker(self, slot: Mapping[str, Any]) -> Worker:
-        """Raises LaunchError if the command cannot be run."""
+        """Start the worker of this slot. Raises LaunchError if the command cannot be run."""
         stdin = self._stdin if slot["rank"] == 0 and self._stdin is not None else self._nothing.fileno()
         return Worker.start(slot["rank"], slot["command"], self._env_of(slot), self.job["cwd"], stdin)
 
     def anew(self, rank: int) -> Worker:
-        """A worker that joins in place of a lost one, whose input it does not read. Raises as `worker`."""
+        """Start a new worker that joins in place of a lost one, with an empty standard input. Raises LaunchError if the
+        command cannot be run."""
         slot = self._slot(rank)
         env = self._env_of(slot) | {"DADT_JOINS": "1"}
         return Worker.start(rank, slot["command"], env, self.job["cwd"], self._nothing.fileno())
@@ -50,8 +52,8 @@ class WorkerStart:
         return environment.of_worker(self._env, {**self.job["env"], **slot["env"], **own}, self._socket)
 
     def failures(self, worker: Worker, known: Collection[int]) -> list[Frame]:
-        """What a worker that has ended has written into its error file, if it failed. known: ranks that have reported
-        an exception, which is the same."""
+        """Return the report in the error file of a worker that failed; empty if there is none. known: ranks that have
+        already reported their exception themselves."""
         failed = worker.returncode > 0 and worker.rank not in known
         failure = self._error_files[worker.rank].failure(worker.pid) if failed else None
         return [failure] if failure is not None else []

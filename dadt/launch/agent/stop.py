@@ -27,7 +27,7 @@ class Stop:
         """Processes that did not die of SIGKILL."""
 
     def end_naturally_in(self, seconds: float, now: float) -> None:
-        """What still runs of its own accord has no more than these seconds."""
+        """Give processes that still run at most `seconds` more seconds to end by themselves."""
         self._natural_end = min(self._natural_end, now + seconds)
 
     def hasten(self, grace: float, now: float) -> None:

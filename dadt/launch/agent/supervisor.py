@@ -40,7 +40,7 @@ ADDRESS_SECONDS = 3.0
 """How long a host without an address may take to get one."""
 COMMAND_NOT_RUN = 127  # as shells say for a command that cannot be run
 SHIM_KINDS = ("shim", "spawned", "unspawned", "ended")
-"""Kinds that shims send, which speak of another process than their own."""
+"""Kinds of frames that shims send, which describe the worker's process instead of the sending process."""
 
 
 class Supervisor:
@@ -72,7 +72,8 @@ class Supervisor:
         self._lines = Lines(speaker, launcher, host.registry.connected, self._hear, self._hung_up)
         self._entrances = Entrances(folder, host.ranks, launcher, self._lines.accept, self._lines.drop)
         self._heart = host_heartbeat.listen(job, launcher)
-        """Checks that data from the other hosts come through."""
+        """Checks that this host and the other hosts still receive each other's data packets; None if the job does not
+        use it."""
         self._workers: dict[int, Worker] = {}
         """The newest worker of each rank, with its pipes."""
         self._shims: dict[int, Worker] = {}
@@ -173,7 +174,7 @@ class Supervisor:
                 self._report_end(worker, usage.ru_maxrss * 1024)
 
     def _report_end(self, worker: Worker, peak_memory: int) -> None:
-        """Report a worker's end, after everything that it said and printed."""
+        """Report a worker's end, after all that the worker has reported and printed."""
         self._lines.read_all()
         self._output.drain(worker)
         for failure in self._starts.failures(worker, self._host.registry.failed):

@@ -53,7 +53,8 @@ class Worker:
             return b""
 
     def signal(self, number: int) -> None:
-        """Send a signal to its whole process group. Once it has ended, another group may have its number."""
+        """Send a signal to the worker's process group. Does nothing after the worker's end, when another group may have
+        its number."""
         try:
             if not self.ended:
                 os.killpg(self.pid, number)

@@ -10,7 +10,8 @@ from dadt.launch.agent.worker import Worker
 
 
 class WorkerOutput:
-    """Forwards what comes. While the launcher does not keep up, workers are not read: they wait as at a full pipe."""
+    """Forwards the workers' output. While the launcher reads too slowly, workers are not read, so they block as at a
+    full pipe."""
 
     def __init__(self, launcher: LauncherLine) -> None:
         self._launcher = launcher
@@ -22,13 +23,13 @@ class WorkerOutput:
             self._watch(worker, stream)
 
     def drain(self, worker: Worker) -> None:
-        """Forward all that it has printed."""
+        """Forward everything that this worker has printed so far."""
         for stream in worker.pipes:
             while self._read(worker, stream):
                 pass
 
     def balance(self, workers: Iterable[Worker]) -> None:
-        """Stop to read these workers, or begin again, as the launcher keeps up."""
+        """Stop reading these workers when the launcher is too slow, and continue when it has caught up."""
         full = self._launcher.full
         if full == self._paused:
             return
@@ -46,7 +47,7 @@ class WorkerOutput:
         self._launcher.watch(worker.pipes[stream].fileno(), lambda: self._read(worker, stream))
 
     def _read(self, worker: Worker, stream: str) -> bool:
-        """Forward what has come. Returns whether there may be more."""
+        """Forward the available output of one stream. Returns whether there may be more."""
         pipe = worker.pipes[stream]
         if pipe.closed:
             return False

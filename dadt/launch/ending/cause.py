@@ -1,4 +1,4 @@
-"""The first cause of a job's end, from everything that its agents and workers reported."""
+"""Finds the first cause of a job's end among everything that its agents and workers reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNCAUGHT = 1
 
 
 class Cause:
-    """Collects the facts about each rank's end, and judges once all have ended."""
+    """Collects the facts about each rank's end, and decides which rank failed first once all have ended."""
 
     def __init__(
         self, slots: Sequence[Slot], members: Sequence[Member], logs: Path, silence: Callable[[float], Blame | None]
@@ -33,21 +33,21 @@ class Cause:
         """The last bytes that each rank wrote to stderr."""
         self._silence = silence
         self.endings: dict[int, Ending] = {}
-        """How each rank has ended, by rank; those that run are missing."""
+        """How each rank's process ended, by rank; ranks that still run are missing."""
         self._records: dict[int, ErrorRecord] = {}
         self._left: list[int] = []
-        """Ranks whose script ended while others went on, in that order."""
+        """Ranks whose script ended while other ranks continued, in the order in which they ended."""
         self._said: dict[int, ErrorRecord] = {}
-        """What ranks have given to `sys.exit` as their last words."""
+        """Text that each rank's script passed to `sys.exit`, by rank."""
         self._held: Member | None = None
-        """The rank that could not go on when the first other rank gave up waiting."""
+        """The first rank that could not continue, so that another rank gave up waiting for it."""
         self._blame: Blame | None = None
         self._excused: set[int] = set()
-        """Ranks without which the others have trained on."""
+        """Ranks that were lost while the others continued training without them."""
         self._error = ""
-        """Why an agent was lost, or did not start its workers; the first report counts."""
+        """Why an agent was lost, or could not start its workers; only the first report is stored."""
         self._lost_at = float("inf")
-        """Time at which the first agent was lost."""
+        """Time at which the first agent was lost (time.time); infinite if none was."""
 
     def complained(self, event: Event) -> None:
         """A rank has written to stderr."""
@@ -55,16 +55,17 @@ class Cause:
         self._tails[rank] = (self._tails[rank] + event.frame.body)[-TAIL_BYTES:]
 
     def lose(self, text: str, at: float = float("inf")) -> None:
-        """Record that an agent was lost, or did not start its workers."""
+        """Record that an agent was lost, or could not start its workers."""
         self._error = self._error or text
         self._lost_at = min(self._lost_at, at)
 
     def excuse(self, ranks: Collection[int]) -> None:
-        """Record that the others train on without these: their ends are no cause."""
+        """Record that the other ranks continue training without these ranks, whose exits are therefore no cause of the
+        job's end."""
         self._excused.update(ranks)
 
     def leave(self, rank: int) -> None:
-        """Record that a rank's script is over. With which exit code its process ends comes later."""
+        """Record that a rank's script is over. The exit code of its process is recorded later, by `end`."""
         if rank not in self._left:
             self._left.append(rank)
 
@@ -77,15 +78,17 @@ class Cause:
         self.leave(event.frame["rank"])
 
     def hold(self, member: Member) -> None:
-        """Record that other ranks gave up waiting for this one, which cannot go on."""
+        """Record that other ranks gave up waiting for this rank, because it cannot continue."""
         if self._held is None:
             self._held = member
             self._blame = Blame.of_held(member.condition)
 
     def give_up(self, rank: int, record: ErrorRecord, now: float) -> None:
-        """Record an exception of this rank. It ends the process unless it is another thread's."""
+        """Record an exception of this rank. The exception ends the process unless it was raised in a thread other than
+        the main one."""
         known = self._records.get(rank)
-        # The main thread's exception ends the process. Among those of other threads the first counts.
+        # The main thread's exception ends the process, so it replaces another thread's. Otherwise the first exception
+        # counts.
         if known is None or (known.thread and not record.thread):
             self._records[rank] = record
         if record.secondary and record.type != "Mismatch" and self._held is None:
@@ -96,14 +99,15 @@ class Cause:
                 self._blame = self._blame or self._silence(now)
 
     def end(self, ending: Ending) -> ErrorRecord | None:
-        """Record a worker's exit. Returns the exception that ended it, from its report or its traceback."""
+        """Record a worker's exit. Returns the exception that ended it, from the worker's report or from the traceback
+        in its output."""
         self.endings[ending.rank] = ending
         if ending.code == 0:
-            self._records.pop(ending.rank, None)  # the exception did not end the process
+            self._records.pop(ending.rank, None)  # exit code 0: the exception did not end the process after all
         elif ending.rank not in self._records and ending.code == UNCAUGHT and not ending.stopped:
             tail = self._tails[ending.rank]
             said = self._said.get(ending.rank)
-            # Python prints the text if the process ends by it.
+            # When sys.exit(text) ends a process, Python prints the text, so it must be in the rank's output.
             if said is not None and _last_part(said.message) in tail.decode(errors="replace"):
                 record: ErrorRecord | None = said
             else:
@@ -113,8 +117,8 @@ class Cause:
         return self._records.get(ending.rank)
 
     def judge(self, begun: float, stacks: Sequence[Path]) -> Failure | None:
-        """The failure; None if the job ended well. begun: time at which the job began. stacks: files with the ranks'
-        stacks. Raises LaunchError if the job failed but no worker is the cause."""
+        """Return the job's failure, or None if the job ended well. begun: time at which the job began. stacks: files
+        with the ranks' stack traces. Raises LaunchError if the job failed but no worker is the cause."""
         cause = self._find()
         known = self._excused | self.endings.keys()
         untold = [slot for slot in self._slots if slot.rank not in known]
@@ -139,10 +143,11 @@ class Cause:
         if self._held is not None and self._held.rank in self.endings:
             held = self.endings[self._held.rank]
             gave_up = cause is not None and cause[1] is not None and cause[1].secondary
-            if gave_up or (cause is None and held.stopped):  # otherwise it recovered, and all ended well
+            # if no rank gave up because of the held one, that rank recovered and is not the cause
+            if gave_up or (cause is None and held.stopped):
                 cause = held, None
         if cause is not None and self._lost_at < _time(*cause):
-            return None  # the others were ended because the agent was lost
+            return None  # the workers were ended because the agent was lost, so none of them is the cause
         return cause
 
     def _failure(self, ending: Ending, record: ErrorRecord | None, begun: float, stacks: Sequence[Path]) -> Failure:
@@ -166,8 +171,8 @@ class Cause:
         )
 
     def _alike(self, first: Ending) -> int:
-        """How many workers there are, if all have ended by themselves as this one has, after the same number of steps;
-        else 0."""
+        """Return the number of workers if all of them failed by themselves in the same way as `first`, after the same
+        number of steps; else 0."""
 
         def facts(each: Ending) -> tuple[int, int, str]:
             record = self._records.get(each.rank)
@@ -186,10 +191,11 @@ class Cause:
 
 
 def _last_part(text: str) -> str:
-    """The end of a text, as long as what is kept of a rank's output."""
+    """Return the end of a text, no longer than the end of a rank's output that is stored."""
     return text[-1000:]
 
 
 def _time(ending: Ending, record: ErrorRecord | None) -> float:
-    """The time of the failure: that of the exception if known, as it comes before the exit."""
+    """Time of the failure: when the exception was raised, if known, as this comes before the exit; else when the
+    process ended."""
     return record.time if record is not None and record.time else ending.time

@@ -23,7 +23,7 @@ from dadt.launch.members.node import Node
 from dadt.launch.members.rendezvous import Rendezvous
 
 PRIMARY_SECONDS = 1.0
-"""How long to wait, after a failure that another one caused, for that other one to show."""
+"""Seconds to wait, after a failure that another rank's failure has caused, for a report of that other failure."""
 
 
 class Endings:
@@ -56,7 +56,7 @@ class Endings:
         self._outbox = outbox
         self._checkpoint_signal = of_checkpoint(config)
         self._leaving: set[Node] = set()
-        """Nodes that were asked to end from outside (SIGTERM): their workers save and end."""
+        """Nodes whose agent received SIGTERM from outside: their workers save a checkpoint and end."""
         self._held_since = float("-inf")
         """When some rank could still go on, while others had ended."""
 
@@ -128,7 +128,8 @@ class Endings:
         member = self._rendezvous.members[frame["rank"]]
         self._membership.failed(member, record.type)
         why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
-        # At first all ranks are about to have the same error, and all receive what they do differently.
+        # Before the first step all ranks are likely to raise the same error, and a Mismatch is raised by all; so losing
+        # this rank would not help the others.
         alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
         if not alike and self._termination.goes_on and self._membership.lose([member.rank], why, now):
             self._membership.expect_end(member.rank, now)
@@ -151,7 +152,8 @@ class Endings:
         self._outbox.put(EndOutput(member.rank))
         member.sign(ending.text, now)
         self._leaves(node, ending.rank, now)
-        over = ending.code > 0 and all(each.finished for each in present)  # the script says how training has ended
+        # all present ranks have finished training, so the script only reports its result by this exit code
+        over = ending.code > 0 and all(each.finished for each in present)
         if not (ending.stopped or member.lost):
             if ending.code:
                 self._ended_badly(member, what, record, now, over=over)
@@ -176,7 +178,8 @@ class Endings:
             self._membership.tell_of_death(why, steps)
 
     def _leaves(self, node: Node, rank: int, now: float) -> None:
-        """A rank ends. Where its host was asked to end, the others train on."""
+        """Handle the end of a rank. If its host was asked to end, the other ranks continue training without this
+        one."""
         member = self._rendezvous.members[rank]
         if node not in self._leaving or not self._termination.goes_on or member.lost:
             return
@@ -194,7 +197,8 @@ class Endings:
         node.works = False
 
     def turn(self, now: float) -> None:
-        """Give up on ranks that cannot go on when all others have ended: no rank waits for them then."""
+        """Fail the job if all living ranks are unable to continue while the others have ended, so that no other rank
+        waits for them and reports it."""
         living = [member for member in self._rendezvous.members if not member.ended]
         if not living or len(living) == len(self._rendezvous.members) or not all(member.held for member in living):
             self._held_since = now

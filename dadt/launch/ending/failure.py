@@ -1,4 +1,4 @@
-"""Why a job failed: the first cause among all failures, and the text that tells the user."""
+"""Describes why a job failed: finds the first cause among all failures, and writes the text that the user sees."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
 GPU_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory(?:.*?\b(GPU \d+))?", re.DOTALL)
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 EXIT_CODES = {kind.__name__: kind.exit_code for kind in (errors.ConfigError, errors.NotResumed, errors.StartTimeout)}
-"""Exit codes of the exceptions that have their own."""
+"""Exit codes of `dadt run` by the name of the exception that ended a worker; other exceptions have no exit code of
+their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How a worker ended, as its agent saw it."""
+    """How a worker process ended, as reported by its agent."""
 
     rank: int
     code: int
-    """Exit code; -n if signal n ended it."""
+    """Exit code of the process; -n if signal n ended it."""
     time: float
     step: int
-    """Optimizer steps done; -1: none."""
+    """Optimizer steps that the worker had done; -1 if none."""
     peak_memory: int
     memory_limit: int
     memory_kills: int
-    """Number of processes killed for lack of memory since the job began."""
+    """Number of processes that the kernel has killed for lack of memory since the job began."""
     stopped: bool
-    """Whether it ended after its agent had begun to stop everything."""
+    """Whether the worker ended after its agent had begun to stop all workers."""
 
     @property
     def killed_for_memory(self) -> bool:
@@ -42,7 +43,7 @@ class Ending:
 
     @property
     def text(self) -> str:
-        """The end of a sentence that begins with the worker."""
+        """Describes the end in words that continue a sentence, as in "rank 2 has exited with code 1"."""
         if self.stopped and self.code < 0:
             return "was ended with the job"
         if self.killed_for_memory:
@@ -54,50 +55,51 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """A cause that no worker reported. If no worker is to blame, the verdict is a sentence."""
+    """A cause of failure that no worker reported. If no worker is to blame, `verdict` is a sentence of its own."""
 
     verdict: str
     cause: str
 
     @classmethod
     def of_early(cls, ending: Ending) -> Blame:
-        """The worker ended with success while others still needed it."""
+        """Return the blame for a worker that ended successfully while other workers still needed it."""
         code = "" if ending.stopped else " with exit code 0"
         cause = f"its script ended{code} after {steps_text(ending.step)}, while others went on"
         return cls(f"ended too early{',' if code else ''}{code}", cause)
 
     @classmethod
     def of_held(cls, condition: str) -> Blame:
-        """A condition (a key of condition.HELD) kept the worker from going on."""
+        """Return the blame for a worker that could not continue because of this condition, a key of condition.HELD."""
         return cls(condition, f"{HELD[condition]}, and the others waited for it")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """The cause of a job's failure, and what is known around it."""
+    """The cause of a job's failure, with the facts that are shown to the user."""
 
     ending: Ending
     record: ErrorRecord | None
     seconds: float
-    """Time from the start of the workers to the failure."""
+    """Seconds from the start of the workers to the failure."""
     pid: int
     host: str
     log: Path
     stopped: Sequence[int] = ()
-    """Ranks that were stopped because of the failure."""
+    """Ranks that were stopped because of this failure."""
     stacks: Sequence[Path] = ()
-    """Files with the stacks of the stopped ranks."""
+    """Files with the stack traces of the stopped ranks."""
     last_words: str = field(default="")
-    """The last line on stderr, shown if there is no record."""
+    """The last line that the worker wrote to stderr, shown if there is no record of an exception."""
     blame: Blame | None = None
-    """The cause if there is no record, or the cause behind the record."""
+    """The cause, if there is no record of an exception; otherwise the cause behind the recorded exception."""
     torch_env: bool = False
-    """The script was given the variables by which it may set up distributed training of its own."""
+    """Whether the script received torchrun's variables (RANK and others), with which it may set up distributed training
+    of its own."""
     alike: int = 0
-    """The number of all workers, if all ended in this way after the same number of steps, so that no rank is to blame;
-    else 0."""
+    """Number of workers, if all of them ended in this way after the same number of steps, so that no single rank is to
+    blame; else 0."""
     resume: str = ""
-    """The command that goes on from the job's last snapshot; empty where it has none."""
+    """Command that resumes the job from its last snapshot; empty if there is none."""
 
     @property
     def exit_code(self) -> int:
@@ -107,12 +109,14 @@ class Failure:
             return EXIT_CODES[self.record.type]
         code = self.ending.code
         if self.ending.stopped and self.record is not None:
-            return 1  # it failed by its own exception and was slow to exit
+            # the worker failed by its own exception but exited too slowly and was stopped, so its exit code does not
+            # show the failure
+            return 1
         return code if code >= 0 else 128 - code
 
     @property
     def step(self) -> int | None:
-        """The step in which it failed; None if it had made none."""
+        """The training step in which the worker failed; None if it had made no step."""
         if self.record is not None and self.record.step is not None:
             return self.record.step
         return self.ending.step if self.ending.step >= 0 else None
@@ -122,8 +126,8 @@ class Failure:
 
     def lines(self) -> list[str]:
         if self.record is not None and self.record.type in EXIT_CODES:
-            return [self.record.message]  # the message is complete, and this worker is not to blame
-        # With a blame, the record is that of a rank that waited.
+            return [self.record.message]  # a message of these exceptions is complete, and this worker is not to blame
+        # With a blame, the record belongs to a rank that only waited for the one to blame.
         whole = self.blame is not None and self.record is not None
         who = f"all {self.alike} workers" if self.alike else f"worker {self.ending.rank}"
         head = self._verdict() if whole else f"{who} failed ({self._verdict()})"
@@ -167,7 +171,8 @@ class Failure:
         if self.blame is not None:
             return self.blame.verdict
         if self.ending.stopped and self.record is not None:
-            return f"exit code {self.exit_code}"  # it was stopped before it exited
+            # the worker failed by its own exception, but was stopped before it exited
+            return f"exit code {self.exit_code}"
         if self.ending.code < 0:
             return f"killed by signal {-self.ending.code}, {signal_name(-self.ending.code)}"
         return f"exit code {self.ending.code}"
@@ -203,11 +208,12 @@ class Failure:
 def find_cause(
     endings: Sequence[Ending], records: Mapping[int, ErrorRecord], left: Sequence[int] = ()
 ) -> tuple[Ending, ErrorRecord | None] | None:
-    """The earliest failure that neither another failure nor the stop caused; None if nothing failed.
+    """Return the earliest failure that was caused neither by another failure nor by stopping the job; None if nothing
+    failed.
 
-    An exception counts from when it was raised, which is before the exit. If every failure was caused by another, the
-    result is the first rank that left its training with success, or else the first of the failures.
-    left: ranks that left so, in that order.
+    An exception counts from when it was raised, which is before the process exits. If every failure was caused by
+    another one, returns the first rank whose script ended successfully before the others', or else the first of the
+    failures. left: ranks whose script ended while others continued, in that order.
     """
 
     def failed(ending: Ending) -> bool:
@@ -219,7 +225,7 @@ def find_cause(
     def order(ending: Ending) -> tuple[bool, float]:
         record = records.get(ending.rank)
         if record is None or record.thread:
-            # An exception that ended a thread need not have ended the process, so its time does not count.
+            # An exception in another thread need not have ended the process, so the time of the exit counts instead.
             return False, ending.time
         return record.secondary, record.time or ending.time
 
@@ -227,12 +233,12 @@ def find_cause(
     if first is None:
         return None
     if (record := records.get(first.rank)) is not None and record.type == errors.StartTimeout.__name__:
-        # It has waited for one that had failed before, whatever that was caused by.
+        # StartTimeout means that this rank waited for another one, so the earliest failure of any kind is the cause.
         first = min(filter(failed, endings), key=lambda ending: order(ending)[1])
     record = records.get(first.rank)
     if record is not None and record.secondary and first.rank not in left:
         of = {ending.rank: ending for ending in endings}
-        # One that has left with another code has shown by that how it failed.
+        # A rank in `left` that exited with an error code has failed by itself, so it did not merely end too early.
         ended = [of[rank] for rank in left if rank in of and (of[rank].code == 0 or of[rank].stopped)]
         early = [ending for ending in ended if ending.step <= first.step]
         if early:
@@ -241,14 +247,14 @@ def find_cause(
 
 
 def last_line(tail: bytes) -> str:
-    """The last line that the script printed. Lines of dadt about the rank's end are no cause."""
+    """Return the last line that the script printed, without DADT's own lines about the end of the rank."""
     lines = [line.strip() for line in tail.decode(errors="replace").splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith("dadt: ")]
     return printable(lines[-1][:200]) if lines else ""
 
 
 def steps_text(step: int) -> str:
-    """The number of optimizer steps done, as text; -1: none."""
+    """Return the number of optimizer steps as text, such as "1 step" or "20 steps"; -1 means none."""
     return "1 step" if step == 1 else f"{max(0, step)} steps"
 
 
@@ -260,7 +266,7 @@ def signal_name(number: int) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes as text: 850 MiB, 1.2 GiB, 24 GiB."""
+    """Return a number of bytes as text, such as 850 MiB, 1.2 GiB or 24 GiB."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min((max(count, 1).bit_length() - 1) // 10, len(units) - 1)
     value = count / 1024**power
@@ -268,10 +274,10 @@ def size(count: int) -> str:
 
 
 def _as_typed(file: str) -> str:
-    """The script's path as the user typed it, since the interpreter may have made it absolute."""
+    """Return the script's path as the user typed it, since Python may have made it absolute."""
     try:
         return str(Path(file).relative_to(Path.cwd()))
-    except (ValueError, OSError):  # outside the current folder, or that has been deleted
+    except (ValueError, OSError):  # the file is outside the current folder, or the current folder was deleted
         return file
 
 

@@ -1,4 +1,4 @@
-"""How a job ended."""
+"""Describes how a job ended: its exit code, and the facts shown to the user."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from dadt.launch.monitor.watch import Loss
 
 @dataclass(kw_only=True)
 class Outcome:
-    """The facts about a job of which nothing is left."""
+    """The facts about a job that has ended completely."""
 
     seconds: float
     failure: Failure | None = None
     signal: int = 0
-    """The signal by which the user ended it; 0: none."""
+    """Number of the signal with which the user ended the job; 0 if none."""
     preemption: Preemption | None = None
-    """It was preempted: the time of its hosts was over."""
+    """Set if the job was preempted, that is, ended because its hosts were taken away."""
     summaries: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Rank to its summary at the end of training."""
+    """Each rank's summary at the end of its training, by rank."""
     results: Mapping[int, bytes] = field(default_factory=dict)
-    """Rank to what the function of `dadt.run` returned or raised."""
+    """For each rank, the pickled value that the function of `dadt.run` returned, or the exception that it raised."""
     hooked: bool = False
-    """Whether any worker imported torch with DADT hooked in."""
+    """Whether any worker imported torch with DADT loaded into it."""
     stepped: bool = False
-    """Whether any worker's optimizer made a step; known even if the process ended by os._exit without a report."""
+    """Whether any worker's optimizer made a step. Known even if a process ended by os._exit, without reporting."""
     losses: Sequence[Loss] = ()
-    """Ranks without which the others have trained on."""
+    """Ranks that were lost while the others continued training."""
     restarts: int = 0
-    """How often the job was started again before."""
+    """How often the job was restarted before this attempt."""
     stuck: Sequence[int] = ()
-    """Processes that did not die of SIGKILL."""
+    """Ids of processes that could not be killed, even by SIGKILL."""
     resume: str = ""
-    """The command that goes on with it; empty where it came to its end, or has no whole snapshot."""
+    """Command that resumes the job; empty if the job succeeded or has no complete snapshot."""
 
     def remember(self, command: str) -> None:
-        """The job has ended, and this goes on with it."""
+        """Store the command that resumes the job, if the job did not succeed. Called once the job has ended."""
         if self.exit_code:
             self.resume = command
         if self.failure is not None:
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class Ended(DadtError):
-    """A signal ended the job while no workers were there."""
+    """A signal ended the job while it had no workers."""
 
     def __init__(self, number: int, what: str = "nothing was started") -> None:
         super().__init__(f"ended by {'Ctrl-C' if number == signal.SIGINT else signal_name(number)}; {what}")
@@ -66,7 +66,8 @@ class Ended(DadtError):
 
 
 def end_early(caught: set[int], checkpoint_signal: int, what: str = "nothing was started") -> None:
-    """Raises Ended or Preempted where one of these signals ends a job without workers. what: was not done any more."""
+    """Raise Ended or Preempted if one of the caught signals ends a job that has no workers. what: text about what was
+    therefore not done."""
     if (number := min(caught & ENDING_SIGNALS, default=0)) == signal.SIGTERM and checkpoint_signal:
         raise Preempted(f"{Preemption('dadt run was told to end (SIGTERM)').text}; {what}")
     if number:
@@ -74,7 +75,7 @@ def end_early(caught: set[int], checkpoint_signal: int, what: str = "nothing was
 
 
 class Unread(DadtError):
-    """The user ended the job while nobody read its output."""
+    """The user ended the job while its output was blocked, as nobody read it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal_name(number)} while nobody read the output; all workers stopped")

@@ -1,4 +1,5 @@
-"""A job whose hosts are taken away: its workers save a checkpoint, and it ends so that it is queued again."""
+"""Describes preemption, when a scheduler takes a job's hosts away: the workers save a checkpoint, and the job ends with
+an exit code that has it queued again."""
 
 from __future__ import annotations
 
@@ -10,31 +11,31 @@ from dadt.errors import DadtError
 from dadt.launch.ending.failure import Ending
 
 EXIT_CODE = os.EX_TEMPFAIL
-"""75, which sysexits.h gives to what fails for now and is to be tried again later."""
+"""Exit code 75, which sysexits.h defines for temporary failures that should be tried again later."""
 
 
 class Preempted(DadtError):
-    """The job was preempted: it can go on from its script's checkpoint."""
+    """The job was preempted, and can be continued from the checkpoint that its script has saved."""
 
     exit_code = EXIT_CODE
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A job that is being preempted, or was."""
+    """The preemption of a job, while the workers save and after they have ended."""
 
     who: str
-    """Who was asked to end, and how."""
+    """Text about which host or process was asked to end, and how."""
     host: bool = False
-    """Whether a host was asked to end, not `dadt run`: the job may start again elsewhere."""
+    """Whether a host was asked to end rather than `dadt run` itself, so that the job may restart on other hosts."""
     endings: Mapping[int, Ending] = field(default_factory=dict)
-    """How each rank has ended, once all have."""
+    """How each rank has ended, by rank; filled once all have ended."""
     done: Collection[int] = ()
-    """Ranks that have reported their end, even if their process was stopped in the midst of it."""
+    """Ranks that reported the end of their training, even if their processes were stopped before they exited."""
 
     @property
     def text(self) -> str:
-        """One line: who was asked to end, and how the workers have answered."""
+        """One line for the user: who was asked to end, and how the workers have ended."""
         endings = [self.endings[rank] for rank in sorted(self.endings)]
         ended = [each.rank for each in endings if (each.rank in self.done if each.stopped else each.code == 0)]
         stopped = [each.rank for each in endings if each.stopped and each.rank not in ended]
@@ -46,7 +47,7 @@ class Preemption:
 
 
 def ranks(numbers: Collection[int]) -> str:
-    """The ranks as text: rank 2; ranks 0, 2 and 3."""
+    """Return ranks as text, such as "rank 2" or "ranks 0, 2 and 3"."""
     *most, last = map(str, sorted(numbers))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 

@@ -1,4 +1,4 @@
-"""Finding and killing the processes of a job, even those that got away from their parents."""
+"""Finds and kills the processes of a job, even those that are no longer descendants of the agent."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from dadt.control import guard
 
 SWEEP_SECONDS = 4.0
 STARTED = 19
-"""Place, after state and parent, of the time of a process's start in /proc/PID/stat."""
+"""Index of a process's start time among the fields of /proc/PID/stat, counted from the state."""
 TRACKER = b"multiprocessing.resource_tracker"
 TRACKER_SECONDS = 2.5
-"""How long a resource tracker may take to remove the resources of dead processes, on a machine with much to do."""
+"""Seconds that a resource tracker of multiprocessing may take to remove the resources of dead processes, even on a busy
+machine."""
 
 
 class Process(NamedTuple):
-    """A process of this machine. Once it has ended, its pid may become another's; `exec` changes neither field."""
+    """A process of this machine, identified by its id and its start time, as ids are reused. Neither changes when the
+    process calls exec."""
 
     pid: int
     started: int
-    """Clock ticks from the machine's start to its own; 0 if there is no such process."""
+    """Start time of the process in clock ticks since the machine was started; 0 if there is no such process."""
 
     @classmethod
     def of(cls, pid: int) -> Process:
@@ -36,29 +38,29 @@ class Process(NamedTuple):
         return self.started > 0 and Process.of(self.pid) == self and is_alive(self.pid)
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal to this process, unless it has ended."""
         try:
             handle = os.pidfd_open(self.pid)
         except OSError:
             return
         try:
-            if self.is_alive:  # what has that pid now cannot lose it to another while it is open
+            if self.is_alive:  # while the handle is open, no other process can get this id
                 signal.pidfd_send_signal(handle, number)
         except (ProcessLookupError, PermissionError):
-            pass  # it has just ended, or is another user's
+            pass  # the process has just ended, or belongs to another user
         finally:
             os.close(handle)
 
 
 def members(mark: str, descendants: bool = False) -> list[int]:
-    """Processes of this user that carry the mark, such as DADT_JOB=p7q2, in their environment.
+    """Return the processes of this user that have the mark, such as DADT_JOB=p7q2, in their environment.
 
-    With `descendants` also those of this process, which is a subreaper: this finds processes that left their parent
-    and cleared their environment.
+    descendants: also include descendants of this process, which must be a subreaper: this finds processes that left
+    their parent and cleared their environment.
     """
     found = {int(entry.name) for entry in Path("/proc").iterdir() if _is_marked(entry, mark.encode())}
     if descendants:
-        # Processes of other users (by sudo or a setuid program) are left out, as they cannot be killed.
+        # Processes of other users (started by sudo or a setuid program) are left out, as this user cannot kill them.
         found.update(pid for pid in _descendants(os.getpid()) if _is_own(Path(f"/proc/{pid}")))
     found.discard(os.getpid())
     found.difference_update([pid for pid in found if _is_marked(Path(f"/proc/{pid}"), guard.MARK.encode())])
@@ -66,12 +68,12 @@ def members(mark: str, descendants: bool = False) -> list[int]:
 
 
 def kill(pids: Iterable[int], number: int) -> None:
-    """Send a signal to those that still exist."""
+    """Send a signal to each of these processes that still exists."""
     for pid in pids:
         try:
             os.kill(pid, number)
         except (ProcessLookupError, PermissionError):
-            pass  # already gone, or another user's
+            pass  # the process is gone, or belongs to another user
 
 
 def terminate(pids: Iterable[int], groups: Collection[int]) -> None:
@@ -98,15 +100,16 @@ def handles(pid: int, number: int) -> bool:
 
 
 def without_trackers(pids: Iterable[int]) -> list[int]:
-    """The processes without multiprocessing's resource trackers, which remove the semaphores and segments of dead
-    processes and then end by themselves."""
+    """Return these processes without multiprocessing's resource trackers. A tracker removes the semaphores and shared
+    memory of dead processes, and then ends by itself."""
     return [pid for pid in pids if TRACKER not in _bytes(Path(f"/proc/{pid}/cmdline"))]
 
 
 def sweep(mark: str) -> list[int]:
-    """Kill all processes on this machine that carry the mark, repeatedly until none is left.
+    """Kill all processes of this user on this machine that have the mark in their environment, repeatedly until none is
+    left.
 
-    Returns the processes that do not die (stuck in the kernel).
+    Returns the processes that cannot be killed (stuck in the kernel).
     """
     begin = time.monotonic()
     pause = 0.001
@@ -115,7 +118,7 @@ def sweep(mark: str) -> list[int]:
         if now > begin + SWEEP_SECONDS:
             return left
         kill(left if now > begin + TRACKER_SECONDS else without_trackers(left), signal.SIGKILL)
-        # The kernel reports the end of a process only to its parent, and these are not our children.
+        # Polled, as the kernel reports the end of a process only to its parent, which this process is not.
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     return []
@@ -133,12 +136,12 @@ def _is_own(entry: Path) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process exists and is more than a zombie."""
+    """Whether the process exists and is not a zombie."""
     return state(pid) not in ("", "Z", "X")
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for the state of the process, such as S or D; empty once it is gone."""
+    """Return the kernel's letter for the state of the process, such as S or D; empty if there is no such process."""
     return _state_and_parent(pid)[0]
 
 
@@ -162,9 +165,9 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none if it is gone."""
+    """Return the fields of /proc/PID/stat from the state onwards; empty if there is no such process."""
     try:
-        # The name, in parentheses, may itself contain spaces and parentheses.
+        # The process's name, which stands before the state in parentheses, may itself contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
@@ -174,4 +177,4 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
-        return b""  # it has just ended, or we may not read it
+        return b""  # the process has just ended, or may not be read

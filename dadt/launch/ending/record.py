@@ -1,4 +1,4 @@
-"""An exception that ended a worker: from the worker's report, or from what it printed."""
+"""Describes an uncaught exception that ended a worker, from the worker's report or from its output."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from dadt.control.traceback_text import TRACEBACK, Raised, first_line, innermost
 
 CAUSE_LINES, CAUSE_LETTERS = 10, 4000
 LAST_LINES, LAST_LETTERS = 3, 800
-"""How much of that is the end of a long text, which often says why."""
+"""Lines and characters shown from the end of a text that is too long to be shown whole; the end often says why."""
 AROUND_LETTERS = 300
 ADVICE = re.compile(r"\s*You can disable extension auto-loading with TORCH_DEVICE_BACKEND_AUTOLOAD=0\.?")
-"""What torch advises where an extension of it fails to load: it would turn DADT off."""
+"""Matches the advice that torch gives when one of its extensions fails to load. Following it would turn DADT off, so it
+is not shown."""
 EXIT = SystemExit.__name__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorRecord:
-    """An uncaught exception. If others were raised from it, they are around it."""
+    """An uncaught exception in a worker. Exceptions raised because of it are listed in `around`."""
 
     type: str
     message: str = ""
     frames: Sequence[Mapping[str, Any]] = ()
-    """Stack frames {file, line, function, text}, innermost last."""
+    """Stack frames as {file, line, function, text}, innermost last."""
     around: Sequence[str] = ()
-    """Texts of the exceptions that wrapped it, from the outermost one inwards."""
+    """Texts of exceptions that were raised because of this one, outermost first."""
     context: str = ""
-    """Text of another exception, which was being handled when this one was raised."""
+    """Text of another exception that was being handled when this one was raised."""
     disk: str = ""
-    """A text that says that a disk is full, which one, and what is free; empty if none is."""
+    """Text that says which disk is full and how much space is left; empty if no disk is full."""
     unseen: str = ""
-    """A path that was not found, where this rank has written a file that was kept apart; empty if there is none."""
+    """Path of a file that a library did not find, although this rank has written it, because the rank's files are kept
+    apart from the first rank's; empty if there is none."""
     step: int | None = None
     secondary: bool = False
-    """Whether another rank's failure caused it."""
+    """Whether another rank's failure caused this exception."""
     thread: str = ""
     time: float = 0.0
 
@@ -47,13 +49,13 @@ class ErrorRecord:
 
     @classmethod
     def of_exit(cls, header: Mapping[str, Any]) -> ErrorRecord:
-        """The text with which a script has called `sys.exit`."""
+        """Return the record of a script's call of `sys.exit` with a text."""
         return cls(type=EXIT, message=header["text"], frames=header["frames"], step=max(0, header["step"]) or None)
 
     @classmethod
     def from_stderr(cls, tail: bytes) -> ErrorRecord | None:
-        """The exception of the last traceback in the last bytes of a worker's stderr, or the syntax error of a script
-        that is not Python; None if there is neither."""
+        """Return the exception of the last traceback in `tail`, the end of a worker's stderr, or the syntax error of a
+        script that is not Python; None if there is neither."""
         raised = innermost(tail.decode(errors="replace"))
         return cls._of(raised) if raised is not None else None
 
@@ -65,7 +67,8 @@ class ErrorRecord:
         return cls(type=name, message=raised.message, frames=raised.frames, around=raised.around, secondary=secondary)
 
     def _unwrapped(self) -> ErrorRecord:
-        """The exception of another process, if its traceback is in this one's message."""
+        """Return the original exception of another process, if this exception's message contains its traceback; else
+        this record."""
         if TRACEBACK not in self.message or (raised := innermost(self.message)) is None:
             return self
         inner = self._of(raised)
@@ -81,16 +84,16 @@ class ErrorRecord:
 
     @property
     def reason(self) -> str:
-        """What the user has to know first: that a disk is full, else the exception's text."""
+        """The most important thing for the user: that a disk is full, if one is, else the exception's text."""
         return (self.disk or self.text).strip()
 
     @property
     def brief(self) -> str:
-        """The first line of the reason."""
+        """The first line of the reason for the failure."""
         return shortened(self.reason)[0]
 
     def lines_around(self) -> list[str]:
-        """What the block at a job's end says of the exceptions around it."""
+        """Return the lines about exceptions around this one, for the report of a failed job."""
         raised = [*self.around, *([self.text] if self.disk else [])]
         texts = [shortened(ADVICE.sub("", text).strip()[:AROUND_LETTERS])[0] for text in raised]
         lines = [f"  within  {text}" for text in dict.fromkeys(texts) if text != self.brief]
@@ -98,7 +101,8 @@ class ErrorRecord:
 
 
 def shortened(text: str) -> list[str]:
-    """The first lines and the last ones, so that the text above them stays on the screen."""
+    """Return the lines of a text, or only its first and last lines if it is long, so that what stands above it stays on
+    the screen."""
     lines = ADVICE.sub("", text).split("\n")
     left_out = len(lines) - CAUSE_LINES
     if left_out > 1:
@@ -112,5 +116,5 @@ def _cut(text: str, most: int, last: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters, such as those that move a cursor, escaped."""
+    """Return the text with control characters, such as those that move the cursor, escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""A job that failed starts again, as a whole, on the hosts that there are: `--max-restarts`."""
+"""Restarts a failed job as a whole on the hosts that are available, up to `--max-restarts` times."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from dadt.launch.report import JobReport
 from dadt.launch.start.startup import Voice
 
 LOOK_SECONDS = 0.1
-"""Time between two looks at the hosts, while they do not suffice."""
+"""Seconds between two checks for hosts, while there are too few."""
 SILENT_SECONDS = 2.0
-"""The user learns what is waited for after this many seconds."""
+"""Seconds of waiting for hosts after which the user is informed."""
 SERIES = "progress.jsonl"
 NOT_AGAIN = "it was not started again"
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of workers that others have ended: the kernel for lack of memory, or who takes the machine away."""
+"""Exit codes of workers that were killed from outside, for example by the kernel for lack of memory or by a scheduler.
+"""
 
 
 class Restarts:
-    """The attempts of one job. Each is a launch of all workers, in the same log folder."""
+    """The attempts of one job. Each attempt starts all workers, and all use the same log folder."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Restarts:
         interrupts: Interrupts | None,
         idle: Callable[[], Idle],
     ) -> None:
-        """idle: answers other commands while hosts are waited for."""
+        """idle: creates the object that answers other dadt commands while the job waits for hosts."""
         self._config = config
         self._discovery, self._candidates = discovery, discovery.candidates
         self._voice = voice
@@ -57,16 +58,16 @@ class Restarts:
         self._count = 0
         self._most = config.max_restarts
         self.refused = False
-        """The attempt before could not go on from its snapshot."""
+        """Whether the last attempt could not be resumed from its snapshot."""
         self._before: Any = None
-        """Where and how the attempt before failed."""
+        """Step and error at which the last attempt failed; None if it was ended from outside."""
 
     def run(self, attempt: Callable[[int, Sequence[Host]], Outcome]) -> Outcome:
-        """Make attempts, which are given the number of restarts so far and the hosts to use, until one succeeds or no
-        other may follow.
+        """Start the job until an attempt succeeds or no further restart is allowed. attempt: called with the number of
+        restarts so far and the hosts to use.
 
-        Raises the DadtError of the last attempt, StartTimeout where there are too few hosts, or Ended where a signal
-        came between two attempts.
+        Raises the DadtError of the last attempt, StartTimeout if there are too few hosts, or Ended if a signal came
+        between two attempts.
         """
         while True:
             hosts = self._await_hosts()
@@ -74,17 +75,18 @@ class Restarts:
                 outcome = attempt(self._count, hosts)
                 self.refused = False
             except (LaunchError, StartTimeout, ConfigError) as error:
-                # Before workers were placed, what the user has asked for cannot be had.
+                # An error before any workers were placed comes from what the user asked for, and would occur again.
                 if not self._report.began or not self._again(error):
                     raise
                 continue
             outcome.restarts = self._count
             failed: Failure | DadtError | None = outcome.failure
-            if outcome.preemption is not None and outcome.preemption.host:  # the other hosts are still there
+            # only one host was taken away, so the job can restart on the others
+            if outcome.preemption is not None and outcome.preemption.host:
                 failed = Preempted(outcome.preemption.text)
             if self._count and outcome.failure is not None and outcome.failure.says(NotResumed):
                 self.refused = True
-                self._most += 1  # it has tried nothing
+                self._most += 1  # an attempt that could not resume has not trained, so it does not count
             if outcome.signal or failed is None or not self._again(failed):
                 return outcome
 
@@ -100,14 +102,15 @@ class Restarts:
         why = failed.lines()[0] if isinstance(failed, Failure) else str(failed)
         self._voice.say(f"{why}: restart {self._count} of {self._most}", "warning")
         self._report.restarts(self._count, why)
-        with suppress(OSError):  # that of the next attempt takes its place then
+        with suppress(OSError):  # if it fails, the next attempt overwrites the file
             (self._logs / SERIES).rename(self._logs / f"progress.{self._count - 1}.jsonl")
         return True
 
     def _await_hosts(self) -> list[Host]:
-        """The hosts for the next attempt, once there are enough. They were asked for just before the first one.
+        """Return the hosts for the next attempt, once there are enough. For the first attempt they are already known.
 
-        Raises StartTimeout where too few come within --start-timeout seconds, or Ended.
+        Raises StartTimeout if there are too few after --start-timeout seconds, or Ended if the user ends the job
+        meanwhile.
         """
         with ExitStack() as stack:
             return self._look_for_hosts(stack)
@@ -128,7 +131,7 @@ class Restarts:
             if waited > SILENT_SECONDS and what != told:
                 told = what
                 self._voice.say(f"waiting for hosts: {what}")
-            # As long as it took until the last question, so that the pauses double.
+            # Query again only after as long as the waiting had taken at the last query, so that the pauses double.
             every = min(max(ASK_SECONDS, self._discovery.asked - begin), LONGEST_PAUSE_SECONDS)
             idle = idle or self._begin_to_wait(stack)
             idle.wait(LOOK_SECONDS)
@@ -136,13 +139,14 @@ class Restarts:
                 end_early({signal.SIGTERM}, 0, NOT_AGAIN)
 
     def _suffice(self, hosts: Sequence[Host]) -> bool:
-        """Whether enough workers fit on these hosts, as far as that is known before they are asked."""
+        """Whether the hosts have enough slots for the least number of workers, as far as slots are known before the
+        hosts have reported."""
         if not (self._config.min_np or self._config.np):
             return bool(hosts) and len(hosts) == len(self._candidates.hosts)
         return self._room(hosts) >= (self._config.min_np or self._config.np)
 
     def _lack(self, hosts: Sequence[Host]) -> str:
-        """A text that says what is missing for the next attempt."""
+        """Return a text for the user about what is missing for the next attempt."""
         named = ", ".join(map(str, hosts)) or "no host"
         away = [host.name or "this host" for host in self._candidates.hosts if host not in hosts]
         failed = f"; {', '.join(away)} failed, to be tried again" if away else ""
@@ -153,13 +157,14 @@ class Restarts:
         return f"{named} with room for {self._room(hosts):g} workers of {least}{failed}"
 
     def _room(self, hosts: Sequence[Host]) -> float:
-        """How many workers fit. Where only a host itself knows, enough do, but while others may yet come it counts for
-        one."""
+        """Return how many workers fit on these hosts. If only a host itself knows its slots, it counts as having enough
+        of them once all hosts are available, and as having one before."""
         unknown = float("inf") if len(hosts) == len(self._candidates.hosts) else 1
         return sum(host.slots or unknown for host in hosts)
 
     def _begin_to_wait(self, stack: ExitStack) -> Idle:
-        """Raises Ended or Preempted, as it waits, if the user ends the job meanwhile."""
+        """Begin to answer other commands while the job waits for hosts. The returned object's `wait` raises Ended or
+        Preempted if the user ends the job."""
         idle, interrupts = stack.enter_context(self._idle()), self._interrupts
         if interrupts is not None:
             idle.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(self._config), NOT_AGAIN))
@@ -167,7 +172,8 @@ class Restarts:
 
 
 def _place(failed: Failure | DadtError) -> Any:
-    """Equal for two attempts that came to the same end by themselves; None where a host or somebody ended them."""
+    """Return a value that is equal for two attempts that failed in the same way at the same step; None if an attempt
+    was ended from outside."""
     if isinstance(failed, DadtError) or (failed.ending.code in FROM_OUTSIDE and not failed.ending.stopped):
         return None
     return failed.step, failed.record.text if failed.record is not None else failed.ending.code

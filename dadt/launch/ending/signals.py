@@ -1,4 +1,4 @@
-"""Signals that a selector can wait for."""
+"""Makes signals readable from a file descriptor, so that a selector can wait for them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 class Interrupts:
-    """While open, these signals do not end the process; their numbers are read from `fileno()`.
-
-    For the main thread only, like all signal handling in Python.
-    """
+    """Context manager in which the signals `numbers` do not end the process; their numbers are read from `fileno()`
+    instead. For the main thread only, like all signal handling in Python."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = numbers
@@ -29,7 +27,7 @@ class Interrupts:
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # SIGHUP stays ignored under nohup.
+        # nohup makes the process ignore SIGHUP, which must stay so.
         spared = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
         taken = [number for number in self._numbers if number not in spared]
         self._previous = {number: signal.signal(number, _ignore) for number in taken}
@@ -48,7 +46,7 @@ class Interrupts:
         return self._reader
 
     def take(self) -> set[int]:
-        """The signals that have come since the last call."""
+        """Return the numbers of the signals that have arrived since the last call."""
         try:
             return set(os.read(self._reader, 4096))
         except BlockingIOError:
@@ -56,18 +54,19 @@ class Interrupts:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """A handler that does nothing, as Python writes the number to the wake-up pipe."""
+    """Signal handler that does nothing: Python itself writes the signal's number to the wake-up pipe."""
 
 
 def forwarded(config: Config) -> list[int]:
-    """The numbers of the signals in --forward-signals. Raises ConfigError."""
+    """Return the numbers of the signals named in --forward-signals. Raises ConfigError."""
     names = filter(None, (part.strip() for part in config.forward_signals.split(",")))
     numbers = [_number(name, f"--forward-signals {config.forward_signals}") for name in names]
-    return [number for number in numbers if number not in ENDING_SIGNALS]  # these end the job, and workers get SIGTERM
+    # ENDING_SIGNALS end the job instead, which sends the workers SIGTERM
+    return [number for number in numbers if number not in ENDING_SIGNALS]
 
 
 def of_checkpoint(config: Config) -> int:
-    """The number of --checkpoint-signal; 0 if there is none. Raises ConfigError."""
+    """Return the number of the signal of --checkpoint-signal; 0 if not set. Raises ConfigError."""
     if not config.checkpoint_signal:
         return 0
     number = _number(config.checkpoint_signal, given := f"--checkpoint-signal {config.checkpoint_signal}")

@@ -1,4 +1,4 @@
-"""The end of a running job: whether it has to end, how gently, and by when everything is gone."""
+"""Ends a running job: decides whether it must end, how gently, and by when all its processes must be gone."""
 
 from __future__ import annotations
 
@@ -11,52 +11,55 @@ from dadt.launch.ending.preemption import Preemption
 from dadt.launch.monitor.watch import Watch
 
 FAILURE_GRACE = 1.0
-"""Time from SIGTERM to SIGKILL after a failure. After the user's Ctrl-C it is --grace."""
+"""Seconds from SIGTERM to SIGKILL after a failure. When the user ends the job, --grace applies instead."""
 END_SECONDS = 5.0
-"""How long an agent may take to end, beyond the grace."""
+"""Seconds that an agent has to end once the grace period of its workers is over."""
 LEAVE_SECONDS = 30.0
-"""How long a process whose script is over may take to exit, where its exit code shows why others failed."""
+"""Seconds that a process whose script is over has to exit, if its exit code may explain why other ranks failed."""
 
 AGAIN_SECONDS = 2.0
-"""A SIGTERM within this time is the same: batch systems send it to `dadt run` and to the script that passes it on."""
+"""A second SIGTERM within this many seconds counts as the same: batch systems send it to `dadt run` and also to the
+shell script around it, which may forward it."""
 
 
 class Termination:
-    """Tells the agents to stop their workers. A later reason can only hasten it."""
+    """Has the agents stop their workers. A later reason can only make the end come sooner."""
 
     def __init__(self, outbox: Outbox, watch: Watch, outcome: Outcome, grace: float, now: float) -> None:
-        """grace: seconds from SIGTERM to SIGKILL when the user ends the job, and to SIGTERM after Ctrl-C."""
+        """grace: seconds from SIGTERM to SIGKILL when the user ends the job; after Ctrl-C also the seconds from SIGINT
+        to SIGTERM."""
         self._outbox = outbox
         self._watch = watch
         self._outcome = outcome
         self._user_grace = grace
         self._fail_at = float("inf")
-        """Time at which to stop everything because of the failures so far."""
+        """Time (time.monotonic) at which to stop the job because of failures so far; infinite if there are none."""
         self._lets_leave = False
-        """Ranks whose script is over exit before that, as long as LEAVE_SECONDS allow."""
+        """Whether to wait until ranks whose script is over have exited, at most LEAVE_SECONDS, before the job is
+        stopped."""
         self._end_by = float("inf")
-        """Deadline (time.monotonic) of the agents that received the order to stop; infinite before."""
+        """Deadline (time.monotonic) for the agents to end; infinite until they have received the order to stop."""
         self._turned = now
         self._told = 0.0
-        """Time at which `dadt run` or a host was asked to end."""
+        """Time (time.monotonic) at which `dadt run` or a host was last asked to end."""
         self.grace = float("inf")
-        """Seconds until SIGKILL; infinite while no order to stop was sent."""
+        """Seconds from the order to stop until SIGKILL; infinite while there was no such order."""
         self.at_once = False
-        """The user has asked twice for the end."""
+        """Whether the user has asked twice to end the job."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether nothing has ended the job so far."""
+        """Whether the job is not being ended for any reason."""
         return not self._outcome.signal and self.grace == self._fail_at == float("inf")
 
     @property
     def deadline(self) -> float:
-        """When `turn` has to be called next."""
+        """Time (time.monotonic) by which `turn` must be called next."""
         return min(self._fail_at + (LEAVE_SECONDS if self._leaving else 0.0), self._end_by)
 
     def end(self, number: int, who: str, now: float) -> float:
-        """End the job for the user: gently, or at once if asked again. Scripts get Ctrl-C as SIGINT, and SIGTERM
-        if that does not end them; else SIGTERM. Returns the seconds until SIGKILL."""
+        """End the job for the user: gently, or at once if asked again. After Ctrl-C, workers receive SIGINT, and
+        SIGTERM if they do not end; otherwise SIGTERM. Returns the seconds until SIGKILL."""
         if self._outcome.signal:
             self._hurry(who, now)
         else:
@@ -69,14 +72,14 @@ class Termination:
         return self.grace
 
     def preempt(self, preemption: Preemption, now: float) -> None:
-        """Have all workers save, and stop them gently if they have not ended after --grace seconds. Once `dadt run`
-        itself has been asked to end, to be asked again means: at once."""
+        """Have all workers save a checkpoint, and stop them if they have not ended after --grace seconds. If `dadt run`
+        itself is asked to end a second time, the workers are stopped at once."""
         before = self._outcome.preemption
         if self.goes_on:
             self._stop(Frame("preempt"), 2 * self._user_grace, preemption.who, now)
             self._outbox.say(f"{preemption.who}: workers have {self._user_grace:g} s to save (once more: at once)")
         elif before is None:
-            return  # it had failed before
+            return  # the job is already being ended after a failure
         elif not (before.host or preemption.host) and now > self._told + AGAIN_SECONDS:
             self._hurry(preemption.who, now)
         if before is None or before.host:
@@ -93,9 +96,10 @@ class Termination:
             self._stop(Frame("stop", {"grace": grace, "stacks": stacks}), grace, why, now)
 
     def fail_by(self, seconds: float, now: float, *, lets_leave: bool = False) -> None:
-        """Stop everything after these seconds, as something has failed. Workers that save, or that the user has asked
-        to end, keep their time. lets_leave: ranks whose script is over exit by themselves first, as one of them may be
-        the cause."""
+        """Stop the job after `seconds` seconds, because of a failure. Does nothing while the job ends for the user or a
+        preemption, so that workers have their full time. lets_leave: first wait for ranks whose script is over to exit,
+        as one of them may be the cause.
+        """
         if self._outcome.preemption is None and not self._outcome.signal:
             self._lets_leave = lets_leave and (self._lets_leave or self._fail_at == float("inf"))
             self._fail_at = min(self._fail_at, now + seconds)
@@ -106,13 +110,14 @@ class Termination:
         return any(member.finished and not (member.ended or member.lost) for member in members)
 
     def excuse(self, now: float) -> None:
-        """Give the agents more time, as nothing that they report has been read since the last turn: nobody reads the
-        output."""
+        """Extend the agents' deadline by the time since the last turn, in which none of their reports could be read
+        because output to the user was blocked."""
         self._end_by += now - self._turned
         self._turned = now
 
     def turn(self, now: float) -> bool:
-        """Call it as time passes. Returns whether agents are overdue, so that they have to be killed."""
+        """Stop the job if a failure's delay is over. Call regularly. Returns whether agents have missed their deadline,
+        so that they must be killed."""
         self._turned = now
         if self._turned >= self._fail_at + (LEAVE_SECONDS if self._leaving else 0.0):
             self._fail_at = float("inf")

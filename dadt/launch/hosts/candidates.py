@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from dadt.launch.hosts.host import Host
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
-"""How long a host is left alone that has failed for the first time, and the longest such time."""
+"""Seconds for which a host is not used after its first failure, and the longest such pause after repeated failures."""
 SERVED_SECONDS = 60.0
-"""A host that has served for more than this many seconds before it fails begins with the first pause again."""
+"""A host that failed after it was in use for more than this many seconds is paused as after a first failure."""
 NEVER = float("inf")
 
 
 @dataclass(slots=True)
 class HostPause:
-    """How long a host is left alone that has failed."""
+    """The time for which a failed host is not used."""
 
     seconds: float = 0.0
     until: float = 0.0
-    """Time at which it may be tried again (time.monotonic)."""
+    """Time (time.monotonic) from which the host may be used again."""
     served: float = 0.0
-    """Time (time.monotonic) since when it has served; 0: it does not."""
+    """Time (time.monotonic) since when workers run on the host; 0 if none do."""
 
 
 class Candidates:
@@ -48,8 +48,8 @@ class Candidates:
             self._pauses.setdefault(host.name, HostPause()).served = now
 
     def failed(self, host: Host, now: float) -> None:
-        """Leave a host alone for twice as long as the last time: it cannot be reached, or its agent was lost or asked
-        to end. Reporting it again while it is left alone changes nothing."""
+        """Pause a host that cannot be reached, or whose agent was lost or asked to end: for twice as long as the last
+        time. Does nothing while the host is paused."""
         pause = self._pauses.setdefault(host.name, HostPause())
         if pause.until > now:
             return
@@ -60,7 +60,8 @@ class Candidates:
         pause.until = now + pause.seconds
 
     def blame(self, hosts: Sequence[Host], now: float) -> None:
-        """Nothing could be started on these hosts. Where it is not known which of them has failed, leave all alone."""
+        """Record that nothing could be started on these hosts. If none of them is paused, it is unknown which one
+        failed, so all are paused."""
         if all(self._is_usable(host, now) for host in hosts):
             for host in hosts:
                 self.failed(host, now)

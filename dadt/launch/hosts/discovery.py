@@ -11,11 +11,12 @@ from dadt.launch.hosts.candidates import NEVER, Candidates
 from dadt.launch.hosts.host import Host
 
 ASK_SECONDS = 1.0
-"""Time between two questions, where nobody wants another."""
+"""Seconds between two calls of the script or reads of the hostfile, unless another interval is asked for."""
 
 
 class Discovery:
-    """One per job, for one thread. Never blocks: who names the hosts is asked in a thread of its own."""
+    """Knows which hosts a job may use now. Used by one thread and never blocks: the discovery script or hostfile is
+    read in a thread of its own."""
 
     def __init__(
         self,
@@ -23,8 +24,8 @@ class Discovery:
         ask: Callable[[], Sequence[Host]] | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """hosts: those that are known so far. ask: returns those that there are now, or raises ConfigError; None if
-        they do not change. warn: called with what is wrong with an answer, each text once; the hosts stay then."""
+        """hosts: the hosts known so far. ask: returns the present hosts or raises ConfigError; None if they do not
+        change. warn: called with the text of an error of `ask`, once per text; the hosts then stay as they were."""
         self.candidates = Candidates(hosts)
         self._ask = ask
         self._warn = warn
@@ -33,12 +34,13 @@ class Discovery:
         self._answers: list[Sequence[Host] | ConfigError] = []
         """What the asking thread has found, the hosts or an error; read once the thread has ended."""
         self.asked = time.monotonic()
-        """Time (time.monotonic) of the newest question."""
+        """Time (time.monotonic) when the hosts were last asked for."""
         self.answered = NEVER if ask is None else self.asked
-        """Time at which the newest question was put that has been answered; infinite where the hosts do not change."""
+        """Time (time.monotonic) when the newest answered request was made; infinite if the hosts do not change."""
 
     def poll(self, seconds: float = ASK_SECONDS) -> None:
-        """Take the newest answer. Ask again if the last question was put at least `seconds` ago."""
+        """Apply the newest answer, and ask for the hosts again if the last request was at least `seconds` seconds
+        ago."""
         if self._asking is not None and not self._asking.is_alive():
             self._asking, self.answered = None, self.asked
             self._take(self._answers.pop())

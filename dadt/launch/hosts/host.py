@@ -16,7 +16,7 @@ HOST = re.compile(
     r"(?:(?P<user>[^@\[\]:,\s]+)@)?(?:\[(?P<six>[\w:.%-]+)\]|(?P<name>[\w.-]+))(?::(?P<slots>[0-9]{1,9}))?"
 )
 SLOTS = re.compile(r"(slots|max[-_]slots)=([0-9]{1,9})")
-"""How many workers a host gets, and how many Open MPI gives it at most."""
+"""A hostfile's words for the number of workers of a host, and for Open MPI's upper limit of it."""
 SHOWN = 400
 """Most characters of a list of hosts that a message repeats."""
 EXAMPLES = "give hosts as host1:2,user@host2:2,[::1]:2"
@@ -58,7 +58,8 @@ def read(path: Path) -> list[Host]:
 
 
 def parse_lines(text: str, source: str) -> list[Host]:
-    """The hosts of a text with a line for each. source: begins the place of a mistake. Raises ConfigError."""
+    """Return the hosts of a text with one host per line. source: names the text in error messages. Raises
+    ConfigError."""
     return _without_duplicates(_lines(text, source), source.removesuffix(","))
 
 
@@ -85,8 +86,8 @@ def _lines(text: str, source: str) -> list[Host]:
 
 
 def _added_up(hosts: list[Host], where: str) -> list[Host]:
-    """Each host once, where it stands first, with the slots of all of its lines. Where one has several lines, every
-    line without a number is one slot."""
+    """Return each host once, in the order of first lines, with the sum of its slots. If a host has several lines, a
+    line without a number counts as one slot."""
     named = {host.name: host for host in reversed(hosts)}
     if len(named) == len(hosts):
         return hosts
@@ -99,8 +100,8 @@ def _added_up(hosts: list[Host], where: str) -> list[Host]:
 
 
 def choose(hosts: Sequence[Host], include: str, exclude: str, changing: bool = False) -> list[Host]:
-    """The hosts that --include names, without those that --exclude names. changing: hosts come and go, so that these
-    may name some that are not there, and none may be left. Raises ConfigError."""
+    """Return the hosts that --include names, without those that --exclude names. changing: whether hosts come and go,
+    so that the flags may name absent hosts and the result may be empty. Raises ConfigError."""
     chosen = list(hosts)
     for name, text in (("--include", include), ("--exclude", exclude)):
         if not text:

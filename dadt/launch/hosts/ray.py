@@ -1,6 +1,7 @@
-"""The hosts of a Ray cluster: the nodes on which Ray has placed a group of bundles, one bundle per worker.
+"""The hosts of a Ray cluster: the nodes on which Ray has reserved a placement group, with one bundle of resources per
+worker.
 
-The group lives as long as the driver's connection with Ray, which is this process's, or until `release`.
+The group exists until `release`, or until this process's connection to Ray ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dadt.errors import ConfigError, LaunchError, StartTimeout
 from dadt.launch.hosts.host import Host
 
 QUIET_SECONDS = 3.0
-"""Seconds of waiting for Ray after which the user learns of it."""
+"""Seconds of waiting for Ray after which a message is shown to the user."""
 TURN_SECONDS = 1
 SHOWN_NODES = 8
 SURVEY_SECONDS = 20.0
@@ -39,9 +40,9 @@ MOST_LETTERS = 400
 ROUNDING = 1e-6
 """Added to quotients of resources, so that 1 CPU has room for five times 0.2."""
 _given: dict[str, str] = {}
-"""The names of nodes by their ids, which stay as nodes of the same name come and go."""
+"""Names given to nodes, by node id. They do not change when nodes with an equal name come and go."""
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray sets this variable for what `ray job submit` runs, whose folder is on all nodes already."""
+"""Variable that Ray sets for programs run by `ray job submit`, whose folder Ray has already copied to all nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,7 @@ class RayHost(Host):
 
 
 def ray_module() -> Any:
-    """Raises ConfigError where there is no Ray."""
+    """Import and return Ray's Python module. Raises ConfigError if Ray is not installed."""
     try:
         return import_module("ray")
     except ImportError:
@@ -66,9 +67,10 @@ def ray_module() -> Any:
 
 
 def reserve(config: Config, say: Callable[[str], None] = lambda text: None) -> list[RayHost]:
-    """Have Ray place a bundle for each worker, and wait for it. say: called once if that takes long.
+    """Have Ray reserve a bundle of resources for each worker, and wait for it. say: called once with a message if it
+    takes long.
 
-    Raises ConfigError, LaunchError where the cluster is too small, and StartTimeout.
+    Raises ConfigError, LaunchError if the cluster is too small, and StartTimeout.
     """
     if config.np < 1:
         raise ConfigError("--launcher ray: how many workers? Give their number, as in -np 4")
@@ -79,7 +81,7 @@ def reserve(config: Config, say: Callable[[str], None] = lambda text: None) -> l
     except failures(ray) as error:
         release(name)
         raise ConfigError(f"--launcher ray: {_words(error)}") from error
-    except BaseException:  # Ctrl-C, too: a notebook lives on
+    except BaseException:  # also for Ctrl-C, since in a notebook this process goes on and would keep the resources
         release(name)
         raise
 
@@ -88,7 +90,7 @@ def _reserve(ray: Any, config: Config, name: str, say: Callable[[str], None]) ->
     bundle = bundle_of(config, ray.cluster_resources())
     wanted = f"{config.np} workers of {_named(bundle)} each"
     fit = sum(_fits(node["Resources"], bundle) for node in _alive(ray))
-    # Ray does not say whether an autoscaler is there: who gives a time of their own waits for one.
+    # Ray does not report whether it has an autoscaler. A user who sets --start-timeout is assumed to wait for one.
     patient = config.start_timeout != Config().start_timeout
     if fit < config.np and not patient:
         raise LaunchError(
@@ -132,13 +134,13 @@ def hosts_of(group: str) -> list[RayHost]:
     found = [
         RayHost(name=names[node], slots=len(bundles), group=group, node=node, bundles=tuple(bundles))
         for node, bundles in places.items()
-        if node in names  # else it is lost
+        if node in names  # a node without a name is lost
     ]
     return sorted(found, key=lambda host: (host.node != mine, host.bundles))
 
 
 def end_of_node(node: str, seconds: float) -> str:
-    """Why this node is gone, in Ray's words, once Ray knows of it within this time; else empty."""
+    """Return Ray's reason why this node is gone, if Ray knows one within `seconds` seconds; else empty."""
     ray, deadline = ray_module(), time.monotonic() + seconds
     while time.monotonic() < deadline and ray.is_initialized():
         try:
@@ -150,7 +152,7 @@ def end_of_node(node: str, seconds: float) -> str:
         if not found["Alive"]:
             why = found.get("DeathReasonMessage") or found.get("DeathReason") or "without a reason"
             return f"Ray has lost this node: {why}"
-        try:  # Ray notices after a quarter of a minute or so that a node does not answer
+        try:  # connect to the node directly, as Ray notices only after about 15 seconds that a node does not answer
             socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), TURN_SECONDS).close()
         except OSError:
             time.sleep(0.1)
@@ -166,11 +168,12 @@ def release(group: str) -> None:
         _check_connected(ray)
         ray.util.remove_placement_group(ray.util.get_placement_group(group))
     except failures(ray):
-        pass  # it is gone already, or the cluster is
+        pass  # the group is gone already, or the whole cluster is
 
 
 def connect(config: Config) -> Any:
-    """Ray, with a connection to its cluster: that of this process, if it has one. Raises ConfigError."""
+    """Return Ray's module, connected to a cluster; keeps this process's connection if there is one. Raises
+    ConfigError."""
     ray = ray_module()
     if ray.is_initialized():
         return ray
@@ -182,7 +185,7 @@ def connect(config: Config) -> Any:
     former = signal.getsignal(signal.SIGTERM)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they say in pages what the error says in a line
+            warnings.simplefilter("ignore")  # Ray's warnings say at length what its error says in one line
             ray.init(
                 address,
                 log_to_driver=False,
@@ -190,7 +193,7 @@ def connect(config: Config) -> Any:
                 **({"runtime_env": shipped} if shipped else {}),
             )
     except failures(ray) as error:
-        ray.shutdown()  # it may be connected by half
+        ray.shutdown()  # the connection may be half open after the error
         if address == "auto" and isinstance(error, ConnectionError):
             raise ConfigError(
                 "--launcher ray: no Ray cluster is found on this machine; begin one with `ray start --head`, or give"
@@ -201,13 +204,14 @@ def connect(config: Config) -> Any:
             hint = "; this machine is no node of it: `ray start --address` makes it one, or give ray://HOST:10001"
         raise ConfigError(f"--launcher ray: {_words(error)}{hint}") from error
     finally:
-        if threading.current_thread() is threading.main_thread():  # Ray's handler would exit with code 15
+        # restore the handler, since Ray's handler of SIGTERM would exit with code 15
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
     return ray
 
 
 def failures(ray: Any) -> tuple[type[Exception], ...]:
-    """What Ray raises where something is wrong with the cluster, or with what it is asked."""
+    """Return the types of exceptions that Ray raises if something is wrong with the cluster or with a request."""
     return ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError
 
 
@@ -241,7 +245,7 @@ def own_node(ray: Any) -> str:
 
 
 def bundle_of(config: Config, total: Mapping[str, float]) -> dict[str, float]:
-    """What each worker holds. total: of the cluster. Raises ConfigError."""
+    """Return the resources to reserve for each worker. total: resources of the whole cluster. Raises ConfigError."""
     named: dict[str, float] = {}
     for part in filter(None, config.ray_resources.split(",")):
         found = re.fullmatch(r"\s*([^=\s]+)=(\d+(?:\.\d+)?)\s*", part)
@@ -255,7 +259,8 @@ def bundle_of(config: Config, total: Mapping[str, float]) -> dict[str, float]:
 
 
 def ignore_threads(elsewhere: dict[str, str], named: Mapping[str, str]) -> None:
-    """Leave out the number of threads that Ray gives to a job's driver, by the CPUs that this one holds: none."""
+    """Remove OMP_NUM_THREADS from `elsewhere` unless the user has set it: Ray sets it from the CPUs reserved for the
+    job's driver, which are none."""
     if IN_JOB in os.environ:
         given = json.loads(os.environ[IN_JOB]).get("runtime_env") or {}
         if "OMP_NUM_THREADS" not in {*named, *(given.get("env_vars") or {})}:
@@ -314,7 +319,7 @@ def _words(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """A node that is alive."""
+    """A living node of the cluster, with its resources and software versions."""
 
     name: str
     resources: str
@@ -324,9 +329,10 @@ class Surveyed:
 
 
 def survey(config: Config) -> list[Surveyed]:
-    """Ask all nodes. Raises ConfigError where there is no cluster."""
+    """Ask all nodes for their resources and software versions. Raises ConfigError if there is no cluster."""
 
-    def versions() -> dict[str, str]:  # in here, so that Ray takes it along: DADT may not be there
+    # a nested function, which Ray sends to nodes by value, since DADT may not be installed there
+    def versions() -> dict[str, str]:
         import importlib.metadata
         import platform
 

@@ -20,15 +20,17 @@ SECONDS = 10.0
 """Most seconds that the script may take."""
 CHUNK = 1 << 16
 SHOWN = 400
-"""Most characters of its last words that a message repeats."""
+"""Largest number of characters of the script's last error line that a message repeats."""
 
 
 def hosts(path: Path) -> list[Host]:
-    """What it prints, as lines of a hostfile; there may be none. Blocks for SECONDS at most. Raises ConfigError."""
+    """Run the script and return the hosts that it prints, in the format of a hostfile; possibly none. Blocks for at
+    most SECONDS seconds. Raises ConfigError."""
     where = f"--host-discovery-script {path}"
     with Path(os.devnull).open("rb") as nothing:
         try:
-            # The thread that starts it waits for its end, so it dies with this process.
+            # The script is killed when the thread that starts it ends; this thread waits for it, so it dies only with
+            # this process.
             pipes = (subprocess.PIPE, subprocess.PIPE)
             process = spawn([str(path)], os.environ, here(), nothing.fileno(), *pipes)
         except LaunchError as error:
@@ -38,7 +40,7 @@ def hosts(path: Path) -> list[Host]:
             printed, complained = _read(process, where)
         finally:
             if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+                os.killpg(process.pid, signal.SIGKILL)  # the group includes all processes that the script has started
     if process.returncode:
         words = complained.decode(errors="replace").strip().splitlines()
         said = f": {words[-1][:SHOWN]}" if words else ""
@@ -47,7 +49,8 @@ def hosts(path: Path) -> list[Host]:
 
 
 def _read(process: subprocess.Popen[bytes], where: str) -> tuple[bytes, bytes]:
-    """All that it prints on stdout and stderr. Waits for its end."""
+    """Return everything that the script prints on stdout and stderr. Waits for its end. Raises ConfigError if it takes
+    or prints too much."""
     deadline = time.monotonic() + SECONDS
     assert process.stdout is not None and process.stderr is not None
     data = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}

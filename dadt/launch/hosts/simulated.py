@@ -26,7 +26,8 @@ MOST_HOSTS = 200
 CLONE_NEWNET = 0x40000000
 SECONDS = 30.0
 BURST_BYTES = 64 * 1024
-"""Least bytes of a burst, as large as the packets that the kernel's TCP hands over."""
+"""Least number of bytes that may be sent at once at full speed: the size of the packets that the kernel's TCP passes
+on."""
 BURST_SECONDS = 1e-3
 QUEUE = "50ms"
 """Packets that would wait longer than this are dropped, as a switch does."""
@@ -85,7 +86,7 @@ class Network:
     """The namespaces of the simulated hosts and of the switch between them."""
 
     def __init__(self, link: SimulatedLink) -> None:
-        """Raises ConfigError if the kernel forbids it, or lacks a feature that the link needs."""
+        """Create the switch. Raises ConfigError if the kernel forbids it or lacks a feature that the link needs."""
         self._link = link
         self._hosts: list[int] = []
         self._switch = _namespace()

@@ -1,4 +1,4 @@
-"""Slots for workers, and which rank gets which."""
+"""Places for workers on hosts, and the assignment of ranks to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Slot:
     host: str = ""
     """Name of the host; empty for this host in a job of one host."""
     address: str = ""
-    """Address at which other hosts reach it; empty in a job of one host."""
+    """Address at which other hosts reach this one; empty in a job of one host."""
     gpu: str | None = None
     """Value for CUDA_VISIBLE_DEVICES; None leaves it as it is."""
     threads: int = 1
@@ -120,6 +120,6 @@ def place(shares: Sequence[int], rooms: Sequence[HostRoom], addresses: Sequence[
 
 
 def move(slot: Slot, room: HostRoom, address: str) -> Slot:
-    """The same slot on the host of this room, which the others reach at this address."""
+    """Return the slot moved to another host, whose resources are `room` and which other hosts reach at `address`."""
     gpu = room.gpus[slot.local_rank] if room.gpus else None
     return replace(slot, host=room.host, address=address, gpu=gpu, threads=max(1, room.cores // slot.local_size))

@@ -1,4 +1,4 @@
-"""Agents that connect to the launcher by themselves."""
+"""Launcher's side of agents that connect to the launcher, rather than being connected to by it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from dadt.launch.channel import Channel
 
 
 class Arrivals:
-    """The futures of expected agents, by name. Several threads may settle a future; the first one wins."""
+    """Futures of the agents that are expected to connect, by name. Several threads may settle a future; the first one
+    wins."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.futures: dict[str, Future[Channel]] = {name: Future() for name in names}
         self._lock = threading.Lock()
 
     def greet(self, hello: Words) -> Words:
-        """The answer to an agent that says its name."""
+        """Return the answer to an agent that connects and names itself: a refusal, or empty if the agent is
+        expected."""
         name = hello.get("name")
         if name not in self.futures:
             return {"refused": f"{name} is not among the hosts of this job"}
         return {"refused": f"{name} has an agent already"} if self.has(name) else {}
 
     def admit(self, name: str, channel: Channel) -> None:
-        """Settle the future with a channel, which is closed if nobody waits for it any more."""
+        """Complete the future of the agent `name` with this channel. The channel is closed if nobody waits for the
+        agent any more."""
         if not self._settle(name, lambda future: future.set_result(channel)):
             channel.end(0.0)
 
@@ -50,15 +53,17 @@ class Arrivals:
 
 
 class SocketChannel:
-    """The launcher's end of the connection to an agent that connected by itself."""
+    """The launcher's end of a connection that an agent opened."""
 
     def __init__(self, connection: SealedConnection, explain: Callable[[float], str] = lambda seconds: "") -> None:
-        """explain: returns why the agent is gone, if that becomes known within the given seconds."""
+        """explain: returns why the agent is gone, if this becomes known within the passed number of seconds; else an
+        empty string."""
         self._connection = connection.socket
         self._explain = explain
         self._hung_up = False
         self._end: str | None = None
-        self._writer = connection.socket.dup()  # a selector takes each descriptor only once
+        # a selector accepts each descriptor only once, so writing needs a second one
+        self._writer = connection.socket.dup()
         ends = connection.socket.fileno(), self._writer.fileno()
         self.link = Link(*ends, schema.AGENT, noisy=True, seal=connection.seal)
 
@@ -67,7 +72,7 @@ class SocketChannel:
         try:
             self._connection.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # the agent closed first
+            pass  # the agent has closed the connection first
 
     def end(self, timeout: float) -> str:
         if self._end is None:
@@ -81,7 +86,8 @@ class SocketChannel:
         return self._end
 
     def _await_end(self, deadline: float) -> bool:
-        """Wait for the agent to close its side, which it does last. Returns whether it did."""
+        """Wait until the agent closes its side of the connection, which is the last thing it does. Returns whether it
+        did by `deadline`."""
         try:
             while (rest := deadline - time.monotonic()) > 0:
                 self._connection.settimeout(rest)

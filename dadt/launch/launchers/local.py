@@ -64,7 +64,8 @@ class LocalChannel:
                 stdout=subprocess.PIPE,
                 start_new_session=True,
                 env={**env, **(more or {})},
-                cwd="/",  # python -m looks for modules in the current folder first, where the user's own may be
+                # `python -m` first looks for modules in the current folder, where the user may have one of equal name
+                cwd="/",
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         for pipe in (self._process.stdin, self._process.stdout):

@@ -51,7 +51,7 @@ class HandLauncher:
         self._local = LocalLauncher(config)
         self._arrivals = Arrivals(f"node{rank}" for rank in range(1, config.nnodes))
         self._watchers: dict[str, SealedConnection] = {}
-        """The other nodes' `dadt run`, which wait for the verdict."""
+        """Connections of `dadt run` on the other nodes, which wait for the job's result, by node name."""
         self._listener: Listener | None = None
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
@@ -77,7 +77,8 @@ class HandLauncher:
         return f"by hand there: dadt run --nnodes {self._config.nnodes} --node-rank {rank} --rendezvous ..."
 
     def close(self) -> None:
-        # This comes before other nodes learn that the job is over, so that their next job does not find this one.
+        # Closed before other nodes learn that the job is over, so that their next job does not find this one's
+        # rendezvous.
         if self._listener is not None:
             self._listener.close()
             self._meeting.close()
@@ -136,7 +137,8 @@ def claims(config: Config, command: Sequence[str]) -> dict[str, object]:
 
 
 def _follow(watcher: SealedConnection, agent: subprocess.Popen[bytes], interrupts: Interrupts, voice: Voice) -> int:
-    """Wait for the verdict. Ctrl-C here ends the job, as the agent reports it to the launcher."""
+    """Wait for the job's result from node 0 and return the exit code. Ctrl-C ends the whole job: the signal goes to the
+    agent, which reports it to the launcher."""
     link = Link(watcher.socket.fileno(), watcher.socket.fileno(), schema.VERDICT, seal=watcher.seal)
     caught = 0
     with selectors.DefaultSelector() as selector:
@@ -166,7 +168,7 @@ def _tell(connection: SealedConnection, verdict: Frame) -> None:
         ends = connection.socket.fileno(), connection.socket.fileno()
         Link(*ends, schema.VERDICT, seal=connection.seal).send(verdict)
     except BrokenPipeError:
-        pass  # the other node did not wait for it
+        pass  # the other node's `dadt run` has ended before the result
 
 
 def _is_gone(connection: SealedConnection) -> bool:
@@ -194,7 +196,8 @@ def _agent(config: Config, connection: SealedConnection) -> subprocess.Popen[byt
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
                 env=env,
-                cwd="/",  # python -m looks for modules in the current folder first, where the user's own may be
+                # `python -m` first looks for modules in the current folder, where the user may have one of equal name
+                cwd="/",
                 preexec_fn=end_with_us,
             )
         except OSError as error:

@@ -84,7 +84,7 @@ class MpiLauncher:
         env |= ssh_variables(self._config, env) | {NOTE: json.dumps(note)}
         if flavour == "Slurm":
             forget_step(env)
-            env["SLURM_OVERLAP"] = "1"  # shares the nodes with the step that this process may be in
+            env["SLURM_OVERLAP"] = "1"  # lets mpirun share the nodes with the Slurm step in which this process may run
         command = command_line(path, flavour, self._config, hosts, shares)
         try:
             self._mpirun = Mpirun(command, env, self._give_up)
@@ -116,7 +116,8 @@ class MpiLauncher:
         self._arrivals.admit(str(hello["index"]), SocketChannel(connection, self._mpirun.why))
 
     def _give_up(self) -> None:
-        """mpirun has ended: agents that have not connected will not, and those without workers get none."""
+        """Handle the end of mpirun: agents that have not connected never will, and connections to agents whose workers
+        are gone are closed."""
         assert self._mpirun is not None
         why = self._mpirun.why(0.0)
         for index in self._arrivals.futures:
@@ -128,14 +129,14 @@ class MpiLauncher:
                 try:
                     connection.socket.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    pass  # closed meanwhile
+                    pass  # the connection was closed meanwhile
 
 
 class Mpirun:
     """A running mpirun, and its output."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], ended: Callable[[], None]) -> None:
-        """ended: called by another thread. Raises OSError if it cannot be run."""
+        """ended: called in another thread when mpirun has ended. Raises OSError if mpirun cannot be run."""
         self.closing = threading.Event()
         self._ended = ended
         self._said: list[str] = []
@@ -146,7 +147,7 @@ class Mpirun:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for dadt run
+            start_new_session=True,  # Ctrl-C goes to `dadt run` only, which then ends the job
             cwd="/",
             text=True,
             errors="replace",

@@ -32,7 +32,7 @@ class PortRendezvous:
         return self._reach
 
     def open(self, reach: Reach) -> None:
-        pass  # all nodes know it already
+        pass  # nothing to write, as the user gives the address to all nodes
 
     def close(self) -> None:
         pass
@@ -87,12 +87,12 @@ class FileRendezvous:
             raise LaunchError(f"{self._name}: cannot be written ({error.strerror})") from error
 
     def close(self) -> None:
-        """Remove the file, if it is still ours."""
+        """Remove the file, unless another job has replaced it."""
         try:
             if self.find().key == self.key:
                 self._path.unlink(missing_ok=True)
         except LaunchError:
-            pass  # somebody has removed or replaced it
+            pass  # the file was removed or replaced meanwhile
 
     def _check_folder(self) -> None:
         """Raises LaunchError if everyone may replace files in the folder, so that the file could be anybody's."""

@@ -73,11 +73,12 @@ class OpensshLauncher:
             raise LaunchError("there is no ssh program on this machine -> install it, or --ssh-backend paramiko")
         config = self._config
         route = routes.find(config, host.name, host.user, config.ssh_port, config.ssh_identity_file)
-        # Each `ssh` opens its own connection to the first jump, unless the user's configuration shares connections.
+        # Log-ins are limited per server. `ssh` logs in at the first jump host, unless the user's configuration shares
+        # connections.
         with self._gates.passed(route.jumps[0] if route.jumps else route.where, deadline):
             channel = OpensshChannel(self._command_line(ssh, host, route), self._python, self._processes)
             if self._attempts.closed:
-                channel.end(0.0)  # `close` may have been called before this process was listed
+                channel.end(0.0)  # `close` may have run before this process was in the set that it kills
                 raise LaunchError("given up")
             has_output = channel.await_output(deadline)
         report = channel.report()

@@ -23,11 +23,12 @@ from dadt.launch.launchers.connect_back import Arrivals, SocketChannel
 
 END_SECONDS = 5.0
 QUIET_SECONDS = 1.0
-"""Seconds of waiting for Ray's reason after which the user learns of it."""
+"""Seconds of waiting for Ray's reason why an agent is gone, after which a message is shown to the user."""
 DEATH_SHARE = 0.6
-"""The share of --orphan-timeout (after which agents that hear nothing end their workers) for which a job waits to learn
-from Ray whether a node is gone. Ray knows of the end of an actor sooner than of its node's, by a quarter of a minute. A
-job that trains on does not wait for that."""
+"""Share of --orphan-timeout (after which agents that hear nothing end their workers) for which a job waits to learn
+from Ray whether a node is gone. Ray notices a node's end about 15 seconds later than an actor's. A job that trains on
+without lost ranks does not wait.
+"""
 
 
 def launcher(request: AgentRequest) -> Launcher:
@@ -42,13 +43,13 @@ class Started:
     arrival: Future[Channel]
     actor: Any = None
     end: Future[str] = field(default_factory=Future)
-    """Why it has ended; empty if it should."""
+    """The reason why the agent has ended; an empty text if it ended as intended."""
     reason: str = ""
-    """Why it has ended, as far as that is known before Ray knows whether its node is gone."""
+    """The reason why the agent has ended, as known before Ray reports whether its node is gone."""
 
 
 class RayLauncher:
-    """What an actor returns, or why Ray has ended it, explains failures."""
+    """Starts one agent per node by a Ray actor, whose result, or Ray's error for it, is used to explain failures."""
 
     extends = True
 
@@ -82,7 +83,7 @@ class RayLauncher:
             self._listener.close()
         wait([each.end for each in self._started.values() if each.arrival.done()], END_SECONDS)
         for each in self._started.values():
-            if each.actor is not None and self._ray.is_initialized():  # it outlives its agent
+            if each.actor is not None and self._ray.is_initialized():  # the actor lives on after its agent has ended
                 self._ray.kill(each.actor)
 
     def _launch(self, host: Host) -> Future[Channel]:
@@ -100,7 +101,7 @@ class RayLauncher:
         return started.arrival
 
     def _begin(self, started: Started) -> Any:
-        """Have Ray start the actor. Returns what will have its result."""
+        """Have Ray create the actor. Returns a reference to the actor's future result."""
         ray, config, host = self._ray, self._config, started.host
         assert self._listener is not None
         strategies = import_module("ray.util.scheduling_strategies")
@@ -154,7 +155,7 @@ class RayLauncher:
 
     def _over(self, started: Started, why: str) -> None:
         started.end.set_result(why)
-        with self._lock:  # a later one may be under way in its place
+        with self._lock:  # another agent may have been started on this host meanwhile
             if self._started[started.host.name] is started:
                 text = why or "the agent ended before it was asked for anything"
                 self._arrivals.refuse(started.host.name, LaunchError(text))
@@ -170,7 +171,7 @@ def _verdict(code: int, tail: Sequence[str], python: str) -> str:
 
 
 def reason(text: str) -> str:
-    """What of an error of Ray's tells why an actor is gone."""
+    """Return the part of a Ray error that says why an actor is gone."""
     if "No module named 'dadt'" in text:
         return "dadt is not installed for the Python of Ray there -> pip install it in the image of the node"
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -18,7 +18,7 @@ NOT_EXECUTABLE = 126
 NO_PROGRAM = ("command not found", "no such file or directory", "not found", "unknown command")
 NO_MODULE = re.compile(r"No module named '?dadt\b")
 NO_AGENT = re.compile(r"No module named '?dadt\.")
-"""Matches what Python says where an older DADT is installed, which has its agent elsewhere."""
+"""Matches Python's error on a host with an older DADT version, which has its agent in another module."""
 
 
 def command(python: str) -> str:
@@ -55,7 +55,7 @@ def explain(code: int | None, noise: bytes, stderr: bytes, python: str) -> str:
         return f"{python} there has an older dadt -> install the same version there, or give --python PATH"
     if NO_MODULE.search(text):
         return f"{python} there has no dadt -> install it there, or give --python PATH"
-    # csh exits with 1 for that, as Python does after an exception, so the text decides.
+    # csh exits with 1 if a program is missing, as Python does after an exception, so the error text decides.
     if code == NOT_FOUND or (code == 1 and "Traceback" not in text and _lacks_program(text)):
         return f"there is no {python} -> give --python PATH, a path that is right on all hosts"
     if code == NOT_EXECUTABLE:

@@ -20,7 +20,8 @@ def launcher(request: AgentRequest) -> Launcher:
 
 
 class SimulatedLauncher:
-    """Starts the agents. They end with this process, and the networks end with the last of these processes."""
+    """Starts agents in simulated networks. The agents end with this process, and the networks end with the last
+    agent."""
 
     extends = True
 
@@ -41,7 +42,7 @@ class SimulatedLauncher:
         gpus = machine.gpus()
         futures = []
         for number, (host, place) in enumerate(zip(hosts, places, strict=True)):
-            # If there are more hosts than cores, each gets one core and shares it.
+            # With more hosts than cores, each host gets one core, which it shares with other hosts.
             mine = cores[number :: len(hosts)] or [cores[number % len(cores)]]
             pinned = [*place, "taskset", "--cpu-list", ",".join(map(str, mine))]
             before = sum(each.slots for each in hosts[:number])
@@ -56,8 +57,8 @@ class SimulatedLauncher:
             self._network.close()
 
     def _start(self, place: list[str], host: Host, gpus: list[str]) -> Future[Channel]:
-        # Without an id per host, NCCL would find one machine and bypass the network. The addresses have no names, of
-        # which torch would warn.
+        # Without an id per host, NCCL would see one machine and bypass the network. Torch would warn that the addresses
+        # have no names, so its log level is raised.
         env = {"NCCL_HOSTID": host.name, "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         future: Future[Channel] = Future()

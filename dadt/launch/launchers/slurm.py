@@ -91,7 +91,8 @@ class SlurmLauncher:
             "--mpi=none",
             "--input=none",
             "--label",
-            "--chdir=/",  # python -m looks for modules in the current folder first, where the user's own may be
+            # `python -m` first looks for modules in the current folder, where the user may have one of equal name
+            "--chdir=/",
             self._python,
             "-u",
             "-m",
@@ -180,7 +181,8 @@ class SlurmStep:
             steps = [line for line in self._said.get(task, ()) if line.startswith("slurmstepd")]
             verdict = self._verdicts.get(task, "")
             complaint = self._complaints[-1] if self._complaints else ""
-        if failed := [line for line in steps if "execve()" in line]:  # lines about the cancelled step follow it
+        # preferred to the last line, since lines about the cancelled step follow
+        if failed := [line for line in steps if "execve()" in line]:
             reason = failed[-1].rpartition(": ")[2]
             return f"{self._python} cannot be run there ({reason}) -> --python PATH"
         if said and "No module named" in said[-1]:

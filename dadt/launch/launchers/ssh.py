@@ -84,7 +84,7 @@ class SshChannel:
         try:
             self._ours.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # closed already
+            pass  # the socket was closed before
 
     def end(self, timeout: float) -> str:
         if self._explanation is None:
@@ -134,11 +134,11 @@ class SshChannel:
                 if taken:
                     self._theirs.sendall(data)
             except OSError:
-                taken = False  # hung up
+                taken = False  # the launcher has closed its end; read on without passing data on
         try:
             self._theirs.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # hung up
+            pass  # the launcher has closed its end already
 
     def _carry_errors(self) -> None:
         while data := self._channel.recv_stderr(CHUNK):

@@ -1,4 +1,5 @@
-"""A key-value store at the launcher for the ranks of a job, and the ranks that wait for keys."""
+"""A key-value store in the launcher, with which the ranks of a job exchange values, and the ranks that wait for
+keys."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from dadt.launch.actions import Reply
 
 MOST_KEYS = 4096
 MOST_TOGETHER = 1 << 30
-"""Most bytes of one answer."""
+"""Most bytes of values in a single answer."""
 MOST_BYTES = 16 << 20
-"""Most bytes of one rank, whose addresses in a group of 10,000 ranks take less than 1 MB."""
+"""Most bytes that one rank may store. For comparison: its addresses in a group of 10,000 ranks take less than 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A rank that waits for these keys."""
+    """A rank's request for the values of these keys, which is answered once all are stored."""
 
     rank: int
     keys: Sequence[str]
@@ -32,7 +33,7 @@ class Want:
 
 @dataclass(slots=True)
 class Share:
-    """Number of keys and bytes that one rank has put."""
+    """Number of keys, and of bytes, that one rank has stored."""
 
     keys: int = 0
     bytes: int = 0
@@ -40,19 +41,19 @@ class Share:
 
 @dataclass(slots=True)
 class Board:
-    """The store. Keys have the form GROUP/NAME, and their values stay for the whole job."""
+    """The key-value store. Keys have the form GROUP/NAME, and their values are kept until all ranks connect again."""
 
     _blobs: dict[str, bytes] = field(default_factory=dict)
     _shares: dict[int, Share] = field(default_factory=dict)
     _present: dict[str, set[int]] = field(default_factory=dict)
-    """Group to the ranks that have put something."""
+    """For each group of keys: the ranks that have stored a value in it."""
     _wants: dict[str, list[Want]] = field(default_factory=dict)
-    """First missing key to the wants that wait for it."""
+    """Unanswered requests, by the first key of each that is still missing."""
     _stalled: set[str] = field(default_factory=set)
-    """Groups that take long, as the user knows."""
+    """Groups of keys about whose delay the user has been warned."""
 
     def put(self, key: str, rank: int, blob: bytes, now: float) -> str:
-        """Store a value. Returns the reason if that is not allowed, else an empty text."""
+        """Store a value. Returns an empty text, or the reason if the rank may not store it."""
         share = self._shares.setdefault(rank, Share())
         if key in self._blobs:
             return f"rank {rank} puts {key!r}, which is there already: each key is put once in a job"
@@ -70,7 +71,7 @@ class Board:
         return ""
 
     def want(self, want: Want, now: float) -> None:
-        """Answer a want as soon as all its keys are there."""
+        """Answer a request for values, as soon as all its keys are stored."""
         absent = next((key for key in want.keys if key not in self._blobs), None)
         if absent is None:
             blobs = [self._blobs[key] for key in dict.fromkeys(want.keys)]
@@ -83,7 +84,7 @@ class Board:
             self._wants.setdefault(absent, []).append(want)
 
     def clear(self, refusal: Frame, now: float) -> None:
-        """Refuse all wants, and forget all values."""
+        """Refuse all requests that wait, and delete all values."""
         wants = [want for each in self._wants.values() for want in each]
         for table in (self._blobs, self._shares, self._present, self._wants, self._stalled):
             table.clear()
@@ -95,8 +96,8 @@ class Board:
         return bool(self._wants)
 
     def stalled(self, seconds: float, now: float) -> list[tuple[str, set[int]]]:
-        """The groups in which a rank has waited for more than `seconds`, each once, with all ranks that have done their
-        part."""
+        """Return the groups in which a rank has waited for more than `seconds` seconds, each with the ranks that have
+        stored or requested a value in it. Each group is returned only once."""
         found = list[tuple[str, set[int]]]()
         for key, wants in self._wants.items():
             if (group := _group(key)) not in self._stalled and any(now - want.begun > seconds for want in wants):
@@ -105,9 +106,9 @@ class Board:
         return found
 
     def settle(self, ended: Iterable[int], refuse: Callable[[str, set[int], str], Frame], now: float) -> None:
-        """Refuse the wants whose keys cannot come any more, as these ranks have ended, or did not come in time.
-
-        refuse: makes the answer from the key, the ranks that have done their part, and the problem.
+        """Refuse requests whose keys cannot arrive any more because a rank has ended, and those whose deadline has
+        passed. ended: ranks that have ended. refuse: returns the answer, from the key, the ranks that have stored or
+        requested a value in its group, and the problem.
         """
         gone = set(ended)
         for key, wants in list(self._wants.items()):
@@ -128,7 +129,7 @@ class Board:
 
 
 def together(blobs: Sequence[bytes]) -> Frame:
-    """The answer that contains all blobs."""
+    """Return the answer frame that contains all these values."""
     return Frame("exchanged", {"sizes": [len(blob) for blob in blobs]}, b"".join(blobs))
 
 

@@ -1,4 +1,5 @@
-"""New workers whose scripts are made again beside the running job, and what they ask of the others."""
+"""Handles the questions of new workers that replace lost ones and must catch up with the running job before they join,
+and the answers of the ranks that train."""
 
 from __future__ import annotations
 
@@ -10,19 +11,19 @@ from dadt.launch.actions import Event, Outbox, Reply
 from dadt.launch.members.board import together
 
 LONGEST_SECONDS = 3600.0
-"""Most seconds that a new worker waits for an answer."""
+"""Upper limit, in seconds, on how long a new worker may wait for an answer."""
 
 
 @dataclass(slots=True)
 class NewcomerQuestion:
-    """A question of a new worker to the other ranks."""
+    """A question from a new worker to the ranks that train."""
 
     frame: Frame
-    """The frame with the question, as it is sent to the other ranks."""
+    """The question as a frame, as the launcher sends it to all ranks."""
     deadline: float
     reply: Reply
     given: set[int] = field(default_factory=set)
-    """Ranks that have answered, and wait for the new worker."""
+    """Ranks that have answered the new worker's last question, and now wait for this worker to join."""
     body: bytes = b""
 
     @property
@@ -34,8 +35,11 @@ class NewcomerQuestion:
 
 
 class Handovers:
-    """Approaches are answered by a rank that trains. With the last one all of them wait for the new worker, which then
-    may join their generation, and no other."""
+    """Passes questions of new workers (frames `approach`) to the ranks that train, and one rank's answer back.
+
+    At its last question all ranks stop to wait for the new worker, which may then join only the current generation of
+    ranks.
+    """
 
     def __init__(self, outbox: Outbox, kill: Callable[[int, float], None], patience: float) -> None:
         """kill: ends a rank that does not join. patience: seconds for which the others wait for one that has all that
@@ -46,7 +50,7 @@ class Handovers:
         self._count = 0
         self._asked: dict[int, NewcomerQuestion] = {}
         self.awaited: tuple[int, int] | None = None
-        """The rank for which the others wait, and their generation."""
+        """The new worker's rank for which the others wait now, and their generation; None if they wait for nobody."""
         self._until = 0.0
 
     def ask(self, event: Event, reply: Reply) -> None:
@@ -59,8 +63,10 @@ class Handovers:
         self._outbox.send_all(asked.frame)
 
     def give(self, event: Event, generation: int, present: Collection[int]) -> bool:
-        """Record a rank's answer to a new worker. generation: the newest, of the ranks `present`. Returns whether all
-        are to connect again, as the new worker for which they wait is gone."""
+        """Record a rank's answer to a new worker. generation: number of the current generation of ranks. present: the
+        ranks in this generation. Returns whether all ranks must connect again, because the new worker that they wait
+        for is gone.
+        """
         answer, now = event.frame, event.now
         number, current = answer["number"], answer.get("generation", 0) == generation
         asked = self._asked.get(number)
@@ -79,7 +85,8 @@ class Handovers:
         return False
 
     def ended(self, rank: int) -> bool:
-        """Note that a new worker has ended. Returns whether the others wait for it."""
+        """Record that a new worker's process has ended. Returns whether the other ranks were waiting for this
+        worker."""
         self._drop(rank)
         waited = self.awaited is not None and self.awaited[0] == rank
         if waited:
@@ -87,19 +94,19 @@ class Handovers:
         return waited
 
     def _drop(self, rank: int) -> None:
-        """Forget this rank's questions, as nobody waits for the answers any more."""
+        """Discard this rank's unanswered questions, as the worker that asked them is gone."""
         self._asked = {number: asked for number, asked in self._asked.items() if asked.rank != rank}
 
     def begin_anew(self) -> None:
-        """Send the unanswered questions again: all ranks connect again, and those that have joined since need to know
-        of them."""
+        """Send the unanswered questions to all ranks again. Called when all ranks connect again, as ranks that joined
+        meanwhile have not seen the questions."""
         self.awaited = None
         for asked in self._asked.values():
             asked.given.clear()
             self._outbox.send_all(asked.frame)
 
     def turn(self, now: float) -> None:
-        """Call it as time passes."""
+        """Refuse questions that took too long, and kill a new worker that does not join in time. Call regularly."""
         for number in [number for number, asked in self._asked.items() if now >= asked.deadline]:
             self._asked.pop(number).refuse("the others have taken no step in time", now)
         if self.awaited is not None and now >= self._until:

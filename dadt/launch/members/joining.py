@@ -28,21 +28,21 @@ ON_ONE_MACHINE = {network.SAME_MACHINE: 0.0}
 
 @dataclass(slots=True)
 class Arrival:
-    """A host that is about to come."""
+    """A host that is being prepared to join the job."""
 
     place: int
     node: Node
     deadline: float
     asked: bool = False
-    """Whether the other hosts were asked to try its addresses, and to look for its working folder."""
+    """Whether the other hosts were asked to try this host's addresses, and to look for its working folder."""
     near: bool = False
-    """Whether all hosts are one machine, so that no address needs to be tried."""
+    """Whether all hosts of the job are the same machine, so that no address needs to be tried."""
     addresses: Sequence[Mapping[str, Any]] = ()
-    """Its addresses that the other hosts may use."""
+    """Addresses of this host that the other hosts may use."""
     reached: dict[Node, Mapping[str, float]] = field(default_factory=dict)
-    """Its addresses that other hosts have reached, each with the seconds it took."""
+    """For each other host: this host's addresses that it reached, each with the seconds that this took."""
     seen: list[Node] = field(default_factory=list)
-    """The other hosts that see its working folder."""
+    """Other hosts that see this host's working folder."""
 
 
 class Joining:
@@ -67,13 +67,13 @@ class Joining:
         self._arrivals: list[Arrival] = []
         self._came: set[Node] = set()
         self._missed: set[Node] = set()
-        """Lost nodes that the discovery already knows of."""
+        """Lost nodes whose hosts were already reported to `Discovery` as failed."""
         self._drained: set[str] = set()
-        """Names of hosts that were asked to end from outside, which are not to be used again."""
+        """Names of hosts that were asked to end from outside, and so are not used again."""
         self._told: set[str] = set()
 
     def turn(self, now: float) -> None:
-        """Call it as time passes, while lost places may be taken."""
+        """Look for new hosts for the places of lost ones, and advance those that are about to join. Call regularly."""
         for arrival in list(self._arrivals):
             if arrival.asked and arrival.reached.keys() >= set(self._others):
                 self._take(arrival, now)
@@ -122,12 +122,12 @@ class Joining:
 
     @property
     def _others(self) -> list[Node]:
-        """The hosts that train."""
+        """Nodes that take part in the training now, without those about to join."""
         coming = [arrival.node for arrival in self._arrivals]
         return [node for node in self._nodes if not node.ended and node not in coming]
 
     def _vacant(self, now: float) -> list[int]:
-        """The places whose agents are gone, with all their ranks."""
+        """Return the places (indices of nodes) whose agents are gone and whose ranks are all lost."""
         found = []
         for place, node in enumerate(self._nodes):
             if node.ended and all(self._members[rank].lost for rank in self._ranks(place)):
@@ -152,7 +152,7 @@ class Joining:
             self._outbox.put(ReachHost(node))
 
     def _lack(self, arrival: Arrival) -> str:
-        """Why the host cannot take this place; empty if it can."""
+        """Return why this host cannot take over the lost host's place; empty if it can."""
         offer, ranks = room(arrival.node, self._config), self._ranks(arrival.place)
         if offer.places < len(ranks) or 0 < len(offer.gpus) < len(ranks):
             return f"it has no room for {len(ranks)} workers"
@@ -165,8 +165,8 @@ class Joining:
         return ""
 
     def _ask_others(self, arrival: Arrival, now: float) -> None:
-        """Have all hosts that train look for the file in its working folder, and try its addresses, but where all are
-        one machine."""
+        """Ask all hosts that train to look for the marker file in the new host's working folder and, unless all are the
+        same machine, to try its addresses."""
         node, others = arrival.node, self._others
         node.state = f"not all other hosts have told within {PROBE_SECONDS:g} s to reach it"
         arrival.asked, arrival.deadline = True, now + PROBE_SECONDS
@@ -187,7 +187,8 @@ class Joining:
             self._outbox.send(other, Frame("probe", {"targets": targets, "markers": markers}))
 
     def _take(self, arrival: Arrival, now: float) -> None:
-        """Let a host take its place, once all hosts that train have reported which of its addresses they reach."""
+        """Give a new host its place in the job, once all hosts that train have reported which of its addresses they
+        reach."""
         node, ways = arrival.node, [arrival.reached[other] for other in self._others]
         try:
             node.address, node.interface = network.choose(arrival.addresses, ways)
@@ -217,7 +218,7 @@ class Joining:
         self._warn(f"{arrival.node.name}: {why}: training goes on without it")
 
     def _warn(self, text: str) -> None:
-        """Show a warning once, however often it comes."""
+        """Show a warning, unless the same text was shown before."""
         if text not in self._told:
             self._told.add(text)
             self._outbox.say(text, "warning")

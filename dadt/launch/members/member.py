@@ -11,7 +11,7 @@ from dadt.launch.members.waits import Waiting
 
 @dataclass(slots=True)
 class Member:
-    """One rank, as the launcher knows it."""
+    """One rank of the job, as the launcher knows it."""
 
     rank: int
     host: str = ""
@@ -19,23 +19,26 @@ class Member:
     state: str = "has not imported torch"
     step: int = -1
     seen: float = 0.0
-    """Time of its last sign of life (time.monotonic)."""
+    """Time of the rank's last sign of life (time.monotonic)."""
     condition: str = ""
-    """Why it makes no steps, according to the kernel: a key of condition.TEXTS, or empty."""
+    """Why the rank makes no steps, according to the kernel: a key of condition.TEXTS; empty if nothing prevents them.
+    """
     claimed: bool = False
-    """Whether a process of it trains or has trained."""
+    """Whether a process of this rank trains, or has trained."""
     ended: bool = False
-    """Whether its process has exited."""
+    """Whether the rank's process has exited."""
     lost: bool = False
     """Whether the others train on without it."""
     joined: bool = False
-    """Whether its worker was started in the running job, in place of one that was lost."""
+    """Whether the rank's worker was started while the job was running, in place of a lost one."""
     generation: int = 0
-    """The newest generation of ranks in which it was: how often it has met the others again."""
+    """Number of the newest generation that this rank was part of. Each time that ranks connect again begins a
+    generation."""
     images: int = 0
-    """How often its process, or another rank's before, has replaced itself amid training."""
+    """How many replacements of processes (exec) during training this rank has taken part in; ranks that do so together
+    have the same number."""
     finished: bool = False
-    """Whether its script is over, so that it waits for the others."""
+    """Whether the rank's script is over, so that its process only waits for the other ranks."""
     waiting: Waiting = field(default_factory=Waiting)
 
     def sign(self, state: str, now: float) -> None:
@@ -43,7 +46,7 @@ class Member:
         self.seen = now
 
     def start_anew(self, now: float) -> None:
-        """Note that a new worker starts in its place."""
+        """Reset the state, as a new worker starts for this rank."""
         self.ended = self.claimed = self.finished = False
         self.step = -1
         self.sign("is started anew", now)
@@ -56,12 +59,12 @@ class Member:
             self.seen = max(self.seen, seen)
 
     def waits(self, now: float) -> bool:
-        """Whether it has been waiting for other ranks for some time."""
+        """Whether the rank waits for other ranks now."""
         return self.waiting.lasts(self.seen, now)
 
     @property
     def acted(self) -> float:
-        """Time of its last sign of life (time.monotonic): a step, or that it began or ended to wait."""
+        """Time of the rank's last sign of life (time.monotonic): a step, or the beginning or end of a wait."""
         return max(self.seen, self.waiting.acted)
 
     @property
@@ -70,12 +73,13 @@ class Member:
 
     @property
     def held(self) -> str:
-        """The condition that keeps it from going on, as text; empty if there is none."""
+        """Text about the condition that prevents the rank from continuing, such as being suspended; empty if there is
+        none."""
         return self._condition if self.condition in HELD and not self.ended else ""
 
     @property
     def standing(self) -> str:
-        """Its state and its condition, as text."""
+        """Text about the rank's state and its condition."""
         if self.lost:
             return f"lost: {self.state}"
         if self.held:

@@ -1,4 +1,4 @@
-"""Which ranks are in a job: when some are lost, or their connections break, the launcher decides who trains on."""
+"""Decides which ranks are in a job when some are lost, or when connections between them break."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from dadt.launch.members.waits import SAID_SECONDS
 from dadt.launch.monitor.watch import Watch
 
 NATURAL_SECONDS = 0.5
-"""How long processes left by successful workers may take to end by themselves."""
+"""Seconds that processes left behind by successful workers have to end by themselves."""
 EXIT_SECONDS = 1.0
-"""How long a worker may take to exit after it reported an uncaught exception."""
+"""Seconds that a worker has to exit after it reported an uncaught exception."""
 EXPLAIN_SECONDS = 1.0
-"""How long it may take from a broken connection until the end of the rank that has caused it is known."""
+"""Seconds within which the launcher learns of the end of a rank that has broken a connection."""
 TRIALS = 3
-"""Most times that all ranks connect again without a step between."""
+"""Number of times that all ranks may connect again without completing a step in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReconnectRequest:
-    """A rank's connection has failed, and it does not know why."""
+    """A question from a rank whose connection to other ranks has failed: whether to connect again."""
 
     begun: float
     deadline: float
@@ -46,13 +46,13 @@ class ReconnectRequest:
     reply: Reply
 
     def answer(self, anew: bool, text: str, now: float) -> None:
-        """anew: all connect again. text: why not, if the rank's own error does not say it."""
+        """Answer the rank. anew: whether all ranks connect again. text: why not, if its own error does not say so."""
         self.reply(Frame("reconnect", {"anew": anew, "text": text}), now)
 
 
 class Membership:
-    """Each loss begins a new generation of ranks, which connect again. So does a connection that has failed though
-    nobody was lost."""
+    """The ranks that train, as the launcher decides. Each loss begins a new generation of ranks, which connect to each
+    other again; so does a broken connection even if no rank was lost."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Membership:
     ) -> None:
         """patience: seconds for which ranks wait for a silent one. joining: None where no host may come."""
         self._least = config.min_np
-        """Training goes on while at least this many ranks are left; 0: it ends when any is lost."""
+        """Training continues while at least this many ranks are left; 0 means that it ends when any rank is lost."""
         self._slots = slots
         self._rendezvous = rendezvous
         self._cause = cause
@@ -79,37 +79,37 @@ class Membership:
         self._patience = patience
         self._outbox = outbox
         self._overdue: dict[int, float] = {}
-        """Lost ranks that have not exited yet, and when they are killed."""
+        """Lost ranks whose processes have not exited yet, with the time at which each will be killed."""
         self._left: dict[int, str] = {}
-        """Ranks that ended well before they came to their end, and what is to be said of them: they are lost once
-        another rank waits, as all may be about to do the same."""
+        """Ranks that exited with code 0 before their training was complete, with the text about each. They are lost
+        only once another rank waits, as all ranks may be about to exit in the same way."""
         self._requests: dict[int, ReconnectRequest] = {}
-        """Rank to its request, made when its connection has failed, until that is answered."""
+        """Unanswered requests of ranks whose connections have failed, by rank."""
         self._trials: list[str] = []
-        """The reasons why all have connected again since the last step, one for each time."""
+        """For each time that all ranks have connected again since the last completed step: the reason."""
         self._tried_at = -1
-        """The furthest step of any rank when they last did so."""
+        """The highest step of any rank when all ranks last connected again."""
         self._apart = config.algorithm == "gossip"
-        """Whether no rank waits for another, as in gossip."""
+        """Whether ranks train without waiting for each other, as in gossip."""
         self._replacements = Replacements(outbox, self._hears) if replaces(config) else None
         self._handovers = Handovers(outbox, self.kill, patience)
         self._handed = 0
-        """The newest generation that began with a new worker for which the others had waited."""
+        """The newest generation that a new worker joined after the others had waited for it; 0 if there is none."""
         self._joining = joining
         self._moved, self._told_to_end = float("-inf"), False
         self._deaths: list[Frame] = []
-        """Frames about ended ranks that must still be sent to all ranks."""
+        """Frames about ranks that have ended, still to be sent to all ranks."""
 
     def can_lose(self, ranks: Collection[int]) -> bool:
-        """Whether training goes on without these."""
+        """Return whether enough ranks are left to continue training without these ranks."""
         return self._left_without(ranks) >= self._least > 0
 
     def lose(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
-        """Have the others train on; whether enough are left. why: how these ranks were lost. it: who was."""
+        """Remove these ranks; return False if too few would be left. why: how they were lost. it: their pronoun."""
         lost = [member for member in self._rendezvous.present if member.rank in ranks]
         if not self.can_lose(ranks):
             return False
-        if not lost:  # a host whose ranks were lost before
+        if not lost:  # all of these ranks were lost before, for example one by one before their host
             return True
         self._rendezvous.regroup(ranks, why, now)
         self._watch.regroups(lost, why, now)
@@ -119,14 +119,14 @@ class Membership:
         return True
 
     def leaves(self, rank: int, why: str) -> bool:
-        """A rank has ended with exit code 0, amid its training. Returns whether the others can train on without it."""
+        """Handle a rank that exits with code 0 amid training. Returns whether the others can continue without it."""
         if self.can_lose([*self._left, rank]):
             self._left[rank] = why
             return True
         return False
 
     def _lose_left(self, now: float) -> None:
-        """Lose those that have left, if others need them."""
+        """Treat ranks that exited early as lost, if other ranks wait for them."""
         waits = any(member.waits(now) and not member.finished for member in self._here)
         if self._requests or waits or (self._apart and self._here):
             left, self._left = self._left, {}
@@ -134,7 +134,7 @@ class Membership:
                 self.lose([rank], why, now)
 
     def reconnect(self, event: Event) -> None:
-        """A rank's connection with the others has failed. It gets its answer once it is clear what follows."""
+        """Handle a rank's report that its connection failed. It is answered once it is decided what follows."""
         question, reply, now = event.frame, self._rendezvous.reply_to(event), event.now
         why = f"{self._rendezvous.members[question['rank']].named}: {question['text']}"
         request = ReconnectRequest(now, now + question["timeout"], why, reply)
@@ -144,7 +144,7 @@ class Membership:
             request.answer(True, "", now)
 
     def approach(self, event: Event) -> None:
-        """A new worker asks how far the others are."""
+        """Handle a new worker's question about how far the other ranks have trained."""
         reply = self._rendezvous.reply_to(event)
         if self._replacements is None or self._apart or not self._rendezvous.members[event.frame["rank"]].lost:
             reply(Frame("error", {"type": "DadtError", "message": "this rank is not one that could join"}), event.now)
@@ -152,20 +152,20 @@ class Membership:
             self._handovers.ask(event, reply)
 
     def give(self, event: Event) -> None:
-        """Pass a rank's answer on to a new worker."""
+        """Pass the answer of a rank that trains on to the new worker that asked."""
         self._rendezvous.reply_to(event)(Frame("taken"), event.now)
         present = [member.rank for member in self._rendezvous.present]
         if self._replacements is not None and self._handovers.give(event, self._rendezvous.generation, present):
             self._begin_anew("a new worker has ended before it could join", event.now)
 
     def _begin_anew(self, why: str, now: float) -> None:
-        """Have all ranks connect again, though nobody is lost."""
+        """Have all ranks connect again although no rank is lost."""
         self._rendezvous.regroup([], why, now)
         self._watch.regroups([], why, now)
         self._tell(why, now)
 
     def failed(self, member: Member, error: str) -> None:
-        """Send away a new worker whose script cannot be made again: no other starts in its place."""
+        """Start no further worker for this rank if its script could not be replayed up to the current step."""
         if self._replacements is not None and error == NotResumed.__name__:
             self._replacements.send_away(member.rank)
 
@@ -201,8 +201,8 @@ class Membership:
             self._tell(why, now)
 
     def exited(self, member: Member, goes_on: bool, now: float) -> None:
-        """Note that a rank's process has ended. goes_on: nothing has ended the job so far."""
-        self._overdue.pop(member.rank, None)  # else a new worker in its place would be killed
+        """Record that a rank's process has ended. goes_on: whether the job is not being ended."""
+        self._overdue.pop(member.rank, None)  # else a new worker would be killed at its deadline
         self._requests.pop(member.rank, None)
         if self._handovers.ended(member.rank) and goes_on:
             self._begin_anew(f"rank {member.rank} ({member.place}) has ended before it could join", now)
@@ -224,7 +224,7 @@ class Membership:
         self._overdue[rank] = now
 
     def turn(self, goes_on: bool, now: float) -> None:
-        """Call it as time passes. goes_on: nothing has ended the job so far."""
+        """Act on ranks that are silent, gone or cut off, as time passes. goes_on: whether nothing ends the job."""
         self._handovers.turn(now)
         if self._left and goes_on:
             self._lose_left(now)
@@ -265,21 +265,21 @@ class Membership:
                 self.kill(rank, now)
 
     def _hears(self, rank: int, now: float) -> bool:
-        """Whether heartbeats pass between the host of a lost rank and those of all that train, or it is gone: then
-        another host may take its place."""
+        """Whether a lost rank may be replaced: heartbeats pass between its host and the hosts of all ranks that train,
+        or its host is gone, so that another host may take its place."""
         here, places = self._slots[rank].cross_rank, {self._slots[member.rank].cross_rank for member in self._here}
         cut = any(self._silences.between(here, place, now) for place in places - {here})
         return not cut or self._nodes[here].ended
 
     @property
     def _at_end(self) -> bool:
-        """Whether the ranks that began the job, as far as they are left, have all trained to their end."""
+        """Whether all ranks from the start of the job that are still in it have finished their training."""
         began = [member for member in self._rendezvous.present if not member.joined]
         return bool(began) and all(member.finished for member in began)
 
     def _give_up_silent(self, now: float) -> None:
-        """Lose the ranks for which all others wait too long. Where every rank waits, a way between hosts may be cut:
-        lose one of them."""
+        """Give up on ranks for which all other ranks have waited too long. If every rank waits, the network between
+        hosts may be cut; then one host's ranks are given up."""
         here = self._here
         since = now - self._patience
         if self._apart:
@@ -289,7 +289,7 @@ class Membership:
         trains = any(member.waits(now) and not (member.finished or member.waiting.starts) for member in here)
         some_finished = any(member.finished for member in self._rendezvous.present)
         ends = some_finished and all(member.held for member in silent)
-        if not (trains or ends):  # the start has a deadline of its own, and at the end a rank may take its time
+        if not (trains or ends):  # the start and the end of training have deadlines of their own
             self._moved = now
         if now - self._moved < SAID_SECONDS:  # the others may wait as well
             return
@@ -311,7 +311,7 @@ class Membership:
         if self._lose_running(ranks, why, now, it):
             return
         why += f", and too few are left without {it}"
-        self._least = 0  # nobody trains on
+        self._least = 0  # too few ranks are left to continue training, so no further ranks are given up
         self._answer_all(False, why, now)
         self._rendezvous.refuse(Frame("error", {"type": "CommTimeout", "message": why[: schema.TEXT]}), now)
 
@@ -323,7 +323,7 @@ class Membership:
             self._lose_awaited(ranks, why, now)
 
     def _cut(self, now: float) -> str:
-        """What is known of a cut between hosts whose ranks are in the job, of which a library says less; else empty."""
+        """Describe a broken network between hosts, of which a library's error says less; empty if none is known."""
         places = {self._slots[member.rank].cross_rank for member in self._rendezvous.present}
         return cut[1] if (cut := self._silences.cut_off(places, now, now)) is not None else ""
 
@@ -333,8 +333,8 @@ class Membership:
         return self._cut(now) or (f"{held} did not connect"[: schema.TEXT] if held else "")
 
     def _give_up_held(self, here: Sequence[Member], since: float, now: float) -> None:
-        """Where no rank waits for another, lose those that are stopped for too long, and those that make no step while
-        all others are at their end. At the end all wait for all, so there a cut way counts, too."""
+        """If no rank waits for another, give up on ranks that were suspended for too long, and on the last one that
+        makes no step when all others have finished: then all wait for each other."""
         others_ended = sum(member.finished for member in here)
         for member in [member for member in here if not member.finished and member.seen < since]:
             if member.held or 0 < others_ended == len(here) - 1:
@@ -344,8 +344,8 @@ class Membership:
             self._give_up_cut_off(here, since, now)
 
     def _connect_anew(self, now: float) -> None:
-        """Have all ranks connect again where a connection has failed, every rank waits, and nothing is known to be lost
-        or cut: not before each agent has been heard since, as it would have reported a rank that has ended."""
+        """Have all ranks connect again if a connection failed, every rank waits and no loss is known, once each agent
+        has sent a frame since: it would have reported a rank that ended."""
         here = self._here
         first = min(self._requests.values(), key=lambda request: request.begun, default=None)
         if first is None or not here or now - first.begun < EXPLAIN_SECONDS:
@@ -360,16 +360,16 @@ class Membership:
             self._trials.clear()
         self._tried_at = step
         new = [member.rank for member in here if member.joined and member.step < 0]
-        if new:  # with the others all went well
+        if new:  # all went well before the new ranks joined, so they are given up
             self._lose_running(new, f"{first.why}: since {ranks(new)} joined, connecting fails", now)
-        elif len(here) < len(self._rendezvous.present):  # some have left
+        elif len(here) < len(self._rendezvous.present):  # some have exited, so all cannot connect again
             self._answer_all(False, "", now)
         elif len(self._trials) == TRIALS:
-            self._least = 0  # it is the same for all: nobody would be better off without another
+            self._least = 0  # as the failure affects all ranks alike, no rank is given up from now on
             text = f"{self._trials[0]}; since then all ranks have connected anew {TRIALS} times in vain"
             self._answer_all(False, text, now)
         else:
-            # One rank knows who answered in the place of another, of which others know that it has not.
+            # The report that a stranger answered at a rank's address explains more than those of other ranks.
             why = next((each.why for each in self._requests.values() if Unproved.answered in each.why), first.why)
             self._trials.append(why)
             self._begin_anew(why, now)
@@ -388,13 +388,13 @@ class Membership:
         return (member.waits(now) or member.finished) and not member.held
 
     def _lose_running(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
-        """Lose ranks that still run, as `lose` does, and have their processes killed."""
+        """Remove ranks that still run, as `lose` does, and kill their processes. Returns whether training continues."""
         goes_on = self.lose(ranks, why, now, it)
         for rank in ranks if goes_on else ():
             self.kill(rank, now)
         return goes_on
 
     def _left_without(self, ranks: Collection[int]) -> int:
-        """How many ranks train, or have trained to their end, if these do not."""
+        """Return the number of ranks that train, or have finished training, not counting these."""
         present = self._rendezvous.present
         return sum(not (member.rank in ranks or (member.ended and not member.finished)) for member in present)

@@ -11,7 +11,7 @@ from dadt.launch.hosts.host import Host
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One host of the job and its agent."""
+    """One host of the job and the agent on it."""
 
     index: int
     host: Host
@@ -20,27 +20,29 @@ class Node:
     notes: Sequence[str] = ()
     """Texts for the user about how the agent was reached, each to follow the host's name."""
     report: Mapping[str, Any] = field(default_factory=dict)
-    """The agent's report about its host; empty until it is ready."""
+    """The agent's report about its host; empty until the agent is ready."""
     address: str = ""
-    """Address at which the other hosts reach it; empty in a job of one host."""
+    """Address at which the other hosts reach this host; empty in a job of one host."""
     interface: str = ""
     folder: int | None = None
-    """A number that hosts have in common that see the same working folder; None if it is not known."""
+    """Number of the working folder that this host sees; hosts with a shared folder have the same number. None if
+    unknown."""
     ranks: frozenset[int] = frozenset()
-    """Ranks of its workers, the only ones of which it may speak."""
+    """Ranks of the workers on this host; the agent's frames may concern no other ranks."""
     state: str = "is not connected"
     heard: float = 0.0
-    """Time of its last frame (time.monotonic)."""
+    """Time at which the agent's last frame arrived (time.monotonic)."""
     clock: float = float("-inf")
-    """Its clock minus this one's, in seconds: a lower bound, off by the travel time of the fastest frame."""
+    """The host's clock minus the launcher's, in seconds. This is a lower bound, too small by the travel time of the
+    fastest frame so far."""
     done: bool = False
-    """Whether it has reported that all of its workers have ended."""
+    """Whether the agent has reported that all of its workers have ended."""
     told: bool = False
-    """Whether somebody other than the launcher has asked it to end."""
+    """Whether the agent was asked to end by something other than the launcher, such as a signal on its host."""
     works: bool = False
     """Whether it was ordered to start workers, and has not reported yet that all of them have ended."""
     ended: bool = False
-    """Whether nothing more comes from it."""
+    """Whether the agent is gone, so that no more frames come from it."""
 
     @property
     def name(self) -> str:
@@ -48,10 +50,10 @@ class Node:
 
     @property
     def failed(self) -> bool:
-        """Whether its workers, which it had, can run there no more."""
+        """Whether the host can no longer run its workers, because its agent was lost or was asked to end."""
         return self.told or (self.ended and not self.done)
 
     @property
     def reached(self) -> bool:
-        """Whether its agent has reported about its host."""
+        """Whether the agent has sent the report about its host."""
         return "version" in self.report

@@ -12,28 +12,28 @@ from dadt.launch.members.member import Member
 
 MOST_EXCHANGES = 1 << 16
 MOST_GIVEN = 256 << 20
-"""Most bytes of one rank that wait for those of the others."""
+"""Most bytes from one rank that the launcher stores while other ranks have not given theirs."""
 OVER = Frame("exchanged")
 
 
 @dataclass(slots=True)
 class KeyExchange:
-    """Blobs under one key, and the ranks that wait for all of them."""
+    """Values that ranks exchange under one key, and the ranks that wait until all have given theirs."""
 
     begun: float
     """When the first of them came (time.monotonic)."""
     blobs: dict[int, bytes] = field(default_factory=dict)
     complete: Frame | None = None
-    """The answer to all ranks; OVER once it was given, to free the memory."""
+    """Answer that all ranks receive; replaced by the empty OVER once all have it, to free the memory."""
     waits: list[tuple[float, float, Reply]] = field(default_factory=list)
-    """Deadline, timeout in seconds, and where the answer goes."""
+    """For each waiting rank: its deadline, its timeout in seconds, and the function that answers it."""
     told: bool = False
-    """Whether the user has been warned that it takes long."""
+    """Whether the user has been warned that this exchange takes long."""
 
 
 @dataclass(frozen=True, slots=True)
 class StalledRanks:
-    """Ranks that wait, and those for which they do."""
+    """Ranks that have waited long, and the ranks that they wait for."""
 
     key: str
     ranks: set[int]
@@ -41,39 +41,43 @@ class StalledRanks:
 
 
 class Rendezvous:
-    """Collects the blobs of all ranks. Answers once all have come, or with an error once some cannot."""
+    """Exchanges values between ranks: answers each rank once all have given theirs, or with an error once a rank cannot
+    give its value any more."""
 
     def __init__(self, hosts: Sequence[str], outbox: Outbox, now: float) -> None:
-        """hosts: name of each rank's host; empty names in a job of one host."""
+        """hosts: name of each rank's host; the names are empty in a job of one host."""
         self._outbox = outbox
         self.members = [Member(rank, host, seen=now) for rank, host in enumerate(hosts)]
         self._exchanges: dict[str, KeyExchange] = {}
         self._board = Board()
         self._images = 0
-        """How often ranks have replaced themselves, all of them or some."""
+        """How often ranks have replaced their processes (exec) during training; if several ranks do so together, this
+        counts once."""
         self.generation = 0
-        """How often the ranks have met again: those that are left, or others, too, that join."""
+        """How often ranks have connected again: after a loss, for a rank that joins, or after a broken connection."""
         self.outdated = OVER
-        """The answer to questions of older generations."""
+        """Answer to ranks that ask on behalf of an older generation."""
 
     @property
     def present(self) -> list[Member]:
         return [member for member in self.members if not member.lost]
 
     def regroup(self, lost: Collection[int], text: str, now: float) -> None:
-        """Have the other ranks meet again, without these. What they wait for now is refused. lost: may be none."""
+        """Begin a new generation of ranks without the ranks `lost`, which may be empty. All requests that wait now are
+        refused with this text."""
         for rank in lost:
             self.members[rank].lost = True
         self._begin_anew(text, now)
 
     def join(self, member: Member, text: str, now: float) -> None:
-        """Have all ranks meet again, with this one."""
+        """Begin a new generation of ranks that includes this rank again. All requests that wait now are refused with
+        this text."""
         member.lost, member.joined = False, True
         self._begin_anew(text, now)
 
     def start_over(self, member: Member, text: str, now: float) -> bool:
-        """Note that a rank's process has replaced itself after it had met the others; it meets them once more if they
-        do so, too. Returns whether it is the first of them."""
+        """Record that a rank's process has replaced itself (exec) after it had begun to train. If the other ranks do so
+        as well, all of them start over together. Returns whether this rank is the first."""
         first = member.images == self._images
         if first:
             self._images += 1
@@ -90,7 +94,7 @@ class Rendezvous:
             member.generation = self.generation
 
     def refuse(self, refusal: Frame, now: float) -> None:
-        """Answer all that wait by this, and forget what they have given."""
+        """Answer all waiting ranks with this refusal, and delete all values that ranks have given or stored."""
         for exchange in self._exchanges.values():
             for *_, reply in exchange.waits:
                 reply(refusal, now)
@@ -98,7 +102,7 @@ class Rendezvous:
         self._board.clear(refusal, now)
 
     def stalled(self, seconds: float, now: float) -> list[StalledRanks]:
-        """The waits that have taken more than `seconds`, each reported once."""
+        """Return the waits that have taken more than `seconds` seconds. Each is returned only once."""
         found = self._board.stalled(seconds, now)
         for key, exchange in self._exchanges.items():
             if exchange.waits and not exchange.told and now - exchange.begun > seconds:
@@ -175,7 +179,8 @@ class Rendezvous:
         member.sign(f"has ended after {event.frame['steps']} steps", event.now)
 
     def settle(self, now: float) -> None:
-        """Answer all ranks that can be answered now. Call it after every change, and as time passes."""
+        """Answer all ranks that can be answered now, including those whose deadline has passed. Call after every
+        change, and regularly."""
         self._board.settle((member.rank for member in self.present if member.ended), self._refuse, now)
         for key, exchange in self._exchanges.items():
             if exchange.complete:
@@ -193,7 +198,8 @@ class Rendezvous:
                 else:
                     exchange.waits.append((deadline, timeout, reply))
             if exchange.complete and exchange.blobs:
-                exchange.blobs, exchange.complete = {}, OVER  # all ranks have been answered
+                # all ranks have been answered, so the values are no longer needed
+                exchange.blobs, exchange.complete = {}, OVER
 
     @property
     def waiting(self) -> bool:

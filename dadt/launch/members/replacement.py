@@ -1,5 +1,5 @@
-"""New workers in place of lost ones: in a job whose ranks train each at its own speed, and where scripts are made again
-up to where the others are."""
+"""Starts new workers in place of lost ones: for algorithms in which each rank trains at its own speed, and where
+scripts can be replayed up to the step of the other ranks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from dadt.launch.actions import Outbox
 from dadt.launch.members.member import Member
 
 LONGEST_SECONDS = 30.0
-"""The longest pause before a worker is started again; the first is 1 s, and each is twice the one before."""
+"""Longest pause in seconds before a lost worker is started again. The first pause is 1 s, and each is twice the one
+before."""
 
 
 def replaces(config: Config) -> bool:
-    """Whether new workers join in place of lost ones."""
+    """Return whether this job starts new workers in place of lost ones."""
     return config.min_np > 0 and (config.algorithm == "gossip" or replays(config))
 
 
 def replays(config: Config) -> bool:
-    """Whether scripts are made again for that, so that ranks that step together stay together."""
+    """Return whether a new worker replays its script up to the current step before it joins, as algorithms require in
+    which all ranks step together."""
     takes = config.snapshot_every != NEVER and config.compression != "auto"
     return takes and config.algorithm in ("pipe", "sync")
 
 
 class Replacements:
-    """A worker is started again where its process has ended and its host is there, and not cut off from the others."""
+    """Starts a new worker for each lost rank whose process has ended, while its host is there and reaches the hosts of
+    the other ranks."""
 
     def __init__(self, outbox: Outbox, hears: Callable[[int, float], bool]) -> None:
         """hears: whether the host of a rank and those of the others hear each other."""
@@ -40,11 +43,11 @@ class Replacements:
         self._away: set[int] = set()
 
     def send_away(self, rank: int) -> None:
-        """Start no other worker in the place of this one."""
+        """Start no further worker in place of this rank."""
         self._away.add(rank)
 
     def exited(self, member: Member, now: float) -> None:
-        """Note that a lost rank's process has ended: another worker is due after a pause."""
+        """Record that a lost rank's process has ended, so that a new worker is started after a pause."""
         if member.rank in self._away:
             return
         pause = min(2.0 ** min(self._tries[member.rank], 10), LONGEST_SECONDS)
@@ -53,11 +56,11 @@ class Replacements:
         self._due[member.rank] = now + pause
 
     def turn(self, now: float) -> None:
-        """Start the workers that are due."""
+        """Start the new workers whose pause is over."""
         for rank in [rank for rank, at in self._due.items() if now >= at and self._hears(rank, now)]:
             del self._due[rank]
             member = self._members[rank]
-            if not member.ended:  # another host has taken its place
+            if not member.ended:  # a worker of this rank already runs on another host, which took over its place
                 continue
             member.start_anew(now)
             self._outbox.send_all(Frame("worker", {"rank": rank}))

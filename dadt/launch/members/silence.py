@@ -1,4 +1,5 @@
-"""Hosts that hear nothing from each other although both answer the launcher; reported at its begin and its end."""
+"""Reports outages between hosts that receive no heartbeats from each other although both answer the launcher, when each
+begins and ends."""
 
 from __future__ import annotations
 
@@ -16,25 +17,26 @@ from dadt.launch.members.node import Node
 from dadt.launch.members.rendezvous import Rendezvous
 
 JOIN_SECONDS = 2.0
-"""How long the other side may take to report the same, so that one line covers both."""
+"""Seconds to wait for the other host of a pair to report the outage as well, so that one message covers both
+directions."""
 ANSWER_SECONDS = 3.0
-"""An agent that was silent for this long does not answer: it sends something twice a second."""
+"""Seconds of silence after which an agent counts as not answering; a healthy agent sends a frame twice a second."""
 
 
 @dataclass(slots=True)
 class Outage:
-    """An outage between two hosts."""
+    """An outage of the network between two hosts."""
 
     since: float
-    """Time (time.monotonic) at which the last heartbeat came through."""
+    """Time (time.monotonic) at which the last heartbeat between the two hosts arrived."""
     noticed: float
     deaf: set[int] = field(default_factory=set)
-    """The hosts of the two that hear nothing from the other."""
+    """The hosts, of these two, that receive no heartbeats from the other one."""
     told: bool = False
 
 
 class Silences:
-    """The outages between all pairs of hosts."""
+    """Tracks outages of the network between all pairs of hosts."""
 
     def __init__(
         self,
@@ -45,14 +47,14 @@ class Silences:
         *,
         verbose: bool = False,
     ) -> None:
-        """verbose: also report pairs between which no heartbeat ever came through."""
+        """verbose: also report pairs of hosts between which no heartbeat has ever arrived."""
         self._nodes = nodes
         self._slots = slots
         self._rendezvous = rendezvous
         self._outbox = outbox
         self._verbose = verbose
         self._ports: dict[int, int] = {}
-        """Host to the port at which it listens for heartbeats; 0: none."""
+        """Port on which each host listens for heartbeats, by host; 0 if it does not listen."""
         self._outages: dict[tuple[int, int], Outage] = {}
 
     def heartbeat(self, event: Event) -> None:
@@ -112,7 +114,7 @@ class Silences:
         return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
 
     def turn(self, now: float) -> None:
-        """Report new outages, once both sides have had the time to notice them."""
+        """Report new outages, once both hosts have had the time to notice them. Call regularly."""
         for pair, outage in self._outages.items():
             joined = len(outage.deaf) == 2 or now - outage.noticed >= JOIN_SECONDS
             if joined and not outage.told and all(self._answers(index, now) for index in pair):
@@ -120,12 +122,13 @@ class Silences:
                 self._tell(f"{self._text(pair, outage, now)}; {_BOTH}", "warning")
 
     def between(self, one: int, other: int, now: float) -> str:
-        """A text about the outage between these hosts; empty if there is none."""
+        """Return a text about the outage between these two hosts; empty if there is none."""
         outage = self._outages.get(_pair(one, other))
         return self._text(_pair(one, other), outage, now) if outage is not None else ""
 
     def blame(self, now: float) -> Blame | None:
-        """The blame for the longest outage between hosts that answer the launcher; None if there is none."""
+        """Return the longest outage between hosts that answer the launcher, as the blame for a failure; None if there
+        is none."""
         found = {p: o for p, o in self._outages.items() if all(self._answers(index, now) for index in p)}
         pair = min(found, key=lambda pair: found[pair].since, default=None)
         if pair is None:
@@ -134,8 +137,8 @@ class Silences:
         return Blame(f"the way between {first} and {second} failed", f"{self._text(pair, found[pair], now)}; {_BOTH}")
 
     def cut_off(self, places: Collection[int], since: float, now: float) -> tuple[int, str] | None:
-        """The place, of these, of the host with the most outages that began before `since` (time.monotonic), the
-        highest of equal ones; and a text that says why. None where there are none."""
+        """Return which of the hosts `places` has the most outages that began before `since` (time.monotonic), and a
+        text about one of them; the highest index if several have as many. None if there are no outages."""
         found = {p: o for p, o in self._outages.items() if o.since < since and set(p) <= set(places)}
         counts = Counter(place for pair in found for place in pair)
         if not counts:

@@ -10,13 +10,14 @@ from dadt.launch.actions import AnswerCaller, Event, Outbox, WriteStacks
 from dadt.launch.members.rendezvous import Rendezvous
 
 DUMP_SECONDS = 30.0
-"""Least time between two dumps of all stacks because of a stall."""
+"""Least number of seconds between two dumps of all stacks because of a stall."""
 OWN_INQUIRY = 0
 """The number of the job's own inquiries for stacks; those of callers count from 1."""
 
 
 class Stalls:
-    """One per attempt. Ranks that wait in an exchange say so themselves, and those that wait at the launcher do not."""
+    """Finds waits in the launcher that take too long. One object per attempt of the job. Waits between ranks themselves
+    are reported by those ranks, not here."""
 
     def __init__(self, config: Config, rendezvous: Rendezvous, logs: Path, outbox: Outbox) -> None:
         self._config = config
@@ -24,10 +25,10 @@ class Stalls:
         self._logs = logs
         self._outbox = outbox
         self._dumped = float("-inf")
-        """Time at which a worker last asked for the stacks."""
+        """Time (time.monotonic) of the last dump of all stacks."""
 
     def turn(self, now: float) -> None:
-        """Call it as time passes."""
+        """Warn of waits that have taken too long, with a dump of all stacks if so configured. Call regularly."""
         for stall in self._rendezvous.stalled(self._config.stall_warning, now):
             *most, last = map(str, sorted(stall.ranks))
             who = f"ranks {', '.join(most)} and {last} wait" if most else f"rank {last} waits"

@@ -1,7 +1,8 @@
-"""Which ranks wait for others: the one place where every wait counts, of whatever kind.
+"""Tracks which ranks wait for other ranks; every kind of wait counts here.
 
-A rank that waits in an exchange, in a library that connects it, for a file or for a new worker asks every few seconds
-where the others are. One that waits at the launcher has asked a question which is answered once all have come.
+A rank that waits in an exchange, while a library connects it, for a file, or for a new worker asks the launcher every
+few seconds how the other ranks are. A rank that waits in the launcher has asked a question, which is answered once all
+ranks have come.
 """
 
 from __future__ import annotations
@@ -12,31 +13,34 @@ from dadt.control.frame import Frame
 from dadt.launch.actions import Reply
 
 ASKED_SECONDS = 8.0
-"""A rank counts as waiting for this long after it asked for the others, which it does every few seconds."""
+"""Seconds for which a rank counts as waiting after it asked how the other ranks are; while it waits, it asks every few
+seconds."""
 SAID_SECONDS = 4.0
 """Where one rank waits, any other that does so as well has said it within this time."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """What one rank waits for."""
+    """Whether one rank waits for others, and since when."""
 
     asked: float = float("-inf")
-    """Time (time.monotonic) at which it last asked where the others are."""
+    """Time (time.monotonic) at which the rank last asked how the other ranks are."""
     acted: float = float("-inf")
-    """Time at which it last asked anything, or was answered: a sign of life beside its steps."""
+    """Time (time.monotonic) at which the rank last asked anything or received an answer: a sign of life in addition to
+    its steps."""
     starts: bool = False
-    """It waits for its first connection with the others, which has a deadline of its own."""
+    """Whether the rank waits for its first connection with the other ranks, which has a deadline of its own."""
     _open: int = 0
-    """The number of its questions that wait for others."""
+    """Number of the rank's unanswered questions that wait for other ranks."""
 
     def ask(self, starts: bool, now: float) -> None:
-        """Note that the rank asks where the others are."""
+        """Record that the rank has asked how the other ranks are. starts: whether it waits for its first connection."""
         self.asked = self.acted = now
         self.starts = starts
 
     def begin(self, reply: Reply, starts: bool, now: float) -> Reply:
-        """Note that the rank asks what is answered once others have done their part. Returns what answers it."""
+        """Record that the rank asked a question that is answered once other ranks have done their part. Returns a reply
+        function to use instead of `reply`, which also records the end of the wait."""
         self._open += 1
         self.acted, self.starts = now, starts
 

@@ -1,1 +1,2 @@
-"""The launcher's knowledge of each rank, and its readers: output, journal, series, metrics."""
+"""The launcher's knowledge of each rank (progress, output, waits), and what it feeds: console, journal, series and
+metrics."""

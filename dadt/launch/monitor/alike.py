@@ -1,4 +1,5 @@
-"""Lines that all ranks print alike, to be shown once: progress bars may differ in how far they are, and how fast."""
+"""Merges lines that all ranks print alike, so that each is shown once. Progress bars count as alike even if they differ
+in progress and speed."""
 
 from __future__ import annotations
 
@@ -10,20 +11,21 @@ from typing import NamedTuple
 from dadt.launch.monitor.printed import BAR
 
 MOMENT_SECONDS = 1.0
-"""How long a rank's line waits for the same one of all others."""
+"""Seconds that a rank's line waits for all other ranks to print the same line."""
 WAITING = 1000
-"""Most lines of a rank that may wait."""
+"""Largest number of lines of one rank that may wait for the other ranks."""
 NEVER = float("inf")
 PACE = re.compile(rb" *(?:\d+%\|[^|]*\| *[\d.]+(?=/)|\d+(?::\d\d)+|(?<=<)\?|[\d.?]+(?:m?s/\w+|\w+/s|m?s\b))")
-"""Matches what ranks show differently in a progress bar: how far it is, times, and its speed."""
+"""Matches the parts of a progress bar that differ between ranks: its progress, times, and speed."""
 
 
 class PrintedLine(NamedTuple):
     since: float
-    """Time at which the line came."""
+    """Time (time.monotonic) at which the line was printed."""
     text: bytes
     meaning: bytes
-    """The part of the text that is compared with other ranks' lines: of a progress bar all but its figures."""
+    """The text that is compared with other ranks' lines: for a progress bar without its figures, else the whole line.
+    """
     is_bar: bool
 
     @classmethod
@@ -33,11 +35,11 @@ class PrintedLine(NamedTuple):
 
 
 class Alike:
-    """The lines of one stream of all ranks. The order of each rank's lines stays."""
+    """Unshown lines of all ranks on one stream (out or err). The order of the lines of each rank is preserved."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._waiting: dict[int, deque[PrintedLine]] = {rank: deque() for rank in ranks}
-        """Each rank's lines that have not been shown."""
+        """Lines of each rank that have not been shown yet, by rank."""
         self._ended: set[int] = set()
 
     def add(self, rank: int, lines: Iterable[bytes], now: float) -> None:
@@ -45,16 +47,16 @@ class Alike:
         self._waiting[rank].extend(PrintedLine.of(line, now) for line in lines)
 
     def end(self, rank: int) -> None:
-        """Nobody waits for it until it prints again, in a new worker."""
+        """Record that a rank has ended, so that no line waits for this rank until a new worker of it prints again."""
         self._ended.add(rank)
 
     def due(self) -> float:
-        """Time at which the first line has waited long enough; infinite if none waits."""
+        """Return the time at which the oldest line has waited long enough; infinite if no line waits."""
         return min((lines[0].since + MOMENT_SECONDS for lines in self._waiting.values() if lines), default=NEVER)
 
     def take(self, now: float) -> Iterator[tuple[list[int], bytes]]:
-        """Ranks and the line that they have printed, of lines that need not wait any longer; all where now is
-        infinite."""
+        """Yield lines that need not wait any longer, each with the ranks that printed it. If `now` is infinite, yields
+        all lines."""
         while any(self._waiting.values()):
             present = [rank for rank, lines in self._waiting.items() if lines or rank not in self._ended]
             firsts = {lines[0].meaning if (lines := self._waiting[rank]) else None for rank in present}
@@ -69,19 +71,21 @@ class Alike:
                 yield from self._of(rank, [each for each in present if each != rank])
 
     def _have_bars_of_their_own(self, present: list[int]) -> bool:
-        """Whether a bar is each rank's next line, and no two are alike, as where each shows its loss."""
+        """Whether the next line of each rank is a progress bar, and all of these bars differ, for example because each
+        shows its rank's loss."""
         firsts = [lines[0] for rank in present if (lines := self._waiting[rank])]
         return len({line.meaning for line in firsts if line.is_bar}) == len(present)
 
     def _impatient(self, present: list[int], now: float) -> int | None:
-        """A rank whose first line waits no longer; None if there is none."""
+        """Return a rank whose first line need not wait any longer; None if there is none."""
         if full := [rank for rank in present if len(self._waiting[rank]) > WAITING]:
             return full[0]
         since, rank = min((self._waiting[rank][0].since, rank) for rank in present if self._waiting[rank])
         return rank if since + MOMENT_SECONDS <= now else None
 
     def _of(self, rank: int, others: list[int]) -> Iterator[tuple[list[int], bytes]]:
-        """This rank's first line, or what others have printed before the same one."""
+        """Yield the first line of this rank alone if some other rank has not printed it; otherwise yield the lines that
+        other ranks have printed before it."""
         line = self._waiting[rank][0].meaning
         if not all(any(line == other.meaning for other in self._waiting[each]) for each in others):
             yield [rank], self._next([rank])
@@ -91,6 +95,6 @@ class Alike:
                 yield [each], self._next([each])
 
     def _next(self, ranks: list[int]) -> bytes:
-        """Take the next line of each of these ranks. Returns it as the first of them has printed it."""
+        """Remove the next line of each of these ranks. Returns the line as the first of the ranks printed it."""
         first, *_ = [self._waiting[rank].popleft() for rank in ranks]
         return first.text

@@ -1,4 +1,4 @@
-"""`events.jsonl`: the events of a job, one line each, written as they happen."""
+"""Writes `events.jsonl`: the events of a job, one line each, written as they happen."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ KEPT = {
     "preempted": (),
     "end": ("stuck", "signal"),
 }
-"""Kinds of frames that are events, each with the fields to keep."""
+"""Kinds of frames that are recorded as events, each with the fields to record."""
 NAMES = {"end": "agent ended", "done": "summary", "say": "said", "ready": "agent ready", "lost": "agent lost"}
-"""Clearer names of some kinds for readers of the file."""
+"""Names under which some kinds of frames are recorded, clearer for readers of the file."""
 
 
 class Journal:
-    """Writes every line at once, so that it survives whatever comes next. Thread-safe."""
+    """The event file of a job. Every line is written at once, so that it survives a crash of the launcher.
+    Thread-safe."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        """warn: called once with a text if the file cannot be written."""
+        """warn: called once, with a text for the user, if the file cannot be written."""
         self._path = path
         self._warn = warn
         self._file: IO[bytes] | None = None
@@ -50,7 +51,7 @@ class Journal:
         self._broken = False
 
     def see(self, host: str, frame: Frame) -> None:
-        """Write a frame of this host's agent, if it is an event."""
+        """Record a frame from the agent of this host, if its kind is an event."""
         if frame.kind == "refused":
             self.refused(frame["why"], host=host, rank=frame["rank"])
         elif frame.kind in KEPT:
@@ -74,13 +75,14 @@ class Journal:
         self._warn(text)
 
     def refused(self, why: str, **where: Any) -> None:
-        """Record that a connection was refused. After MOST_REFUSALS no more are written, as nobody would read them."""
+        """Record that a connection was refused. Only the first MOST_REFUSALS are recorded, to limit the size of the
+        file."""
         self._refusals += 1
         if self._refusals <= MOST_REFUSALS:
             self.write("refused", why=why, **where)
 
     def close(self) -> None:
-        """Close the file; later events are dropped. Idempotent."""
+        """Close the file; events after this are dropped. Idempotent."""
         with self._lock:
             self._broken = True
             if self._file is not None:

@@ -1,11 +1,11 @@
-"""What ranks say to the user: each text once, however many of them say it."""
+"""Shows the user what ranks report: each different text once, even if several ranks report it."""
 
 from __future__ import annotations
 
 from dadt.launch.actions import Event, Outbox
 
 MOST = 10_000
-"""Most different texts that are printed."""
+"""Most different texts that are shown to the user."""
 
 
 class Notices:

@@ -1,4 +1,4 @@
-"""The workers' output: complete in a file per rank, and readable on the console."""
+"""Handles the workers' output: writes all of it to a file per rank, and shows the chosen part on the console."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dadt.launch.monitor.log_files import log_path
 from dadt.launch.monitor.printed import BAR_SECONDS, NEVER, Printed
 
 ONCE = "once"
-"""The value of `--output` with which a line that all ranks print alike is shown once."""
+"""Value of `--output` with which a line that all ranks print alike is shown only once."""
 
 Sink = Callable[[str, bytes], None]
-"""Takes "out" or "err" and one or more complete lines."""
+"""Called with "out" or "err", and one or more complete lines to show on the console."""
 
 
 def ranks_shown(text: str, world_size: int) -> tuple[set[int], set[str]]:
-    """The ranks and the streams that `--output` names: once, all, rank0, errors, or ranks as 0,3-5. Raises
-    ConfigError."""
+    """Return the ranks and the streams that the value of `--output` selects: once, all, rank0, errors, or ranks such as
+    0,3-5. Raises ConfigError."""
     everyone = set(range(world_size))
     if text in (ONCE, "all", "errors"):
         return everyone, {"err"} if text == "errors" else {"out", "err"}
@@ -36,7 +36,8 @@ def ranks_shown(text: str, world_size: int) -> tuple[set[int], set[str]]:
 
 
 class Output:
-    """Writes everything to the rank's file unchanged, and the chosen part to the console with a prefix per line."""
+    """Writes everything that a rank prints to the rank's file unchanged, and the lines to show to the console, with a
+    prefix that names the rank."""
 
     def __init__(
         self,
@@ -47,10 +48,10 @@ class Output:
         warn: Callable[[str], None],
         bars_move: Callable[[], bool],
     ) -> None:
-        """folder: an existing folder. hosts: name of each rank's host. wish: as `--output` has it; raises ConfigError.
-
-        warn: called with a text about a log that cannot be written. bars_move: whether the user sees progress bars
-        move elsewhere, so that only their ends are shown.
+        """folder: an existing folder for the files. hosts: name of each rank's host. wish: value of `--output`; raises
+        ConfigError if it is wrong. sink: called with the lines to show. warn: called with a text if a file cannot be
+        written. bars_move: returns whether a live view shows progress bars moving, so that here only their last states
+        are shown.
         """
         self.folder = folder
         self._ranks, self._streams = ranks_shown(wish, len(hosts))
@@ -66,12 +67,12 @@ class Output:
             self._open(rank).close()
 
     def move(self, rank: int, host: str) -> None:
-        """The rank is on this host from now on."""
+        """Record that the rank runs on this host from now on, for the prefix of its lines."""
         if self._many:
             self._prefixes[rank] = f"[{rank} {host}] "
 
     def end(self, rank: int) -> None:
-        """Note that the rank's worker has ended."""
+        """Record that the rank's worker has ended, so that other ranks' lines do not wait for it."""
         for alike in self._alike.values():
             alike.end(rank)
 
@@ -90,13 +91,13 @@ class Output:
             self._show(stream, now)
 
     def note(self, text: str) -> None:
-        """Write a line into all files."""
+        """Write a line into the files of all ranks."""
         for rank in range(len(self._prefixes)):
             self._log(rank, text.encode() + b"\n")
 
     def tick(self) -> float:
-        """Show what is due: states of progress bars, and lines that have waited for others. Returns the seconds until
-        more is."""
+        """Show what is due: states of progress bars, and lines that have waited long enough for other ranks. Returns
+        the seconds until the next call is due."""
         now, every = time.monotonic(), self._every
         for (rank, stream), printed in self._printed.items():
             self._add(rank, stream, printed.tick(now, every), now)
@@ -106,7 +107,7 @@ class Output:
         return min(bars, *(alike.due() for alike in self._alike.values()), NEVER) - now
 
     def close(self) -> None:
-        """Show unfinished lines, and close the files. Idempotent."""
+        """Show lines that are still unfinished, and close the files. Idempotent."""
         now = time.monotonic()
         for (rank, stream), printed in self._printed.items():
             self._add(rank, stream, printed.finish(), now)
@@ -137,7 +138,8 @@ class Output:
         return f"[{lists.text(ranks)}] " if ranks[1:] else self._prefixes[ranks[0]]
 
     def _put(self, stream: str, lines: Iterable[tuple[str, bytes]]) -> None:
-        # Blanks at a line's end, with which rich fills it, would go to a row of their own behind the prefix.
+        # Trailing spaces, with which rich fills a line to the console's width, would wrap onto a further row because of
+        # the prefix.
         self._sink(stream, b"".join(prefix.encode() + line.rstrip(b" \r") + b"\n" for prefix, line in lines))
 
     def _log(self, rank: int, data: bytes) -> None:

@@ -1,9 +1,9 @@
-r"""The lines of what a worker prints, where progress bars redraw themselves.
+r"""Splits what a worker prints into lines, where progress bars redraw themselves.
 
-A bar goes back to the beginning of its row and draws over it (\r, \b, or an escape sequence that erases); nested bars
-move the cursor down and up again between rows. As on a terminal, only the last state of a row stays.
+A bar moves the cursor back to the beginning of its row and draws over the row (\r, \b, or an escape sequence that
+erases); nested bars move the cursor between rows. As on a terminal, only the last state of each row is kept.
 
-Where the cursor is hidden, as by rich, it may rest below bars that will be drawn again.
+If the cursor is hidden, as rich does, it may rest below bars that will be drawn again.
 """
 
 from __future__ import annotations
@@ -13,76 +13,80 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 BAR_SECONDS = 30.0
-"""Time between two lines that show the same progress bar, where it is not seen as it moves."""
+"""Seconds between two lines that show the same progress bar, if no live view shows the bar moving."""
 LEFT_SECONDS = 0.1
-"""A bar that the cursor has left has ended, unless it returns within this time, as nested ones make it do."""
+"""Seconds after which a progress bar whose row the cursor has left counts as ended; with nested bars the cursor returns
+sooner."""
 HIDDEN_SECONDS = 1.0
-"""The time in place of LEFT_SECONDS for the first lines under a hidden cursor, which may be bars or not."""
+"""Seconds that replace LEFT_SECONDS for the first lines under a hidden cursor, of which it is not yet known whether
+they are bars."""
 LINE_LIMIT = 1 << 16
-"""Bytes after which a line without an end is cut."""
+"""Bytes after which a line that has not ended is cut."""
 ROWS = 64
-"""Rows that a worker may redraw at once."""
+"""Largest number of rows that a worker may redraw at once."""
 NEVER = float("inf")
 BAR = re.compile(rb"%\||\xe2\x94\x81|\xe2\x96[\x88-\x8f]")
-"""In the text of a bar: those of tqdm, and the blocks and lines with which it and others are drawn."""
+"""Matches text that only progress bars contain: "%|" of tqdm, and the block and line characters with which bars are
+drawn."""
 MOVES = re.compile(rb"\r+\n|\n|\r|\x08+|\x1b\[\??([0-9;]{0,9})([ABEFGKhl])")
 UNFINISHED = re.compile(rb"\r\Z|\x1b(?:\[\??[0-9;]{0,9})?\Z")
-"""At the end of a piece: what comes next decides what it is."""
+"""Matches the end of a piece of output whose meaning depends on the next piece, such as half an escape sequence."""
 
 
 @dataclass(slots=True)
 class PrintedRow:
-    """A line that has no end yet, or that may still be redrawn."""
+    """A row of output that has not ended yet, or that may still be redrawn."""
 
     drawn: bytes = b""
-    """What has been written to it since its beginning was last gone back to."""
+    """Text written to the row since the cursor last returned to its beginning."""
     state: bytes = b""
-    """What the row showed before its beginning was last gone back to."""
+    """Text that the row showed before the cursor last returned to its beginning."""
     is_bar: bool = False
     since: float = NEVER
-    """Time at which the bar appeared or was last given out."""
+    """Time at which the bar in this row appeared, or was last returned as a line."""
     given: bytes = b""
-    """The state in which it was last given out."""
+    """Text of this row that was last returned as a line."""
     left: float = NEVER
-    """Time at which the cursor left it downwards."""
+    """Time at which the cursor left this row downwards; infinite while the cursor has not."""
 
     @property
     def text(self) -> bytes:
-        """The row as a terminal shows it."""
+        """The row's text as a terminal shows it."""
         return self.drawn if self.drawn.strip() else self.state
 
     def go_back(self) -> None:
-        """To its beginning, over which the next text is drawn. One that is drawn over with spaces is a bar's no more:
-        what comes next may be a line of its own."""
+        """Move the cursor to the beginning of the row, so that the next text is drawn over it. A row that was
+        overwritten with spaces is no bar any more, as the next text may be an ordinary line."""
         self.is_bar = not self.drawn or bool(self.drawn.strip())
         self.state = self.text if self.is_bar else b""
         self.drawn = b""
 
     def leave(self) -> None:
-        """The cursor goes to another row. One that was drawn over with spaces is empty."""
+        """Move the cursor to another row. A row that was overwritten with spaces becomes empty."""
         if self.drawn and not self.drawn.strip():
             self.drawn = self.state = b""
 
     def erase(self, whole: bool) -> None:
-        """What was there before, or the whole row."""
+        """Erase the text from before the cursor returned to the row's beginning, or the whole row."""
         self.drawn, self.state, self.is_bar = b"" if whole else self.drawn, b"", True
 
 
 class Printed:
-    """Turns the bytes of one stream into complete lines. Nothing is decoded, so bytes stay as they are."""
+    """Converts the bytes of one output stream of a worker to complete lines. Lines remain bytes: nothing is decoded."""
 
     def __init__(self) -> None:
         self._rest = b""
-        """The unfinished end of the last piece of output."""
+        """End of the last piece of output, whose meaning depends on the next piece."""
         self._rows = [PrintedRow()]
         self._cursor = 0
         self._hidden = False
-        """Whether the stream has hidden the terminal's cursor."""
+        """Whether the worker has hidden the terminal's cursor."""
         self._raised = -NEVER
-        """Time at which the cursor last went up, since it was hidden or shown."""
+        """Time at which the cursor last moved up, since it was hidden or shown; minus infinity if it did not."""
 
     def feed(self, data: bytes, now: float, every: float = BAR_SECONDS) -> list[bytes]:
-        """The lines that are complete. every: seconds between two states of a bar."""
+        """Add a piece of output. Returns the lines that are complete. every: seconds between two lines that show the
+        same progress bar."""
         data = self._rest + data
         unfinished = UNFINISHED.search(data)
         data, self._rest = (data[: unfinished.start()], unfinished[0]) if unfinished else (data, b"")
@@ -94,8 +98,8 @@ class Printed:
         return [*self._parse(data, now), *self._cut(), *self.tick(now, every)]
 
     def tick(self, now: float, every: float = BAR_SECONDS) -> list[bytes]:
-        """Lines that are due by now: those of rows that have ended, and bars that were not given out for `every`
-        seconds."""
+        """Return the lines that are due by now: rows that have ended, and progress bars that were not returned for
+        `every` seconds."""
         lines = []
         while self._ends() <= now:
             lines += self._end_first()
@@ -106,24 +110,25 @@ class Printed:
         return lines
 
     def due(self, every: float = BAR_SECONDS) -> float:
-        """Time at which `tick` has something to do; infinite if there is none."""
+        """Return the time at which `tick` will have lines to return; infinite if it has none."""
         return min(self._ends(), *(row.since + every for row in self._rows if row.is_bar), NEVER)
 
     def settle(self) -> list[bytes]:
-        """Bars above an empty row: they have ended, as the process has gone on to write to another stream."""
+        """Return the progress bars above an empty row, which have ended if the process now writes to another stream."""
         lines = []
         while self._cursor and not self._hidden and not self._rows[self._cursor].text:
             lines += self._end_first()
         return lines
 
     def finish(self) -> list[bytes]:
-        """The last lines of the stream, which have no end."""
+        """Return the last lines of the stream, which were never ended by a newline."""
         lines = [line for row in self._rows for line in self._state_of(row)]
         self._rows, self._cursor, self._rest = [PrintedRow()], 0, b""
         return lines
 
     def _ends(self) -> float:
-        """Time at which the first row has ended. Under a hidden cursor that is once only rows below it are redrawn."""
+        """Return the time at which the first row counts as ended. While the cursor is hidden, a row ends only once the
+        cursor returns to no row above its own."""
         left = self._rows[0].left if self._cursor else NEVER
         if not self._hidden or left < self._raised:
             return left + LEFT_SECONDS
@@ -169,10 +174,11 @@ class Printed:
         if row.is_bar or self._hidden:
             yield from self._down(now)
             return
-        # A line of its own: what stands above it is not drawn again.
+        # An ordinary line: bars above it will not be drawn again, so they have ended.
         while self._cursor:
             yield from self._end_first()
-        if row.drawn.strip() or not row.given:  # the end of a line whose text was a bar's, is none
+        # if the row was returned as a bar before, this newline only ends the bar, and no empty line is shown
+        if row.drawn.strip() or not row.given:
             yield row.drawn
         self._rows.pop(0)
         self._rows = self._rows or [PrintedRow()]
@@ -188,12 +194,12 @@ class Printed:
             yield from self._end_first()
 
     def _end_first(self) -> list[bytes]:
-        """The first row, which the cursor has left."""
+        """Remove the first row, which the cursor has left. Returns its line, if any."""
         self._cursor -= 1
         return self._state_of(self._rows.pop(0))
 
     def _state_of(self, row: PrintedRow) -> list[bytes]:
-        """The line that a row shows; empty where it shows nothing new."""
+        """Return the line that a row shows, in a list; empty if the row shows nothing new."""
         if not row.text.strip() or row.text == row.given:
             return []
         row.given = row.text

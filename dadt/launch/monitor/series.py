@@ -1,4 +1,5 @@
-"""`progress.jsonl`: each rank's progress, at first twice a second. The file of a long job does not grow for ever."""
+"""Writes `progress.jsonl`: samples of each rank's progress, at first twice a second and later less often, so that the
+size of the file is limited."""
 
 from __future__ import annotations
 
@@ -13,19 +14,20 @@ from dadt.control import private_files
 from dadt.launch.monitor.watch import Gauge, Watch
 
 SECONDS = 0.5
-"""Time between two samples, at first."""
+"""Seconds between two samples at the beginning of the job."""
 MOMENTS = 8192
-"""Samples kept of each rank in a job of one or two ranks; with more ranks, the total stays the same."""
+"""Most samples stored of each rank in a job of one or two ranks. With more ranks each has fewer, so that the total
+stays the same."""
 LEAST = 256
-"""Least samples kept of each rank."""
+"""Number of samples stored of each rank, however many ranks there are."""
 
 
 class Series:
-    """A line for each rank at each sample. When the file is full, every second sample is removed, and the time between
-    samples doubles. Sums stay exact, as each line counts from the beginning of the job."""
+    """Writes a line for each rank at each sample. When the file is full, every second sample is removed and the time
+    between samples doubles. Sums remain exact, as each line counts from the beginning of the job."""
 
     def __init__(self, path: Path, watch: Watch, warn: Callable[[str], None]) -> None:
-        """warn: called once with a text if the file cannot be written."""
+        """warn: called once, with a text for the user, if the file cannot be written."""
         self._path = path
         self._watch = watch
         self._warn = warn
@@ -34,11 +36,11 @@ class Series:
         self._due = 0.0
         self._file: IO[bytes] | None = None
         self._ends: list[int] = []
-        """Offset in the file at which each sample ends."""
+        """Offsets in the file at which each sample ends."""
         self._broken = False
 
     def tick(self) -> float:
-        """Write a sample, if one is due. Returns the seconds until the next one."""
+        """Write a sample of each rank, if one is due. Returns the seconds until the next one."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + self._seconds
@@ -46,7 +48,7 @@ class Series:
         return self._due - now
 
     def close(self) -> None:
-        """Write the last sample, and close the file. Idempotent."""
+        """Write a last sample of each rank, and close the file. Idempotent."""
         self._write()
         self._broken = True
         if self._file is not None:
@@ -68,7 +70,7 @@ class Series:
             self._warn(f"{self._path} is incomplete: {error.strerror}")
 
     def _thin(self) -> None:
-        """Remove every second sample. The file is replaced atomically, as others may be reading it."""
+        """Remove every second sample. The file is replaced atomically, as other programs may be reading it."""
         assert self._file is not None
         content = self._path.read_bytes()
         moments = [content[a:b] for a, b in zip([0, *self._ends], self._ends, strict=False)][1::2]
@@ -82,7 +84,7 @@ class Series:
 
 
 def _line(gauge: Gauge) -> bytes:
-    """The line of a rank; empty as long as it has reported no step."""
+    """Return a rank's line for the file; empty while the rank has not reported a step."""
     mark = gauge.last
     if mark is None:
         return b""

@@ -1,4 +1,4 @@
-"""The files beside the logs to which the stacks of ranks go, when they stall or are stopped."""
+"""Writes the stack traces of ranks that stall or are stopped to files beside the logs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from dadt.launch.monitor.log_files import stacks_path
 
 
 class Stacks:
-    """The stacks of the ranks in one attempt of the job, which are written to files."""
+    """Files with the stack traces of the ranks in one attempt of the job."""
 
     def __init__(self, logs: Path, warn: Callable[[str], None]) -> None:
         self._logs = logs
         self._warn = warn
         self.paths: list[Path] = []
-        """The files to which stacks were written."""
+        """Files to which stack traces were written."""
 
     def write(self, rank: int, text: bytes) -> None:
         path = stacks_path(self._logs, rank)
         try:
-            with private_files.open_file(path, "ab", inner=True) as file:  # keeps the stacks of a stall, which say more
+            # append, as the stacks of an earlier stall say more than those at the end
+            with private_files.open_file(path, "ab", inner=True) as file:
                 file.write(b"\n" * bool(file.tell()) + text)
         except OSError as error:
             self._warn(f"{path} could not be written: {error.strerror}")

@@ -1,4 +1,5 @@
-"""The figures of each rank while the job runs, for the live view, `dadt ps` and the report."""
+"""Collects the figures of each rank (steps, speed, memory, waiting) while the job runs, for the live view, `dadt ps`
+and the report."""
 
 from __future__ import annotations
 
@@ -14,31 +15,33 @@ from dadt.launch.members.member import Member
 from dadt.launch.monitor.printed import BAR
 
 WINDOW_SECONDS = 5.0
-"""Length of the window over which speeds are averaged."""
+"""Length in seconds of the window over which speeds are averaged."""
 SLOW = 1.1
-"""The slowest rank is named if its own part of a step takes this many times as long as the median of the others."""
+"""A rank counts as the slowest if its steps, without waiting, take this many times as long as the median of the other
+ranks."""
 LAG_SECONDS = 1.0
-"""It is also named if it is behind by more steps than the median rank makes in this time, plus LAG_STEPS."""
+"""A rank also counts as the slowest if it is behind the median step by more than LAG_STEPS, plus the steps that the
+median rank makes in this many seconds."""
 LAG_STEPS = 2
 LINE_BYTES = 1024
 ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
 class View(Protocol):
-    """Something that shows or records a Watch while the job runs."""
+    """Interface of what shows or records a Watch while the job runs."""
 
     def tick(self) -> float:
-        """Show the news, if it is due. Returns the seconds until the next call."""
+        """Show or record what is new, if it is due. Returns the seconds until the next call."""
 
     def close(self) -> None:
-        """Write what is left and free what the view holds; may be called again."""
+        """Write what is still unwritten, and free the view's resources. May be called again."""
 
 
 class Mark(NamedTuple):
-    """The progress of a rank at a time of its own clock."""
+    """The progress of a rank at one time."""
 
     seen: float
-    """Time of the report's arrival here (time.monotonic)."""
+    """Time at which the rank's report arrived at the launcher (time.monotonic)."""
     step: int
     samples: float
     waited: float
@@ -46,7 +49,7 @@ class Mark(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Speed between two marks, by the rank's own clock."""
+    """A rank's speed between two marks, by the rank's own clock."""
 
     steps: float
     samples: float
@@ -62,24 +65,24 @@ class Speed(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Gauge:
-    """The figures of one rank."""
+    """The figures of one rank: progress, speed, memory, output and exit code."""
 
     member: Member
     memory: int = 0
-    """Resident bytes of the process that trains."""
+    """Resident bytes of the rank's training process."""
     peak_memory: int = 0
     samples: float = 0.0
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """The numbers it last reported: sums since it began (sent and plain bytes, fell_back, differed, step_times) and
-    late."""
+    """Numbers that the rank last reported: sums since its start (bytes sent, bytes uncompressed, fell_back, differed,
+    step_times), and `late`, the delay of its last gradients in steps."""
     code: int | None = None
-    """Exit code, once it has ended; -n if signal n ended it."""
+    """Exit code of the rank's process, once it has ended; -n if signal n ended it."""
     failed: bool = False
-    """Whether it failed by itself, not because of another rank or because all were stopped."""
+    """Whether the rank failed by itself, not because another rank failed or all were stopped."""
     secondary: bool = False
-    """Whether it reported that another rank's failure ended it."""
+    """Whether the rank reported that it ended because of another rank's failure."""
     summary: Mapping[str, Any] = field(default_factory=dict)
-    """What it reported at the end of training; empty before."""
+    """Summary that the rank reported at the end of its training; empty before."""
     lost_at: float | None = None
     """When the others began to train on without it, in seconds since the epoch."""
     _printed: bytes = b""
@@ -96,7 +99,7 @@ class Gauge:
 
     @property
     def line(self) -> str:
-        """The last progress bar or non-empty line that it printed, without escape sequences."""
+        """The last progress bar or non-empty line that the rank printed, without escape sequences."""
         parts = re.split(rb"[\r\n]+", ESCAPES.sub(b"", self._printed))
         parts = [part for part in reversed(parts) if part.strip()]
         text = next(filter(BAR.search, parts), next(iter(parts), b"")).decode(errors="replace")
@@ -107,14 +110,15 @@ class Gauge:
         return self.member.step >= 0 and not self.member.ended and not self.member.finished
 
     def printed(self, data: bytes) -> None:
-        """Record output. This is called for all output, so it takes only a slice and looks at no lines."""
+        """Record output of the rank. As this is called for all output, it only stores the end and does not split it
+        into lines."""
         if data.strip():
-            before = b"" if self._printed.endswith(b"\n") else self._printed  # a line may come in pieces
+            before = b"" if self._printed.endswith(b"\n") else self._printed  # a line may arrive in several pieces
             self._printed = (before + data)[-LINE_BYTES:]
 
     @property
     def last(self) -> Mark | None:
-        """The newest mark of this rank; None if there is none."""
+        """The newest progress mark of this rank; None if there is none."""
         return self._marks[-1] if self._marks else None
 
     def mark(self, step: int, numbers: Mapping[str, Any], now: float) -> None:
@@ -122,12 +126,12 @@ class Gauge:
         self.samples = numbers.get("samples", 0.0)
         self._marks.append(Mark(now, step, self.samples, numbers.get("waited", 0.0), numbers.get("clock", now)))
         self._first = self._first or self._marks[0]
-        # The last mark before the window is kept, so that a slow rank has a speed as well.
+        # One mark from before the window is kept, so that a slow rank, with few marks, has a speed as well.
         while len(self._marks) > 2 and self._marks[1].seen < now - WINDOW_SECONDS:
             self._marks.popleft()
 
     def speed(self, now: float) -> Speed | None:
-        """The speed over the last seconds; None as long as it is unknown, and once training is over."""
+        """Return the rank's speed over the last seconds; None if it is unknown, or if training is over."""
         if len(self._marks) < 2 or self.member.ended or self.member.finished:
             return None
         first, last = self._marks[0], self._marks[-1]
@@ -137,13 +141,13 @@ class Gauge:
         return Speed.between(first, last)
 
     def mean_speed(self) -> Speed | None:
-        """The speed over all its training so far; None if it is unknown."""
+        """Return the rank's mean speed over all of its training so far; None if unknown."""
         if self._first is None or self._first is self._marks[-1]:
             return None
         return Speed.between(self._first, self._marks[-1])
 
     def own_seconds(self, now: float) -> float:
-        """Seconds of a step without waiting for others; 0 if unknown."""
+        """Return the seconds that one step takes without waiting for other ranks; 0 if unknown."""
         speed = self.speed(now)
         return (1.0 - speed.wait) / speed.steps if speed and speed.steps > 0 else 0.0
 
@@ -163,16 +167,16 @@ class Gauge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """A rank that ended while the others trained on."""
+    """A rank that was lost while the other ranks continued training."""
 
     rank: int
     host: str
     step: int
-    """Optimizer steps that it had done; -1: none."""
+    """Optimizer steps that the rank had done; -1 if none."""
     time: float
     why: str
     replaced: float | None = None
-    """When a new worker has joined in its place, as `time`."""
+    """When a new worker joined in place of the lost one, in seconds since the epoch like `time`; None if none did."""
 
 
 class Watch:
@@ -186,17 +190,19 @@ class Watch:
         self.begin = begin
         self._since_epoch = begin - now
         self.losses: list[Loss] = []
-        """Ranks without which the others train on, in order of time."""
+        """Ranks that were lost while the others continued training, in order of time."""
         self.generations: list[Mapping[str, Any]] = []
-        """An entry for each time that ranks connected again: when, which were lost and left then, and why."""
+        """An entry for each time that ranks connected again: the time, which ranks were lost, which were left, and why.
+        """
 
     def stops(self, why: str, grace: float) -> None:
-        """Record that all workers receive the order to end."""
+        """Record that all workers are ordered to end. why: reason for the order. grace: seconds until they are
+        killed."""
         self.state = "stopping"
         self._outbox.note("stop", why=why, grace=grace)
 
     def regroups(self, lost: Sequence[Member], why: str, now: float) -> None:
-        """Record that the others connect again and train on without these ranks, if any."""
+        """Record that the ranks connect again, and continue training without the lost ones, if any."""
         at = self._since_epoch + now
         losses = [Loss(rank=m.rank, host=m.host, step=m.step, time=at, why=why) for m in lost]
         self.losses += losses
@@ -209,7 +215,7 @@ class Watch:
         self._outbox.note("regroup", **facts)
 
     def joins(self, member: Member, now: float) -> None:
-        """Record that the rank's worker has joined the running job."""
+        """Record that a new worker of this rank has joined the running job."""
         at, self.gauges[member.rank].lost_at = self._since_epoch + now, None
         self.losses = [
             replace(loss, replaced=at) if (loss.rank, loss.replaced) == (member.rank, None) else loss
@@ -218,12 +224,12 @@ class Watch:
         self._outbox.note("join", generation=member.generation, rank=member.rank, pid=member.pid, host=member.host)
 
     def steps(self) -> tuple[int, int]:
-        """The least and the most steps that a rank has done."""
+        """Return the lowest and the highest number of steps that a rank has done."""
         steps = [max(0, gauge.member.step) for gauge in self.gauges if not gauge.member.lost]
         return min(steps), max(steps)
 
     def slowest(self, now: float) -> Gauge | None:
-        """The rank for which the others wait; None if no rank stands out."""
+        """Return the gauge of the rank that the other ranks wait for; None if no rank stands out."""
         training = [gauge for gauge in self.gauges if gauge.trains]
         if len(training) < 2:
             return None
@@ -243,7 +249,8 @@ class Watch:
         return self.gauges[rank] if own[rank] > SLOW * statistics.median(others) else None
 
     def by_pace(self, now: float) -> list[Gauge]:
-        """All gauges: first those that failed, then by pace with the slowest first, and last those that succeeded."""
+        """Return the gauges of all ranks: first those that failed, then by speed with the slowest first, and last those
+        that have ended well."""
         slowest = self.slowest(now)
 
         def order(gauge: Gauge) -> tuple[bool, bool, bool, bool, float, int]:

@@ -1,1 +1,1 @@
-"""Reaching a host by SSH: the route to it, host keys and user keys, and the meaning of its answers."""
+"""Connects to hosts by SSH: the route to a host, host keys and user keys, and the meaning of errors."""

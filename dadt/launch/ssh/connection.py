@@ -27,7 +27,7 @@ BANNER_SECONDS = 15.0
 ANSWER_SECONDS = 30.0
 """Timeout of the key exchange, of each step of logging in, and of opening a channel."""
 RSA = ("rsa-sha2-512", "rsa-sha2-256")
-"""Signature algorithms of a host with an ssh-rsa key."""
+"""Signature algorithms to request from a host whose known key is of the kind ssh-rsa."""
 
 Jump = tuple[str, ...]
 """The hosts through which a host is reached, in order, as ProxyJump names them."""
@@ -60,7 +60,8 @@ class Jumps:
         self._futures: dict[Jump, Future[SshConnection]] = {}
 
     def find(self, jumps: Jump, deadline: float, connect: Callable[[], SshConnection]) -> SshConnection:
-        """The connection that exists or is being made, or a new one if that was lost. Raises LaunchError."""
+        """Return the connection to these jump hosts: the existing one, the one under way, or a new one if it was lost.
+        Raises LaunchError."""
         with self._lock:
             future = self._futures.get(jumps)
             is_ours = future is None or _is_lost(future)
@@ -147,7 +148,7 @@ class Connector:
         return connection
 
     def _find_jump(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> SshConnection:
-        """Connect to the last jump host; the jumps before it become its own."""
+        """Connect to the last jump host of the route, through the jump hosts before it."""
         if route.jumps in before:
             raise LaunchError(f"ProxyJump {','.join(route.jumps)} goes in a circle -> correct the SSH configuration")
         *first, last = route.jumps

@@ -14,7 +14,7 @@ log-in for a little longer than its client does."""
 
 
 class Gates:
-    """The gates of all servers, one for each."""
+    """The limits of simultaneous log-ins, one for each server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -123,13 +123,13 @@ def _read(files: Iterable[Path]) -> Iterator[KnownHostLine]:
         for number, line in enumerate(lines, 1):
             words = line.split()
             marker = words.pop(0) if words and words[0].startswith("@") else ""
-            # Host certificates are left to OpenSSH.
+            # Host certificates are not supported by this reader; OpenSSH handles them.
             if len(words) < 3 or words[0].startswith("#") or marker not in ("", "@revoked"):
                 continue
             try:
                 blob = base64.b64decode(words[2], validate=True)
             except binascii.Error:
-                continue  # not a key
+                continue  # the line contains no valid key
             yield KnownHostLine(words[0], HostKey(words[1], blob), marker != "", file, number)
 
 
@@ -138,7 +138,7 @@ def _append(file: Path, line: str) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with file.open("a+b") as known:
         if not file.is_file():
-            return  # /dev/null
+            return  # a device such as /dev/null, to which nothing is written
         fcntl.flock(known, fcntl.LOCK_EX)
         known.seek(0)
         text = known.read()

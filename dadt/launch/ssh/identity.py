@@ -55,7 +55,8 @@ class Identities:
         raise LaunchError(refusals.denied(self._route, self._what_was_tried(), self._locked, self._unusable))
 
     def _keys(self, held: tuple[paramiko.AgentKey, ...]) -> Iterator[tuple[paramiko.PKey, str]]:
-        """Keys with labels, in OpenSSH's order: named files that the agent holds, its other keys, the other files.
+        """Yield keys with labels, in OpenSSH's order: configured key files that the SSH agent has, the agent's other
+        keys, the remaining files.
 
         The label is empty for the agent's other keys.
         """

@@ -70,7 +70,8 @@ def revoked_key(fingerprint: str, place: str) -> str:
 
 
 def denied(route: Route, tried: Sequence[str], locked: Sequence[str], unusable: Sequence[str]) -> str:
-    """tried: keys that the host refused. locked: files with a passphrase. unusable: complete reasons."""
+    """Return the message for a refused log-in. tried: keys that the host refused. locked: key files with a passphrase.
+    unusable: complete reasons why other files could not be used."""
     text = f"no accepted key (tried {', '.join(tried)})" if tried else "no key to try"
     text += "".join(f"; {file} has a passphrase, and the agent does not hold it" for file in locked)
     text += "".join(f"; {reason}" for reason in unusable)

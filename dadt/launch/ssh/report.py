@@ -33,7 +33,7 @@ class SshReport:
     def __init__(self, text: str) -> None:
         self._text = text
         self.others = "\n".join(line for line in text.splitlines() if not OWN_LINE.match(line))
-        """The lines that are not ssh's own."""
+        """The lines from the remote side or about a failure, without those in which ssh describes its own work."""
 
     @property
     def logged_in(self) -> bool:

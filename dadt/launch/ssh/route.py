@@ -15,7 +15,7 @@ from dadt.errors import LaunchError
 
 ANSWER_SECONDS = 10.0
 CONNECT_SECONDS = 10.0
-"""The timeout if ConnectTimeout is not set."""
+"""Seconds to wait for a TCP connection if ConnectTimeout is not set."""
 SSH_PORT = 22
 JUMP = re.compile(r"(?:ssh://)?(?:(?P<user>.+)@)?(?:\[(?P<six>[^\]]+)\]|(?P<name>[^:]+))(?::(?P<port>\d+))?/?")
 
@@ -38,16 +38,16 @@ class Route:
     jumps: tuple[str, ...]
     proxy_command: str
     known_hosts: tuple[Path, ...]
-    """Files; the first is the one that new keys are written to."""
+    """Paths of known_hosts files; new host keys are written to the first."""
     alias: str
     strict: bool
-    """Whether the host's key must be known, whatever the flag says."""
+    """Whether the host's key must be known, whatever --ssh-host-keys says."""
     connect_timeout: float
     alive_interval: float
 
     @property
     def key_name(self) -> str:
-        """The name of its key in known_hosts."""
+        """The host's name in known_hosts files, with its port unless it is 22."""
         if self.alias:
             return self.alias
         return self.hostname.lower() if self.port == SSH_PORT else f"[{self.hostname.lower()}]:{self.port}"

@@ -93,7 +93,7 @@ class Proxy:
             )
 
     def explain(self) -> str:
-        """A text with the last line that it printed before it failed."""
+        """Return a text with the last line that the ProxyCommand printed before it failed."""
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f"ProxyCommand `{self._command}`" + (f": {lines[-1]}" if lines else " ended without a word")

@@ -1,4 +1,4 @@
-"""The environment of a worker: that of its host's agent, with the variables that the launcher adds."""
+"""Builds the environment variables of a worker: those of its host's agent, plus those that the launcher adds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dadt.errors import ConfigError
 from dadt.launch.hosts.slot import Slot
 
 SITE = Path(__file__).parents[2] / "inject" / "site"
-"""The folder whose sitecustomize.py has scripts find DADT in Horovod's place, and hooks DADT into a torch that has no
-entry points."""
+"""Folder of the sitecustomize.py that makes `import horovod` find DADT, and that loads DADT where torch has no entry
+points for backends."""
 FORWARDED = (
     "PATH",
     "LD_LIBRARY_PATH",
@@ -48,14 +48,15 @@ FORWARDED = (
     "MLFLOW_*",
     "XDG_CACHE_HOME",
 )
-"""Variables that workers on other hosts get by default. Each host keeps its own CUDA_VISIBLE_DEVICES."""
+"""Variables that the launcher passes to workers on other hosts by default. CUDA_VISIBLE_DEVICES is not among them, as
+it differs between hosts."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PROLOGUE_SECONDS = 60.0
 
 
 def forwarded(config: Config, env: Mapping[str, str] = os.environ) -> tuple[dict[str, str], dict[str, str]]:
-    """The variables for workers on other hosts, on top of their host's environment, and those for all workers, which
-    --env-file and -x name. Raises ConfigError."""
+    """Return two sets of variables: those that workers on other hosts get in addition to their host's environment, and
+    those that all workers get, named by --env-file and -x. Raises ConfigError."""
     defaults = {name: value for name, value in env.items() if _matches(name, FORWARDED)}
     named = _file(Path(config.env_file)) if config.env_file else {}
     for text in config.forward:
@@ -64,14 +65,14 @@ def forwarded(config: Config, env: Mapping[str, str] = os.environ) -> tuple[dict
 
 
 def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[dict[str, str], list[str]]:
-    """Called by the agent: its environment with these variables, after the prologue, and a list of problems.
-
-    mark: variable and value that mark the processes of the prologue. cwd: folder in which it runs.
+    """Called by the agent: run the prologue in the agent's environment extended by `env`. Returns the resulting
+    variables, and a list of problems. mark: NAME=VALUE that marks the processes of the prologue. cwd: folder in which
+    the prologue runs.
     """
     result = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")} | dict(env)
     if not prologue:
         return result, []
-    # The prologue may print anything, so the variables go to a file of their own.
+    # The prologue may print anything, so the variables are written to a separate file.
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as printed:
         script = f"{prologue}\nstatus=$?\ncommand -p env -0 >&{file.fileno()}\nexit $status"
         try:
@@ -103,26 +104,28 @@ def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[di
 
 
 def missing(cwd: str, files: Sequence[str]) -> list[str]:
-    """Problems with the folder and the files that workers need on this host."""
+    """Return a list of problems with the working folder and the files that workers need on this host."""
     try:
         if not Path(cwd).is_dir():
             return [f"there is no folder {cwd} -> make it, share it, or --workdir DIR"]
         absent = [file for file in files if not (Path(cwd) / file).exists()]
-    except OSError as error:  # for example another user's folder
+    except OSError as error:  # for example, the folder belongs to another user
         return [f"{error.filename or cwd} cannot be looked at ({error.strerror}) -> allow it, or --workdir DIR"]
     return [f"there is no {file} in {cwd} -> copy it to that folder, or share the folder" for file in absent]
 
 
 def common(config: Config) -> dict[str, str]:
-    """The variables that the launcher adds for all workers."""
+    """Return the variables that the launcher adds for all workers alike."""
     return {**config.to_env(), "PYTHONUNBUFFERED": "1"}
 
 
 def torchrun(
     config: Config, job: str, slots: Sequence[Slot], master: tuple[str, int] | None, restarts: int
 ) -> dict[str, str]:
-    """The variables that torchrun gives all workers alike: a group is a host, and all have one role. None with
-    --no-torch-env. master: address and port of torch's rendezvous. restarts: of the job, so far."""
+    """Return the variables that torchrun would set alike for all workers, with one group per host and a single role.
+    Empty with --no-torch-env. master: address and port of torch's rendezvous. restarts: how often the job has been
+    restarted.
+    """
     if master is None or not config.torch_env:
         return {}
     return {
@@ -135,14 +138,14 @@ def torchrun(
         "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        # The first rank serves the store of torch's rendezvous.
+        # Rank 0 serves the store of torch's rendezvous; no agent does.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
 
 def own(slot: Slot, job: str, *, torch: bool, told: bool, restarts: int, joins: bool) -> dict[str, str]:
-    """The variables that differ between workers. torch: with those of torchrun. told: the script's arguments contain
-    its rank. restarts: how often the job has been started again. joins: the worker joins a job that runs already."""
+    """Return the variables that differ between workers. torch: include those of torchrun. told: the script's arguments
+    contain its rank. restarts: how often the job has been restarted. joins: the worker joins a running job."""
     result = replace(slot.world(job), rank_in_arguments=told, restarts=restarts, joins=joins).to_env()
     if torch:
         result.update(
@@ -159,15 +162,16 @@ def own(slot: Slot, job: str, *, torch: bool, told: bool, restarts: int, joins: 
 
 
 def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -> dict[str, str]:
-    """Called by the agent: the complete environment of a worker. socket: the agent's."""
+    """Called by the agent: return the complete environment of a worker. socket: path of the agent's socket."""
     result = {**base, **given, "DADT_AGENT": str(socket)}
     result.setdefault("OMP_NUM_THREADS", result.pop("DADT_THREADS"))
-    if result.get("DADT_SEEDING") != "0":  # an order by hashes, as of a set of words, is the same on all ranks
+    # so that orders that depend on hashes, such as that of a set of strings, are the same on all ranks
+    if result.get("DADT_SEEDING") != "0":
         result.setdefault("PYTHONHASHSEED", str(max(0, int(result.get("DADT_SEED", 0))) % 2**32))
     if interface := result.pop("DADT_INTERFACE", ""):
         result.setdefault("GLOO_SOCKET_IFNAME", interface)
         result.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-        if "OMPI_MCA_btl_tcp_if_exclude" not in result:  # Open MPI takes one of the two
+        if "OMPI_MCA_btl_tcp_if_exclude" not in result:  # Open MPI accepts only one of if_exclude and if_include
             result.setdefault("OMPI_MCA_btl_tcp_if_include", interface)
     if "CUDA_VISIBLE_DEVICES" in given:
         result["DADT_GPUS"] = base.get("CUDA_VISIBLE_DEVICES", "")
@@ -180,7 +184,8 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
 
 
 def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
-    """Whether torch will not call DADT's entry point by itself, being older than 2.5 or set not to."""
+    """Whether DADT must be loaded by sitecustomize.py, because torch will not call DADT's entry point: it is older than
+    2.5, or configured not to."""
     if inject in ("none", "entrypoint"):
         return False
     return (
@@ -189,7 +194,8 @@ def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
 
 
 def isolating_flags(arguments: Sequence[str]) -> list[str]:
-    """Python's own flags, among the arguments, that make it ignore PYTHON* variables or site packages."""
+    """Return those flags of Python among the arguments (-I, -E, -s, -S) that make it ignore PYTHON* variables or site
+    packages."""
     found = []
     for argument in arguments:
         if not argument.startswith("-") or argument in ("-", "-m", "-c"):
@@ -200,7 +206,7 @@ def isolating_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _named(text: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that one -x names. Raises ConfigError."""
+    """Return the variables that a single -x argument names, with their values. Raises ConfigError."""
     name, equals, value = text.partition("=")
     if name.startswith("DADT_"):
         raise ConfigError(f"-x {name}: the settings of dadt are flags; `dadt config show` lists them")
@@ -218,7 +224,8 @@ def _named(text: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _file(path: Path) -> dict[str, str]:
-    """Read NAME=VALUE lines, as docker's --env-file: nothing is unquoted, and # begins a comment line."""
+    """Read lines NAME=VALUE, in the format of docker's --env-file: quotes are not removed, and # begins a comment
+    line."""
     found = {}
     for number, line in enumerate(document.read(path, "--env-file").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -237,7 +244,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _torch_version() -> tuple[int, int]:
-    """The version of the installed torch, without importing it; a very new one if there is none."""
+    """Return the version of the installed torch without importing it; a very high version if torch is not installed."""
     try:
         major, minor, *_ = importlib.metadata.version("torch").split(".")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,5 @@
-"""What the launcher asks of each agent at the start: to report about its host, and then to start its workers."""
+"""Builds the launcher's two orders to each agent at the start of a job: to report about its host, and then to start its
+workers."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from dadt.launch.start.plan import Plan
 
 
 def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
-    """The fields of the `look` frame, which asks an agent to report about its host."""
+    """Return the fields of the `look` frame, which asks an agent to report about its host."""
     config = the_plan.config
-    # In a job started by hand, the user has set up each host's environment.
+    # With --nnodes, the user starts `dadt run` on each host, and so has set up each host's environment.
     has_own = node.is_child or config.nnodes
     return {
         "job": job,
@@ -35,7 +36,7 @@ def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
 
 
 def orders(where: Placed) -> Iterator[Frame]:
-    """The order for each node's agent, in order of nodes."""
+    """Yield for each node, in order, the frame that orders its agent to start its workers."""
     slots: list[list[Slot]] = [[] for _ in where.nodes]
     for slot in where.slots:
         slots[slot.cross_rank].append(slot)
@@ -47,14 +48,14 @@ def orders(where: Placed) -> Iterator[Frame]:
 
 
 def order_to_join(where: Placed, place: int) -> Frame:
-    """The order for the agent of the host that has this place now, in a job that runs. Its workers learn who writes in
-    its folder when they have joined."""
+    """Return the order to start workers for the agent of a host that now has this place in the running job. Its workers
+    learn who writes files in a shared folder when they have joined."""
     slots = [slot for slot in where.slots if slot.cross_rank == place]
     return _order(where, slots, where.nodes[place], _common(where), {}, beats=heartbeats(where), joins=True)
 
 
 def _common(where: Placed) -> dict[str, str]:
-    """The variables of all workers of the job."""
+    """Return the variables that are the same for all workers of the job."""
     given = environment.torchrun(where.config, where.job, where.slots, where.master, where.restarts)
     return {**environment.common(where.config), **given}
 
@@ -69,8 +70,10 @@ def _order(
     beats: bool,
     joins: bool = False,
 ) -> Frame:
-    """env: variables of all workers of the job. writers: as of `shared_folder.writers`. beats: whether the hosts send
-    each other heartbeats."""
+    """Return the frame that orders one agent to start its workers. env: variables of all workers of the job. writers:
+    for each rank in a shared working folder, the rank that writes files there. beats: whether the hosts send each other
+    heartbeats. joins: whether the workers join a running job.
+    """
     torch = where.config.torch_env and where.master is not None
     told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
     workers = [
@@ -83,7 +86,7 @@ def _order(
         }
         for slot in slots
     ]
-    # Seconds in which mpirun must have started the workers; 0 if the agent starts them.
+    # Seconds within which mpirun must have started the workers; 0 if the agent starts them itself.
     adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
     header: dict[str, Any] = {
         "job": where.job,
@@ -96,7 +99,8 @@ def _order(
         "secret": where.secret,
     }
     if number := of_checkpoint(where.config):
-        alone = 0 < where.config.min_np <= len(where.slots) - len(slots)  # the others can train on
+        # whether the ranks of other hosts can continue training without this host's
+        alone = 0 < where.config.min_np <= len(where.slots) - len(slots)
         header |= {"checkpoint": {"number": number, "grace": where.config.grace, "alone": alone}}
     if beats:
         own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
@@ -105,13 +109,13 @@ def _order(
 
 
 def heartbeats(where: Placed) -> bool:
-    """Whether the hosts send each other heartbeats, which would be of no use on one machine."""
+    """Return whether the hosts send each other heartbeats; hosts that are all the same machine do not need them."""
     apart = len(where.nodes) > 1 and all(node.address != SAME_MACHINE for node in where.nodes)
     return apart and where.config.heartbeat_timeout > 0
 
 
 def command_of(where: Placed, slot: Slot) -> list[str]:
-    """One worker's command line, with its rank filled in."""
+    """Return one worker's command line, with its rank and the other placeholders filled in."""
     address, port = where.master or ("127.0.0.1", 0)
     values = {
         "rank": slot.rank,

@@ -21,27 +21,29 @@ from dadt.launch.start.startup import agree, dismiss, find_shared_folders
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A plan with a place for every worker."""
+    """A planned job with the place of every worker."""
 
     plan: Plan
     config: Config
-    """The configuration with all choices made that must be the same on all ranks."""
+    """The configuration, in which every choice that must be the same on all ranks has been made."""
     job: str
     logs: Path
     nodes: list[Node]
     slots: list[Slot]
-    """The place of each worker, by rank. A host that comes into the running job changes those that it takes over."""
+    """Place of each worker, by rank. When a host joins the running job in place of a lost one, the places of its ranks
+    are replaced."""
     master: tuple[str, int] | None
     secret: str
-    """A random secret in hex, known to the launcher, the agents and the workers."""
+    """Random hexadecimal secret that the launcher, the agents and the workers of this job share."""
     why: str = ""
-    """The chosen executor, and the reason."""
+    """Text for the user: the chosen executor, and why it was chosen."""
     restarts: int = 0
     """How often the job has been started again."""
 
 
 def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, now: float) -> Steps[Placed]:
-    """Place the workers, once all hosts have reported. Agents that get no workers are ended."""
+    """Assign each worker its place, once all hosts have reported. Agents whose hosts get no workers are ended. Raises
+    LaunchError if the hosts have room for fewer workers than --min-np."""
     config = the_plan.config
     rooms = [room(node, config) for node in nodes]
     missing = len(the_plan.hosts) - len(nodes)
@@ -82,7 +84,8 @@ def _master(config: Config, first: Node) -> tuple[str, int]:
 
 
 def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> tuple[Config, str]:
-    """Make the choices that must be the same on all ranks: the executors, with the reason, and the seed if unset."""
+    """Return the configuration with all choices that must be the same on all ranks: the executors, and a random seed if
+    none was set; also the reason for the chosen executors."""
     if config.seed < 0:
         config = replace(config, seed=secrets.randbelow(2**31))
     workers = Counter(slot.cross_rank for slot in slots)

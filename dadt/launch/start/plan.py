@@ -1,4 +1,4 @@
-"""The plan of a job, made before anything is started: its hosts, its launcher and its command."""
+"""Plans a job before anything is started: its hosts, its launcher, its command and its variables."""
 
 from __future__ import annotations
 
@@ -27,43 +27,46 @@ from dadt.launch.start.saved_start import SavedStart
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
 MOST_SLOTS = 1 << 16
-"""Most slots of one host; a larger number is a typing error and would take long to lay out."""
+"""Largest number of slots that one host may have; a larger one must be a typing error, and placing that many workers
+would take long."""
 BRACES = re.compile(r"\{\{|\}\}|\{(" + "|".join(FIELDS) + r")\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One job, as the user asked for it."""
+    """One job, as the user asked for it; nothing has been started yet."""
 
     config: Config
     command: Sequence[str]
-    """Command line of each worker, in which {rank} and other FIELDS are filled in."""
+    """Command line of each worker, in which `{rank}` and the other placeholders of FIELDS are still to be replaced."""
     files: Sequence[str] = ()
-    """Files that must exist on each host, relative to `cwd`."""
+    """Files that must exist on each host; paths are relative to `cwd`."""
     blob: bytes = b""
-    """Bytes for a file in each agent's folder: the function of `dadt.run`."""
+    """Pickled function of `dadt.run`, which each agent writes to a file in its folder; empty for a script."""
     hosts: Sequence[Host] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Variables for workers on other hosts."""
+    """Environment variables for workers on other hosts."""
     named: Mapping[str, str] = field(default_factory=dict)
-    """Variables for all workers."""
+    """Environment variables for all workers, from --env-file and -x."""
     cwd: str = ""
     start: SavedStart | None = None
-    """How to start it again, where that can be said in words."""
+    """How to start the job again; None if it cannot be started from a command line."""
 
     def with_variables(self, given: Mapping[str, str]) -> Plan:
-        """The plan with these variables for all workers, unless the user has given them others."""
+        """Return the plan with additional variables for all workers, except for those that are set in the environment
+        of `dadt run`."""
         given = {name: value for name, value in given.items() if name not in os.environ}
         return replace(self, elsewhere={**given, **self.elsewhere}, named={**given, **self.named})
 
     @property
     def by_name(self) -> bool:
-        """Whether the user or a scheduler named hosts."""
+        """Whether the user or a scheduler has named the hosts."""
         return any(host.name for host in self.hosts)
 
     @property
     def timeline(self) -> Path | None:
-        """The file of --timeline, if it is on this host, as far as that is known before Ray places the workers."""
+        """The file of --timeline, if it is known to be on this host. With Ray this is unknown, as Ray chooses the hosts
+        later."""
         first = next(iter(self.hosts), None)
         if not self.config.timeline or first is None or isinstance(first, ray.RayHost):
             return None
@@ -77,8 +80,8 @@ def make(
     blob: bytes = b"",
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Make the plan. say: called if a scheduler lets it wait for hosts. Raises ConfigError; with Ray, LaunchError and
-    StartTimeout, too."""
+    """Make a plan from the configuration. say: called with a text for the user while a scheduler makes the job wait for
+    hosts. Raises ConfigError; with Ray also LaunchError and StartTimeout."""
     config = _for_mpi(config)
     network.check(config.network_interface)
     for check in (signals.forwarded, signals.of_checkpoint):
@@ -105,13 +108,13 @@ def make(
 
 
 def release(the_plan: Plan) -> None:
-    """Give a scheduler back what it has reserved for the plan's job. Idempotent."""
+    """Return to the scheduler (Ray) the resources that it reserved for this plan's job. Idempotent."""
     for group in {each.group for each in the_plan.hosts if isinstance(each, ray.RayHost)}:
         ray.release(group)
 
 
 def _by_ray(config: Config) -> bool:
-    """Whether Ray places the workers. Raises ConfigError where the user names hosts as well."""
+    """Whether Ray places the workers. Raises ConfigError if the user has named hosts as well."""
     if config.launcher != "ray":
         return False
     given = {"-H": config.hosts, "--hostfile": config.hostfile, "--nnodes": config.nnodes}
@@ -121,7 +124,8 @@ def _by_ray(config: Config) -> bool:
 
 
 def _for_mpi(config: Config) -> Config:
-    """The configuration with the launcher that its executor needs: only mpirun or srun can start MPI ranks."""
+    """Return the configuration with a launcher that suits its executor: only mpirun or srun can start the ranks of MPI
+    executors. Raises ConfigError."""
     name = mpi_executor(config)
     if not name or config.launcher == "mpi":
         return config
@@ -135,13 +139,14 @@ def _for_mpi(config: Config) -> Config:
 
 
 def _check_room(count: int, hosts: Sequence[Host]) -> None:
-    """Raises ConfigError if the hosts have too few slots, as far as that is known before they are asked."""
+    """Raise ConfigError if the hosts have too few slots for `count` workers. Does nothing if some slots are unknown
+    until the hosts have reported."""
     if all(host.slots for host in hosts):
         share_out(count, [HostRoom(host=host.name, slots=host.slots) for host in hosts])
 
 
 def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
-    """The hosts of the job. A single host without a name is this one. Raises ConfigError."""
+    """Return the hosts of the job. A single host with an empty name stands for this machine. Raises ConfigError."""
     if simulated.wanted(config):
         return [Host(name=name, slots=slots) for name, slots in simulated.hosts_and_slots(config).items()]
     if config.nnodes:
@@ -174,15 +179,16 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
 
 
 def on_this_host(config: Config) -> Config:
-    """The configuration, with this host and as many slots as it has where no hosts are given."""
+    """Return the configuration with localhost added as the host, if it names no hosts in any way; localhost offers as
+    many slots as it has room for."""
     given = (config.hosts, config.hostfile, config.host_discovery_script, config.nnodes, config.accelerators)
     elsewhere = config.launcher in ("ray", "ssh") or simulated.wanted(config) or _allocated(config, os.environ)
     return config if any(given) or elsewhere else replace(config, hosts="localhost")
 
 
 def who_names_hosts(config: Config, hosts: Sequence[Host] = ()) -> Callable[[], Sequence[Host]] | None:
-    """A function that returns the hosts that there are when it is called, or raises ConfigError; None if they do not
-    change."""
+    """Return a function that finds out the current hosts (raising ConfigError if it cannot), for hosts that may change
+    while the job runs; None if they do not change."""
     if hosts and isinstance(hosts[0], ray.RayHost):
         return partial(ray.hosts_of, hosts[0].group)
     changes = bool(config.host_discovery_script) or Path(config.hostfile or os.devnull).is_file()
@@ -190,7 +196,8 @@ def who_names_hosts(config: Config, hosts: Sequence[Host] = ()) -> Callable[[], 
 
 
 def hosts_now(config: Config) -> list[Host]:
-    """The hosts that the script or the hostfile names now; there may be none. Raises ConfigError."""
+    """Return the hosts that the discovery script or the hostfile names now; the list may be empty. Raises
+    ConfigError."""
     named = (
         script.hosts(Path(here(), config.host_discovery_script))
         if config.host_discovery_script
@@ -206,13 +213,14 @@ def _usable(config: Config, chosen: Sequence[Host]) -> list[Host]:
 
 
 def fill(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
-    """The command of one worker: `{rank}` and other FIELDS are replaced, `{{` and `}}` are literal braces."""
+    """Return the command line of one worker: `{rank}` and the other placeholders of FIELDS are replaced, `{{` and `}}`
+    become single braces."""
 
     def value(found: re.Match[str]) -> str:
         name = found[1]
         return str(values[name]) if name else found[0][0]
 
-    # Arguments without a field keep their braces, as a script may take JSON.
+    # Arguments without a placeholder keep their braces, since scripts may take JSON as an argument.
     return [BRACES.sub(value, part) if _has_field(part) else part for part in command]
 
 
@@ -247,12 +255,12 @@ def _by_hand(config: Config) -> list[Host]:
                 "of each host"
             )
         slots = config.np // config.nnodes
-    rendezvous_of(config)  # reports errors before anything listens
+    rendezvous_of(config)  # called only to raise its errors, before the launcher listens on any port
     return [Host(name=f"node{index}", slots=slots) for index in range(config.nnodes)]
 
 
 def _allocated(config: Config, env: Mapping[str, str]) -> list[Host]:
-    """The hosts that a scheduler has allocated; empty outside of an allocation."""
+    """Return the hosts that Slurm has allocated; empty outside of an allocation. Raises ConfigError."""
     if "SLURM_JOB_ID" not in env:
         if config.launcher == "slurm":
             raise ConfigError("--launcher slurm: this is no Slurm allocation; use sbatch or salloc")

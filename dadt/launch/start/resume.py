@@ -1,4 +1,4 @@
-"""Which snapshot a job goes on from: `--resume`, and after a restart."""
+"""Chooses the snapshot that a job resumes from, for `--resume` and after a restart."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ LAST = "last"
 
 
 def configured(config: Config, logs: Path, hosts: int, restarts: int, refused: bool) -> Config:
-    """The configuration with the folders and the snapshot that workers receive. logs: the job's folder. refused: the
-    script could not go on from the snapshot. Raises ConfigError where no snapshot is there to go on from."""
-    # Hosts may share no folder, and those that went on by themselves from the snapshots there would not come together.
+    """Return the configuration with the snapshot folder and the snapshot to resume from. logs: the job's log folder.
+    refused: whether the script could not resume from its snapshot last time. Raises ConfigError if no snapshot is
+    found.
+    """
+    # Hosts may have no folder in common; each would then resume from other snapshots, and at another step.
     by_itself = config.max_restarts and (hosts <= 1 or config.snapshot_dir)
     if config.snapshot_every == AUTO and (config.algorithm == "gossip" or not (by_itself or config.resume)):
         config = replace(config, snapshot_every=NEVER)
@@ -28,13 +30,14 @@ def configured(config: Config, logs: Path, hosts: int, restarts: int, refused: b
     asked = found(config) if config.resume and own is None and not refused else own
     config = replace(config, snapshot_dir="" if config.snapshot_every == NEVER else str(root), resume=str(asked or ""))
     if asked is not None and config.seed < 0:
-        config = replace(config, seed=snapshots.told(asked)["seed"])  # the script draws again what it has drawn
+        # with the same seed the script draws the same random numbers as before
+        config = replace(config, seed=snapshots.told(asked)["seed"])
     return config
 
 
 def settled(config: Config, ranks: int, restarts: int) -> Config:
-    """The configuration that workers receive, once it is known how many there are. Raises ConfigError where the
-    snapshot is one of fewer workers, unless a restart has chosen it."""
+    """Return the configuration that workers receive, once their number is known. Raises ConfigError if the snapshot is
+    from a job of fewer workers; after a restart the snapshot is not used then."""
     if config.resume and (shares := snapshots.told(Path(config.resume))["shares"]) < ranks:
         if not restarts:
             raise ConfigError(
@@ -43,22 +46,23 @@ def settled(config: Config, ranks: int, restarts: int) -> Config:
         if config.snapshot_dir:
             snapshots.set_aside(Path(config.snapshot_dir), None, restarts)
         config = replace(config, resume="")
-    if ranks == 1 and config.resume and snapshots.shares(Path(config.resume)) > 1:  # its average is what it computes
+    # with one worker there is nothing to average, so no delayed or compressed averages are needed
+    if ranks == 1 and config.resume and snapshots.shares(Path(config.resume)) > 1:
         config = replace(config, algorithm="sync", compression="none")
     return config
 
 
 def found(config: Config) -> Path:
-    """The snapshot that --resume names: by its job, its folder, or as the last one. Raises ConfigError."""
+    """Return the snapshot that --resume names by its job, by its folder, or as `last`. Raises ConfigError."""
     return source(config)[1]
 
 
 def source(config: Config) -> tuple[Path, Path]:
-    """The folder of the job that --resume names, and the snapshot. Raises ConfigError."""
+    """Return the folder of the job that --resume names, and the snapshot to resume from. Raises ConfigError."""
     logs = Path(config.log_dir).absolute()
     try:
         return _last(logs, config.snapshot_dir) if config.resume == LAST else _named(config.resume, logs, config)
-    except OSError as error:  # such as a name that is too long
+    except OSError as error:  # for example, the name is too long for the file system
         raise ConfigError(f"--resume {config.resume}: cannot be read ({error.strerror})") from error
 
 
@@ -97,5 +101,5 @@ def _named(name: str, logs: Path, config: Config) -> tuple[Path, Path]:
 
 
 def _runs(job: Path) -> bool:
-    """Whether the job with this log folder runs on this machine."""
+    """Return whether the job with this log folder is running on this machine."""
     return job_folder.is_held(job_folder.root() / job.name)

@@ -1,4 +1,5 @@
-"""How a job was started: kept in its folder, so that `dadt run --resume JOB` needs no more than its name."""
+"""Saves how a job was started in the job's log folder, so that `dadt run --resume JOB` can start it again without
+further arguments."""
 
 from __future__ import annotations
 
@@ -21,19 +22,20 @@ from dadt.errors import ConfigError
 FILE = "start.json"
 VERSION = 1
 LARGEST = 1 << 20
-"""Bytes of the file: no command line is longer."""
+"""Size limit of start.json in bytes; no command line is longer."""
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-"""Names of variables whose values are not kept."""
+"""Matches names of environment variables whose values may be secret and are therefore not saved."""
 SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
-"""Matches an address with a password in it; such values are not kept either."""
+"""Matches values that contain a URL with a password, which are not saved either."""
 LOG_DIR = str(next(field.default for field in fields(Config) if field.name == "log_dir"))
 NOT_KEPT = frozenset({"resume", "force"})
-"""Settings that belong to one start alone, and are not kept for the next."""
+"""Settings that apply to a single start only, and are not saved for a later `--resume`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStart:
-    """What the user has typed, and what stood in variables and files of settings then."""
+    """A job's start: the script and its arguments, and all settings from flags, environment variables and configuration
+    files."""
 
     words: Sequence[str]
     """The script and its arguments."""
@@ -41,7 +43,8 @@ class SavedStart:
     no_python: bool
     cwd: str
     settings: Mapping[str, Any]
-    """Knobs that do not have their defaults. -x NAME has the value that it had, but for what may be secret."""
+    """Settings that differ from their defaults. Variables forwarded by `-x NAME` are saved with their values, except
+    for those that may be secret."""
 
 
 def of(
@@ -65,7 +68,8 @@ def of(
 
 
 def _with_values(text: str, env: Mapping[str, str]) -> Iterator[str]:
-    """What -x names, each variable as NAME=VALUE, or as NAME where its value may be secret."""
+    """Yield each variable that the `-x` argument `text` names, as NAME=VALUE, or as NAME alone where its value may be
+    secret."""
     name, equals, value = text.partition("=")
     found = {name: value} if equals else {each: env[each] for each in env if fnmatch.fnmatchcase(each, name)}
     for each, value in found.items():
@@ -73,7 +77,7 @@ def _with_values(text: str, env: Mapping[str, str]) -> Iterator[str]:
 
 
 def write(logs: Path, start: SavedStart) -> None:
-    """Only this user may read it, whoever may read the folder. Raises OSError."""
+    """Write the start to the job's log folder, in a file that only this user may read. Raises OSError."""
     text = json.dumps({"version": VERSION, "dadt": version.VERSION, **asdict(start)}, indent=2)
     if len(text) > LARGEST:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -82,7 +86,8 @@ def write(logs: Path, start: SavedStart) -> None:
 
 
 def read(logs: Path) -> SavedStart:
-    """What is in the folder is run: it must be this user's own. Raises ConfigError."""
+    """Read how the job of this log folder was started. As the script named in it will be run, the file must belong to
+    this user. Raises ConfigError."""
     path = logs / FILE
     try:
         return _checked(json.loads(_own(path)))
@@ -96,9 +101,10 @@ def read(logs: Path) -> SavedStart:
 
 
 def _own(path: Path) -> bytes:
-    """What is in the file. Raises OSError, ValueError where it is none, or too long, and ConfigError where it may be
-    another user's."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+    """Read the file. Raises OSError, ValueError if it is no regular file or is too large, and ConfigError if another
+    user could have changed it."""
+    # O_NONBLOCK: opening a named pipe would block
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -114,7 +120,7 @@ def _own(path: Path) -> bytes:
 
 
 def _checked(told: Any) -> SavedStart:
-    """The start that was read, if all of it is well-formed. Raises ValueError, KeyError or TypeError."""
+    """Validate what was parsed from start.json and return it as a Start. Raises ValueError, KeyError or TypeError."""
     known = {field.name: field.default for field in fields(Config)}
     words, settings, cwd = told["words"], told["settings"], told["cwd"]
     texts = isinstance(words, list) and bool(words) and all(map(_is_text, [*words, cwd]))
@@ -139,13 +145,14 @@ def _checked(told: Any) -> SavedStart:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is a string that can stand on a command line: without a zero byte. Raises UnicodeError, a
-    ValueError, where nothing encodes it."""
+    """Whether a value is a string that can be an argument on a command line, that is, without a zero byte. Raises
+    UnicodeError (a ValueError) if it cannot be encoded."""
     return isinstance(value, str) and b"\0" not in os.fsencode(value)
 
 
 def check_variables(start: SavedStart, given: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError where a value that was not kept is nowhere to be found. given: by -x now."""
+    """Check that each variable whose value was not saved is set now. Raises ConfigError if one is missing. given: the
+    arguments of `-x` on the current command line."""
     named = {text.partition("=")[0] for text in given}
     for text in start.settings.get("forward", ()):
         if "=" not in text and "*" not in text and text not in named and text not in env:
@@ -156,8 +163,10 @@ def check_variables(start: SavedStart, given: Sequence[str], env: Mapping[str, s
 
 
 def command(logs: Path, root: str, came_from: str) -> str:
-    """What goes on with the job of the folder `logs`, as the user types it; empty where nothing does. root: the folder
-    of its snapshots, if it takes any. came_from: the snapshot that it went on from, if any."""
+    """Return the command line that resumes a job, for the user to type, or an empty string if there is no snapshot to
+    resume from. logs: the job's log folder. root: the folder of its snapshots, if it takes any. came_from: the snapshot
+    that the job itself was resumed from, if any.
+    """
     usual = Path(LOG_DIR)
     before = [(job_folder(Path(came_from), logs.parent), Path(came_from).parent)] if came_from else []
     for folder, snapshot_root in ([(logs, Path(root))] if root else []) + before:
@@ -168,8 +177,8 @@ def command(logs: Path, root: str, came_from: str) -> str:
 
 
 def snapshots_of(folder: Path, elsewhere: str) -> list[Path]:
-    """The folders in which the job of this log folder may have its snapshots. elsewhere: the folder of --snapshot-dir,
-    given now."""
+    """Return the folders that may contain the snapshots of the job with the log folder `folder`. elsewhere: the value
+    of `--snapshot-dir` on the current command line."""
     try:
         kept = read(folder).settings.get("snapshot_dir", "")
     except ConfigError:
@@ -178,6 +187,6 @@ def snapshots_of(folder: Path, elsewhere: str) -> list[Path]:
 
 
 def job_folder(snapshot: Path, log_dir: Path) -> Path:
-    """The folder of the job that has taken it."""
+    """Return the log folder of the job that took this snapshot."""
     root = snapshot.parent
     return root.parent if root.name == snapshots.FOLDER else log_dir / root.name

@@ -1,8 +1,8 @@
-"""What the workers of a job read from their standard input.
+"""Provides the standard input of a job's workers.
 
-Rank 0 reads the launcher's own, if it runs on the launcher's host: a terminal on which a debugger can ask, a pipe, or
-a file. All others read nothing, from a terminal of the same size if the launcher has one, as scripts such as
-`stty size` look at it.
+Rank 0 reads the launcher's own standard input, if it runs on the launcher's host: a terminal (so that a debugger can be
+used), a pipe, or a file. All other ranks read nothing, from a pseudo-terminal of the same size if the launcher has a
+terminal, as scripts such as `stty size` look at it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ STDIN = 0
 
 @contextmanager
 def of_launcher() -> Iterator[list[int]]:
-    """A descriptor for rank 0; none if it is closed, or if a shell in the foreground reads the terminal."""
+    """Yield a descriptor of the launcher's standard input for rank 0, in a list. The list is empty if the input is
+    closed, or if the launcher runs in the background of its terminal."""
     try:
         passed = [os.dup(STDIN)]
     except OSError:
@@ -35,12 +36,12 @@ def of_launcher() -> Iterator[list[int]]:
 def _is_ours() -> bool:
     try:
         return not os.isatty(STDIN) or os.tcgetpgrp(STDIN) == os.getpgrp()
-    except OSError:  # it is another session's terminal
+    except OSError:  # the terminal belongs to another session
         return False
 
 
 def terminal_size() -> list[int] | None:
-    """Lines and columns of the launcher's terminal; None if its standard input is none."""
+    """Return lines and columns of the launcher's terminal; None if its standard input is not a terminal."""
     try:
         return [*reversed(os.get_terminal_size(STDIN))]
     except OSError:
@@ -48,13 +49,13 @@ def terminal_size() -> list[int] | None:
 
 
 class NoInput:
-    """A file of which every read is at the end at once."""
+    """A file from which every read returns end of file at once."""
 
     def __init__(self, size: Sequence[int] | None) -> None:
-        """size: lines and columns of the terminal that it looks like; None for no terminal."""
+        """size: lines and columns of a pseudo-terminal that readers see; None for no terminal."""
         self._files = [open(os.devnull, "rb", 0)]  # noqa: PTH123, SIM115
         if size is not None:
-            with suppress(OSError):  # some containers have no pseudo-terminals
+            with suppress(OSError):  # some containers provide no pseudo-terminals
                 self._files = _terminal(*size)
 
     def fileno(self) -> int:
@@ -62,11 +63,12 @@ class NoInput:
 
 
 def _terminal(lines: int, columns: int) -> list[FileIO]:
-    """The two ends of a pseudo-terminal; the first is to stay open."""
+    """Return the two ends of a pseudo-terminal; the first must stay open while the second is used."""
     ends = [os.fdopen(end, "rb", 0) for end in os.openpty()]
     attributes = termios.tcgetattr(ends[1])
     attributes[3] &= ~termios.ICANON
-    attributes[6][termios.VMIN] = attributes[6][termios.VTIME] = 0  # a read does not wait for what never comes
+    # so that a read returns at once instead of waiting for input
+    attributes[6][termios.VMIN] = attributes[6][termios.VTIME] = 0
     termios.tcsetattr(ends[1], termios.TCSANOW, attributes)
     fcntl.ioctl(ends[1], termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     return ends

@@ -17,33 +17,35 @@ from dadt.launch.members.node import Node
 from dadt.launch.start.host_report import problem_of, target_of
 
 STRAGGLER_SECONDS = 15.0
-"""How long the other hosts may still take once one has failed, so that all failures are reported together."""
+"""Seconds to wait for the other hosts after one has failed, so that all failures are reported together."""
 PROBE_SECONDS = 10.0
 MARKERS = 64
-"""Most hosts whose files the others look for, to find out which hosts see the same folder."""
+"""Most hosts that create a marker file in their working folder, which the other hosts look for to find out whether they
+share the folder."""
 NAMED_HOSTS = 8
-"""With more hosts than this, only those that fail are named as they come."""
+"""With more hosts than this, the progress text at startup names only the hosts that failed."""
 
 LISTED_HOSTS = 64
-"""Most hosts whose failures are listed."""
+"""Most hosts whose failures are listed for the user."""
 
 
 class Voice(Protocol):
-    """Output to the user."""
+    """Interface for output to the user."""
 
     def say(self, text: str, level: str = "info") -> None: ...
 
     def part(self, text: str, last: bool = False) -> None:
-        """Append to the current line; `last` ends it."""
+        """Append a text to the current line; `last` ends the line."""
 
     def lines(self, stream: str, data: bytes) -> None:
-        """Print complete lines of a worker's "out" or "err"."""
+        """Print complete lines that a worker wrote. stream: "out" or "err"."""
 
     def bars_move(self) -> bool:
-        """Whether a live view shows the workers' progress bars as they move."""
+        """Return whether a live view displays the workers' progress bars while they move."""
 
     def meanwhile(self, act: Callable[[], None]) -> None:
-        """Call `act` about every second while the output is blocked (by a pager or Ctrl-S)."""
+        """Set a function that is called about every second while output to the user is blocked (by a pager or
+        Ctrl-S)."""
 
 
 def gather(
@@ -135,7 +137,7 @@ def agree(nodes: Sequence[Node], wanted: str, outbox: Outbox, now: float) -> Ste
     if absent := [node for node, report in zip(nodes, reports, strict=True) if wanted and not report["addresses"]]:
         raise LaunchError(f"--network-interface {wanted}: matches nothing on {'; '.join(map(_offer, absent))}")
     for node in nodes:
-        # By place: hosts before it may have been left out.
+        # Numbered by position in the list, which differs from node.index if hosts before it were left out.
         targets = [target_of(place, reports[place]) for place, other in enumerate(nodes) if other is not node]
         outbox.send(node, Frame("probe", {"targets": targets}))
     answers, now = yield from _await_probes(nodes, now)
@@ -147,7 +149,8 @@ def agree(nodes: Sequence[Node], wanted: str, outbox: Outbox, now: float) -> Ste
 
 
 def find_shared_folders(nodes: Sequence[Node], outbox: Outbox, now: float) -> Steps[None]:
-    """Find out which hosts see the same working folder. Each has made a file there when it reported."""
+    """Find out which hosts share a working folder: each host has created a marker file there, and the others look for
+    it."""
     made = [(place, node.report.get("marker")) for place, node in enumerate(nodes[:MARKERS])]
     markers = [{**marker, "index": place} for place, marker in made if marker]
     if len(nodes) < 2 or not markers:

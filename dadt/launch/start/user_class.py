@@ -1,4 +1,4 @@
-"""Check a class of the user's that a flag names, by its source, before workers are started."""
+"""Checks, before workers are started, that a class of the user's that a flag names exists in its source file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dadt.errors import ConfigError
 
 
 def check(asked: str, name: str, folder: Path) -> None:
-    """Raises ConfigError. name: "package.module:Class"; folder: where workers look first.
+    """Raise ConfigError if the source file does not define the class. asked: the flag. name: "package.module:Class".
+    folder: where workers look for the module first.
 
-    Importing it here would import torch. A source outside the folder is not checked, as only workers can find it.
+    The source is parsed, as importing the module here would import torch. A module outside the folder is not checked,
+    as only workers can find it.
     """
     path, _, cls = name.partition(":")
     base = folder.joinpath(*path.split("."))
@@ -27,7 +29,7 @@ def check(asked: str, name: str, folder: Path) -> None:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """All names that the module may define; includes "*" if it imports everything from another module."""
+    """Return all names that the module may define; includes "*" if it imports everything from another module."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):

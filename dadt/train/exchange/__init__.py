@@ -1,1 +1,1 @@
-"""One averaging of gradients and buffers, and what ranks agree on beside it."""
+"""Exchanges: averages of gradients and buffers over ranks, and the metadata that ranks compare along with them."""

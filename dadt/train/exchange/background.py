@@ -1,4 +1,5 @@
-"""Python computations between two operations of an engine, beside the training and in the engine's order."""
+"""Runs Python computations between two operations of an engine, on a thread beside the training, in the engine's
+order."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ if TYPE_CHECKING:
     from dadt._core import Engine, Work
     from dadt.comm.executors.device import Averaging
 
-_PATIENCE = 60.0  # seconds, after which a wait looks whether the engine has failed
+_PATIENCE = 60.0  # seconds after which a wait checks whether the engine has failed
 _END_SECONDS = 5.0
 
 Wait = Callable[["Work | Averaging"], None]
 
 
 class Background:
-    """One thread, made when it is first needed. The engine says how long it may wait: what fails there ends it.
+    """One thread, started when first needed. The engine's errors and timeouts end its waits, and any failure ends the
+    thread.
 
-    What it is to release has its place in the engine's order already, so ranks do not differ in the order of their
-    operations, however late a thread is.
+    Each operation that the thread releases already has its place in the engine's order, so the order is equal on all
+    ranks, however late a thread runs.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,9 +36,10 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def begin(self, call: Callable[[Wait], None]) -> None:
-        """Run `call(wait)` after those before it; `wait` returns when a work is done. The training thread's."""
+        """Run `call(wait)` on the thread, after all earlier calls; `wait` returns when a work is done. Only the
+        training thread calls this."""
         if self._thread is None:
-            # A daemon: a peer that never comes must not keep the process from ending.
+            # A daemon thread, so that waiting for a peer that never comes does not keep the process from exiting.
             self._thread = threading.Thread(target=self._run, name="dadt-background", daemon=True)
             self._thread.start()
         self._calls.put((torch.get_num_threads(), call))
@@ -54,14 +57,14 @@ class Background:
             threads, call = next_
             try:
                 if threads != torch.get_num_threads():
-                    torch.set_num_threads(threads)  # the last bits of a product depend on it
+                    torch.set_num_threads(threads)  # the last bits of a matrix product depend on the number of threads
                 call(self._wait)
             except CommError:
-                return  # whoever waits for what was to follow gets the same error
+                return  # the training thread gets the engine's error when it waits for the later operations
             except Exception as error:  # noqa: BLE001 (the training thread waits for what this was to release)
                 self._engine.abort(f"computing between two allreduces failed: {type(error).__name__}: {error}")
                 return
-            del next_, call  # its memory is the training's again
+            del next_, call  # drops the last references, so that the memory can be used again
 
     def _wait(self, work: Work | Averaging) -> None:
         while True:

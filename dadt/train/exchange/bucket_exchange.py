@@ -1,4 +1,4 @@
-"""Allreduces of buckets that belong together: submitting them, waiting for them, and the memory that they need."""
+"""Allreduces of the buckets of one exchange: submits them, waits for them, and keeps the memory alive that they use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from dadt.train.exchange.background import Background, Wait
 
 
-class ExchangeRanks(Protocol):
-    """This rank's connection with the others, as an exchange needs it."""
+class RankLink(Protocol):
+    """Interface of this rank's connection with its peers, as an exchange uses it."""
 
     @property
     def background(self) -> Background | None: ...
@@ -33,33 +33,35 @@ class ExchangeRanks(Protocol):
 
     @property
     def members(self) -> Sequence[int]:
-        """The ranks that take part, in order of their lanes."""
+        """Ranks that take part in an exchange, in the order of their metadata."""
 
     def keep_failed(self, needed: Any) -> None:
-        """Keep what a failed operation needs, for as long as a library may be at it."""
+        """Keep the memory that a failed operation uses alive, as a library may still access it."""
 
     def wait(self, work: Work | Averaging) -> None:
         """Wait until the work is done. Raises CommError."""
 
 
 class BucketExchange:
-    """A bucket takes one allreduce, or two where low rank compresses it: the second one follows from the first."""
+    """The allreduces of a set of buckets. Each bucket takes one allreduce, or two with low-rank compression, where the
+    second depends on the first one's result."""
 
-    def __init__(self, peers: ExchangeRanks, name: str) -> None:
+    def __init__(self, peers: RankLink, name: str) -> None:
         self.name = name
         self.began = perf_counter()
         self._peers = peers
         self._works: list[Work | Averaging] = []
-        """The first allreduce of each bucket."""
+        """The first allreduce of each bucket, in order."""
         self._second_works: list[Work | Averaging] = []
         self._rounds: list[tuple[int, Round]] = []
-        """Buckets that take two, by number."""
+        """Buckets that take two allreduces: the bucket's index and its state between them."""
         self._alive: list[list[torch.Tensor | None]] = []
-        """Tensors that are read while operations are under way."""
+        """Tensors that must stay alive because operations under way read them."""
         self._under_way: list[tuple[Bucket, int]] = []
-        """Flat buffers that are written while operations are under way: buckets and turns."""
+        """Flat buffers that operations under way write to, each as a bucket and the index of its buffer."""
         self._submitted: list[tuple[list[Work | Averaging], tuple[Any, ...]]] = []
-        """What was launched, in order, until it is used: where its work is kept, and what `_submit` was given."""
+        """Launched operations in order, until the result is used: the list that contains the work, and the arguments of
+        `_submit`."""
 
     @property
     def works(self) -> list[Work | Averaging]:
@@ -71,7 +73,7 @@ class BucketExchange:
 
     @property
     def seconds(self) -> float:
-        """Time in which bytes moved, without waiting for the last rank to arrive."""
+        """Seconds in which bytes moved, without the time spent waiting for the last rank to arrive."""
         return sum(work.seconds for work in self.works)
 
     def submit_bucket(
@@ -85,7 +87,8 @@ class BucketExchange:
         weight: float = 1.0,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """The next bucket's first allreduce. into: the flat buffer for the mean. scale: the values' loss scale."""
+        """Submit the first allreduce of the next bucket. into: index of the flat buffer for the mean. scale: loss scale
+        of the values."""
         name = f"{self.name}, bucket {index}"
         if isinstance(form, LowRank):
             plain = bucket.layout.total * bucket.layout.dtype.itemsize
@@ -98,14 +101,15 @@ class BucketExchange:
         self._submitted.append((works, operation))
 
     def repeat(self) -> None:
-        """Launch all once more, as it was launched, on the connection of another group."""
+        """Submit all operations again with their first arguments, on the connection of another group of ranks."""
         for works, _ in self._submitted:
             works.clear()
         for works, operation in self._submitted:
             works.append(self._submit(*operation))
 
     def renew(self) -> None:
-        """It has failed, and a library may go on writing to what it had: take other buffers."""
+        """Called after a failure: allocate other flat buffers, as a library may still write to those of the failed
+        operations."""
         for bucket, turn in self._under_way:
             bucket.renew(turn)
         self._under_way.clear()
@@ -118,7 +122,7 @@ class BucketExchange:
         return self._submit(round_.form.second, staged, into, name, self._lane(staged), weight, plain=0, held=held)
 
     def _lane(self, staged: Staged) -> bytes:
-        """The lane that travels with each allreduce."""
+        """Bytes of metadata that this rank sends along with the bucket's allreduce."""
         return b""
 
     def _submit(
@@ -135,7 +139,8 @@ class BucketExchange:
         plain: int = -1,
         held: bool = False,
     ) -> Work | Averaging:
-        """plain: bytes of what it stands for, where it is something else. held: as in Engine.allreduce."""
+        """Submit one allreduce. plain: bytes of the uncompressed values that it replaces, -1 if it is not compressed.
+        held: whether the engine waits for `release` before it begins the operation."""
         self._alive.append(staged.values)
         self._under_way.append((bucket, into))
         device = self._peers.device
@@ -144,7 +149,8 @@ class BucketExchange:
             coding = None if feedback is None else (feedback, feedback.keep(scale))
             beside = {"name": name, "weight": weight, "lane": lane, "plain": plain}
             return device.average(staged.values, places, flat, coding, **beside)
-        # What is still on its way from a GPU has its place in the order, and the host goes on.
+        # A bucket that is still being copied from a GPU gets its place in the engine's order now, so that the host can
+        # continue.
         ready, background, engine = staged.ready, self._peers.background, self._peers.engine
         comes = ready is not None and background is not None and not held and not ready.query()  # type: ignore[no-untyped-call]
         if ready is not None and not comes:
@@ -172,7 +178,7 @@ class BucketExchange:
         return work
 
     def _await(self) -> None:
-        """Wait until all that is submitted is done. Raises CommError."""
+        """Wait until all submitted operations are done. Raises CommError."""
         try:
             for work in self.works:
                 self._peers.wait(work)
@@ -182,6 +188,6 @@ class BucketExchange:
         self._under_way.clear()
 
     def _let_go(self) -> None:
-        """It is not repeated any more."""
+        """Drop what is needed only to repeat the operations."""
         self._submitted.clear()
         self._alive.clear()

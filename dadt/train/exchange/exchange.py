@@ -1,4 +1,4 @@
-"""One averaging of an optimizer's gradients (and its model's buffers) over all ranks."""
+"""One exchange: an average of an optimizer's gradients, and of its model's buffers, over all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from dadt.comm.bucket import Bucket, Staged, split
 from dadt.comm.compression import LowRank, forms
 from dadt.errors import Mismatch
-from dadt.train.exchange.bucket_exchange import BucketExchange, ExchangeRanks
+from dadt.train.exchange.bucket_exchange import BucketExchange, RankLink
 from dadt.train.exchange.sent import Looks, SentGradients
 from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_flags, pack_flags
 from dadt.train.norm import norms, together
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 _gradient = attrgetter("grad")
 _REFERENCES = max(map(getrefcount, [object()]))
-"""The reference count of an object that only one list holds."""
+"""Reference count of an object to which only one list refers."""
 
 
 class BucketPlan:
-    """The buckets of one optimizer's exchanges: gradients, last parameters first, and buffers. Equal on all ranks."""
+    """The buckets of one optimizer's exchanges, equal on all ranks: gradients, last parameters first, and buffers."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class BucketPlan:
         turns: int = 2,
         compression: str = "none",
     ) -> None:
-        """device: what averages tensors where they are, if anything does. turns: flat buffers of each bucket; with 1 no
-        exchange is under way from one step to the next, and another one is made only where the first is still in use.
-        compression: how gradients travel."""
+        """device: averages tensors in GPU memory, if set. turns: flat buffers of each bucket; with 1 no exchange is
+        under way between steps, and a second one is allocated only if the first is in use. compression: of gradients.
+        """
         self.parameters = list(parameters)
         places = {id(b): (m, n) for m, n, b in buffers}
         self.device = device
         direct = None if device is None else device.device
         self.buckets = split(self.parameters[::-1], max_bytes, direct, turns)
-        # Gradients of the first parameters come last in a backward: their bucket closes the step.
-        # What is shown of these is what came last, while the next averages come.
+        # Backward computes the gradients of the first parameters last, so their bucket is the last one. At least two
+        # turns for buffers: the script reads the newest averages while the next ones arrive.
         self.buffer_buckets = split([b for _, _, b in buffers], max_bytes, direct, max(2, turns))
         self.places = [places[id(b)] for bucket in self.buffer_buckets for b in bucket.tensors]
-        """Module and name of each buffer, in the order of their buckets."""
+        """Module and buffer name of each averaged buffer, in the order of the buckets."""
         tensors = [*self.parameters, *(b for _, _, b in buffers)]
         self.crc = zlib.crc32(repr([(tuple(t.shape), str(t.dtype), t.device.type) for t in tensors]).encode())
         self.on_gpu = any(p.is_cuda for p in self.parameters)
@@ -68,16 +68,16 @@ class BucketPlan:
         self.turn = self.buffer_turn = 0
         self._late = turns > 1
         self._uses: dict[int, list[int]] = {}
-        """How many tensors have the memory of a turn's flat buffers, where nobody else does."""
+        """Reference counts of the storages of each turn's flat buffers while only the plan itself uses them."""
         self.forms = forms(compression, self.buckets)
-        """The compression of each bucket of gradients."""
+        """The compression of each bucket of gradients, None if a bucket is not compressed."""
 
     def compress(self, name: str) -> None:
-        """How gradients travel from the next exchange on; what they have lost so far is dropped."""
+        """Change the compression of gradients from the next exchange on. Residuals so far are dropped."""
         self.forms = forms(name, self.buckets)
 
     def next_turn(self) -> None:
-        """Move on to the flat buffers of the next exchange, which begins."""
+        """Called when an exchange begins: choose the flat buffers that it will use."""
         self.buffer_turn = (self.buffer_turn + 1) % max(2, self.turns)
         for _ in range(self.turns):
             self.turn = (self.turn + 1) % self.turns
@@ -92,7 +92,7 @@ class BucketPlan:
         self.turn = (self.turn + 1) % self.turns
 
     def look_for_moved(self) -> None:
-        """Take other memory for places that were given some of their own: the next averages would not lie in them."""
+        """Allocate other flat buffers if tensors in them were given memory of their own, out of averages' reach."""
         for bucket in self.buckets:
             for turn in range(self.turns):
                 if bucket.has_moved(turn):
@@ -105,13 +105,13 @@ class BucketPlan:
 
     @property
     def _all_buckets(self) -> list[Bucket]:
-        """The buckets of gradients, and those in which low rank sends them."""
+        """All buckets of gradients, and the buckets of the low-rank factors that are sent in place of some."""
         low_ranks = [form for form in self.forms if isinstance(form, LowRank)]
         return [*self.buckets, *(bucket for form in low_ranks for bucket in (form.first, form.second))]
 
     def _is_free(self, turn: int) -> bool:
-        """Whether no `.grad` lies in the turn's flat buffers, as where it is zeroed in place, and the script keeps none
-        that did."""
+        """Whether the flat buffers of this turn are free: no `.grad` lies in them (one that the script zeroes in place
+        stays there), and the script has no other reference to gradients in them."""
         uses = self._uses_of(turn)
         if uses != self._uses.setdefault(turn, uses):
             return False
@@ -126,35 +126,28 @@ class BucketPlan:
 
     @cached_property
     def addresses(self) -> frozenset[int]:
-        """The addresses to which averages of gradients come."""
+        """Memory addresses at which averaged gradients arrive."""
         return frozenset(address for bucket in self.buckets for turn in bucket.pointers for address in turn)
 
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers as they are now, in the order of their buckets: a forward may replace them."""
+        """Return the current buffers in the order of their buckets: a forward may have replaced the tensors."""
         now = [module._buffers[name] for module, name in self.places]
         return [b.detach() for b in now if b is not None]
 
     def forget_residuals(self) -> None:
-        """The next exchange starts as the first one did: what compression has lost so far is dropped. On all ranks."""
+        """Drop all residuals of the compression, so that the next exchange starts like the first. All ranks call it."""
         for form in self.forms:
             if form is not None:
                 form.forget()
 
 
 class Exchange(BucketExchange):
-    """One averaging. `launch` buckets in order, `close` with the lane, then `receive`."""
+    """One average over all ranks: `launch` the buckets in order, `close` with this rank's metadata, then `receive`."""
 
     def __init__(
-        self,
-        peers: ExchangeRanks,
-        schema: BucketPlan,
-        number: int,
-        name: str,
-        weight: float,
-        *,
-        compressed: bool = True,
+        self, peers: RankLink, schema: BucketPlan, number: int, name: str, weight: float, *, compressed: bool = True
     ) -> None:
-        """compressed: as the schema says; otherwise gradients travel as they are."""
+        """compressed: whether gradients are compressed as the bucket plan says, or sent as they are."""
         super().__init__(peers, name)
         self.schema = schema
         self._forms = schema.forms if compressed else [None] * len(schema.buckets)
@@ -162,18 +155,18 @@ class Exchange(BucketExchange):
         self.number = number
         self.weight = weight
         self.scale: torch.Tensor | None = None
-        """The loss scale that the gradients carry."""
+        """Loss scale by which the gradients are multiplied, None without one."""
         self.frozen: frozenset[int] = frozenset()
-        """Parameters, by id, that were frozen when it was closed, behind the backward that made their gradients."""
-        self.waited = 0.0  # seconds in `receive`
+        """Ids of parameters that were frozen between the backward and the closing of the exchange."""
+        self.waited = 0.0  # seconds spent in `receive`
         schema.next_turn()
         self._turn, self._buffer_turn = schema.turn, schema.buffer_turn
         self._ahead: dict[int, Staged] = {}
-        self._delivered: dict[Bucket, list[torch.Tensor]] = {}  # averages brought to a GPU, and not handed out yet
+        self._delivered: dict[Bucket, list[torch.Tensor]] = {}  # averages copied to a GPU and not yet set as gradients
         self._buffer_works: list[Work | Averaging] = []
         self._ahead_of_step: list[SentGradients] = []
         self._inputs: list[list[torch.Tensor | None]] = []
-        """The gradients of each bucket that was launched."""
+        """The gradients of each launched bucket, None for parameters without one."""
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -181,12 +174,12 @@ class Exchange(BucketExchange):
 
     @property
     def launched(self) -> int:
-        """How many buckets of gradients are launched."""
+        """Number of gradient buckets launched so far."""
         return len(self._works)
 
     @property
     def touched(self) -> bool:
-        """Whether a gradient was changed or replaced after its bucket was launched ahead."""
+        """Whether any gradient was changed or replaced after its bucket was launched ahead of the step."""
         if any(sent.replaced for sent in self._ahead_of_step):
             return True
         if self.schema.on_gpu:
@@ -199,19 +192,19 @@ class Exchange(BucketExchange):
 
     @property
     def halfway(self) -> bool:
-        """Whether its second half is to begin by `go_on`, at the same place on all ranks."""
+        """Whether `go_on` must launch the second half of low-rank allreduces, at the same point on all ranks."""
         return bool(self._rounds) and not self._second_works
 
     @property
     def repeatable(self) -> bool:
-        """Whether its inputs outlast a failure: no average is written over them, and none was made of them already."""
+        """Whether the exchange can be launched again: its inputs are intact, and no low-rank factors were computed."""
         places = {view.data_ptr() for bucket in self.schema.buckets for view in bucket.views[self._turn]}
         return not self._rounds and not any(
             t is not None and t.data_ptr() in places for values in self._inputs for t in values
         )
 
     def give_back(self) -> None:
-        """Let the next exchange have its flat buffers: it was begun last, and in vain."""
+        """Give the flat buffers to the next exchange. Only for the newest exchange, if it is discarded."""
         self.schema.turn = (self._turn - 1) % self.schema.turns
         self.schema.buffer_turn = self._buffer_turn - 1
 
@@ -220,22 +213,22 @@ class Exchange(BucketExchange):
         self.schema.__dict__.pop("addresses", None)
 
     def repeat(self) -> None:
-        """Buffers are averaged as they are now."""
-        self._delivered.clear()  # averages over a rank that is lost
+        """Launch the exchange again: the gradients as they were launched, the buffers with their current values."""
+        self._delivered.clear()  # these averages include a rank that is lost
         buffers = iter(self.schema.buffers())
         for bucket in self.schema.buffer_buckets:
             staged = bucket.fill(list(islice(buffers, len(bucket.tensors))), self._buffer_turn)
             if staged.ready is not None:
-                staged.ready.synchronize()  # what is launched again knows of the copies before
+                staged.ready.synchronize()  # the repeated operations wait only for the original copies from the GPU
         super().repeat()
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
-        """The parameters whose gradients it moves; none if it is not one of these works."""
+        """Return the parameters whose gradients this work averages; none if it is not one of this exchange's."""
         index = next((i for i, mine in enumerate(self._works) if mine is work), None)
         return [] if index is None else list(self.schema.buckets[index].tensors)
 
     def launch_ahead(self) -> None:
-        """Like `launch`, while the script may still change the gradients: `touched` says whether it has."""
+        """Submit the next bucket while the script may still change its gradients; `touched` tells whether it has."""
         self._ahead_of_step.append(SentGradients(self.schema.buckets[len(self._works)].tensors, self.number))
         self.launch()
 
@@ -248,7 +241,7 @@ class Exchange(BucketExchange):
         self.submit_bucket(index, bucket, self._forms[index], staged, self._turn, lane, self.weight, self.scale)
 
     def _lane(self, staged: Staged) -> bytes:
-        """Flags of the tensors that this rank has."""
+        """Packed flags, one per tensor: whether this rank has a value for it."""
         return pack_flags([value is not None for value in staged.values])
 
     def _stage(self, index: int) -> Staged:
@@ -261,22 +254,22 @@ class Exchange(BucketExchange):
         return round_.staged
 
     def close(self, lane: StepMetadata) -> None:
-        """Submit buffers and all gradients that are left; the last bucket carries the lane."""
+        """Submit the buffers and all remaining gradients; the last bucket's allreduce carries this rank's metadata."""
         last = len(self.schema.buckets) - 1
         for index in range(len(self._works), last + 1):
-            # Copies from a GPU run while the buckets before are under way.
+            # Stage all buckets first: copies from a GPU then run while earlier buckets are under way.
             self._ahead[index] = self._stage(index)
         while len(self._works) < last:
             self.launch()
         buffers = iter(self.schema.buffers())
         for i, bucket in enumerate(self.schema.buffer_buckets):
-            # Forwards go on while this is under way: average a copy, made in the place of delivery.
+            # Forwards may change the buffers meanwhile, so a copy in the flat buffer is averaged.
             turn = self._buffer_turn
             staged = bucket.fill(list(islice(buffers, len(bucket.tensors))), turn)
             name, flags = f"{self.name}, buffers {i}", self._lane(staged)
             self._enqueue(self._buffer_works, bucket, staged, turn, name, flags, self.weight)
         self.launch(lane.pack())
-        # A GPU's computations here would be in the way of the script's own.
+        # Only for host tensors: on a GPU, computations of the background thread would delay the script's own.
         background = self._peers.background
         if background is not None and self._rounds and all(r.form.bucket.of_host for _, r in self._rounds):
             self._second_works = [
@@ -285,14 +278,14 @@ class Exchange(BucketExchange):
             background.begin(partial(self._go_on_held, self._rounds, cast("list[Work]", self._second_works)))
 
     def _go_on_held(self, rounds: list[tuple[int, Round]], held: list[Work], wait: Wait) -> None:
-        """Go on with the second rounds, in the background."""
+        """Compute and release the second allreduces of low-rank buckets, on the background thread."""
         for (index, round_), work in zip(rounds, held, strict=True):
             wait(self._works[index])
             round_.halfway()
             self._peers.engine.release(work)
 
     def receive(self) -> list[StepMetadata]:
-        """Wait until all is averaged. Returns the lanes by rank. All ranks come here between the same two exchanges."""
+        """Wait for all averages. Returns each rank's metadata. All ranks call it between the same two exchanges."""
         begun = perf_counter()
         lanes = self.wait()
         self._let_go()
@@ -304,11 +297,11 @@ class Exchange(BucketExchange):
         return lanes
 
     def wait(self) -> list[StepMetadata]:
-        """Like `receive`, for one rank alone, and changes nothing: compression learns nothing of it yet, and it can be
-        repeated, as where ranks are lost and others have not waited for it."""
+        """Wait for all averages without the effects of `receive`: the compression learns nothing, and the exchange can
+        be repeated if ranks are lost. A single rank may call it."""
         self.go_on()
         self._await()
-        self._ahead_of_step.clear()  # else the gradients stay until the next exchange
+        self._ahead_of_step.clear()  # otherwise the gradients would stay alive until the next exchange
         if not self._finished:
             self._finished = True
             for _, round_ in self._rounds:
@@ -324,12 +317,12 @@ class Exchange(BucketExchange):
         return lanes
 
     def learned(self) -> dict[int, list[Learned]]:
-        """Call it after `wait`: what compression will learn in `receive`, by the number of the bucket."""
+        """Return, by the bucket's index, what the compression will learn in `receive`; call it after `wait`."""
         return {index: round_.learned() for index, round_ in self._rounds}
 
     def go_on(self) -> None:
-        """Begin the second half of what takes two allreduces, if it does not by itself. Every rank comes here between
-        the same two exchanges."""
+        """Launch the second allreduce of low-rank buckets, unless the background thread does so. All ranks call it
+        between the same two exchanges."""
         if not self.halfway:
             return
         self._await()
@@ -348,19 +341,19 @@ class Exchange(BucketExchange):
             raise
 
     def norm(self) -> torch.Tensor:
-        """The norm of all averages, without their loss scale; equal on all ranks but for rounding. One element."""
+        """Return the norm of all averages without loss scale, as one element; equal on all ranks up to rounding."""
         flats = [self._brought(b) if b.staged else b.flats[self._turn] for b in self.schema.buckets]
         flats = [torch.view_as_real(f) if f.is_complex() else f for f in flats]
         norm = together(norms(flats))
         return norm if self.scale is None else norm.to(self.scale.device) / self.scale
 
     def _brought(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's averages as one tensor, on the parameters' device."""
+        """Return the bucket's averages as one flat tensor on the parameters' device."""
         places = self._delivered[bucket] = bucket.deliver_all(self._turn)
         return torch.empty(0, dtype=bucket.dtype, device=bucket.device).set_(places[0].untyped_storage())
 
     def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters and their averages, of those for which any rank had a gradient."""
+        """Return the pairs of parameter and averaged gradient, for parameters for which any rank had a gradient."""
         averages = []
         for bucket, work in zip(self.schema.buckets, self._works, strict=True):
             present = any_flags(work.lanes, len(bucket.tensors))
@@ -370,11 +363,11 @@ class Exchange(BucketExchange):
 
     @property
     def places(self) -> list[tuple[nn.Module, str]]:
-        """Module and name of each averaged buffer."""
+        """Module and buffer name of each averaged buffer."""
         return self.schema.places
 
     def averaged_buffers(self) -> list[torch.Tensor]:
-        """The buffers' averages where they have come, in the order of the schema's buckets: few are ever looked at."""
+        """Return the buffers' averages as views, in the order of the plan's buckets: few are ever read."""
         return [view for bucket in self.schema.buffer_buckets for view in bucket.views[self._buffer_turn]]
 
 
@@ -388,9 +381,9 @@ def hand_out(
     ratio: torch.Tensor | float | None,
     used: frozenset[int] = frozenset(),
 ) -> None:
-    """Make each average its parameter's `.grad`, multiplied with `ratio`; None for those of `parameters` without. used:
-    frozen ones, by id, that were so already when their gradients were taken."""
-    # Frozen since: the script expects it to stay where it is.
+    """Set each parameter's `.grad` to its average times `ratio`, and to None for parameters without an average. used:
+    ids of frozen parameters that were already frozen when their gradients were read."""
+    # Skip parameters frozen meanwhile: the script expects them to stay unchanged.
     given = [(p, gradient) for p, gradient in averages if p.requires_grad or id(p) in used]
     if ratio is not None and given:
         for device in {gradient.device for _, gradient in given}:

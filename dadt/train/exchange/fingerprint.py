@@ -1,4 +1,4 @@
-"""crc32 of some values of tensors, by which ranks see whether they have the same."""
+"""crc32 fingerprints of some values of tensors, by which ranks find out whether their tensors are equal."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ from torch.utils._pytree import tree_leaves
 
 _TRAINED = 4
 _GRADIENTS = 8
-"""How many gradients are looked at, the last ones. That of a last bias alone may be the same for any data: with a loss
-that is a sum it is the size of the batch."""
+"""Number of gradients in a fingerprint, counted from the last. One is not enough: a last bias may have the same
+gradient for any data, with a summed loss the batch size."""
 _INPUTS = 4096
-"""Values of each input: all that a batch of tokens has, and of a batch of images some of each row."""
+"""Maximum number of values of each input in a fingerprint: all of a batch of tokens, and some of each row of a batch of
+images."""
 
 
 def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
-    """Fingerprint of the last gradients; 0 if all their values are 0, or there is none."""
+    """Return a fingerprint of the last parameters' gradients; 0 if all their values are 0 or there is no gradient."""
     dense = [p.grad for p in parameters if p.grad is not None and _is_dense(p.grad)][-_GRADIENTS:]
     return _crc(dense) if any(bool(some_values(gradient).any()) for gradient in dense) else 0
 
 
 def of_inputs(given: Any, before: int) -> int:
-    """Fingerprint of the data in what a forward is given, and of `before`, that of earlier forwards of the step."""
+    """Return a fingerprint of the data tensors among a forward's inputs. before: fingerprint of earlier forwards of the
+    step, which is included."""
     leaves = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor) and not t.requires_grad and _is_dense(t)]
     return zlib.crc32(_bytes([_spread(t) for t in leaves], _INPUTS), before) if leaves else before
 
 
 def of_trained(parameters: Sequence[torch.Tensor], number: int) -> int:
-    """Fingerprint of a few parameters, the next ones for the next number. Those on a GPU do not count: the host would
-    wait for them."""
+    """Return a fingerprint of a few parameters, of other ones for each `number`. Parameters on a GPU are left out, as
+    the host would have to wait for their values."""
     here = [p for p in parameters if p.device.type == "cpu" and _is_dense(p)]
     begin = _TRAINED * number % len(here) if here else 0
     return _crc([*here[begin:], *here[:begin]][:_TRAINED])
 
 
 def of_untrained(modules: Iterable[nn.Module], trained: Iterable[torch.Tensor]) -> int:
-    """Fingerprint of the modules' parameters that need no gradient, without trained ones that are frozen for now."""
+    """Return a fingerprint of the modules' parameters that require no gradient, except those in `trained`, which are
+    frozen only for now."""
     left_out = {id(p) for p in trained}
     every = {id(p): p for m in modules for p in m._parameters.values() if p is not None and id(p) not in left_out}
     return _crc([p for p in every.values() if not p.requires_grad and _is_dense(p)])
 
 
 def of_values(values: torch.Tensor) -> int:
-    """crc32 of all values of a small tensor."""
+    """Return the crc32 of all values of a small tensor."""
     return zlib.crc32(_bytes([values], values.numel()))
 
 
@@ -55,18 +58,19 @@ def _crc(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _bytes(tensors: Sequence[torch.Tensor], most: int = 64) -> bytes:
-    layout = torch.contiguous_format  # else a single value keeps its stride
+    layout = torch.contiguous_format  # otherwise a single value would keep its stride, which view() rejects
     parts = [some_values(t, most).to("cpu", copy=True, memory_format=layout).view(torch.uint8) for t in tensors]
     return b"".join(part.numpy().tobytes() for part in parts)
 
 
 def some_values(tensor: torch.Tensor, most: int = 64) -> torch.Tensor:
-    """The tensor's first values, at most `most`, on its own device."""
+    """Return the tensor's first values, at most `most`, on the tensor's own device."""
     return tensor.detach().reshape(-1)[:most]
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """Values from all over the tensor, whose distance is odd: an even one meets the same corner of every image."""
+    """Return values from all over the tensor, at an odd distance: an even one would pick the same corner of every
+    image."""
     return tensor.reshape(-1)[:: -(-tensor.numel() // _INPUTS) | 1]
 
 

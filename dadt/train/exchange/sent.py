@@ -1,4 +1,4 @@
-"""Gradients that were sent ahead of the step: whether the script has changed them since."""
+"""Finds out whether the script has changed gradients after they were sent ahead of the step."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ import torch
 from dadt.train.later import Later
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Values are compared as these, by their size in bytes: NaN does not equal itself, and a loss scale that is too large
-is no change."""
+"""Integer types, by size in bytes, as which values are compared: NaN does not equal itself, but its bits do, so an
+overflow from a large loss scale is no change."""
 _PLACE, _EVERY = 256, 4096
-"""_PLACE elements in a row are looked at in each _EVERY of a gradient; all of them if it has no more than _EVERY."""
+"""Size of the sample of a gradient: _PLACE consecutive elements out of every _EVERY, or all if it has no more than
+_EVERY."""
 _AT_ONCE, _UNREAD = 25, 3
-"""First looks at a GPU's gradients whose result is waited for; and how many later ones may be unread."""
+"""Number of first comparisons of GPU gradients whose result the host waits for, and number of later ones whose result
+may still be unread."""
 
 
 class SentGradients:
-    """Gradients of one dtype and device, as they were when they were sent."""
+    """Gradients of one dtype and device, with a sample of their values at the time when they were sent."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], number: int) -> None:
-        """number: that of the exchange, which decides what places of a gradient are looked at."""
+        """number: number of the exchange, which decides which elements of a gradient are sampled."""
         self._parameters = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
         self._number = number
         self._sample = self._look()
 
     @property
     def replaced(self) -> bool:
-        """Whether a gradient was replaced, or changed in place as far as autograd notices."""
+        """Whether any gradient was replaced, or changed in place with a new autograd version."""
         return any(p.grad is not g or (g is not None and g._version != v) for p, g, v in self._parameters)
 
     @property
     def written(self) -> bool:
-        """Whether one was changed without a new version, as through `.data` or numpy, as far as a sample shows."""
+        """Whether the sample shows that a gradient was changed without a new autograd version, for example through
+        `.data` or numpy."""
         now = self._look()
         return len(now) != len(self._sample) or not all(map(torch.equal, self._sample, now))
 
     def differences(self) -> list[torch.Tensor]:
-        """Like `written`, as one flag for each sample, on the gradients' device."""
+        """Return one flag per sample, on the gradients' device: whether the sample has changed."""
         found = self._look()
         if [each.shape for each in found] != [each.shape for each in self._sample]:
             return [torch.ones((), dtype=torch.bool, device=each.device) for each in found[:1] or self._sample[:1]]
@@ -47,22 +50,22 @@ class SentGradients:
 
     @torch.no_grad()
     def _look(self) -> list[torch.Tensor]:
-        """The bits of small gradients, and of some places in large ones."""
+        """Return the bits of all elements of small gradients, and of some elements of large ones."""
         samples = [_sample(g, self._number) for _, g, _ in self._parameters if g is not None]
         alike = ([s for s in samples if s.dim() == dimensions] for dimensions in (1, 2))
         return [torch.cat(some).view(_BITS[some[0].element_size()]) for some in alike if some]
 
 
 class Looks:
-    """Looks at a GPU's gradients. A script that has not written to them in its first steps is taken to go on so, and
-    looks are read once they have come: what one finds is a change in a later step, too."""
+    """Comparisons of gradients on a GPU. If a script did not change them in its first steps, it probably will not
+    later, so later results are read once they arrive; a change found then counts for a later step."""
 
     def __init__(self) -> None:
         self._number = 0
         self._coming: deque[Later] = deque()
 
     def find(self, sent: Sequence[SentGradients]) -> bool:
-        """Whether one of the last looks, of which this is one, has found a change."""
+        """Whether this comparison, or an earlier one whose result has arrived only now, has found a change."""
         self._number += 1
         flags = [flag for each in sent for flag in each.differences()]
         if flags:
@@ -76,8 +79,8 @@ class Looks:
 
 
 def _sample(gradient: torch.Tensor, number: int) -> torch.Tensor:
-    """A row for each place, or all in one dimension. Places move with the number of the exchange, so that what is
-    missed in one step is seen in another."""
+    """Return all values in one dimension, or for a large gradient one row per sampled place. The places move with the
+    exchange's number, so that a change missed in one step is seen in another."""
     values = gradient.detach()
     values = values._values() if values.layout == torch.sparse_coo else values
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

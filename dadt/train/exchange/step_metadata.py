@@ -1,4 +1,4 @@
-"""Metadata that ranks send beside the gradients, in the same exchange: agreement at no extra cost."""
+"""Metadata that ranks send along with the gradients of a step, so that comparing it costs no exchange of its own."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ _FORMAT = struct.Struct("<IIIIIBddIIId")
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """One rank's side of one step's agreement. Packs to the same length on every rank."""
+    """Metadata that one rank sends to all ranks with one exchange. Its packed size is the same on every rank."""
 
     layout: int
-    """crc32 of shapes and dtypes of everything exchanged."""
+    """crc32 of the shapes and dtypes of all exchanged tensors."""
     drawn: int
-    """Batches drawn from shared loaders since the last exchange of this optimizer."""
+    """Number of batches drawn from shared loaders since the last exchange of this optimizer."""
     groups: int
     """crc32 of the optimizer's param_group values (learning rate and so on)."""
     fingerprint: int
-    """crc32 of some elements of the local gradient, later of parameters that are not trained; 0: not taken."""
+    """Fingerprint of local gradients and inputs in the first exchanges, later now and then of weights; 0 if none was
+    computed."""
     growth: int
-    """crc32 of how often each gradient grew in this step; what is launched from backward depends on it."""
+    """crc32 of how often each gradient grew in this step, since buckets launched during backward depend on that."""
     redo: bool
-    """Gradients grew after their exchange was launched: all ranks exchange once more."""
+    """Whether gradients grew after their exchange was launched, so that all ranks must exchange once more."""
     weight: float
-    """The weight of this rank's gradient in the mean."""
+    """Weight of this rank's gradient in the mean over ranks."""
     value: float
-    """The loss of an optimizer's closure; else a number that the algorithm sends, 0 unless it has one to send."""
+    """Loss of an optimizer's closure, or else a number that the algorithm sends to all ranks; 0 without one."""
     not_finite: int = 0
-    """Number, from 1, of the first parameter whose gradient is not finite here; 0: there is none, or nobody looked."""
+    """1-based index of the first parameter whose gradient is not finite on this rank; 0 if there is none or gradients
+    were not checked."""
     saves: int = 0
-    """How often this rank has received the order that the script save; at most 63 count."""
+    """Number of orders to save that this rank has received from its agent, at most 63."""
     interrupted: bool = False
     """Whether this rank knows that the user has pressed Ctrl-C."""
     approach: int = 0
-    """Number of the newest request of a new worker that this rank has received; 0: none."""
+    """Number of the newest request of a new worker that this rank has received, 0 if none."""
     order: int = 0
-    """crc32 of the order in which passes over shared loaders draw that began since the last exchange; 0: none has."""
+    """crc32 of the sample orders of passes over shared loaders that began since the last exchange; 0 if none began."""
     loss: float = 0.0
-    """What the closure gave that an optimizer calls once, if its step may use that."""
+    """Loss that a closure returned which the optimizer calls once per step, if the step may use it."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
@@ -66,7 +68,7 @@ class StepMetadata:
 
 
 def mean_loss(lanes: Sequence[StepMetadata]) -> float:
-    """The mean of all ranks' losses, weighted as their gradients are."""
+    """Return the mean of all ranks' losses, with the same weights as their gradients."""
     total = weighted = 0.0
     for lane in lanes:
         total += lane.weight
@@ -78,14 +80,15 @@ METADATA_BYTES = _FORMAT.size
 
 
 def pack_flags(flags: Sequence[bool]) -> bytes:
-    """One bit per tensor: this rank has a gradient for it."""
-    # All at once, and not by shifts of one number, whose length would make each flag cost as much as all of them.
+    """Pack one bit per tensor: whether this rank has a gradient for it."""
+    # Converted at once: with a shift of one long number per flag, each flag would cost time proportional to their
+    # count.
     bits = int("".join("01"[flag] for flag in reversed(flags)) or "0", 2)
     return bits.to_bytes((len(flags) + 7) // 8, "little")
 
 
 def any_flags(lanes: Sequence[bytes], count: int) -> list[bool]:
-    """Whether any rank has a gradient, per tensor."""
+    """Return one flag per tensor: whether any rank has a gradient for it."""
     bits = 0
     for lane in lanes:
         bits |= int.from_bytes(lane[: (count + 7) // 8], "little")

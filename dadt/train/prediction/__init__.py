@@ -1,4 +1,5 @@
-"""How the weights are predicted at which a late gradient is computed. Each way is one file."""
+"""Prediction of the weights at which a late gradient will be applied, so that it is computed there. One module per
+method."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ from dadt.train.prediction.next_step import known
 def choose(
     config: Config, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], ranks: int
 ) -> Prediction:
-    """The prediction that --predict asks for. auto: by the optimizer's own step where that is known.
+    """Return the prediction that --predict selects; with `auto`, the method that knows the optimizer's own step if
+    there is one.
 
-    Raises ConfigError where `own` is asked for, but the optimizer's step is not known.
+    Raises ConfigError for `own` if the optimizer's step is not known.
     """
     factors, share = predict_factors(config.predict), predict_share(config.predict)
     if share is None and factors is None and known(optimizer):

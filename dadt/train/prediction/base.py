@@ -1,4 +1,5 @@
-"""Weight prediction: the forward runs where the weights will be when its gradient arrives."""
+"""Base of weight prediction: forward and backward run with the weights expected at the time when their gradient
+arrives."""
 
 from __future__ import annotations
 
@@ -13,76 +14,80 @@ from dadt.train.prediction.memory import Memory, lends
 from dadt.train.prediction.shown import PARTS, ShownParameter, copy, part, replaced, show, still_lent
 
 Tensors = Mapping[torch.Tensor, torch.Tensor]
-"""A tensor for each parameter."""
+"""Maps each parameter to a tensor."""
 
 
 class Holds(enum.Enum):
-    """Content of each parameter's extra buffer."""
+    """The current content of each parameter's extra buffer."""
 
     NOTHING = 0
-    """Nothing that is of use."""
+    """No values that are still of use."""
     TRUE_WEIGHTS = 1
     """The true weights, while the parameters show predicted ones."""
     SUSPENDED = 2
-    """The true weights, which the parameters show as well for a while; the predicted ones wait beside."""
+    """The true weights, which the parameters also show for a while; predicted weights wait in separate memory."""
     BEFORE = 3
     """The weights before the step that is about to be taken."""
     KNOWN = 4
-    """Values from which the next prediction follows."""
+    """Values from which the next prediction is computed."""
     OWN = 5
-    """The rank's own gradients, which have just been sent."""
+    """This rank's own gradients, which were just sent."""
     AVERAGE = 6
-    """The gradients that have just been applied, with none on the way."""
+    """The gradients that were just applied, while no exchange is under way."""
     AHEAD = 7
-    """The predicted weights themselves, which have not been shown yet."""
+    """The predicted weights, before the parameters show them."""
 
 
 _FIRST, _EVERY = 8, 64
-"""Predictions after which it is looked whether the script has changed the weights meanwhile: the first _FIRST, and then
-each _EVERY-th."""
+"""Number of first predictions, and interval of later ones, after which a check runs whether the script changed the
+weights meanwhile."""
 
 
 class Prediction:
-    """Runs forward and backward at predicted weights, and gives the script true weights else.
+    """Runs forward and backward at predicted weights, and shows the script true weights at all other times.
 
-    One buffer per parameter holds in turn what predicts, the predicted weights and the true ones. Where it can, a
-    parameter is given the other memory instead of its values, so that no weight is copied: it has its own memory
-    whenever its weights are true. This goes past autograd's version counter: the bits the backward needs are the ones
-    it saw. This class predicts nothing: see Displacement, Expectation.
+    One buffer per parameter contains in turn the prediction's input, the predicted weights and the true ones. If
+    possible, a parameter's memory is exchanged with the buffer's instead of copying values; it is back in its own
+    memory whenever its weights are true. This bypasses autograd's version counter, which is safe as the backward reads
+    exactly the bits that the forward saw. This base class predicts nothing: see Displacement and Expectation.
     """
 
     needs = 0
-    """Synchronous steps before the first late one that it learns from."""
+    """Number of synchronous steps before the first late one from which the prediction learns."""
     sees_gradients = False
-    """Whether it learns from gradients, also from those of a step that applies none."""
+    """Whether the prediction learns from gradients, including those of a step that applies none."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.given = {id(p) for p in parameters}
-        """Ids of the optimizer's parameters that show predicted values."""
+        """Ids of the optimizer's parameters that can show predicted values, including those that share memory with
+        another parameter."""
         self.parameters = _apart(parameters)
         self._holds = Holds.NOTHING
         self._buffers: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
-        """The memory in which predicted weights are, whatever the script makes of the parameters meanwhile."""
+        """Memory of the predicted weights, which stays known even if the script gives a parameter other memory."""
         self._predicted: list[torch.Tensor] = []
-        """Where predicted weights wait while the weights are true for a while: in their places, or copied."""
+        """The predicted weights while the parameters show true ones for a while: in their own memory, or as copies."""
         self._lent: list[bool] = []
-        """Whether a parameter is given the memory of its predicted weights."""
+        """For each parameter, whether its data pointer is exchanged for the predicted weights' memory instead of
+        copying values."""
         self._own_memory = self._memory_ahead = Memory((), [])
-        """The parameters' own memory, and that of predicted weights."""
+        """The parameters' own memory, and the memory of the predicted weights."""
         self._count = 0
         self._norms: list[torch.Tensor] = []
-        """Norms of predicted weights, by which a change is noticed."""
+        """Norms of the predicted weights, from which a change by the script is detected."""
         self._found = False
         self._suspicion: Later | None = None
-        """Whether norms were found to differ: of a GPU, so that this is read later."""
+        """Result of a comparison of norms that is read later, as it may still be computed on a GPU; None if there is
+        none."""
         self.barred = False
-        """Whether the script computes gradients where weights are not to be predicted."""
+        """Whether the script computes gradients from a forward that ran at true weights, for example a recomputed one,
+        so that weights must not be predicted."""
 
     @property
     def changed(self) -> bool:
-        """Whether the script changes predicted weights, as by a decay of its own before the step: that is lost,
-        as predicted weights differ from rank to rank."""
+        """Whether the script changes predicted weights, for example by its own weight decay before the step. Such
+        changes are lost, as predicted weights differ between ranks."""
         if self._suspicion is not None and self._suspicion.done:
             self._found |= bool(self._suspicion.read())
             self._suspicion = None
@@ -90,7 +95,7 @@ class Prediction:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to predict with."""
+        """Whether the prediction has anything to compute predicted weights from."""
         return self.needs > 0
 
     @property
@@ -102,10 +107,11 @@ class Prediction:
         return self._holds is Holds.SUSPENDED
 
     def apply(self) -> None:
-        """Go from true to predicted weights, at the first forward with gradients after a step."""
+        """Replace true weights by predicted ones; called at the first forward with gradients after a step."""
         mine = self.parameters
         if mine and mine[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            # The graph would read predicted weights where they are now for ever. No look at them belongs into it.
+            # A captured CUDA graph would read the predicted weights' memory in every replay, and would include the
+            # norms' computation.
             self._norms = []
             self.undo()
         elif self._holds is Holds.AHEAD and not traces():
@@ -119,7 +125,7 @@ class Prediction:
             self.resume()
 
     def _go_ahead(self) -> bool:
-        """Put predicted weights into the buffers; whether that could be done."""
+        """Write predicted weights into the buffers. Returns whether that succeeded."""
         return False
 
     def _go_to_predicted(self) -> None:
@@ -136,7 +142,7 @@ class Prediction:
             rows = list(zip(mine, predicted, self._lent, strict=True))
             places = [b if lent else m for m, b, lent in rows]
             buffers = [m if lent else torch.empty_like(m) for m, _, lent in rows]
-        # At once, as a signal may end it at any line.
+        # All in one statement, as a signal handler's exception may interrupt between any two lines.
         self._predicted, self._places, self._buffers, self._holds = predicted, places, buffers, Holds.SUSPENDED
         self._norms = []
         self.resume()
@@ -144,9 +150,10 @@ class Prediction:
         self._norms = self._norms_now() if self._count <= _FIRST or self._count % _EVERY == 0 else []
 
     def undo(self) -> None:
-        """Back to the true weights, bit for bit.
+        """Restore the true weights, bit for bit.
 
-        At each moment the buffers or the parameters hold them, so a signal handler may save in the midst of this.
+        At each moment either the buffers or the parameters contain all true weights, so a signal handler may save in
+        the middle of this method.
         """
         if self._undo_by_memory():
             return
@@ -160,7 +167,8 @@ class Prediction:
         self._norms = []
 
     def _undo_by_memory(self) -> bool:
-        """Give all parameters their own memory, if all have that of their predicted weights; whether they had."""
+        """If all parameters use the memory of their predicted weights, give them their own back. Returns whether that
+        was so."""
         places, buffers, ahead = self._places, self._buffers, self._memory_ahead
         if not (self.applied and places is ahead.tensors and ahead.shown_by(self.parameters) and ahead.is_lent()):
             return False
@@ -172,7 +180,8 @@ class Prediction:
         return True
 
     def suspend(self) -> None:
-        """Like `undo`, but `resume` can follow: a backward or forward before the step still needs predicted weights."""
+        """Show true weights like `undo`, but keep the predicted ones for `resume`: a forward or backward before the
+        step still needs them."""
         places, rows = self._places, self._rows
         if self.applied:
             lent = still_lent(rows)
@@ -180,13 +189,13 @@ class Prediction:
             self._show_true(rows, lent)
             if self.applied:
                 self._predicted, self._holds = predicted, Holds.SUSPENDED
-            if self._places is not places:  # undone meanwhile by a signal handler
+            if self._places is not places:  # a signal handler has undone the prediction meanwhile
                 self._holds = Holds.NOTHING
 
     def resume(self) -> None:
-        """Back to the predicted weights. What the script has made of the true ones stays.
+        """Show the predicted weights again after `suspend`; changes that the script made to the true weights are kept.
 
-        Not while torch traces or transforms a function: its copies would be part of that.
+        Does nothing while torch traces or transforms a function, since the copies would become part of it.
         """
         if not self.suspended or traces():
             return
@@ -205,13 +214,13 @@ class Prediction:
                     if predicted is place and p.data_ptr() == true.data_ptr():
                         p.data = place
                 copy([(row.place, predicted) for row, predicted in copied])
-        if self._places is not places:  # undone meanwhile by a signal handler
+        if self._places is not places:  # a signal handler has undone the prediction meanwhile
             self._holds = Holds.NOTHING
             show(rows, [predicted is row.place for row, predicted in zip(rows, waiting, strict=True)])
 
     @property
     def _rows(self) -> list[ShownParameter]:
-        """While weights are predicted, or suspended; else there are none."""
+        """One row per parameter while weights are predicted or suspended, otherwise an empty list."""
         return list(map(ShownParameter, self.parameters, self._buffers, self._places, self._lent))
 
     def _show_true(self, rows: Sequence[ShownParameter], lent: Sequence[bool]) -> None:
@@ -223,21 +232,23 @@ class Prediction:
         if not norms or self._suspicion is not None:
             return
         found = self._norms_now()
-        if len(found) == len(norms):  # else a signal handler has undone the prediction meanwhile
+        if len(found) == len(norms):  # otherwise a signal handler has undone the prediction meanwhile
             before, now = torch.stack(norms), torch.stack(found)
             self._suspicion = Later(torch.any((before != now) & torch.isfinite(now)))
 
     def _norms_now(self) -> list[torch.Tensor]:
-        """Norms of predicted weights, of one of their parts, so exact that another last bit of one value shows."""
+        """Return norms over one part of the predicted weights, precise enough to show a change in the last bit of one
+        value."""
         parts = (part(place, self._count % PARTS) for place in self._places if place.is_floating_point())
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
         return [norm.to(norms[0].device) for norm in norms]
 
     def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Set[int] = frozenset()) -> None:
-        """Make the weights true; they are about to change. late: by gradients that are on the way since the last step.
+        """Restore the true weights, which are about to change. late: whether the step applies gradients that have been
+        in flight since the previous step.
 
-        `.grad` holds the rank's own gradients, which are about to be sent; scale: their loss scale. delivery: the
-        addresses to which averages come.
+        `.grad` contains the rank's own gradients, which are about to be sent; scale: their loss scale. delivery: memory
+        addresses at which averages arrive.
         """
         if not self.applied or self._undo_by_memory():
             self.undo()
@@ -246,58 +257,62 @@ class Prediction:
         elsewhere = [row for row in rows if row.parameter.data_ptr() not in (row.true.data_ptr(), row.place.data_ptr())]
         self.undo()
         for p, _, place, _ in elsewhere:
-            # The script has put what it made of predicted weights into other memory, and would train it.
+            # The script has moved changed predicted weights into other memory; without this copy it would train that
+            # memory.
             if replaced(p.data, place):
                 p.data.copy_(place)
                 self._found = True
 
     def arrived(self, scale: torch.Tensor | None) -> None:
-        """`.grad` holds the averages, of this loss scale, before the script changes them."""
+        """Called when `.grad` contains the averages, before the script changes them. scale: their loss scale."""
 
     def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
-        """The optimizer has stepped; held: without gradients. scale: the loss scale of the gradients just sent."""
+        """Called when the optimizer has stepped. held: whether it stepped without gradients. scale: loss scale of the
+        gradients just sent."""
 
     def release(self, ids: set[int]) -> None:
-        """Another optimizer steps these parameters: it predicts them from now on."""
+        """Stop predicting these parameters, as another optimizer steps and predicts them from now on."""
         if any(id(p) in ids for p in self.parameters):
             self.follow([p for p in self.parameters if id(p) not in ids])
 
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The script froze, added or replaced parameters: those that stay keep what is known of them."""
+        """Called when the script froze, added or replaced parameters: what is known of the remaining ones is kept."""
         self.undo()
         self.given, parameters = {id(p) for p in parameters}, _apart(parameters)
         self._keep(parameters)
         self.parameters = parameters
 
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Keep the buffers of these parameters; new ones get zeros, or their weights where buffers hold weights."""
+        """Keep the buffers of these parameters. New parameters get zeros, or their weights if buffers contain
+        weights."""
         if self._buffers:
             self._buffers = self._kept(self._buffers, parameters, weights=self._holds in (Holds.BEFORE, Holds.AHEAD))
 
     def _kept(
         self, buffers: Sequence[torch.Tensor | None], parameters: Sequence[torch.Tensor], *, weights: bool = False
     ) -> list[torch.Tensor]:
-        """The buffers for these parameters: known ones, and for new parameters zeros, or the values with `weights`."""
+        """Return the buffers for these parameters. New parameters get zeros, or copies of their values with
+        `weights`."""
         known = {id(p): b for p, b in zip(self.parameters, buffers, strict=True)}
         fresh = torch.clone if weights else torch.zeros_like
         return [b if (b := known.get(id(p))) is not None else fresh(p.data) for p in parameters]
 
     def state(self) -> dict[str, Any]:
-        """The content for a checkpoint: numbers, and tensors by parameter."""
+        """Return the prediction's content for a checkpoint: numbers, and tensors by parameter."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a result of `state`; this base class has none and forgets all."""
         self.forget()
 
     def observe(self) -> dict[str, Any]:
-        """What is this rank's own between two steps, as it is; tensors in lists by parameter. Nothing is changed, and
-        the tensors are its own: copy them before the next step."""
+        """Return this rank's own part of the prediction between two steps, with tensors in lists by parameter. Nothing
+        is changed; copy the tensors before the next step, as they are the prediction's own."""
         return {"looks": self._count, "changed": self._found, "ahead": list(self._predicted) if self.suspended else []}
 
     def restore(self, own: Mapping[str, Any], common: Mapping[str, Any]) -> bool:
-        """Go on with the same bits from what `observe` gave on this rank, and `state` on any. Returns whether the
-        parameters are those of then."""
+        """Continue bit for bit from this rank's result of `observe` and any rank's result of `state`. Returns whether
+        the parameters are the ones observed."""
         self.load_state(common)
         fits = _fits(self.parameters, own["ahead"])
         if fits and own["ahead"]:
@@ -306,43 +321,46 @@ class Prediction:
         return fits
 
     def join(self, averages: Tensors, scale: torch.Tensor | None) -> None:
-        """The averages in flight are known: what was one rank's alone gives way to them. scale: their loss scale."""
+        """Replace what only this rank knew of the gradients in flight by their averages. scale: loss scale of the
+        averages."""
 
     def forget(self) -> None:
-        """The step was skipped, or the script replaced the weights: what is known predicts nothing."""
+        """Called when a step was skipped or the script replaced the weights: drop what the next prediction would be
+        computed from."""
         self.undo()
         self._holds = Holds.NOTHING
 
     def end(self) -> None:
-        """Nothing is predicted any more: the memory is given back."""
+        """End all prediction and free its memory."""
         self.forget()
         self._buffers = []
 
 
 def traces() -> bool:
-    """Whether this runs inside make_fx, AOTAutograd, torch.func or their like."""
+    """Whether the current code runs inside make_fx, AOTAutograd, torch.func or a similar tracer."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _apart(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Leave out parameters in the same memory as one before: its true values would be put back as the other's."""
+    """Leave out parameters that share memory with an earlier one, since restoring the same weights twice would
+    overwrite them."""
     first = {p.data_ptr(): id(p) for p in reversed(parameters) if p.numel()}
     return [p for p in parameters if not p.numel() or first[p.data_ptr()] == id(p)]
 
 
 def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torch.Tensor]:
-    """A copy of each parameter's value; zeros where there is none."""
+    """Return a copy of each parameter's value; zeros for a parameter without one."""
     fresh = [torch.zeros_like(p.data) for p in parameters]
     return [f.copy_(values[p]) if p in values else f for p, f in zip(parameters, fresh, strict=True)]
 
 
 def beside_parameters(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> list[Any]:
-    """The values, each on its parameter's device."""
+    """Return the values, each moved to its parameter's device."""
     return [None if v is None else v.to(p.device) for p, v in zip(parameters, values, strict=True)]
 
 
 def _fits(parameters: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> bool:
-    """Whether these are a value for each parameter, or none at all."""
+    """Whether there is a value of the right shape for each parameter, or no value at all."""
     alike = len(values) == len(parameters)
     return not values or (
         alike and all(v is None or v.shape == p.shape for p, v in zip(parameters, values, strict=True))

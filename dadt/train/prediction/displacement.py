@@ -1,4 +1,4 @@
-"""Prediction from how far the last steps have moved the weights: it needs to know nothing of the optimizer."""
+"""Prediction from how far the last steps have moved the weights, which needs no knowledge of the optimizer."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from dadt.train.prediction.rows import grouped
 
 
 class Displacement(Prediction):
-    """Runs forward and backward at w + factor * (last displacement) + older * (the one before).
+    """Runs forward and backward at w + factor * (last displacement) + older * (the displacement before it), where w are
+    the true weights.
 
-    The buffer of each parameter holds the weights before a step, then the displacement; where `older` is not 0,
-    another one holds the displacement before. (SpecTrain, arXiv:1809.02839, uses the momentum.)
+    The buffer of each parameter contains the weights before a step, then the displacement; if `older` is not 0, a
+    second buffer contains the previous displacement. (SpecTrain, arXiv:1809.02839, uses the momentum.)
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], factors: Callable[[], tuple[float, float]]) -> None:
-        """factors: of the last displacement and of the one before, asked for again at each prediction: a schedule may
-        change the momentum that they follow from, as OneCycleLR does."""
+        """factors: returns the factors of the last displacement and of the one before. Called at each prediction, as a
+        schedule such as OneCycleLR may change the momentum from which they follow."""
         super().__init__(parameters)
         self._factors = factors
         self.factor, self.older = factors()
         self.needs = 2 if self.older else int(bool(self.factor))
         self._older: list[torch.Tensor] = []
-        """The displacement before the last one; zeros where it is not known."""
+        """The displacement before the last one, by parameter; zeros if it is not known."""
 
     def _go_ahead(self) -> bool:
         factor, older = self._factors()
-        if bool(older) == bool(self.older):  # else there is no memory for it, or too much
+        if bool(older) == bool(self.older):  # otherwise the second buffer would be missing or useless
             self.factor, self.older = factor, older
         factor = self.factor
         if self.older:
-            # The sum takes the place of the older one, whose part the last one has from the next step on.
+            # The sum overwrites the older displacement, whose role the last one takes over from the next step on.
             torch._foreach_mul_(self._older, self.older)
             torch._foreach_add_(self._older, self._buffers, alpha=self.factor)
             self._buffers, self._older, factor = self._older, self._buffers, 1.0
@@ -61,7 +62,7 @@ class Displacement(Prediction):
         self._holds = Holds.BEFORE
 
     def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
-        """The buffer becomes how far the weights moved."""
+        """Replace each buffer's content, the weights before the step, by the displacement of the weights."""
         if not self.wanted or self._holds is not Holds.BEFORE:
             return
         groups, others = grouped(self._pairs)
@@ -84,7 +85,8 @@ class Displacement(Prediction):
 
     def state(self) -> dict[str, Any]:
         known = self._holds is Holds.KNOWN
-        # A forward between step and checkpoint has used the last one up: it is the one before by then.
+        # A forward between step and checkpoint has turned the last displacement into predicted weights; it is then
+        # saved as the older one.
         return {
             "displacement": dict(zip(self.parameters, self._buffers, strict=True)) if known else {},
             "older": dict(zip(self.parameters, self._older, strict=True)) if self._older else {},
@@ -109,7 +111,7 @@ class Displacement(Prediction):
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """The largest momentum or first beta of its groups, and whether it is Nesterov's."""
+    """Return the largest momentum or first beta of the optimizer's groups, and whether it is Nesterov momentum."""
     found = (0.0, False)
     for group in optimizer.param_groups:
         momentum = float(group.get("momentum") or _first_beta(group))
@@ -118,18 +120,18 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
 
 
 def auto_factors(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-    """How far ahead to predict: factors of the last displacement d(t) and of the one before.
+    """Return the factors of the last displacement d(t) and of the one before, which decide how far ahead to predict.
 
-    With momentum or first beta m: 2m and -m, that is m times the displacement that the last two lead to,
-    2 d(t) - d(t-1). Momentum narrows the stable learning rate from 2(1+m) to 1-m where gradients are one step late;
-    so predicted it is at least 0.5 for every m (docs/algorithms.md). Nesterov's step looks ahead by itself: 1. Without
-    memory of direction prediction does harm: 0.
+    With momentum or first beta m: 2m and -m, that is m times the extrapolation 2 d(t) - d(t-1). If gradients are one
+    step late, momentum narrows the stable range of learning rates from 2(1+m) to 1-m; with this prediction it is at
+    least 0.5 for every m (docs/algorithms.md). Nesterov's step looks ahead by itself, so its factor is 1. Without
+    momentum prediction does harm, so the factors are 0.
     """
     return factors_by(*momentum_of(optimizer))
 
 
 def factors_by(momentum: float, nesterov: bool) -> tuple[float, float]:
-    """The factors of `auto_factors`, from what `momentum_of` returns."""
+    """Return the factors of `auto_factors` for a result of `momentum_of`."""
     if not momentum:
         return 0.0, 0.0
     return (1.0, 0.0) if nesterov else (2 * momentum, -momentum)

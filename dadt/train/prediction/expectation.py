@@ -1,4 +1,4 @@
-"""Prediction by the optimizer's own next step, with what the rank knows of the gradient that it will be given."""
+"""Prediction by the optimizer's own next step, with what the rank knows of the averaged gradient that will arrive."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from dadt.train.prediction.rows import LastColumns, Row, beside, grouped, in_cor
 _gradient, _version, _is_cuda = map(attrgetter, ("grad", "_version", "is_cuda"))
 
 Gradients = list[torch.Tensor | None]
-"""One gradient for each parameter, in their order; None where it has none."""
+"""One gradient for each parameter, in the parameters' order; None for a parameter without gradient."""
 Term = tuple[Gradients, torch.Tensor | float]
-"""Gradients, and the weight of all of them in a sum."""
+"""One term of a weighted sum: gradients, and their common weight."""
 DAMPING = 0.5
-"""Weight, relative to the share, of the last known gap between a rank's gradient and the average: damps differences."""
+"""Weight, relative to the share, of the last known gap between a rank's gradient and the average; it keeps ranks'
+predictions from drifting apart."""
 
 _SOME = 8
-"""Gradients whose norms show by how much the script scales all."""
+"""Number of gradients whose norms are compared to find out by how much the script scales all gradients."""
 
 
 def share_of(ranks: int) -> float:
@@ -41,16 +42,18 @@ def share_of(ranks: int) -> float:
 
 
 class Expectation(Prediction):
-    """Runs forward and backward where the optimizer would put the weights if it were given, at step t,
-    share * own(t) + (1 - share) * average(t-1) + DAMPING * share * (own(t-1) - average(t-1)),
-    with the rank's own gradient in flight and the last average that has arrived.
+    """Runs forward and backward at the weights to which the optimizer would step, at step t, with the gradient
 
-    The mean over ranks of where they predict to is then near the true next point: the mean of their own gradients is
-    the average in flight. The last term has the mean 0. Without it what a rank is off by comes back in its next
-    gradient, turned round, and grows where rate * curvature * share is above 1; with it, where that is above 2
-    (docs/algorithms.md). Its own gradients stay where autograd has put them, and averages where they have
-    come, until one pass makes the predicted weights of them. (Prediction by the optimizer's step with old gradients:
-    XPipe, arXiv:1911.04610. That a rank knows its own part of those in flight is added here.)
+    share * own(t) + (1 - share) * average(t-1) + DAMPING * share * (own(t-1) - average(t-1)),
+
+    where own(t) is the rank's own gradient in flight and average(t-1) the last average that has arrived.
+
+    The mean of the ranks' predictions is then near the true next weights, since the mean of their own gradients is the
+    average in flight. The last term has mean 0. Without it, a rank's error returns in its next gradient with the
+    opposite sign, and grows if rate * curvature * share is above 1; with it, if that is above 2 (docs/algorithms.md).
+    Own gradients stay where autograd has put them, and averages where they arrived, until one pass computes the
+    predicted weights from them. (Prediction by the optimizer's step with old gradients: XPipe, arXiv:1911.04610. The
+    rank's own part of the gradients in flight is added here.)
     """
 
     needs = 1
@@ -61,35 +64,36 @@ class Expectation(Prediction):
         self.share = share
         self._optimizer = weakref.ref(optimizer)
         self._came: tuple[Gradients, list[int]] = ([], [])
-        """The averages as they have come, and their versions."""
+        """The averages as they arrived, and their autograd versions."""
         self._sampled: list[torch.Tensor] = []
-        """Parameters by whose averages it is told how the script scales all."""
+        """Sample of parameters whose averages show by how much the script scales all gradients."""
         self._came_norms: list[torch.Tensor] = []
-        """The norms of their averages as they have come."""
+        """Norms of the sampled averages as they arrived."""
         self._came_scale: torch.Tensor | float = 1.0
-        """The loss scale of these averages."""
+        """Loss scale of the averages that arrived last."""
         self._clip: torch.Tensor | float = 1.0
-        """The share of the last averages' norm that the script has left."""
+        """Factor by which the script has scaled the last averages, as gradient clipping does."""
         self._own: Gradients = []
-        """The rank's own gradients, which have just been sent."""
+        """This rank's own gradients that were just sent."""
         self._previous: Gradients = []
-        """The rank's own gradients that were sent before; empty where they are not known."""
+        """This rank's own gradients that were sent before the last ones; empty if not known."""
         self._previous_scale: torch.Tensor | float = 1.0
-        """The loss scale of the gradients that were sent before."""
+        """Loss scale of the gradients in `_previous`."""
         self._terms: list[Term] = []
-        """The sum that is expected, where it is not in the buffers yet."""
+        """Terms of the expected gradient, as long as their sum is not in the buffers."""
         self._versions: list[list[int]] = []
-        """Versions of the gradients in these terms, by which a change is noticed."""
+        """Autograd versions of the gradients in `_terms`, from which a change is detected."""
         self._in_place = False
-        """Whether the script sets gradients to zero in place: averages are about to be overwritten."""
+        """Whether the script sets gradients to zero in place, so that averages in the same memory will be overwritten.
+        """
         self._copies: dict[int, list[torch.Tensor]] = {}
-        """Memory for copies of own gradients, by parameter."""
+        """Memory for copies of this rank's own gradients, by the parameter's id."""
         self._kernel = Kernel()
-        """Computes the next weights of a GPU's parameters."""
+        """Computes the next weights of parameters on a GPU."""
         self._seen: dict[int, LastColumns] = {}
-        """For each group of parameters with the same factors, by number, the tensors known to fit the core's loops."""
+        """For each group of parameters with equal factors, by index: the tensors known to suit the C++ core's loops."""
         self._absent: set[int] = set()
-        """Parameters (by id) of which nothing is expected: the optimizer is to leave them out."""
+        """Ids of parameters without an expected gradient, which the optimizer will skip."""
 
     def before_step(self, *, late: bool, scale: torch.Tensor | None, delivery: Set[int] = frozenset()) -> None:
         super().before_step(late=late, scale=scale, delivery=delivery)
@@ -99,12 +103,12 @@ class Expectation(Prediction):
             self._own = self._keep_own(delivery)
             self._absent = {id(p) for p, g in zip(self.parameters, self._own, strict=True) if g is None}
             self._holds = Holds.OWN
-        elif self._holds is Holds.AVERAGE:  # the first late step: nothing arrives in it
+        elif self._holds is Holds.AVERAGE:  # the first late step, in which no average arrives
             self._expect_first(scale, delivery)
 
     def _keep_own(self, delivery: Set[int]) -> Gradients:
-        """The own gradients as they are, until the step after the next one. Those that are in the memory of averages
-        are copied."""
+        """Return this rank's own gradients, to be used until the step after the next one. Gradients in the memory where
+        averages arrive are copied."""
         kept = self._gradients()
         if delivery.isdisjoint(map(address, _present(kept))):
             return kept
@@ -117,7 +121,8 @@ class Expectation(Prediction):
         return kept
 
     def _expect_first(self, scale: torch.Tensor | None, delivery: Set[int]) -> None:
-        """Begin with the average of the last synchronous step, in the buffers, and the own gradients in `.grad`."""
+        """Compute the first expected gradient from the average of the last synchronous step, in the buffers, and the
+        own gradients in `.grad`."""
         self._previous = self._keep_own(delivery)
         self._absent &= {id(p) for p, g in zip(self.parameters, self._previous, strict=True) if g is None}
         self._previous_scale = 1.0 if scale is None else scale
@@ -135,7 +140,7 @@ class Expectation(Prediction):
 
     def after_step(self, *, held: bool, scale: torch.Tensor | None) -> None:
         if held and self._holds is Holds.OWN:
-            self.forget()  # what has come was of other parameters
+            self.forget()  # the averages belong to other parameters
         if held or not self._buffers:
             return
         changed = self._changed()
@@ -145,20 +150,22 @@ class Expectation(Prediction):
             self._holds = Holds.AVERAGE
             return
         self._expect(1.0 if scale is None else scale)
-        if self._on_gpu:  # where what is no number moves no weight, and nobody waits for a look at it
+        # the GPU's kernel moves no weight by NaN or infinity, so the host need not wait to check for them
+        if self._on_gpu:
             if self._in_place:
                 self._settle()
         elif changed or scale is not None:
             self._settle()
             if not _finite(self._buffers):
-                # A gradient scaler will leave the rank's own out, or a script that looks at norms; or a fused optimizer
-                # has just left the averages out, by itself.
+                # A gradient scaler, or a script that checks norms, will skip these own gradients; or a fused optimizer
+                # has just skipped the averages by itself.
                 self.forget()
         elif self._in_place:
             self._settle()
 
     def _expect(self, scale: torch.Tensor | float) -> None:
-        """Go on with the own gradients, of this loss scale, those before, and averages in `.grad`."""
+        """Set the terms of the expected gradient: own gradients, those sent before, and the averages in `.grad`. scale:
+        loss scale of the own gradients."""
         gradients = self._gradients()
         average, terms = 1 - self.share, [(self._own, self.share * self._clip / scale)]
         if self._previous:
@@ -179,11 +186,12 @@ class Expectation(Prediction):
 
     @property
     def _has_changed(self) -> bool:
-        """Whether what is expected cannot be summed up any more: the script has written to gradients since the step."""
+        """Whether the expected gradient's terms are no longer valid, because the script has written to gradients since
+        the step."""
         return bool(self._terms) and _versions(self._terms) != self._versions
 
     def _settle(self) -> None:
-        """Sum up what is expected now, as what it is made of will change."""
+        """Compute the expected gradient into the buffers now, before the gradients in its terms change."""
         terms, self._terms = self._terms, []
         self._sum(self._buffers, *terms)
 
@@ -192,7 +200,8 @@ class Expectation(Prediction):
         return [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
 
     def _copy_gradients(self, buffers: list[torch.Tensor]) -> set[int]:
-        """Copy the gradients into the buffers, or zeros. Returns the ids of parameters that have no gradient."""
+        """Copy the gradients into the buffers, or zeros for parameters without one. Returns the ids of these
+        parameters."""
         rows = list(zip(self.parameters, buffers, self._gradients(), strict=True))
         there = [(b, g) for _, b, g in rows if g is not None]
         if there:
@@ -203,7 +212,7 @@ class Expectation(Prediction):
         return {id(p) for p, _, g in rows if g is None}
 
     def _changed(self) -> bool:
-        """Whether the script has clipped, unscaled or otherwise changed the averages."""
+        """Whether the script has clipped, unscaled or otherwise changed the averages since they arrived."""
         (came, versions), self._came = self._came, ([], [])
         if len(came) != len(self.parameters):
             return False
@@ -211,7 +220,7 @@ class Expectation(Prediction):
         return not same or list(map(_version, _present(came))) != versions
 
     def _clipped(self) -> torch.Tensor | float:
-        # The script may have taken some away meanwhile, by freezing parameters.
+        # Leave out gradients that the script has removed meanwhile, for example by freezing parameters.
         left = [(p, norm) for p, norm in zip(self._sampled, self._came_norms, strict=True) if p.grad is not None]
         if not left:
             return 1.0
@@ -222,7 +231,8 @@ class Expectation(Prediction):
         return float(ratio) if ratio.device.type == "cpu" else ratio
 
     def _sum(self, into: list[torch.Tensor], *terms: Term) -> None:
-        """into = sum of weight * tensor, of the tensors that are there; `into` may be the first of them."""
+        """Write the sum of weight * tensor into `into`, over tensors that are not None. `into` may be the first term's
+        tensors."""
         if not terms:
             return
         columns, weights = zip(*terms, strict=True)
@@ -254,7 +264,8 @@ class Expectation(Prediction):
         counted = on_gpu and self._kernel.works
         groups = next_steps(optimizer, ahead, counted=counted) if optimizer is not None else ()
         for i, group in enumerate(groups):
-            # The gradients that were sent before are not needed any more, as their memory may be.
+            # Column `without`, the gradients sent before, is not remembered: it is not needed any more, and its memory
+            # can be reused.
             seen = self._seen.setdefault(i, LastColumns(without=len(ParameterStep._fields)))
             if on_gpu:
                 moving = [(*step, *(rows[id(step.parameter)] or (step.expected,))) for step in group.steps]
@@ -262,7 +273,7 @@ class Expectation(Prediction):
             else:
                 self._foresee(group.factors, group.steps, rows, [float(weight) for weight in weights], seen)
         for p, b in zip(self.parameters, self._buffers, strict=True) if ahead or self._absent else ():
-            if id(p) in ahead or id(p) in self._absent:  # or the optimizer has not stepped it yet
+            if id(p) in ahead or id(p) in self._absent:  # or the optimizer has not stepped this parameter yet
                 b.copy_(p.data)
         return True
 
@@ -274,7 +285,7 @@ class Expectation(Prediction):
         weights: Sequence[float],
         seen: LastColumns,
     ) -> None:
-        """Put the next weights of these parameters into the buffers."""
+        """Write the next weights of these parameters into their buffers."""
         groups, others = grouped([(*step, *rows[id(step.parameter)]) for step in steps], seen)
         for dtype, counts, (parameters, ahead, momenta, squares, *sources) in groups:
             next_step = _core.NextStep(**factors)
@@ -298,7 +309,7 @@ class Expectation(Prediction):
             self._terms, self._previous = [], []
             self._holds = Holds.KNOWN
             if not _finite(self._buffers):
-                self.forget()  # it will be left out when it arrives
+                self.forget()  # the optimizer will skip these averages when they arrive
 
     def state(self) -> dict[str, Any]:
         known = self._holds is Holds.AVERAGE
@@ -378,7 +389,7 @@ def _versions(terms: Sequence[Term]) -> list[list[int]]:
 
 
 def _norms_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each one's gradient."""
+    """Return the norm of each parameter's gradient."""
     gradients = list(map(_gradient, parameters))
     return norms([g if g.layout is torch.strided else g.to_dense() for g in gradients])
 

@@ -1,4 +1,4 @@
-"""The next weights of a GPU's parameters: by one kernel, or by tensor operations where Triton is missing."""
+"""Computes the next weights of parameters on a GPU: by one Triton kernel, or by tensor operations without Triton."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _STEP = len(ParameterStep._fields)
 
 
 class Kernel:
-    """A row is a Step, whose `expected` is where its next weights are put, and behind it what the gradient that is
-    expected is the sum of, which may be that memory. Where the result is no number, it is the weight as it is."""
+    """Computes next weights row by row. A row is a Step, whose `expected` tensor receives the next weights, followed by
+    the terms of the expected gradient, one of which may share the `expected` memory. If a result is NaN or infinite,
+    the weight stays as it is.
+    """
 
     @cached_property
     def works(self) -> bool:
@@ -31,7 +33,7 @@ class Kernel:
         return gpu_kernel.KernelLauncher().foresee
 
     def foresee(self, group: Group, rows: Sequence[Row], weights: Weights, seen: LastColumns) -> None:
-        """Compute the next weights of these parameters. weights: of the parts of the sum."""
+        """Compute the next weights of these parameters. weights: one for each term of the expected gradient."""
         kinds, others = by_kind(rows, seen)
         for (dtype, device), some in kinds.items():
             fits = device.type == "cuda" and dtype is not torch.float64
@@ -41,7 +43,7 @@ class Kernel:
             _foresee(group, row, weights)
 
     def _launched(self, group: Group, rows: Sequence[Row], weights: Weights) -> bool:
-        """Compute them by the Triton kernel. Returns whether that worked."""
+        """Compute next weights by the Triton kernel. Returns whether that worked."""
         try:
             self._launch(group, rows, weights)
         except Exception as error:

@@ -16,15 +16,15 @@ from dadt.train.prediction.next_step import Group
 from dadt.train.prediction.rows import Column, Row, addresses
 
 BLOCK = 1024
-"""Elements that one program of the kernel computes."""
+"""Number of elements that one program of the kernel computes."""
 _KEPT = 256
-"""Sets of parameters of which the grid is kept, those used last: there is one for each group of an optimizer, and which
-are trained may change from step to step."""
+"""Number of recently used grids to keep: each group of an optimizer has its own, and the set of trained parameters may
+change between steps."""
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Grid(NamedTuple):
-    """What stays the same from step to step, for parameters of the same sizes."""
+    """Launch data that stay equal from step to step for parameters of the same sizes."""
 
     programs: int
     row_of: torch.Tensor
@@ -64,8 +64,8 @@ def _foresee(  # type: ignore[no-untyped-def]
     there = at < tl.load(sizes + row)
     own = tl.load(table + row).to(tl.pointer_type(DTYPE))
     w = tl.load(own + at, mask=there, other=0.0).to(tl.float32)
-    # Columns of addresses: the weight, where the next one is put, both moments, steps, and what the expected gradient
-    # is the sum of.
+    # Columns of the address table: weight, destination of the next weight, first and second moment, step count, then
+    # the terms of the expected gradient.
     g = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         address = tl.load(table + (5 + part) * rows + row)
@@ -86,7 +86,7 @@ def _foresee(  # type: ignore[no-untyped-def]
             root = root / tl.sqrt(1.0 - tl.exp2(log_beta2 * count))
         move = move / (tl.sqrt(v * square + g * g * squared) * root + epsilon)
     ahead = move + w * keep
-    # What is expected may be no number, where the step is going to be left out: then the weight stays.
+    # The expected gradient may be NaN or infinite in a step that will be skipped: then the weight stays as it is.
     known = tl.abs(ahead) < float("inf")
     into = tl.load(table + rows + row).to(tl.pointer_type(DTYPE))
     tl.store(into + at, tl.where(known, ahead, w).to(DTYPE), mask=there)
@@ -97,10 +97,10 @@ class KernelLauncher:
         self._grids: dict[tuple[torch.device, tuple[int, ...]], Grid] = {}
 
     def foresee(self, group: Group, rows: Sequence[Row], weights: Sequence[torch.Tensor | float]) -> None:
-        """Like `Kernel.foresee`, for rows that have one dtype and device."""
+        """Compute next weights as `Kernel.foresee` does, for rows of one dtype and device."""
         first = rows[0][0]
         assert first is not None
-        with torch.cuda.device(first.device):  # where Triton launches
+        with torch.cuda.device(first.device):  # Triton launches on the current device
             self._foresee(group, rows, weights, first)
 
     def _foresee(
@@ -147,12 +147,12 @@ _FACTORS = ("gradient", "momentum", "decay", "keep", "square", "squared", "root"
 
 
 def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The values on the device; the host does not wait for their copy."""
+    """Copy the values to the device, without the host waiting for the copy."""
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def _weights(weights: Sequence[torch.Tensor | float], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each weight as two factors, one that the host knows and one that a device knows; the other one is 1."""
+    """Return each weight as two factors, one known on the host and one known on the device; the unused factor is 1."""
     hosts = [1.0 if isinstance(weight, torch.Tensor) else weight for weight in weights]
     devices = torch.ones(len(weights), dtype=torch.float32, device=device)
     for i, weight in enumerate(weights):
@@ -162,7 +162,7 @@ def _weights(weights: Sequence[torch.Tensor | float], device: torch.device) -> t
 
 
 def _counts(group: Group, weight: Column) -> Column:
-    """The steps that the device has counted of each parameter; None where the host counts."""
+    """Return the step counts of the parameters that are stored on the device; None for each if the host counts."""
     if group.counts is None:
         return [None] * len(weight)
     known = {id(step.parameter): count for step, count in zip(group.steps, group.counts.steps, strict=True)}

@@ -1,4 +1,5 @@
-"""Memory that parameters are given in turn, their own and that of predicted weights, and who else has it."""
+"""Swaps parameters between their own memory and that of predicted weights, and finds out which other tensors share
+it."""
 
 from __future__ import annotations
 
@@ -21,33 +22,33 @@ def _uses_of_two() -> int:
 
 
 _USES = _uses_of_two()
-"""The reference count of memory that a parameter and one more tensor have."""
+"""Reference count of a storage that only a parameter and one other tensor share."""
 
 
 def lends(parameter: torch.Tensor) -> bool:
-    """Whether a parameter, whose memory one of our tensors has as well, may be given other: on a CPU or a GPU, where
-    nobody else, as a view, is to see the same."""
+    """Whether a parameter, whose memory one of DADT's tensors shares, may be given other memory: on a CPU or GPU, if no
+    further tensor, such as a view, shares it."""
     return _may_lend(parameter) and bool(storage_uses(parameter.untyped_storage()._cdata) <= _USES)
 
 
 class Memory:
-    """A tensor for each parameter. Each step asks the same of all of them, so it is asked without loops."""
+    """One tensor for each parameter. Checks that each step makes on all of them are done without Python loops."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
         self._plain = all(map(_may_lend, parameters))
         self._addresses = list(map(address, tensors)) if self._plain else []
         self._described = _describe(tensors) if self._plain else None
-        # Good for as long as the tensors are there.
+        # These addresses stay valid while `tensors` keeps the storages alive.
         self._storages = [t.untyped_storage()._cdata for t in tensors] if self._plain else []
 
     def shown_by(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether each parameter has its tensor's memory, shape, strides and dtype."""
+        """Whether each parameter has the memory, shape, strides and dtype of its tensor."""
         at = list(map(address, parameters)) if self._plain else None
         return at == self._addresses and _describe(parameters) == self._described
 
     def is_lent(self) -> bool:
-        """Whether all parameters that have it may be given other, as in `lends`."""
+        """Whether all parameters that use this memory may be given other memory, by the rules of `lends`."""
         return self._plain and max(map(storage_uses, self._storages), default=0) <= _USES
 
 

@@ -1,4 +1,4 @@
-"""The weights after the next step of SGD and Adam, from their state and a gradient."""
+"""Weights after the next step of SGD or Adam, computed from the optimizer's state and an expected gradient."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any, NamedTuple
 import torch
 
 Factors = dict[str, float]
-"""The numbers of one optimizer step, by their names in _core.NextStep."""
+"""Factors of one optimizer step, by their names in _core.NextStep."""
 
 
 class ParameterStep(NamedTuple):
-    """One parameter, with what its next step follows from."""
+    """One parameter, with everything from which its next step is computed."""
 
     parameter: torch.Tensor
     expected: torch.Tensor
-    """The gradient that the step will be given."""
+    """The gradient that the step is expected to use."""
     momentum: torch.Tensor | None
     square: torch.Tensor | None
-    """The optimizer's first and second moment of the gradients."""
+    """The optimizer's second moment of the gradients; `momentum` is the first. None if the optimizer has none."""
 
     def ahead(self, factors: Factors) -> torch.Tensor:
-        """The value that _core.foresee puts into the parameter, for tensors of any device, dtype and memory order."""
+        """Return the next weights, equal to those of _core.foresee, for tensors of any device, dtype and memory
+        order."""
         w, g, m, v = (None if t is None else _real(t.detach()) for t in self)
         assert w is not None and g is not None
         if factors["decay"]:
@@ -41,18 +42,18 @@ class ParameterStep(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Steps that a device counts, of parameters whose first factors are those after infinitely many."""
+    """Step counts stored on a GPU. The group's own factors are then those after infinitely many steps."""
 
     steps: list[torch.Tensor]
     log_beta1: float
     log_beta2: float
-    """log2 of Adam's two betas; -inf for a beta of 0."""
+    """log2 of Adam's second beta, as `log_beta1` is of its first; -inf for a beta of 0."""
     factors: Callable[[float], Factors]
     """Returns the factors after a number of steps."""
 
 
 class Group(NamedTuple):
-    """Parameters with the same factors."""
+    """Parameters whose next steps have the same factors."""
 
     factors: Factors
     steps: list[ParameterStep]
@@ -60,9 +61,10 @@ class Group(NamedTuple):
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its next step is known: torch's SGD, Adam and AdamW, and classes that take over their step.
+    """Whether the optimizer's next step can be computed: for torch's SGD, Adam and AdamW, and for classes that inherit
+    their step.
 
-    Not with `amsgrad`, whose step follows from the largest second moment.
+    Not with `amsgrad`, whose step depends on the largest second moment so far.
     """
     steps: list[Callable[..., Any]] = [torch.optim.SGD.step, torch.optim.Adam.step, torch.optim.AdamW.step]
     own: Callable[..., Any] = type(optimizer).step
@@ -74,10 +76,10 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 def next_steps(
     optimizer: torch.optim.Optimizer, expected: dict[int, torch.Tensor], *, counted: bool = False
 ) -> Iterator[Group]:
-    """The next steps, grouped by factors. Takes from `expected` (gradients by their parameters' ids) what it yields.
+    """Yield the next steps, grouped by factors. Removes from `expected` (gradients by their parameters' ids) what it
+    yields; a parameter that Adam has not stepped yet stays in.
 
-    A parameter that Adam has not stepped yet is left in it. counted: what a device counts is left there, as each look
-    at it waits for the device.
+    counted: do not read step counts stored on a GPU, since the host would have to wait.
     """
     for group in optimizer.param_groups:
         steps: dict[float, list[ParameterStep]] = {}
@@ -112,18 +114,18 @@ def next_steps(
 
 
 def _taken(step: torch.Tensor | float, steps: Mapping[float, Any]) -> float:
-    """Steps of a parameter. Counted on a device, they are read once for a group: each look waits for it."""
+    """Return the number of steps taken. A count on a GPU is read once per group, as the host waits for each read."""
     if isinstance(step, torch.Tensor) and step.device.type != "cpu" and steps:
         return min(steps)
     return float(step)
 
 
 def _sgd(group: dict[str, Any], *, begun: bool) -> Factors:
-    """begun: there is a momentum; otherwise the next gradient will be it."""
+    """begun: whether momentum exists; if not, the next gradient becomes the momentum."""
     rate, momentum = float(group["lr"]), float(group["momentum"])
     new = 1 - group["dampening"] if begun else 1.0
     by_momentum, by_gradient = (momentum * momentum, 1 + momentum * new) if group["nesterov"] else (momentum, new)
-    sign = -1.0 if group["maximize"] else 1.0  # of the gradient, not of the decay
+    sign = -1.0 if group["maximize"] else 1.0  # applies to the gradient, but not to the decay
     return _factors(
         momentum=-rate * by_momentum, gradient=-rate * by_gradient * sign, decay=group["weight_decay"] * sign
     )
@@ -160,5 +162,5 @@ def _factors(
 
 
 def _real(t: torch.Tensor) -> torch.Tensor:
-    """The tensor with complex numbers as pairs, as Adam takes them."""
+    """Return complex tensors as pairs of real numbers, as Adam computes on them."""
     return torch.view_as_real(t) if t.is_complex() else t

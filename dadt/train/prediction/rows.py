@@ -1,4 +1,4 @@
-"""Rows of tensors for the core's loops, or a GPU's: one row for each parameter."""
+"""Rows of tensors, one row for each parameter, as the C++ core's loops or a GPU kernel process them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ _FLOATING = frozenset(dtype for dtype in DTYPES if dtype.is_floating_point)
 _is_cpu, _dtype, _device, _layout = map(attrgetter, ("is_cpu", "dtype", "device", "layout"))
 _stride = torch.Tensor.stride
 Row = Sequence[torch.Tensor | None]
-"""Tensors that go together, of one parameter."""
+"""Tensors of one parameter that are processed together, such as its weight, gradient and momentum."""
 AnyRow = TypeVar("AnyRow", bound=Row)
 Column = Sequence[torch.Tensor | None]
 Group = tuple[_core.DType, list[int], list[list[int]]]
-"""A dtype, sizes and, column by column, addresses (0 for None)."""
+"""Tensors prepared for the C++ core: dtype, number of elements of each row, and column by column the memory addresses
+(0 for None)."""
 Kind = tuple[torch.dtype, torch.device]
 
 
 class LastColumns:
-    """The columns of the last step that fit their first one: most of the next step's are the same objects."""
+    """Remembers the columns found to fit together in the last step: most of the next step's are the same objects, and
+    need no further check."""
 
     def __init__(self, without: int | None = None) -> None:
-        """without: number of a column whose tensors are not to be kept."""
+        """without: index of a column whose tensors must not be kept alive."""
         self._without = without
         self._beside: tuple[Kind, list[tuple[int, ...]]] | None = None
         self._columns: dict[int, Column] = {}
-        """The columns, by the id of the tensor that comes first in each."""
+        """Remembered columns, by the id of the first tensor in each."""
 
     def fit(self, columns: list[Column]) -> bool:
-        """Whether the tensors of each row fit together, and all have one dtype and device."""
+        """Whether the tensors of each row fit together, and all rows have one dtype and device."""
         first = [t for t in columns[0] if t is not None]
         if not first or first[0].dtype not in _FLOATING:
             return False
@@ -54,7 +56,7 @@ class LastColumns:
 
 
 def grouped(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[list[Group], list[AnyRow]]:
-    """The rows that the core's loops take, by dtype, and the others."""
+    """Split the rows into groups, by dtype, that the core's loops can process, and all other rows."""
     kinds, others = by_kind(rows, seen)
     groups = []
     for (_, device), some in kinds.items():
@@ -66,7 +68,7 @@ def grouped(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[li
 
 
 def by_kind(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[dict[Kind, list[AnyRow]], list[AnyRow]]:
-    """The rows whose tensors fit together, and the others."""
+    """Split the rows into those whose tensors fit together, by dtype and device, and all other rows."""
     every = list(rows)
     if every and (seen or LastColumns()).fit(list(zip(*every, strict=True))):
         first = every[0][0]
@@ -83,22 +85,23 @@ def by_kind(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[di
 
 
 def beside(tensor: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor | float:
-    """The weight on the tensor's device: parameters may lie on several."""
+    """Return the weight on the tensor's device, as parameters may be on several devices."""
     return weight.to(tensor.device) if isinstance(weight, torch.Tensor) else weight
 
 
 def in_core(row: Row) -> bool:
-    """Whether the core takes them: all are on the CPU, and fit together."""
+    """Whether the core's loops can process this row: all its tensors are on the CPU and fit together."""
     return row[0] is not None and row[0].is_cpu and _fit(row)
 
 
 def _fit(row: Row) -> bool:
-    """Whether all are on one device, of one floating dtype, without holes (as by empty_like), in one memory order."""
+    """Whether all tensors of the row are on one device, have one floating-point dtype and one memory order, and have no
+    gaps in memory (as from empty_like)."""
     first = row[0]
     if first is None or first.dtype not in _FLOATING:
         return False
     dtype, device, stride = first.dtype, first.device, first.stride()
-    for t in row:  # a loop, as this is asked for each parameter several times a step
+    for t in row:  # a plain loop is fastest, and this runs several times per parameter and step
         if t is None or t is first:
             continue
         if t.dtype is not dtype or t.layout is not torch.strided or t.device != device:
@@ -109,8 +112,8 @@ def _fit(row: Row) -> bool:
 
 
 def _walks(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether its memory is in the order of these strides. Gradients of 1x1 convolutions have other strides than their
-    weights in dimensions of size 1, which mean nothing."""
+    """Whether the tensor's memory order has these strides. Strides of dimensions of size 1 do not matter: gradients of
+    1x1 convolutions often differ from their weights in those."""
     mine = tensor.stride()
     return len(mine) == len(stride) and all(
         n == 1 or a == b for n, a, b in zip(tensor.shape, mine, stride, strict=True)

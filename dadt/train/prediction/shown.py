@@ -1,4 +1,4 @@
-"""Parameters that show predicted weights, or would: what becomes of them, and whether the script has changed them."""
+"""Parameters that show predicted weights: restores their true weights, and detects changes by the script."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 from dadt.train.prediction.memory import lends
 
 PARTS, _LEAST = 4, 4096
-"""Parts of each parameter, of which each look is at another one; and the fewest elements of a part."""
+"""Number of parts of each parameter, of which each check reads a different one, and minimum number of elements of a
+part."""
 
 
 class ShownParameter(NamedTuple):
-    """A parameter that shows predicted weights, or would."""
+    """One parameter that shows predicted weights, or whose predicted weights are suspended."""
 
     parameter: torch.Tensor
     true: torch.Tensor
-    """The memory of its true weights."""
+    """The memory of the parameter's true weights."""
     place: torch.Tensor
-    """The memory of its predicted weights."""
+    """The memory of the parameter's predicted weights."""
     lent: bool
-    """Whether the parameter was given the memory of its predicted weights."""
+    """Whether the parameter uses the memory of its predicted weights instead of a copy."""
 
 
 def still_lent(rows: Sequence[ShownParameter]) -> list[bool]:
@@ -32,14 +33,15 @@ def still_lent(rows: Sequence[ShownParameter]) -> list[bool]:
 
 
 def show(rows: Sequence[ShownParameter], lent: Sequence[bool]) -> None:
-    """Give parameters their true weights, by memory where it is lent."""
+    """Restore the parameters' true weights, by exchanging memory where `lent` says so and by copying elsewhere."""
     copied = []
     for (p, true, place, _), by_memory in zip(rows, lent, strict=True):
         if by_memory:
             p.data = true
         elif p.data_ptr() != true.data_ptr():
-            # Moved, as to another device; else the script shows something else for a while, as an average of weights,
-            # and may give the place back to the parameter.
+            # Moved: the parameter has its predicted weights in other memory, for example on another device, and gets
+            # the true ones. Otherwise the script shows other values for a while, such as averaged weights: only the old
+            # memory is restored, which the script may give back to the parameter.
             if _moved(p.data, place):
                 copied.append((p.data, true))
             copied.append((place, true))
@@ -53,7 +55,7 @@ def copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def part(t: torch.Tensor, number: int) -> torch.Tensor:
-    """The values of one of a tensor's PARTS; of the first where it has fewer."""
+    """Return the values of part `number` of a tensor that is divided into PARTS; the first part if there are fewer."""
     size = max(_LEAST, -(-t.numel() // PARTS))
     begin = number * size if number * size < t.numel() else 0
     flat = torch.as_strided(t, (t.numel(),), (1,)) if _is_dense(t) else t.flatten()
@@ -65,12 +67,12 @@ def _is_dense(t: torch.Tensor) -> bool:
 
 
 def _moved(now: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether these are the same values in other memory."""
+    """Whether the two tensors have equal values in different memory."""
     if now.data_ptr() == place.data_ptr() or now.shape != place.shape:
         return False
     return torch.allclose(now.to(place), place, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def replaced(now: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether these, in other memory, are other values."""
+    """Whether the two tensors have different values, in different memory."""
     return now.shape == place.shape and not _moved(now, place)

@@ -1,4 +1,4 @@
-"""The models to benchmark: each name leads to a factory, which returns a Workload."""
+"""The models that can be benchmarked: each name maps to a factory, which returns a Workload."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ MODELS = {
 
 
 def make(name: str) -> Workload:
-    """The factory of a name in MODELS, or of `package.module:factory`: a callable without arguments.
+    """Build the workload of a name in MODELS, or of `package.module:factory`, where the factory is a callable without
+    arguments.
 
-    It returns a Workload, or a plain tuple of its first fields: (model, batch, loss). Raises ConfigError.
+    The factory returns a Workload, or a plain tuple of its first fields: (model, batch, loss). Raises ConfigError if
+    there is no such factory or its result does not fit.
     """
     module, colon, attribute = MODELS.get(name, name).partition(":")
     if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):

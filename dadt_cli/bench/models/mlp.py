@@ -10,6 +10,6 @@ SIDE = 32
 
 
 def mlp() -> Workload:
-    """4.1 million parameters in two layers, images of 32 pixels."""
+    """Return a perceptron with 4.1 million parameters in two layers, for images of 32 x 32 pixels."""
     layers = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, 1000), nn.ReLU(), nn.Linear(1000, 1000))
     return images(layers, OURS, SIDE)

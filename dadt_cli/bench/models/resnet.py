@@ -12,7 +12,7 @@ from dadt_cli.bench.models.workload import Workload, images, installed
 
 
 class Residual(nn.Module):
-    """x + body(x), with a projection of x where the shape changes."""
+    """A residual block: x + body(x); x is projected if the block changes its shape."""
 
     def __init__(self, body: nn.Module, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""BERT (arXiv:1810.04805) and GPT-2, in the sizes of their first publication."""
+"""The language models BERT (arXiv:1810.04805) and GPT-2, in the sizes of their first publication."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dadt_cli.bench.models.workload import Workload, installed, tokens
 
 WIDTH, HEADS, DEPTH = 768, 12, 12
 MASK, MASKED = 103, 0.15
-"""The token that hides another, and how many it hides."""
+"""The token that replaces hidden tokens, and the share of tokens that are hidden."""
 IGNORED = -100
 
 
 def bert_base() -> Workload:
-    """109.5 million parameters; guesses hidden tokens among 128."""
+    """Return BERT base with 109.5 million parameters, which guesses hidden tokens in sequences of 128 tokens."""
     found, source = installed("transformers", lambda library: library.BertForMaskedLM(library.BertConfig()))
     return tokens(Bert() if found is None else found, source, hidden, length=128, vocabulary=30522)
 
 
 def gpt2_small() -> Workload:
-    """124.4 million parameters; guesses each next token of 256."""
+    """Return GPT-2 small with 124.4 million parameters, which predicts the next token in sequences of 256 tokens."""
     found, source = installed("transformers", lambda library: library.GPT2LMHeadModel(library.GPT2Config()))
     return tokens(Gpt() if found is None else found, source, following, length=256, vocabulary=50257)
 
 
 class Bert(nn.Module):
-    """Tokens (batch, length) to logits (batch, length, vocabulary)."""
+    """BERT: maps tokens (batch, length) to logits (batch, length, vocabulary)."""
 
     def __init__(self, vocabulary: int = 30522, places: int = 512) -> None:
         super().__init__()
@@ -48,7 +48,8 @@ class Bert(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tokens (batch, length) to logits (batch, length, vocabulary), each from those before it."""
+    """GPT-2: maps tokens (batch, length) to logits (batch, length, vocabulary), each computed only from preceding
+    tokens."""
 
     def __init__(self, vocabulary: int = 50257, places: int = 1024) -> None:
         super().__init__()
@@ -75,9 +76,9 @@ def block(norm_first: bool) -> nn.TransformerEncoderLayer:
 
 
 def hidden(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The loss of the hidden tokens, as BERT is trained."""
+    """Hide random tokens and return the loss of the model's guesses of them, as BERT is trained."""
     chosen = torch.rand(tokens.shape, device=tokens.device) < MASKED
-    chosen[:, 0] = True  # or a batch of few tokens may have none
+    chosen[:, 0] = True  # always hide the first token: in a batch of few tokens, chance may hide none
     logits = logits_of(model, tokens.masked_fill(chosen, MASK))
     return nn.functional.cross_entropy(
         logits.flatten(0, 1), tokens.masked_fill(~chosen, IGNORED).flatten(), ignore_index=IGNORED
@@ -85,11 +86,12 @@ def hidden(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def following(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The loss of each token, predicted from those before it."""
+    """Return the loss of predicting each token from the tokens before it."""
     return nn.functional.cross_entropy(logits_of(model, tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     made = model(tokens)
-    logits: torch.Tensor = made if isinstance(made, torch.Tensor) else made.logits  # transformers' models
+    # models of the transformers library return an object that holds the logits
+    logits: torch.Tensor = made if isinstance(made, torch.Tensor) else made.logits
     return logits

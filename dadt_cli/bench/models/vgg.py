@@ -7,11 +7,11 @@ from torch import nn
 from dadt_cli.bench.models.workload import Workload, images, installed
 
 WIDTHS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
-"""Channels and convolutions of each block; the image is halved behind it."""
+"""Channels and number of convolutions of each block; after each block, pooling halves the image's sides."""
 
 
 def vgg16() -> Workload:
-    """138.4 million parameters, images of 224 pixels."""
+    """Return VGG-16 with 138.4 million parameters, for images of 224 x 224 pixels."""
     found, source = installed("torchvision.models", lambda library: library.vgg16())
     return images(own() if found is None else found, source, 224)
 

@@ -1,4 +1,4 @@
-"""One step of a benchmark."""
+"""A benchmark's workload: a model with its batches and loss."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ Batch = tuple[torch.Tensor, ...]
 
 
 class Workload(NamedTuple):
-    """A model, what it is fed, and what it is to make small."""
+    """A model with the data to train it on and the loss to minimize."""
 
     model: nn.Module
     batch: Callable[[int], Batch]
-    """Makes up this many samples in the host's memory: the first dimension of each tensor is the sample."""
+    """Called with a number of samples: returns a synthetic batch in host memory; the first dimension of each tensor
+    counts samples."""
     loss: Callable[..., torch.Tensor]
-    """loss(model, *batch), a scalar. The batch is on the model's device."""
+    """Called as loss(model, *batch), with the batch on the model's device. Returns a scalar."""
     unit: str = "samples"
-    """The unit that is counted per second: images, tokens, ..."""
+    """The unit counted per second, such as images or tokens."""
     per_sample: int = 1
-    """How many of these units a sample has."""
+    """Number of units (see `unit`) in one sample."""
     source: str = ""
-    """Who defines the model; empty: the factory itself."""
+    """Who defines the model, in words; empty if the factory itself does."""
     real: Callable[[Path], Dataset[Any]] | None = None
-    """Samples as tuples of tensors from what --data names, where the model can read such data."""
+    """Called with the path given to --data: returns real samples as tuples of tensors. None if the model cannot read
+    real data."""
 
 
 OURS = "dadt's definition"
 
 
 def installed(module: str, factory: Callable[[Any], nn.Module]) -> tuple[nn.Module | None, str]:
-    """The model that a library defines, and the words that say whose it is. None where it is missing or broken."""
+    """Return a model built by a library, and words that say whose definition it is. The model is None if the library is
+    missing or broken."""
     package = module.partition(".")[0]
     try:
         library = importlib.import_module(module)
@@ -46,12 +49,13 @@ def installed(module: str, factory: Callable[[Any], nn.Module]) -> tuple[nn.Modu
         if error.name == package:
             return None, f"{OURS} ({package} is not installed)"
         return None, f"{OURS} ({package} cannot be imported: {error})"
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another torch
+    # for example, the library was built for another version of torch
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return None, f"{OURS} ({package} cannot be imported: {str(error).splitlines()[0]})"
 
 
 def images(model: nn.Module, source: str, side: int, classes: int = 1000) -> Workload:
-    """Classifies images of 3 x side x side."""
+    """Return a workload that classifies images of 3 x side x side."""
 
     def batch(size: int) -> Batch:
         return torch.randn(size, 3, side, side), torch.randint(0, classes, (size,))
@@ -68,7 +72,7 @@ def images(model: nn.Module, source: str, side: int, classes: int = 1000) -> Wor
 
 
 def tokens(model: nn.Module, source: str, loss: Callable[..., torch.Tensor], length: int, vocabulary: int) -> Workload:
-    """Reads `length` tokens a sample; loss(model, tokens) makes its targets from them."""
+    """Return a workload whose samples have `length` tokens; loss(model, tokens) derives its targets from the tokens."""
 
     def real(path: Path) -> Dataset[Any]:
         from dadt_cli.bench.data import Text

@@ -1,1 +1,1 @@
-"""What Horovod's frontends have in common."""
+"""Parts that are common to Horovod's APIs for torch, Keras and TensorFlow."""

@@ -1,4 +1,4 @@
-"""What scripts ask of Horovod's build, and small helpers that they use."""
+"""Horovod's queries of its build, such as `mpi_built`, and small helpers that scripts use."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Return whether MPI is used."""
+    """Return whether this job exchanges tensors by MPI."""
     from dadt.frontends.horovod.torch import basics
 
     return basics.mpi_built()
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Return True: torch has Gloo."""
+    """Return True, since torch contains Gloo."""
     return True
 
 
@@ -37,17 +37,17 @@ def nccl_built(verbose: bool = False) -> bool:
 
 
 def is_iterable(value: Any) -> bool:
-    """Return whether one can iterate over it."""
+    """Return whether the value can be iterated over."""
     return isinstance(value, Iterable)
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return whether it is a power of two."""
+    """Return whether the number is a power of two."""
     return num_rank > 0 and not num_rank & (num_rank - 1)
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Divide into `parts` parts of nearly the same length."""
+    """Divide the items into `parts` parts of nearly the same length."""
     return [items[i * len(items) // parts : (i + 1) * len(items) // parts] for i in range(parts)]
 
 

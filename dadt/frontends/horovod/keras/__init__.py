@@ -59,12 +59,12 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     **others: Any,
 ) -> Any:
-    """Train with this optimizer on all ranks, and return it: Horovod returns a copy.
+    """Train with this optimizer on all ranks, and return the same object, where Horovod returns a copy.
 
-    op: Average or Sum. name, devices, sparse_as_dense, num_groups and scale_local_gradients change nothing: DADT groups
-    gradients by `--bucket-mb`, and Keras's are dense on torch. Raises ValueError for what DADT does otherwise:
-    compression (use `--compression`), parts of a predivided average, groups, a process set, and several backwards for a
-    step (use Keras's gradient_accumulation_steps).
+    op: Average or Sum. name, devices, sparse_as_dense, num_groups and scale_local_gradients have no effect: DADT groups
+    gradients by `--bucket-mb`, and Keras's gradients are dense on torch. Raises ValueError for arguments that DADT does
+    not support: compression (use `--compression`), gradient_predivide_factor, groups, process_set, and
+    backward_passes_per_step (use Keras's gradient_accumulation_steps).
     """
     refuse(
         "DistributedOptimizer", compression=compression, gradient_predivide_factor=gradient_predivide_factor,
@@ -75,7 +75,7 @@ def DistributedOptimizer(
 
 
 def refuse(what: str, **given: Any) -> None:
-    """Raise ValueError for arguments that ask for what DADT does otherwise."""
+    """Raise ValueError for arguments of Horovod's that DADT does not support with Keras and TensorFlow."""
     usual = {"compression": (Compression.none,), "process_set": (global_process_set, None), "op": (Average, Sum)}
     without_effect = ("device_dense", "device_sparse", "sparse_as_dense", "num_groups", "persistent", "name")
     hints = {"compression": "; use --compression", "backward_passes_per_step": "; use gradient_accumulation_steps"}
@@ -107,7 +107,7 @@ def allgather(value: Any, name: str | None = None) -> Any:
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return the root's value."""
+    """Return the root rank's value on all ranks."""
     return of_backend(gradients.broadcast(tensor_of(value), root_rank, name=name))
 
 
@@ -127,7 +127,7 @@ def broadcast_global_variables(root_rank: int) -> None:
 def load_model(
     filepath: Any, custom_optimizers: Any = None, custom_objects: Any = None, compression: Any = Compression.none
 ) -> Any:
-    """Load a model, and train its optimizer on all ranks."""
+    """Load a model, and train with its optimizer on all ranks."""
     known = {each.__name__: each for each in custom_optimizers or ()}
     with horovods():
         return own.wrapped(keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})}))

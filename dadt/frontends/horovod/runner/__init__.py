@@ -1,4 +1,4 @@
-"""Start workers from Python."""
+"""Horovod's `run`, which starts workers from Python."""
 
 from __future__ import annotations
 

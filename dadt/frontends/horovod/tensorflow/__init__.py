@@ -16,7 +16,7 @@ from dadt.frontends.tensorflow import operations, tape
 
 
 def __getattr__(name: str) -> Any:
-    """All that is not below is the same with Keras."""
+    """Names that this module does not define are the same as in Horovod's API for Keras."""
     return getattr(_keras, name)
 
 
@@ -48,7 +48,7 @@ def allreduce(
 
 
 def grouped_allreduce(tensors: Iterable[Any], **options: Any) -> list[Any]:
-    """Return each of the tensors, reduced as by `allreduce`."""
+    """Return the tensors, each reduced over all ranks as by `allreduce`."""
     return [allreduce(each, **options) for each in tensors]
 
 
@@ -58,12 +58,12 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
 
 
 def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return the root's tensor."""
+    """Return the root rank's tensor on all ranks."""
     return operations.broadcast(tensor, root_rank, name=name)
 
 
 def DistributedGradientTape(gradtape: Any, op: Any = Average, **others: Any) -> Any:
-    """Wrap a tape, so that its gradients are averaged. Of the other arguments, sparse_as_dense and devices change
-    nothing. Raises ValueError for those with which DADT could not do what they ask."""
+    """Wrap a tape, so that its gradients are averaged over all ranks. sparse_as_dense and the devices have no effect;
+    other arguments raise ValueError if they ask for something that DADT does not support."""
     _keras.refuse("DistributedGradientTape", op=op, **others)
     return tape.DistributedGradientTape(gradtape, reduction="sum" if op == Sum else "mean")

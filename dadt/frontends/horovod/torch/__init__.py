@@ -68,4 +68,4 @@ from dadt.frontends.horovod.torch.sync_batch_norm import SyncBatchNorm as SyncBa
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
 mpi_ops = functions = sys.modules[__name__]
-"""Modules of Horovod's, by which some scripts name the same functions."""
+"""Names of Horovod's modules, through which some scripts access the functions of this package."""

@@ -1,4 +1,5 @@
-"""Adasum (arXiv 2006.02924): adds up what two gradients do not have in common, and averages what they have."""
+"""Adasum (arXiv 2006.02924), a way to combine gradients: adds up the parts in which they differ in direction, and
+averages the parts that they have in common."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 def prepare(tensor: Tensor, among: ProcessSet) -> tuple[Operation, Callable[[Any], Tensor]]:
     """Return an operation that gathers the tensors of all ranks, and the function that combines them.
 
-    Ranks are combined in pairs, then pairs of pairs, the same on all ranks. Raises NotImplementedError unless their
-    number is a power of two, and TypeError for integers.
+    Ranks are combined in pairs, then pairs of pairs, in the same order on all ranks. Raises NotImplementedError unless
+    the number of ranks is a power of two, and TypeError for integers.
     """
     if among.size & (among.size - 1):
         raise NotImplementedError(f"Adasum: {among.size} ranks; their number must be a power of two")
@@ -32,8 +33,8 @@ def prepare(tensor: Tensor, among: ProcessSet) -> tuple[Operation, Callable[[Any
 
 
 def combined(gradients: list[Tensor]) -> Tensor:
-    """Return the Adasum of gradients, whose number is a power of two. It is computed in float64, or in float32 for
-    half precision."""
+    """Return the Adasum of gradients, whose number is a power of two. The result is computed in float64, or in float32
+    for half precision."""
     wide = torch.float64 if gradients[0].element_size() > 2 else torch.float32
     level = [each.to(wide) for each in gradients]
     while len(level) > 1:
@@ -42,7 +43,7 @@ def combined(gradients: list[Tensor]) -> Tensor:
 
 
 def _pair(a: Tensor, b: Tensor) -> Tensor:
-    """The Adasum of two tensors; their sum if one is zero."""
+    """Return the Adasum of two tensors; their sum if one is zero."""
     dot, of_a, of_b = (a * b).sum(), (a * a).sum(), (b * b).sum()
     return a * (1 - _ratio(dot, of_a)) + b * (1 - _ratio(dot, of_b))
 

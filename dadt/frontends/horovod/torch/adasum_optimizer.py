@@ -1,4 +1,4 @@
-"""Steps that are combined by Adasum, in place of gradients that are averaged."""
+"""Optimizers that combine the steps of all ranks by Adasum, instead of averaging gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T", bound=torch.optim.Optimizer)
 
 
 def wrap(optimizer: T, names: dict[Tensor, str], compression: type[Compressor], process_set: ProcessSet) -> T:
-    """Each rank steps by its own gradients; all take the Adasum of what these steps have changed. Raises
+    """Make each rank step by its own gradients, and then combine the changes of all ranks' parameters by Adasum. Raises
     NotImplementedError for a process set."""
     if process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
@@ -31,23 +31,24 @@ def wrap(optimizer: T, names: dict[Tensor, str], compression: type[Compressor], 
 
 
 class _Steps:
-    """What one step has changed on this rank."""
+    """Combines what a step has changed in this rank's parameters with the changes of the other ranks."""
 
     def __init__(self, names: dict[Tensor, str], compression: type[Compressor]) -> None:
         self.names = {p: name for p, name in names.items() if p.requires_grad}
         self._compression = compression
         self._before: list[Tensor] = []
         self._depth = 0
-        """Steps under way: that of a class may call that of the class below it."""
+        """Number of nested calls of `step`: an optimizer's `step` may call that of its base class, and the hooks run
+        for both."""
         self.hooks: list[Any] = []
 
     def release(self) -> None:
-        """The optimizer is the script's own again."""
+        """Remove the hooks, so that the optimizer steps on its own again."""
         while self.hooks:
             self.hooks.pop().remove()
 
     def before(self, *_: Any) -> None:
-        """The optimizer is about to step: keep what the parameters are before it."""
+        """Step pre-hook: remember the parameters before the step, and set missing gradients to zero."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -57,8 +58,7 @@ class _Steps:
         self._before = [p.detach().clone() for p in self.names]
 
     def after(self, *_: Any) -> None:
-        """The optimizer has stepped: the parameters get what they were before, plus the Adasum of all ranks'
-        changes."""
+        """Step post-hook: set the parameters to their values before the step plus the Adasum of all ranks' changes."""
         self._depth -= 1
         if self._depth:
             return
@@ -75,14 +75,14 @@ class _Steps:
 
 
 class _Adasum(Distributed):
-    """The methods that `wrap` adds to an optimizer."""
+    """Methods that `wrap` adds to an optimizer."""
 
     def synchronize(self) -> None:
-        """Gradients stay each rank's own, so there is nothing to wait for."""
+        """Does nothing: each rank uses its own gradients, so there are no averages to wait for."""
 
     def skip_synchronize(self) -> NoReturn:
         """Raises AssertionError, as in Horovod: there is no synchronization to skip."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Gradients add up until `step` in any case."""
+        """Does nothing: gradients accumulate until `step`, after any number of backward passes."""

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer on their way to the other ranks and back."""
+"""Averages the gradients of one optimizer over all ranks, group by group."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from dadt.frontends.horovod.torch.reduce_op import ReduceOp
 
 TOGETHER_BYTES = 4 << 20
-"""Gradients travel together up to this size, as the last layers' come long before the first ones'."""
+"""Most bytes of gradients to send together. Larger groups would delay the last layers' gradients, which are ready long
+before those of the first layers."""
 _numbers: defaultdict[tuple[Any, ...], Iterator[int]] = defaultdict(itertools.count)
-"""Numbers the optimizers whose process set and parameter names are the same, so that their tensors' names differ."""
+"""Counters that number the optimizers with the same process set and parameter names, so that the names of their tensors
+differ."""
 
 
 class Averaging:
-    """Parameters in groups: a group is sent when backward has made all of its gradients, or when the step needs it."""
+    """Averages gradients in groups of parameters: a group is sent when backward has computed all its gradients, or when
+    the step needs them."""
 
     def __init__(
         self,
@@ -45,16 +48,16 @@ class Averaging:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        """names: of all parameters. how: operation, and factors before and after it."""
+        """names: the name of each parameter. how: the operation, and the factors before and after it."""
         self.passes = passes
         self.skips = False
-        """The script has synchronized itself."""
+        """Whether `step` uses the gradients as they are, since the script has called `synchronize` itself."""
         self.is_synchronized = False
         trains = bool(process_set.included()) and process_set.among.size > 1
         self.parameters = [p for p in names if p.requires_grad] if trains else []
         self._optimizer, self._compression, self._how = weakref.ref(optimizer), compression, how
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
-        # Optimizers of two models may have the same names.
+        # Optimizers of two models may have parameters of the same names; a number tells them apart.
         number = next(_numbers[(process_set, *names.values())])
         self.names = {p: f"{name} of optimizer {number}" if number else name for p, name in names.items()}
         self._left = dict.fromkeys(self.parameters, passes)
@@ -62,13 +65,14 @@ class Averaging:
         self._group_of: dict[Tensor, int] = {}
         self._under_way: dict[int, list[Callable[[], None]]] = {}
         self._depth = 0
-        """Steps under way: that of a class may call that of the class below it."""
+        """Number of nested calls of `step`: an optimizer's `step` may call that of its base class, and the hooks run
+        for both."""
         self._measure = Measure(Progress())
         self._hooks: list[Any] = []
 
     def group(self, groups: int | Sequence[Sequence[Tensor]] | None) -> None:
-        """Choose the parameters that travel together. groups: their number, in the order of parameters, or the groups
-        themselves; None: by size."""
+        """Choose the parameters whose gradients are sent together. groups: the number of groups, in the order of
+        parameters, or the groups themselves; None: groups by size."""
         if groups is None:
             self._groups = self._by_size()
         elif isinstance(groups, int):
@@ -84,7 +88,7 @@ class Averaging:
         self._group_of = {p: number for number, group in enumerate(self._groups) for p in group}
 
     def _by_size(self) -> list[list[Tensor]]:
-        """Groups of up to TOGETHER_BYTES bytes, from the last parameter, whose gradient comes first."""
+        """Groups of up to TOGETHER_BYTES bytes, beginning with the last parameter, whose gradient is computed first."""
         groups: list[list[Tensor]] = []
         room = 0
         for parameter in reversed(self.parameters):
@@ -98,8 +102,8 @@ class Averaging:
         return groups
 
     def listen(self) -> None:
-        """Send gradients when backward has made them, and have all before the step. Parameters do not keep this alive:
-        it ends with its optimizer."""
+        """Register hooks that send gradients when backward has computed them, and wait for all averages before the
+        step. Hooks refer to this object weakly, so that it is freed with its optimizer."""
         made = weakref.WeakMethod(self._made)
 
         def hook(parameter: Tensor) -> None:
@@ -112,23 +116,23 @@ class Averaging:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         first = optimizer.register_step_pre_hook(self._before_step)
         hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(first.id, last=False)  # what others do, they do to averages
+        hooks.move_to_end(first.id, last=False)  # runs first, so that other hooks of the step see averages
         self._hooks += [first, optimizer.register_step_post_hook(self._after_step)]
         lifecycle.session().runtime.ranks.progress.measures.append(self._measure)
         weakref.finalize(self, _remove, self._hooks)
 
     def release(self) -> None:
-        """The optimizer is the script's own again."""
+        """Wait for pending exchanges and remove the hooks, so that the optimizer steps on its own again."""
         self.drop()
         _remove(self._hooks)
 
     @property
     def is_busy(self) -> bool:
-        """Whether gradients are on their way."""
+        """Whether gradients are being exchanged."""
         return bool(self._under_way)
 
     def drop(self) -> None:
-        """Start the step again: wait for what is under way, and expect all gradients once more."""
+        """Begin the gradients of a step again: wait for pending exchanges, and expect all gradients once more."""
         for wait in [wait for waits in self._under_way.values() for wait in waits]:
             with suppress(HorovodInternalError):
                 wait()
@@ -137,7 +141,8 @@ class Averaging:
         self._left = dict.fromkeys(self.parameters, self.passes)
 
     def synchronize(self) -> None:
-        """Have the averages in `.grad`, also of parameters without a gradient: other ranks may have one."""
+        """Wait until `.grad` of all parameters is the average. Parameters without a gradient take part, too, since
+        other ranks may have one."""
         begun = perf_counter()
         try:
             for number in range(len(self._groups)):
@@ -153,7 +158,7 @@ class Averaging:
         self.is_synchronized = True
 
     def _made(self, parameter: Tensor) -> None:
-        self._depth = 0  # a step that has failed had no end
+        self._depth = 0  # a step that raised has not counted down
         number = self._group_of[parameter]
         if number in self._under_way or self._left[parameter] <= 0:
             raise AssertionError(
@@ -208,7 +213,7 @@ class Averaging:
             gradient.copy_(average)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """A closure's gradients are averaged at each evaluation."""
+        """Step pre-hook: average the gradients, or, if the step has a closure, at each evaluation of the closure."""
         self._depth += 1
         if self._depth > 1:
             return None

@@ -1,4 +1,4 @@
-"""Start and end, who is who, and what there is."""
+"""Horovod's `init` and `shutdown`, and its queries of what it was built with."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from dadt.frontends.horovod.torch.process_sets import ProcessSet
 from dadt.inject import worker
 
 _TOLD = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-"""What scripts also find in HOROVOD_RANK and so on."""
+"""Numbers of this rank that scripts also find in variables (HOROVOD_RANK and so on)."""
 
-# Each worker sees one GPU, as scripts expect that say nothing of ranks; those for Horovod choose theirs by local_rank.
+# By default each worker sees one GPU. Scripts for Horovod expect to see all, and choose one by local_rank.
 environment.see_all()
-if worker.runtime is not None:  # and some look up their place before they call `init`
+if worker.runtime is not None:  # some scripts read HOROVOD_RANK and so on before they call `init`
     _world = worker.runtime.ranks.world
     environment.tell_horovod({"RANK": _world.rank, "SIZE": _world.world_size, "CROSS_RANK": _world.cross_rank})
     environment.tell_horovod({"LOCAL_RANK": _world.local_rank, "LOCAL_SIZE": _world.local_size})
 
 
 def init(comm: Iterable[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the job. Gradients are averaged at once, as Horovod does, unless `--algorithm` was given.
+    """Join the job. Gradients are averaged at once, as in Horovod, unless `--algorithm` was given.
 
-    comm: all ranks, or None. process_sets: sets to add, the same on all ranks; or "dynamic", which is always the case.
-    A second call does nothing. Random numbers are the script's: where it has seeded none, ranks draw different ones.
-    Raises ValueError for other ranks or for a duplicate set.
+    comm: all ranks, or None. process_sets: sets to add, the same on all ranks; or "dynamic", which has no effect, since
+    sets can be added at any time. A second call does nothing. Random numbers are left to the script: if it sets no
+    seed, ranks draw different ones. Raises ValueError for other ranks or for a duplicate set.
     """
     if place.is_initialized():
         return
@@ -52,7 +52,7 @@ def init(comm: Iterable[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def shutdown() -> None:
-    """Close the process sets. `init` may follow; the job itself is left when the process ends."""
+    """Close the process sets. `init` may be called again; the process itself leaves the job when it ends."""
     if place.is_initialized() and lifecycle.initialized():
         with horovods():
             sets.end()
@@ -60,7 +60,8 @@ def shutdown() -> None:
 
 
 def _tell() -> None:
-    """Say once whose Horovod this is. Each process takes the GPU of its local rank, of all that the host has."""
+    """Report on rank 0 that DADT takes the place of Horovod, and choose the GPU with this process's local rank, if
+    there is one."""
     runtime, world = lifecycle.session().runtime, lifecycle.session().world
     if world.rank == 0 and getattr(sys.modules.get("horovod"), "__name__", "") == "dadt.frontends.horovod":
         how = lifecycle.session().config.algorithm
@@ -80,22 +81,22 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return whether tensors travel by MPI."""
+    """Return whether tensors are exchanged by MPI."""
     return lifecycle.initialized() and lifecycle.session().config.executor == "mpi"
 
 
 def mpi_built() -> bool:
-    """Return whether MPI is used: DADT loads it when `--executor mpi` asks for it, and is never built with one."""
+    """Return whether MPI is used. DADT is not built with an MPI, but loads one for `--executor mpi`."""
     return mpi_enabled()
 
 
 def gloo_enabled() -> bool:
-    """Return whether ranks meet without MPI."""
+    """Return whether ranks connect without MPI."""
     return not mpi_enabled()
 
 
 def gloo_built() -> bool:
-    """Return True: torch has Gloo."""
+    """Return True, since torch contains Gloo."""
     return True
 
 
@@ -133,5 +134,5 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Raise ValueError, like `start_timeline`."""
+    """Raise ValueError: DADT records a whole job, with `--timeline FILE`."""
     start_timeline("")

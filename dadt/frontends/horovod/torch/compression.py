@@ -1,4 +1,5 @@
-"""Compression of what is reduced, by the caller's thread. DADT's own is chosen by `--compression`."""
+"""Horovod's compression of tensors for a reduction, in the thread of the caller. DADT's own compression is chosen by
+`--compression`."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor to send, and what `decompress` needs."""
+        """Return the tensor to send, and the context that `decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return what was received in the form of the original."""
+        """Return the received tensor in the form that it had before `compress`."""
         raise NotImplementedError
 
 
@@ -34,7 +35,7 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor as it was received."""
+        """Return the tensor as it is."""
         return tensor
 
 
@@ -48,12 +49,12 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor in its dtype of before."""
+        """Return the tensor in the dtype that it had before `compress`."""
         return tensor.to(ctx)
 
 
 class Compression:
-    """The compressors that scripts choose from, as `hvd.Compression.fp16`."""
+    """The compressors that scripts choose from, such as `hvd.Compression.fp16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

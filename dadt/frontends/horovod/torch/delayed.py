@@ -1,4 +1,5 @@
-"""Optimizers of a script for Horovod under `--algorithm`: averaged as it says, for example one step late."""
+"""Optimizers of scripts for Horovod when `--algorithm` is given: gradients are averaged by that algorithm, for example
+one step late."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ T = TypeVar("T", bound=torch.optim.Optimizer)
 def wrap(
     optimizer: T, names: dict[Tensor, str], op: ReduceOp, compression: type[Compressor], process_set: ProcessSet
 ) -> T:
-    """Gradients add up until the step, so numbers of backwards need no care. Raises ConfigError for what an algorithm
-    cannot do."""
+    """Train the optimizer by the chosen `--algorithm`. Gradients accumulate until the step, so any number of backward
+    passes works. Raises ConfigError for arguments that the algorithm does not support."""
     runtime = lifecycle.session().runtime
     how = f"--algorithm {runtime.ranks.config.algorithm}"
     if op not in (ReduceOp.Average, ReduceOp.Sum):
@@ -44,7 +45,8 @@ def wrap(
 
 
 class _Left:
-    """DADT's own attachment stays with an optimizer."""
+    """Has the parameters' names of an optimizer that DADT's own algorithm averages. Unlike an Averaging, it has nothing
+    to undo on `release`."""
 
     def __init__(self, names: dict[Tensor, str]) -> None:
         self.names = names
@@ -54,16 +56,16 @@ class _Left:
 
 
 class _Delayed(Distributed):
-    """The methods that wrapping adds to an optimizer."""
+    """Methods that `wrap` adds to an optimizer."""
 
     def synchronize(self) -> None:
-        """Have `.grad` as the step will use it, for example to clip it."""
+        """Put the gradients that the step will use into `.grad`, for example to clip them."""
         worker.average(self)  # type: ignore[arg-type]
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """`step` averages nothing twice, so this changes nothing."""
+        """Does nothing, since `step` never averages gradients twice."""
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Gradients add up until `step` in any case."""
+        """Does nothing: gradients accumulate until `step`, after any number of backward passes."""

@@ -1,7 +1,8 @@
-"""Operations that wait, and let gradients through.
+"""Operations that wait for their result and support autograd.
 
-Gradients are those that Horovod defines: a reduction's are reduced alike; what was gathered, broadcast or scattered
-comes back as the average, or the sum, of what the ranks have made of it.
+Gradients are those that Horovod defines: the gradient of a reduction is reduced in the same way; the gradient of a
+tensor that was gathered, broadcast or scattered is the average, or the sum, of the gradients on the ranks that received
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def _applied(function: Any, *arguments: Any) -> Any:
-    """What torch does not type."""
+    """Call `apply` of an autograd Function, for which torch has no type annotations."""
     return function.apply(*arguments)
 
 
@@ -102,7 +103,7 @@ class _Allgather(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The rows of this rank, in the average of the gradients."""
+        """Return this rank's rows of the gradients, averaged over all ranks."""
         ranks = ctx.process_set
         averages = grouped_allreduce(gradients, op=ReduceOp.Average, process_set=ranks)
         mine = [shape[0] if shape else 1 for shape in ctx.shapes]
@@ -112,7 +113,7 @@ class _Allgather(Function):
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Return the tensors of all ranks, as allgather_async does."""
+    """Return the tensors of all ranks, joined along their first dimension, as allgather_async does."""
     result: Tensor = _applied(_Allgather, name, process_set, tensor)
     return result
 
@@ -120,13 +121,13 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Return several tensors of all ranks, as grouped_allgather_async does."""
+    """Return the tensors gathered from all ranks for each of several tensors, as grouped_allgather_async does."""
     results = _applied(_Allgather, name, process_set, *tensors)
     return [results] if len(tensors) == 1 else list(results)
 
 
 def _all_counts(mine: Sequence[int], process_set: ProcessSet) -> Tensor:
-    """A row for each rank."""
+    """Gather each rank's counts into a tensor with a row for each rank."""
     row = torch.tensor([list(mine)], dtype=torch.int64, device="cpu")
     counts: Tensor = synchronize(operations.allgather_async(row, None, process_set))
     return counts
@@ -143,7 +144,7 @@ class _Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient of the root is the average over ranks; the others' is zero."""
+        """Return the average of all ranks' gradients on the root, and zeros on the other ranks."""
         average = allreduce(gradients[0], op=ReduceOp.Average, process_set=ctx.process_set)
         return average if place.rank() == ctx.root_rank else torch.zeros_like(average), None, None, None
 
@@ -151,7 +152,7 @@ class _Broadcast(Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the root's tensor. root_rank: counted among all ranks."""
+    """Return the root's tensor on all ranks. root_rank: a rank of the whole job, also in a process set."""
     result: Tensor = _applied(_Broadcast, tensor, root_rank, name, process_set)
     return result
 
@@ -177,7 +178,7 @@ class _Alltoall(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Each row goes back to where it came from. Rows that went nowhere get zeros."""
+        """Send the gradient of each row back to the rank from which the row came. Rows that were not sent get zeros."""
         back, _ = alltoall(gradients[0], ctx.counts, process_set=ctx.process_set)
         rest = back.new_zeros((ctx.rows - len(back), *back.shape[1:]))
         return torch.cat([back, rest]) if len(rest) else back, None, None, None
@@ -189,7 +190,8 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send slices to all ranks. Returns what came; with splits, also how many rows came from each."""
+    """Send slices of the tensor to all ranks. Returns the received rows; with splits, also the number of rows from each
+    rank."""
     output, counts = _applied(_Alltoall, tensor, splits, name, process_set)
     return output if splits is None else (output, counts)
 

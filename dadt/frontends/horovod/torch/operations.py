@@ -1,7 +1,7 @@
-"""Operations that return handles. `gradients.py` has those that wait.
+"""Operations that return handles. `gradients.py` has those that wait for the result.
 
-Names, where given, are those of tensors: calls of the same operation with the same name belong together. Calls without
-a name are numbered, so all ranks make them in the same order. `synchronize` waits for a handle.
+Names, if given, are those of tensors: calls of the same operation with the same name belong together. Calls without a
+name are numbered, so all ranks make them in the same order. `synchronize` waits for a handle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Finish = Callable[[Any], Any]
     How = tuple[ReduceOp, float, float, ProcessSet]
     Prepared = tuple[Operation, Finish | None]
-    """An operation, and what makes its result from that of the core."""
+    """An operation, and the function that computes the caller's result from that of DADT's core, if one is needed."""
 
 
 # Allreduce ------------------------------------------------------------------------------------------------------------
@@ -83,7 +83,8 @@ def allreduce_together_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start to add up sparse tensors. Call what this returns for the result, a coalesced tensor.
+    """Start to sum or average the sparse tensors of all ranks. Returns a function that waits for the result, a
+    coalesced tensor.
 
     op: Average or Sum. Raises ValueError for another one.
     """
@@ -118,14 +119,15 @@ def grouped_allgather_async(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
-    """Start to fetch the root's tensor, as a new one. root_rank: counted among all ranks."""
+    """Start to copy the root's tensor into a new tensor on all ranks. root_rank: a rank of the whole job, also in a
+    process set."""
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
-    """Like broadcast_async, but the root's tensor overwrites the others'."""
+    """Like broadcast_async, but overwrites the tensor of the other ranks with the root's."""
 
     def prepare(among: Ranks) -> Prepared:
         root = among.number_of(root_rank, "root_rank")
@@ -140,7 +142,8 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[tuple[Tensor, Tensor]]:
-    """Start to send slices of the tensor to all ranks. The result is what came, by rank, and how many rows from each.
+    """Start to send slices of the tensor to all ranks. The result is the received rows, by rank, and the number of rows
+    from each rank.
 
     splits: the number of rows for each rank, whole numbers; by default all get the same. Raises ValueError if these are
     too few or too many.
@@ -164,7 +167,7 @@ def alltoall_async(
 def reducescatter_async(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
     """Start to reduce the tensors of all ranks and to give each rank its part of the result.
 
-    Parts are slices of the first dimension, by rank; the first ranks get one row more where it cannot be divided.
+    Parts are slices of the first dimension, by rank; if it cannot be divided evenly, the first ranks get one row more.
     op: Average (the default), Sum, Min, Max or Product.
     """
     return start_reducescatter(tensor, asked)
@@ -186,18 +189,18 @@ def synchronize(handle: Handle[Any] | Handles) -> Any:
 
 
 def poll(handle: Handle[Any] | Handles) -> bool:
-    """Return whether an operation is done. Its result is then in place."""
+    """Return whether an operation is done. If so, its result is in place."""
     if handle.done:
-        with suppress(DadtError):  # which `synchronize` raises
+        with suppress(DadtError):  # an error of the operation is raised by `synchronize`, not here
             handle.wait(0.0)
     return handle.done
 
 
 def join(device: int = -1) -> int:
-    """Tell the others that this rank has no more data, and wait until all ranks have.
+    """Report that this rank has no more data, and wait until all ranks have reported this.
 
-    Until then it counts as zeros in their averages and sums. Other operations fail. Returns the last rank to come.
-    device: accepted for scripts written for Horovod, and not used.
+    Meanwhile this rank counts as zeros in the averages and sums of the other ranks, and other operations fail. Returns
+    the last rank to join. device: accepted for scripts written for Horovod, and not used.
     """
     with horovods():
         return collectives.join()
@@ -213,7 +216,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _named(verb: str, name: str | None) -> str | None:
-    """Operations of two kinds may have the same name."""
+    """Prefix the name with the kind of operation, since operations of two kinds may have the same name."""
     return None if name is None else f"{verb}.{name}"
 
 
@@ -295,13 +298,14 @@ def _reducescatter(tensor: Tensor, how: How, among: Ranks) -> Prepared:
 
 
 def _allgather(tensor: Tensor, among: Ranks) -> Prepared:
-    """A scalar counts as one row."""
+    """Prepare to gather tensors along their first dimension; a scalar counts as one row."""
     rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor
     return operation.all_gather(rows, among.size), torch.cat
 
 
 def _signature(signature: str, op: ReduceOp, factors: tuple[float, float]) -> str:
-    """All ranks must ask for the same, also where the core's part is the same."""
+    """Return a text that must be the same on all ranks, with the op and factors: ranks may differ in these even where
+    the core's operation is the same."""
     return f"{signature} as {op.name} with factors {factors[0]:g}, {factors[1]:g}"
 
 
@@ -310,7 +314,7 @@ def _shares(rows: int, size: int) -> list[int]:
 
 
 def _rows(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
-    """How many rows of the tensor go to each rank."""
+    """Return the number of rows of the tensor to send to each rank. Raises ValueError if `splits` is wrong."""
     if tensor.dim() == 0:
         raise ValueError("alltoall: give a tensor of one or more dimensions")
     if splits is None:

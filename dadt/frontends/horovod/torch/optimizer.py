@@ -1,7 +1,7 @@
-"""Optimizers whose gradients are averaged while backward computes the others, and are there when the step needs them.
+"""Optimizers whose gradients are averaged during backward, and that wait for the averages before they step.
 
-Gradients travel by name, so that parameters that got no gradient on some ranks, ranks that have joined, and groups of
-parameters work as in Horovod.
+Gradients are exchanged by name, so that parameters without a gradient on some ranks, ranks that have joined, and groups
+of parameters work as in Horovod.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
 ) -> T:
     """Train with this optimizer on all ranks. Returns the same object, with `synchronize`, `skip_synchronize` and
-    `set_backward_passes_per_step`; its class is one of the same name.
+    `set_backward_passes_per_step`; its new class has the name of the old one.
 
-    Weights and state are not made alike: call `broadcast_parameters` and `broadcast_optimizer_state`.
+    Weights and state of the ranks are not synchronized: call `broadcast_parameters` and `broadcast_optimizer_state`.
 
-    named_parameters: a name for each parameter; by default they are numbered. compression: of what is sent.
-    backward_passes_per_step: how many backwards add up before gradients are averaged. op: Average, Sum, Min, Max,
-    Product, or Adasum, which combines steps in place of gradients. gradient_predivide_factor: divides gradients before
-    their sum, and multiplies after it; for Average only. groups: how many groups of parameters, or these groups, travel
-    together; num_groups is its name of before. sparse_as_dense: sparse gradients travel as dense ones. process_set: the
-    ranks that train together; others train alone.
+    named_parameters: a name for each parameter; by default they are numbered. compression: how gradients are
+    compressed. backward_passes_per_step: number of backward passes that accumulate before gradients are averaged. op:
+    Average, Sum, Min, Max, Product, or Adasum, which combines steps in place of gradients. gradient_predivide_factor:
+    divides gradients before their sum, and multiplies after it; for Average only. groups: number of groups of
+    parameters, or the groups, whose gradients are sent together; num_groups is its former name. sparse_as_dense:
+    whether sparse gradients are sent as dense ones. process_set: the ranks that train together; others train alone.
 
-    With `--algorithm` given, gradients are averaged as it says, for example one step late.
+    With `--algorithm` given, gradients are averaged by that algorithm, for example one step late.
 
-    An optimizer that is distributed already is wrapped anew. Raises ValueError for names that are missing or occur
+    An optimizer that is distributed already is wrapped again. Raises ValueError for names that are missing or occur
     twice, and for factors and groups that are wrong.
     """
     wanted = ReduceOp(op)
@@ -65,7 +65,7 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    place.size()  # raises before `init`
+    place.size()  # raises ValueError before `init`
     names = named(optimizer, named_parameters)
     _check_groups(groups)
     undo(optimizer)
@@ -84,7 +84,7 @@ def DistributedOptimizer(
 
 
 def named(optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """Return the name of each parameter. Raises ValueError if one has none or one that another has, too."""
+    """Return the name of each parameter. Raises ValueError if a name is missing or occurs twice."""
     all = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
         return {p: f"noname.{number}" for number, p in enumerate(all)}
@@ -121,13 +121,13 @@ def _check_groups(groups: int | Sequence[Sequence[Tensor]] | None) -> None:
 
 
 class _Synchronous(Distributed):
-    """What a distributed optimizer has beside its own methods."""
+    """Methods of an optimizer whose gradients are averaged before each step."""
 
     _averaging: Averaging
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backwards add up before gradients are averaged."""
+        """Number of backward passes that accumulate before gradients are averaged."""
         return self._averaging.passes
 
     def synchronize(self) -> None:
@@ -137,7 +137,7 @@ class _Synchronous(Distributed):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """`step` takes gradients as they are, after `synchronize`."""
+        """Context in which `step` uses the gradients as they are; for a step after `synchronize`."""
         self._averaging.skips = True
         try:
             yield
@@ -145,12 +145,12 @@ class _Synchronous(Distributed):
             self._averaging.skips = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backwards add up before gradients are averaged."""
+        """Set the number of backward passes that accumulate before gradients are averaged."""
         self._averaging.passes = passes
         self._averaging.drop()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Raises AssertionError while gradients are on their way."""
+        """Reset the gradients. Raises AssertionError while gradients are being exchanged."""
         if self._averaging.is_busy:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or"
@@ -159,6 +159,6 @@ class _Synchronous(Distributed):
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load the state, and start the gradients of a step again."""
+        """Load the state. Gradients of the current step that were exchanged already are expected again."""
         self._averaging.drop()
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""This process among the ranks, from `init` on. A forked child, such as a DataLoader's worker, still knows it."""
+"""This process's rank, local rank and so on, from `init` on. A forked child, such as a DataLoader's worker, still has
+them."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from dadt.api import lifecycle
 from dadt.config import Config
 
 _numbers: dict[str, int] = {}
-"""This rank's numbers by the names of the functions that return them; empty before `init` and after `shutdown`."""
+"""This rank's numbers, such as its local rank, by the names of the functions that return them; empty before `init` and
+after `shutdown`."""
 
 
 def begin() -> dict[str, int]:
-    """Learn the numbers of this rank."""
+    """Read this rank's numbers, such as its local rank, from the session, and return them by name."""
     session = lifecycle.session()
     world = session.world
     _numbers.update(
@@ -30,7 +32,7 @@ def begin() -> dict[str, int]:
 
 
 def end() -> None:
-    """Forget this rank's numbers, as at `shutdown`."""
+    """Forget this rank's numbers (rank, local rank and so on), as at `shutdown`."""
     _numbers.clear()
 
 
@@ -60,7 +62,7 @@ is_homogeneous = _asked("is_homogeneous", "whether all hosts have as many ranks 
 
 
 def patience() -> float:
-    """Return how many seconds to wait for other ranks: those of `--timeout`, if it was given, or any number, as in
-    Horovod. Lost ranks are noticed."""
+    """Return how many seconds to wait for other ranks: the value of `--timeout` if it differs from the default, or
+    infinity, as in Horovod. Lost ranks are noticed in any case."""
     timeout = lifecycle.session().config.timeout
     return math.inf if timeout == Config().timeout else timeout

@@ -1,4 +1,4 @@
-"""Sets of ranks that exchange tensors among themselves."""
+"""Horovod's process sets: sets of ranks that exchange tensors among themselves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from dadt.frontends.horovod.torch import place
 
 
 class ProcessSet:
-    """Some ranks of the job. It counts once `init(process_sets=...)` or `add_process_set` has had it."""
+    """Some ranks of the job. The set can be used once it was passed to `init(process_sets=...)` or
+    `add_process_set`."""
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
     mpi_comm = None
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
-        """Raises ValueError for anything but ranks: communicators of mpi4py are not supported."""
+        """Raises ValueError if the argument is no list of ranks: communicators of mpi4py are not supported."""
         if not isinstance(ranks_or_comm, Iterable):
             raise ValueError("ProcessSet: give a list of ranks; communicators of mpi4py are not supported")
         ranks = list(ranks_or_comm)
@@ -30,7 +31,8 @@ class ProcessSet:
 
     @property
     def among(self) -> own.ProcessSet:
-        """DADT's set of these ranks. Raises ValueError if there is none, or this process is not in it."""
+        """DADT's own process set of these ranks. Raises ValueError if the set was not added, or this process is not in
+        it."""
         if self.process_set_id is None or self._own is None:
             raise ValueError(f"{self} is not known: give it to hvd.init or hvd.add_process_set first")
         if not self._own.included:
@@ -38,11 +40,11 @@ class ProcessSet:
         return self._own
 
     def size(self) -> int | None:
-        """Return the number of ranks, or None before the set counts."""
+        """Return the number of ranks, or None before the set was added."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this process's number within the set, or None if it is not in the set or the set does not count."""
+        """Return this process's number within the set, or None if it is not in the set or the set was not added."""
         if self.process_set_id is None or self.ranks is None or not self.included():
             return None
         return self.ranks.index(place.rank())
@@ -56,13 +58,13 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """The set of all ranks, which is there without being added."""
+    """The set of all ranks, which exists without being added."""
 
     process_set_id = 0
 
     @property
     def among(self) -> own.ProcessSet:
-        place.size()  # raises before `init`
+        place.size()  # raises ValueError before `init`
         with horovods():
             return lifecycle.session().all
 
@@ -73,7 +75,7 @@ _ids = itertools.count(1)
 
 
 def begin(process_sets: Sequence[ProcessSet]) -> None:
-    """Add these sets once all ranks have met. Raises ValueError for a duplicate."""
+    """Add the process sets that `init` was called with. Raises ValueError for a duplicate."""
     global_process_set.ranks = list(range(place.size()))
     for number, each in enumerate(process_sets):
         try:
@@ -83,7 +85,7 @@ def begin(process_sets: Sequence[ProcessSet]) -> None:
 
 
 def end() -> None:
-    """Close all sets but the one of all ranks."""
+    """Close all process sets except that of all ranks."""
     while _added:
         remove_process_set(_added[-1])
 
@@ -91,7 +93,7 @@ def end() -> None:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a set of ranks, with a connection of its own. All ranks call this, in the same order.
 
-    Raises ValueError if there is a set of these ranks, or such ranks do not exist.
+    Raises ValueError if these ranks do not exist, or have a process set already.
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     assert made.ranks is not None
@@ -106,7 +108,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close a set. Returns whether there was one to close; that of all ranks stays."""
+    """Close a process set. Returns whether it was open. The set of all ranks is never closed, and gives False."""
     if process_set not in _added:
         return False
     _added.remove(process_set)

@@ -1,4 +1,4 @@
-"""The operations of an allreduce, and its factors."""
+"""The reductions of an allreduce, and factors by which tensors are multiplied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ReduceOp(IntEnum):
-    """How tensors are combined. Averages are sums times 1 / size."""
+    """How tensors are combined in a reduction. Averages are sums times 1 / size."""
 
     Average = 0
     Sum = 1
@@ -31,11 +31,12 @@ REDUCTIONS = {
     ReduceOp.Max: "max",
     ReduceOp.Product: "product",
 }
-"""What DADT's core is asked for."""
+"""The reduction in DADT's core for each ReduceOp. Averages are sums there, and are divided afterwards."""
 
 
 def chosen(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
-    """Return the operation in whichever of the two spellings was used. Raises ValueError if both were."""
+    """Return the reduction from `op`, or from Horovod's former argument `average`. Raises ValueError if both are
+    given."""
     if op is not None and average is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
     if op is not None:
@@ -44,12 +45,12 @@ def chosen(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
 
 
 def factor_of(op: ReduceOp, postscale_factor: float, size: int) -> float:
-    """Return the factor for the result of the core's reduction."""
+    """Return the factor by which the result of the core is multiplied. It includes 1 / size for an average."""
     return postscale_factor / size if op is ReduceOp.Average else postscale_factor
 
 
 def scale_(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply in place. Integers are multiplied as float64 and truncated, half precision as float32."""
+    """Multiply the tensor in place. Integers are multiplied as float64 and truncated, half precision as float32."""
     if factor == 1.0:
         return tensor
     values = tensor.detach()
@@ -61,7 +62,7 @@ def scale_(tensor: Tensor, factor: float) -> Tensor:
 
 
 def scale_all_(tensors: Sequence[Tensor], factor: float) -> Sequence[Tensor]:
-    """Like scale_ for tensors of one dtype."""
+    """Multiply several tensors of one dtype in place, like scale_."""
     values = [t.detach() for t in tensors]
     if factor != 1.0 and values[0].is_floating_point():
         torch._foreach_mul_(values, factor)

@@ -1,4 +1,4 @@
-"""The same model, optimizer and objects on all ranks."""
+"""Broadcasts that give all ranks the same model, optimizer state and objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
     """Overwrite tensors with those of the root, in place.
 
-    params: a module's state_dict(), or a list of its named_parameters() or parameters(), alike on all ranks. Raises
+    params: a module's state_dict(), or a list of its named_parameters() or parameters(), the same on all ranks. Raises
     ValueError for anything else.
     """
     if isinstance(params, Mapping):
@@ -32,9 +32,9 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Take the root's state and settings, such as learning rates, on all ranks.
+    """Load the root's optimizer state and settings, such as learning rates, on all ranks.
 
-    As in Horovod, gradients are zeros afterwards where there is no state yet; no step is taken for that. model:
+    As in Horovod, missing gradients become zeros if the optimizer has no state yet; no step is taken for this. model:
     accepted for scripts written for Horovod, and not used. Raises ValueError for LBFGS.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -50,7 +50,7 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's object on all ranks. It is pickled by cloudpickle."""
+    """Return the root's object on all ranks. The object is pickled by cloudpickle."""
     with horovods():
         among = process_set.among
         root = among.number_of(root_rank, "root_rank")
@@ -58,7 +58,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return every rank's object, by rank. They are pickled by cloudpickle."""
+    """Return every rank's object, by rank. Objects are pickled by cloudpickle."""
     with horovods():
         among = global_process_set.among
         return objects.allgather_object(among, obj, among.name(name and f"objects.{name}"))

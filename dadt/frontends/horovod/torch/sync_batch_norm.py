@@ -1,4 +1,4 @@
-"""BatchNorm by the statistics of all ranks' batches together."""
+"""BatchNorm that uses the statistics of all ranks' batches together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize each channel (dimension 1) over all others and all ranks."""
+        """Normalize each channel (dimension 1) over all other dimensions and all ranks."""
         self._check_input_dim(input)
         if (not self.training and self.track_running_stats) or place.size() == 1:
             return super().forward(input)
@@ -47,7 +47,8 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(Function):
-    """Gradients of the weights are those of this rank's batch, as in torch."""
+    """Normalization by the statistics of all ranks, with its gradient. Gradients of weight and bias are those of this
+    rank's batch, as in torch."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
@@ -81,8 +82,8 @@ class _Normalize(Function):
 
 
 def _statistics(values: Tensor, others: list[int]) -> tuple[Tensor, Tensor, float]:
-    """Mean and variance of each channel over all ranks, and how many values that are. Sums of squares are of what
-    differs from a rank's own mean, so that little is lost where means are large."""
+    """Return mean and variance of each channel over all ranks, and the number of values per channel. Squares are of
+    differences from the rank's own mean, so that little precision is lost where means are large."""
     count = values.numel() / values.shape[1]
     mean = values.mean(others) if count else values.new_zeros(values.shape[1])
     squares = (values - mean.view([1, -1, *[1] * (values.dim() - 2)])).square().sum(others)

@@ -1,4 +1,5 @@
-"""Export of a job's metrics to other programs while it runs: one file here for each kind that `--metrics` names."""
+"""Exports a job's metrics to other programs while the job runs. This package has one module for each KIND that
+`--metrics` accepts."""
 
 from __future__ import annotations
 
@@ -11,22 +12,24 @@ from dadt.errors import ConfigError
 from dadt.launch.monitor.watch import View, Watch
 
 EXPORTS = {"tensorboard": "TensorBoard", "prometheus": "Prometheus"}
-"""Module to class. The module's name is also that of the extra of dadt that installs its dependencies."""
+"""Class of each export, by the name of its module. The extra of the package dadt that installs the module's
+dependencies has the same name."""
 
 
 class Export(View, Protocol):
-    """One destination of metrics. It is made before the job, so that a wrong one stops nothing later."""
+    """A destination for metrics. It is created before the job starts, so that a wrong one is reported before any work
+    is done."""
 
     def __init__(self, place: str) -> None:
-        """Raises ConfigError if the place cannot be used."""
+        """place: the part of `--metrics KIND:WHERE` after the colon. Raises ConfigError if it cannot be used."""
 
     def begin(self, watch: Watch, facts: Mapping[str, str], warn: Callable[[str], None]) -> str:
-        """Called once all ranks are known. facts: labels of the job, with `job` among them. Returns a text for the
-        user that says where the metrics are."""
+        """Begin to export; called once all ranks have their places. facts: labels of the job, including `job`. warn:
+        called with a text for the user on errors. Returns a text for the user that says where the metrics are."""
 
 
 def prepare(texts: Sequence[str]) -> list[Export]:
-    """Make an export for each KIND:WHERE of `--metrics`. Raises ConfigError, and then leaves none open."""
+    """Create an export for each KIND:WHERE of `--metrics`. Raises ConfigError, after closing those already created."""
     made: list[Export] = []
     try:
         for text in texts:

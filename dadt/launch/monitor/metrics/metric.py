@@ -1,4 +1,4 @@
-"""The metrics of each rank. docs/metrics.md lists them."""
+"""Defines the metrics that are exported for each rank; docs/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dadt.launch.monitor.watch import Gauge
 
 
 class Metric(NamedTuple):
-    """One metric. Its name ends with the unit, as Prometheus wants it, or with `_total` if it only grows."""
+    """One metric of a rank. By the conventions of Prometheus its name ends with the unit, or with `_total` if the value
+    only grows."""
 
     name: str
     help: str
     value: Callable[[Gauge], float | None]
-    """Returns None as long as the value is unknown."""
+    """Returns the metric's value for a rank; None while it is unknown."""
 
     @property
     def grows(self) -> bool:

@@ -1,4 +1,4 @@
-"""`--metrics prometheus:PORT`: a page that Prometheus reads."""
+"""Implements `--metrics prometheus:PORT`: serves a page that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dadt.launch.monitor.watch import Watch
 LOOPBACK = "127.0.0.1"
 SECONDS = 0.5
 BOUNDS = range(-13, 7)
-"""Bounds of the histogram in powers of two, for step times from 0.1 ms to a minute."""
+"""Bounds of the histogram of step times, as exponents of two in seconds: from 0.1 ms to about a minute."""
 LABELS = ("job", "rank", "host")
 
 
@@ -33,10 +33,11 @@ PORT = re.compile(r"[0-9]{1,5}")
 
 
 class Prometheus(Collector):
-    """One page for all ranks while the job runs. The launcher's thread writes it, and the server's threads read it."""
+    """Serves one page with the metrics of all ranks while the job runs. The launcher's thread updates the values, and
+    the server's threads read them."""
 
     def __init__(self, place: str) -> None:
-        """place: PORT, or HOST:PORT."""
+        """place: PORT, or HOST:PORT. Raises ConfigError if the server cannot listen there."""
         host, _, port = place.rpartition(":")
         host = host.strip("[]") or LOOPBACK
         if not PORT.fullmatch(port) or int(port) > 65535:
@@ -100,7 +101,7 @@ class Prometheus(Collector):
 
 
 def _buckets(counts: Mapping[str, int]) -> list[tuple[str, float]]:
-    """Cumulative counts: for each bound, the steps of fewer seconds."""
+    """Return the buckets of a cumulative histogram: for each bound, the number of steps that took less time."""
     below = [
         (str(2.0**power), float(sum(count for size, count in counts.items() if int(size) < power * PER_DOUBLING)))
         for power in BOUNDS

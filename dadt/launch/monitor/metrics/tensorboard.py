@@ -1,4 +1,4 @@
-"""`--metrics tensorboard:DIR`: event files for TensorBoard, with a run for each rank."""
+"""Implements `--metrics tensorboard:DIR`: writes event files for TensorBoard, with one run per rank."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SECONDS = 1.0
 
 
 class TensorBoard:
-    """Writes DIR/<job>/rank<r>, so that one chart shows all ranks and one DIR several jobs, by optimizer step."""
+    """Writes a run DIR/<job>/rank<r> for each rank, by optimizer step, so that one chart shows all ranks, and one DIR
+    can hold several jobs."""
 
     def __init__(self, place: str) -> None:
-        """place: DIR, the folder that --metrics tensorboard:DIR names. Raises ConfigError where it cannot be
-        written."""
+        """place: the folder DIR of --metrics tensorboard:DIR. Raises ConfigError if the folder cannot be written."""
         self._folder = Path(place)
         try:
             private_files.make_folder(self._folder)
@@ -64,7 +64,7 @@ class TensorBoard:
 
 
 class _Run:
-    """One rank's file, made once there is something to write."""
+    """The event file of one rank, created once there is something to write."""
 
     def __init__(self, folder: Path, gauge: Gauge) -> None:
         self._folder = folder
@@ -88,10 +88,10 @@ class _Run:
 
     def _add(self, event: Event) -> None:
         if self._writer is None:
-            for folder in (self._folder.parent, self._folder):  # the job's, and the rank's
+            for folder in (self._folder.parent, self._folder):  # first the job's folder, then the rank's inside it
                 if not folder.exists():
                     private_files.make_inner_folder(folder)
-            # TensorBoard looks for this pattern, and orders the files of a run by the time in it.
+            # TensorBoard looks for files with this pattern, and orders the files of a run by the time in their names.
             name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
             self._writer = RecordWriter(private_files.open_file(self._folder / name, inner=True))
             source = SourceMetadata(writer="dadt")

@@ -1,1 +1,1 @@
-"""What scripts for Horovod use of its launcher."""
+"""Helpers from Horovod's launcher that scripts use."""

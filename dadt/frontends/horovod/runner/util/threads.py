@@ -14,7 +14,8 @@ def in_thread(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """Call `target(*args)` in a new thread, and return the thread. silent: its exceptions are not shown."""
+    """Call `target(*args)` in a new thread, and return the thread. silent: whether exceptions in the thread are not
+    printed."""
 
     def quietly(*given: Any) -> None:
         try:

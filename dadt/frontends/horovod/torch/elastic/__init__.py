@@ -1,4 +1,4 @@
-"""States, samplers and `run` for scripts written for Horovod Elastic."""
+"""Horovod Elastic's `State` classes, sampler and `run`, for scripts that use them."""
 
 from dadt.frontends.horovod.torch.elastic.object_state import ObjectState as ObjectState
 from dadt.frontends.horovod.torch.elastic.object_state import State as State

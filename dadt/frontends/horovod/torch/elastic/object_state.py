@@ -1,4 +1,4 @@
-"""State of a training that goes back to its last commit after an error."""
+"""Horovod Elastic's state of a training, which returns to its last commit after an error."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dadt.frontends.horovod.torch.state import broadcast_object
 
 
 class State:
-    """What a training goes on from. Subclasses have `save`, `restore` and `sync`."""
+    """Base class of a state from which training can continue. Subclasses implement `save`, `restore` and `sync`."""
 
     def __init__(self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None):
         """bcast_object, get_rank: accepted for scripts written for Horovod, and not used."""
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Accept functions for `on_reset`."""
+        """Add functions that `on_reset` calls."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Reset, then call the registered functions."""
+        """Call `reset`, and then the functions registered by `register_reset_callbacks`."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
@@ -35,7 +35,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Hosts do not change while a job runs, so this does nothing."""
+        """Does nothing, since hosts do not change while a job runs."""
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""
@@ -46,15 +46,15 @@ class State:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Take rank 0's state on all ranks."""
+        """Replace the state on all ranks by rank 0's."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Called when ranks have changed."""
+        """Adapt the state to a changed number of ranks; called by `on_reset`. Does nothing by default."""
 
 
 class ObjectState(State):
-    """Attributes that can be pickled: `ObjectState(epoch=0)` has `state.epoch`."""
+    """A state made of attributes that can be pickled: `ObjectState(epoch=0)` has `state.epoch`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def save(self) -> None:
-        """Keep a copy of the attributes."""
+        """Copy the attributes in memory, for `restore`."""
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
@@ -76,7 +76,7 @@ class ObjectState(State):
         self._set_attributes()
 
     def sync(self) -> None:
-        """Take rank 0's attributes on all ranks."""
+        """Set the attributes on all ranks to rank 0's values."""
         if self._saved_state:
             now = {name: getattr(self, name) for name in self._saved_state}
             self._saved_state = broadcast_object(now)
@@ -88,10 +88,10 @@ class ObjectState(State):
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a training function, whose first argument is a State: it starts from rank 0's.
+    """Decorate a training function whose first argument is a State: before it is called, all ranks take rank 0's state.
 
-    In Horovod it is called again when workers are lost or have come. Here a lost worker ends the job, and
-    `--max-restarts` starts the job again from the top of the script; rank 0 says so.
+    Horovod calls the function again when workers are lost or added. Here a lost worker ends the job, and
+    `--max-restarts` starts the job again from the top of the script; rank 0 prints this.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""A sampler that knows how much of a pass has been used."""
+"""A sampler that knows how many samples of a pass over the data have been used."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dadt.frontends.horovod.torch import place
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides what is left of a pass among the ranks. `TorchState(sampler=...)` saves and restores it, and a checkpoint
-    of its state is that of all ranks.
+    """Divides the unused samples of a pass over the data among the ranks. `TorchState(sampler=...)` saves and restores
+    the sampler, and a checkpoint of its state is valid for all ranks.
 
-    dataset: must have a length. shuffle: whether each pass has an order of its own. seed: of that order, alike on all
-    ranks.
+    dataset: must have a length. shuffle: whether each pass has an order of its own. seed: for this order, the same on
+    all ranks.
     """
 
     def __init__(self, dataset: Dataset[Any], shuffle: bool = True, seed: int = 0) -> None:
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = 0
         self.processed_num = 0
-        """Samples that all ranks together have used in this pass."""
+        """Number of samples that all ranks together have used in this pass."""
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
@@ -40,12 +40,12 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on within a pass."""
+        """Continue a pass at the point that the state describes."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left of the pass again."""
+        """Divide the unused samples of the pass among the current ranks again."""
         self.num_replicas, self.rank = place.size(), place.rank()
         order = list(range(len(self.dataset)))  # type: ignore[arg-type]
         if self.shuffle:
@@ -55,7 +55,8 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Every n-th; some occur twice where they cannot be divided."""
+        """Iterate over this rank's share of the unused samples, every n-th of n ranks. Some samples occur twice if
+        their number cannot be divided by n."""
         left = self.remaining_indices
         self.indices = (left + left[: self.total_size - len(left)])[self.rank : self.total_size : self.num_replicas]
         return iter(self.indices)

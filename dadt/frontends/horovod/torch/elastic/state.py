@@ -1,4 +1,4 @@
-"""Models, optimizers and samplers as a State."""
+"""Horovod Elastic's TorchState: models, optimizers and samplers that can be saved, restored and broadcast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dadt.frontends.horovod.torch.state import broadcast_object, broadcast_optim
 
 
 class TorchState(ObjectState):
-    """A model, an optimizer, samplers and other objects, as `state.model`, `state.optimizer` and by their names."""
+    """A state made of a model, an optimizer, samplers and other objects, which are its attributes (`state.model`,
+    `state.optimizer` and so on)."""
 
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
@@ -30,32 +31,33 @@ class TorchState(ObjectState):
         self._copies = {name: _copied(value) for name, value in kept.items()}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Another model or optimizer takes the place of the former."""
+        """Set an attribute. A new model, optimizer or sampler replaces the former one, and its state is copied for
+        `restore`."""
         if name in self.__dict__.get("_kept", {}):
             self._kept[name] = value
             self._copies[name] = _copied(value)
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        """Keep a copy of all in memory."""
+        """Copy the state of all attributes in memory, for `restore`."""
         self._copies = {name: _copied(value) for name, value in self._kept.items()}
         super().save()
 
     def restore(self) -> None:
-        """Go back to the copy."""
+        """Return to the state that `save` copied."""
         for name, value in self._kept.items():
             value.load_state_dict(copy.deepcopy(self._copies[name]))
         super().restore()
 
     def sync(self) -> None:
-        """Take rank 0's on all ranks."""
+        """Replace the state on all ranks by rank 0's."""
         for value in self._kept.values():
             _SYNC[_kind(value)](value)
         self._copies = {name: _copied(value) for name, value in self._kept.items()}
         super().sync()
 
     def reset(self) -> None:
-        """Divide what is left of the passes again."""
+        """Divide the unused samples of the samplers among the current ranks again."""
         for value in self._kept.values():
             if isinstance(value, ElasticSampler):
                 value.reset()
