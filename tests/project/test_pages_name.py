@@ -30,3 +30,8 @@ def test_files_and_classes_of_the_architecture_are_there() -> None:
     assert [n for n in FILE.findall(page) if not any(file.endswith(f"/{n}") for file in files)] == []
     known = {name for source in sources for found in DEFINED.findall(source.read_text()) for name in found}
     assert sorted(set(CLASS.findall(page)) - known) == []
+
+
+def test_a_newcomer_learns_few_words() -> None:
+    words = (ROOT / "docs" / "architecture.md").read_text().partition("## Words")[2].partition("\n## ")[0]
+    assert len([line for line in words.splitlines() if line.startswith("| ")]) - 1 <= 25  # without the head
