@@ -238,3 +238,13 @@ def test_a_cut_that_leaves_too_few_is_what_all_that_wait_hear_of() -> None:
     assert len(answers) == 3 and not any("goes on" in text for text in world.said())
     cut = re.compile("host2: host1 has heard nothing from host2 .* too few are left without it")
     assert all(cut.match(each["text"]) for each in answers)
+
+
+def test_of_two_lost_hosts_the_first_one_is_named_whichever_is_reported_first() -> None:
+    world = World(3)
+    world.train(1)
+    world.say(2, "lost", message="the connection was closed", time=20.0)
+    world.say(1, "lost", message="it has no power", time=10.0)
+    world.later()
+    with pytest.raises(LaunchError, match=r"host1: it has no power"):
+        world.job.judge(world.now, [], [])

@@ -45,7 +45,7 @@ class Cause:
         self._excused: set[int] = set()
         """Ranks that were lost while the others continued training without them."""
         self._error = ""
-        """Why an agent was lost, or could not start its workers; only the first report is stored."""
+        """Why the first agent was lost, or could not start its workers."""
         self._lost_at = float("inf")
         """Time at which the first agent was lost (time.time); infinite if none was."""
 
@@ -55,8 +55,9 @@ class Cause:
         self._tails[rank] = (self._tails[rank] + event.frame.body)[-TAIL_BYTES:]
 
     def lose(self, text: str, at: float = float("inf")) -> None:
-        """Record that an agent was lost, or could not start its workers."""
-        self._error = self._error or text
+        """Record that an agent was lost, or could not start its workers. at: when (time.time); infinite if unknown."""
+        if not self._error or at < self._lost_at < float("inf"):
+            self._error = text
         self._lost_at = min(self._lost_at, at)
 
     def excuse(self, ranks: Collection[int]) -> None:
