@@ -30,7 +30,8 @@ class Sync(Algorithm):
     attachment: Attachment
 
     def __init__(self, attachment: Attachment, *, watches: bool = False) -> None:
-        """watches: count how often gradients grow from now on, and not only once a step has shown that it is of use."""
+        """watches: count from the start how often backward passes add to each gradient, instead of waiting until a step
+        shows that this is useful."""
         super().__init__(attachment)
         self.wants_gradients = watches
         self._overlap = Overlap()
@@ -103,7 +104,7 @@ class Sync(Algorithm):
         return {"watches": self.wants_gradients, **self._overlap.observe(self.attachment.parameters)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        # That of late steps, before ranks went back to synchronous ones for good: what it predicts leads nowhere.
+        # The prediction served late steps, which ended when the ranks permanently returned to synchronous steps.
         self.attachment.prediction.end()
 
     def restore(self, own: dict[str, Any]) -> None:

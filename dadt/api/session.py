@@ -94,7 +94,8 @@ class Session:
         """Add a process set of these ranks. All ranks of the job call this with the same ranks. Raises ValueError if
         the ranks do not exist, occur twice or differ between callers."""
         name = f"process set {next(self._numbers)}"
-        rounds = _Rounds(self.all, ranks, name, self.runtime.ranks.meet.secret)  # which compares what the ranks give
+        # compares `ranks` of all callers, raises ValueError if they differ
+        rounds = _Rounds(self.all, ranks, name, self.runtime.ranks.meet.secret)
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen or chosen[0] < 0 or chosen[-1] >= self.world.world_size:
             raise ValueError(

@@ -37,7 +37,8 @@ class KeepAlive:
     def add(self, ending: Completion, needed: Any) -> None:
         """Keep `needed` alive until the operation `ending` is done."""
         with self._lock:
-            gone = deque[tuple[Completion, Any]]()  # outlives the lock: what is let go may run code of its owner's
+            # deleted after the lock is released, because destructors of its objects may run any code
+            gone = deque[tuple[Completion, Any]]()
             self._held.append((ending, needed))
             if len(self._held) > self._most:
                 gone = self._held

@@ -36,8 +36,8 @@ LOOK_SECONDS = 0.1
 
 
 class Control(WorkerLine):
-    """Leads to an agent. Reports share one connection and never wait; each question has a connection of its own. The
-    secret is known once the rank is claimed."""
+    """A worker's connection to its host's agent. All reports share one socket and never wait; each question uses a new
+    socket. `secret` is empty until the agent has answered `claim`."""
 
     def __init__(self, world: World, reports: socket.socket, pulse: Heartbeat) -> None:
         self.world, self.secret, self._pid = world, b"", os.getpid()

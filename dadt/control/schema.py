@@ -74,7 +74,7 @@ def listed(check: Check, most: int) -> Check:
 
 
 def mapped(check: Check, most: int = 4096, names: re.Pattern[str] = re.compile(".*", re.DOTALL)) -> Check:
-    """A dictionary whose keys, as JSON writes them, fit the pattern."""
+    """Return a check for dictionaries whose keys, written as in JSON, match the pattern `names`."""
     return lambda value: (
         isinstance(value, dict)
         and len(value) <= most
@@ -168,7 +168,7 @@ DEATH = FrameKind({"text": text(TEXT), "steps_": COUNT})
 """Frame that says which rank has ended and how. steps: number of its steps, if it ended successfully."""
 
 _ranks, _writers = listed(RANK, MOST_RANKS), listed(STEP, MOST_RANKS)
-APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # of a new worker
+APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # question of a replacement worker
 REGROUP = FrameKind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "writers_": _writers, "text": text(TEXT),
                 "handed_": COUNT})  # fmt: skip
 """Frame that says which ranks train on together after a loss (members), the first rank on each host (firsts), and which

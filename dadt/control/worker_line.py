@@ -1,4 +1,5 @@
-"""A worker's line to whatever started it, over which it reports, asks, and meets the other ranks."""
+"""A worker's connection to the agent or launcher that started it, for reports, questions, and exchanges with the other
+ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +14,16 @@ from dadt.world import World
 
 
 class WorkerLine(Protocol):
-    """Leads to the agent of this host, or to rank 0 where no agent has started the ranks: there nobody hears some of
-    the reports.
+    """A worker's connection to the agent of its host, or to rank 0 if another launcher started the ranks; without an
+    agent some reports are ignored.
 
-    Thread-safe. Belongs to the process that connected: in a forked child every method raises DadtError.
+    Thread-safe. Usable only in the process that connected: in a forked child every method raises DadtError.
     """
 
     world: World
     secret: bytes
-    """A secret that only ranks of this job know; empty if strangers may have learnt it, or it is not known yet."""
+    """Secret that only ranks of this job know; empty until it is received, or if processes outside the job may have
+    learned it."""
     _pid: int
 
     def hello(self, torch: str) -> None:
@@ -57,11 +59,12 @@ class WorkerLine(Protocol):
         `exchange` does."""
 
     def say(self, text: str, level: str = "info") -> None:
-        """Have `dadt: text` printed, once however many ranks say it. level: info or warning."""
+        """Have `dadt: <text>` printed once, even if several ranks pass the same text. level: info or warning."""
 
     @property
     def due(self) -> bool:
-        """Whether `progress` would send numbers now, which it does five times a second where there is an agent."""
+        """Whether the next call of `progress` would send its numbers, which it does five times a second if there is an
+        agent."""
         return False
 
     def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
@@ -80,12 +83,12 @@ class WorkerLine(Protocol):
         around: Sequence[str] = (),
         **details: str,
     ) -> None:
-        """Report an uncaught exception: its type and text, and frames {file, line, function, text}, innermost last.
+        """Report an uncaught exception: its type and text, and its frames {file, line, function, text}, innermost last.
 
-        secondary: whether another rank's failure caused it. thread: name of the thread, empty for the main one.
-        around: texts of exceptions that were raised from it, the outermost first. details: context, the text of
-        another exception, which was being handled; disk, that a disk is full, which one, and what is free; unseen, a
-        path that was not found, where this rank has written a file that was kept apart.
+        secondary: whether another rank's failure caused it. thread: name of the thread, empty for the main one. around:
+        texts of exceptions that were raised from this one, outermost first. details: `context`, text of an exception
+        that was being handled; `disk`, which disk is full, and its free space; `unseen`, a path that was not found
+        because this rank's file was written to a private copy.
         """
 
     def exits(self, text: str, frame: Mapping[str, Any] | None, step: int) -> None:
@@ -101,8 +104,10 @@ class WorkerLine(Protocol):
         (share of time spent waiting)} and further numbers."""
 
     def peers(self, starts: bool = False) -> list[dict[str, Any]]:
-        """All ranks in order: {rank, pid, state, step (-1: none), seconds (since the last sign of life)}. Reports that
-        this one waits for them; starts: for its first connection with them."""
+        """Report that this rank waits for the others, and return facts about all ranks, in their order: {rank, pid,
+        state, step (-1: none), seconds (since the last sign of life)}. starts: whether this rank waits for its first
+        connection with them.
+        """
 
     def reconnect(self, text: str, timeout: float, generation: int) -> tuple[bool, str]:
         """Ask that all ranks connect again, because this rank's connection failed. text: the error. Waits for the
@@ -125,7 +130,7 @@ class WorkerLine(Protocol):
         raise self._no_agent()
 
     def dump(self) -> None:
-        """Ask for every rank's Python stacks to be written."""
+        """Ask all ranks to write their Python stack traces."""
 
     def writes(self, path: str, mark: str) -> None:
         """Report that this process writes temporary files in folder `path`, under names that begin with `mark`. If the
@@ -137,12 +142,12 @@ class WorkerLine(Protocol):
         file."""
 
     def wrote(self, path: str, **facts: Any) -> bool:
-        """Report to the hosts that see the same folder what this process writes there. facts: size, as for
-        `written_files.line`, or count and number, as for `saved`. Returns whether the report was sent."""
+        """Report a file that this process has written to the hosts that see the same folder. facts: `size`, as for
+        `written_files.line`, or `count` and `number`, as for `saved`. Returns whether the report was sent."""
 
     def heard(self) -> Sequence[bytes]:
-        """The lines reported by `wrote` since the last call, in one order for all ranks; none where an agent adds what
-        other hosts write to its own file."""
+        """Return the lines that ranks reported by `wrote` since the last call, in the same order on all ranks; empty if
+        there is an agent, which adds other hosts' reports to a file of its own."""
         return ()
 
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
@@ -155,17 +160,18 @@ class WorkerLine(Protocol):
         """
 
     def listen(self, hear: Callable[[Frame], None]) -> bool:
-        """Call `hear` in a thread of its own when another rank ends: with the frame `death`, or `regroup` where ranks
-        train on. Call this once. Returns whether there is an agent to tell: mpirun, srun and torchrun end all ranks
-        when one of them dies."""
+        """Call `hear` in a new thread whenever another rank ends, with the frame `death`, or `regroup` if the remaining
+        ranks train on. Call this method once. Returns whether an agent exists that reports this: mpirun, srun and
+        torchrun end all ranks when one of them dies.
+        """
         return False
 
     def stop_listening(self) -> None:
-        """End the thread that `listen` has started. Idempotent."""
+        """End the thread that `listen` started. Repeated calls do nothing."""
         return
 
     def close(self) -> None:
-        """Close the connection for reports. May be called again."""
+        """Close the connection for reports. Repeated calls do nothing."""
         return
 
     def _check_process(self) -> None:

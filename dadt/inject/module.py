@@ -382,7 +382,7 @@ def _show_copies(runtime: Runtime) -> None:
     def patched_update(self: AveragedModel, model: nn.Module) -> None:
         for m in model.modules():
             runtime.buffers.show(m)
-        # Between a backward and its step, too.
+        # Needs the true weights, as the script may call this between a backward pass and its step.
         with runtime.prediction_scope.true_weights([a.prediction for a in runtime.attachments]):
             update(self, model)
 
@@ -394,7 +394,7 @@ def _show_copies(runtime: Runtime) -> None:
         update_bn(loader, model, *args, **kwargs)
         for m in model.modules():
             runtime.buffers.forget(m)
-        if runtime.attachments and runtime.ranks.together:  # each rank has seen its share of a training loader
+        if runtime.attachments and runtime.ranks.together:  # each rank saw only its share of the data
             take_means(runtime.ranks, [b for b in model.buffers() if b.is_floating_point()], "update_bn")
 
     swa_utils.update_bn = patched_update_bn

@@ -28,7 +28,8 @@ def install(runtime: Runtime) -> None:
         finally:
             moving = False
             for attachment in runtime.attachments:
-                if attachment.alive and attachment.schema_is_current:  # back where they were
+                # the parameters are back on the device for which the schema was built
+                if attachment.alive and attachment.schema_is_current:
                     attachment.schema.look_for_moved()
 
     nn.Module._apply = patched  # type: ignore[method-assign]

@@ -180,7 +180,7 @@ class Steps:
                 )
             attachment.stepped()
         self._backwards[optimizer] = self._script.backwards
-        # With `dadt.init` the script says which.
+        # A script that calls `dadt.init` decides itself which optimizers are left alone, so this is not counted.
         left_alone = optimizer in self._optimizers.left_alone and not self._script.explicit
         self._runtime.stepped(attachment, left_alone=left_alone)
 

@@ -121,7 +121,7 @@ def _made(original: Callable[..., None], runtime: Runtime) -> Callable[..., None
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments.get("rank", -1)
-        runtime.script.knows_rank |= given is not None and given >= 0  # whoever names it knows it
+        runtime.script.knows_rank |= given is not None and given >= 0  # code that passes a rank number knows its rank
         return original(*args, **kwargs)
 
     return call

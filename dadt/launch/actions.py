@@ -1,4 +1,5 @@
-"""What reaches the decisions of a launcher, and what they ask for: events and actions, without any I/O."""
+"""Input and output of the launcher's decisions, which do no I/O themselves: events that reach them, and actions that
+they ask for."""
 
 from __future__ import annotations
 
@@ -11,60 +12,61 @@ from dadt.launch.members.node import Node
 
 T = TypeVar("T")
 Reply = Callable[[Frame, float], None]
-"""Takes the answer to a question of a worker, and the time."""
+"""Called with the answer to a worker's question, and the current time in seconds."""
 
 
 class Event(NamedTuple):
-    """A frame of an agent, or what has become of the connection to it (`connected`, `lost`)."""
+    """A frame that an agent has sent, or a change of the connection to the agent (frames `connected` and `lost`)."""
 
     node: Node
     frame: Frame
     now: float
-    """When it came (time.monotonic)."""
+    """Time at which the frame came, in seconds of time.monotonic."""
 
 
 class TimeReached(NamedTuple):
-    """Nothing has come, but time has passed."""
+    """Passed instead of an Event when time has passed without a frame."""
 
     now: float
 
 
 Steps = Generator[float, Event | TimeReached, T]
-"""Decisions that follow each other: each yields the time until which it waits, and gets what has come."""
+"""Generator of launcher decisions: yields the time until which it waits, receives an Event or TimeReached, and returns
+its result."""
 
 
 class SendFrame(NamedTuple):
-    """Send a frame to the agent of a node, or to all agents where none is named."""
+    """Action: send a frame to one node's agent, or to all agents if `node` is None."""
 
     frame: Frame
     node: Node | None = None
 
 
 class SayText(NamedTuple):
-    """Show a line to the user."""
+    """Action: show a line of text to the user."""
 
     text: str
     level: str
-    """One of info and warning."""
+    """Kind of message: `info` or `warning`."""
 
 
 class SayPart(NamedTuple):
-    """Append to the line that the user sees last."""
+    """Action: append text to the newest line shown to the user."""
 
     text: str
     last: bool = False
-    """Whether it ends the line."""
+    """Whether the text completes the line."""
 
 
 class WriteJournal(NamedTuple):
-    """Write an event into the job's journal."""
+    """Action: write an event into the job's journal."""
 
     kind: str
     facts: Mapping[str, Any]
 
 
 class PrintOutput(NamedTuple):
-    """Log what a worker has printed, and show it where the user wants to see it."""
+    """Action: log what a worker has printed, and show it to the user if wanted."""
 
     rank: int
     stream: str
@@ -72,58 +74,60 @@ class PrintOutput(NamedTuple):
 
 
 class EndOutput(NamedTuple):
-    """Expect no more output of this rank."""
+    """Action: expect no more output of this rank."""
 
     rank: int
 
 
 class MoveOutput(NamedTuple):
-    """Show this rank's output with the name of another host from now on."""
+    """Action: label this rank's output with the name of another host from now on."""
 
     rank: int
     host: str
 
 
 class WriteStacks(NamedTuple):
-    """Append a rank's stacks to its file."""
+    """Action: append stack traces of a rank to the rank's file."""
 
     rank: int
     text: bytes
 
 
 class AnswerCaller(NamedTuple):
-    """Pass stacks on to the command of the user that has asked for them."""
+    """Action: send stack traces to the `dadt` command with which the user asked for them."""
 
     frame: Frame
 
 
 class ReachHost(NamedTuple):
-    """Begin to start the agent of a host that comes into the running job."""
+    """Action: begin to start the agent of a host that joins the running job."""
 
     node: Node
 
 
 class AskHost(NamedTuple):
-    """Ask the agent of a host that comes into the running job to report about the host."""
+    """Action: ask the agent of a host that joins the running job to report about the host. place: number of the host in
+    the job."""
 
     node: Node
     place: int
 
 
 class GiveUpHost(NamedTuple):
-    """End the agent of a host that cannot come."""
+    """Action: end the agent of a host that cannot join the job."""
 
     node: Node
 
 
 class DismissHosts(NamedTuple):
-    """End the agents of these hosts, which get no workers."""
+    """Action: end the agents of hosts that get no workers."""
 
     nodes: Sequence[Node]
 
 
 class StartWorkers(NamedTuple):
-    """Order the agent of a host that has come to start the workers of its place."""
+    """Action: order the agent of a host that has joined the running job to start its workers. place: number of the host
+    in the job."""
 
     node: Node
     place: int
@@ -148,12 +152,13 @@ Action = (
 
 
 def unknown(action: NoReturn) -> NoReturn:
-    """Refuse an action that nothing carries out, which a check of types finds before."""
+    """Raises AssertionError for an action of an unhandled type; type checkers report such a type before the program
+    runs."""
     raise AssertionError(action)
 
 
 class Outbox:
-    """The actions that are to be carried out, in their order."""
+    """Queue of the actions that the launcher has decided on, to be carried out in their order."""
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque()
@@ -171,7 +176,7 @@ class Outbox:
         self.put(SayText(text, level))
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Have an event written into the job's journal."""
+        """Queue an action that writes an event into the job's journal."""
         self.put(WriteJournal(kind, facts))
 
     def reply(self, question: Event) -> Reply:
@@ -184,12 +189,13 @@ class Outbox:
         return answer
 
     def empty(self, perform: Callable[[Action], None]) -> None:
-        """Have all actions carried out, in their order."""
+        """Call `perform` with every queued action, in their order, until the queue is empty."""
         while self._actions:
             perform(self._actions.popleft())
 
     def take_quiet(self) -> Sequence[Action]:
-        """All actions that do not wait for the user to read the output, ahead of the others."""
+        """Remove from the queue, and return, the actions that do not print anything and so need not wait for blocked
+        output."""
         quiet = [action for action in self._actions if isinstance(action, SendFrame | WriteJournal)]
         self._actions = deque(action for action in self._actions if not isinstance(action, SendFrame | WriteJournal))
         return quiet

@@ -1,4 +1,4 @@
-"""The connections to the agents of a job, one per host."""
+"""Connections of the launcher to the agents of a job, one agent per host."""
 
 from __future__ import annotations
 
@@ -79,13 +79,14 @@ class Agents:
             self._flush(node)
         for node, why in self._contact.silent(time.monotonic()):
             self._lose(node, why, 0.0)
-        while self._events:  # what nobody takes now is there the next time
+        while self._events:  # frames that the caller does not take now are yielded by the next call
             node, frame = self._events.pop(0)
             self._see(node.name, frame)
             yield node, frame
 
     def go_through(self, steps: Steps[T], outbox: Outbox, perform: Callable[[Action], None]) -> T:
-        """Wait for what these steps wait for, and have their actions carried out. Returns what comes of them."""
+        """Run a generator of decisions to its end: pass it the events for which it waits, and have its actions carried
+        out. Returns the generator's result."""
         try:
             until = next(steps)
             while True:
@@ -127,7 +128,7 @@ class Agents:
             self.send(node, frame)
 
     def preface(self, node: Node) -> bytes:
-        """What a login shell has printed before the agent's first frame."""
+        """Return what a login shell printed before the agent's first frame."""
         return channel.link.preface if (channel := self._channels.get(node)) is not None else b""
 
     def dismiss(self, nodes: Sequence[Node]) -> None:
@@ -139,7 +140,7 @@ class Agents:
         self._events = [(node, frame) for node, frame in self._events if node in self.nodes]
 
     def reach(self, node: Node) -> None:
-        """Begin to start the agent of another host, which has taken the place of one whose agent is gone."""
+        """Begin to start the agent of a host that replaces one whose agent is gone."""
         self._expect(node, self._launcher.launch([node.host])[0])
 
     def give_up(self, node: Node) -> None:

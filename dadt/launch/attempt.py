@@ -1,4 +1,4 @@
-"""One start of all workers of a job, until nothing is left of them: the I/O around what `Job` decides."""
+"""One start of all workers of a job, until no process of the job is left: carries out what Job decides."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ HANG_UP_SECONDS = 4.0
 """Seconds that an agent may take to end its workers after the launcher has disconnected."""
 
 Views = Callable[[Placed, Watch], Sequence[View]]
-"""Makes what shows and records a job while it runs, once every worker has its place."""
+"""Function that creates the views which show and record a running job; called once every worker has its host."""
 
 
 class Attempt:
-    """Reaches the agents, places the workers, and carries out the job's actions. `run` does all of it, once, in the
-    thread that calls it."""
+    """Starts the agents, assigns the workers to hosts, and carries out the job's actions. All of this happens in `run`,
+    which may be called once."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class Attempt:
         number: int,
         discovery: Discovery,
     ) -> None:
-        """number: of restarts before. interrupts: the signals of this process, if it may handle them."""
+        """number: how many times the job was restarted before. interrupts: signals that this process receives; None if
+        it may not handle signals."""
         self._plan = the_plan
         self._launcher = launcher
         self._folder = folder
@@ -69,7 +70,8 @@ class Attempt:
         self._look = partial(look, the_plan, folder.job)
 
     def run(self) -> Outcome:
-        """Raises DadtError if the workers could not be started, or an agent was lost."""
+        """Run the job until no process of it is left, and return its outcome. Raises DadtError if the workers could not
+        be started, or an agent was lost."""
         self._voice.meanwhile(self._agents.beat)
         try:
             self._where = where = self._place()
@@ -90,7 +92,7 @@ class Attempt:
             sweep(self._mark)
 
     def _place(self) -> Placed:
-        """Wait for all agents, and give every worker its place."""
+        """Wait for all agents, and assign each worker its host and rank."""
         config, interrupts = self._plan.config, self._interrupts
         if interrupts is not None:
             self._agents.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(config)))
@@ -107,7 +109,7 @@ class Attempt:
         return (yield from place_workers(self._plan, nodes, job, outbox, now))
 
     def _prepare(self, where: Placed) -> None:
-        """Make the job, and all that shows, records and asks what becomes of it."""
+        """Create the Job, and the objects that show it, record it, and answer questions about it."""
         config, report = self._plan.config, self._report
         hosts = [slot.host for slot in where.slots]
         self._stacks = Stacks(where.logs, self._warn)
@@ -125,7 +127,7 @@ class Attempt:
         self._views = [*self._make_views(where, job.watch), report.interim()]
 
     def _wait(self) -> Outcome:
-        """Wait until nothing of the job is left."""
+        """Carry out the job's actions until no process of the job is left, and return the outcome."""
         job, agents, interrupts = self._job, self._agents, self._interrupts
         if interrupts is not None:
             agents.watch(interrupts, lambda: job.signal(interrupts.take(), time.monotonic()))
@@ -154,7 +156,7 @@ class Attempt:
 
     def _attend(self) -> None:
         """Handle heartbeats and signals while the output is blocked. Raises Preempted or Unread if the user has asked
-        twice for the end."""
+        twice for the job to end."""
         self._agents.beat()
         caught = self._interrupts.take() if self._interrupts is not None else set()
         self._job.stand_still(caught, time.monotonic())
@@ -164,8 +166,8 @@ class Attempt:
             raise error
 
     def _close(self) -> list[int]:
-        """Close everything. No process of the job outlives this, even if its agents were killed. Returns those that
-        could not be ended."""
+        """End the agents and all processes of the job, even if its agents were killed, and close the output. Returns
+        the pids of processes that could not be ended."""
         self._agents.close(0.0 if self._job.overdue else HANG_UP_SECONDS)
         stuck = sweep(self._mark)
         self._query.close()
@@ -176,7 +178,7 @@ class Attempt:
 
     @property
     def _mark(self) -> str:
-        """The variable by which all processes of the job are known."""
+        """Environment variable, with its value, by which all processes of the job are recognized."""
         return f"DADT_JOB={self._folder.job}"
 
     def _kill(self) -> float:
@@ -227,6 +229,6 @@ class Attempt:
 
 
 def facts_of(where: Placed) -> dict[str, Any]:
-    """Constant facts about a job for other commands."""
+    """Return facts about a job that never change, for other `dadt` commands."""
     logs = str(where.logs.resolve())
     return {"job": where.job, "command": list(where.plan.command), "logs": logs, "hosts": len(where.nodes)}

@@ -1,4 +1,4 @@
-"""Starts a process that dies with its parent."""
+"""Starts a child process that dies when its parent dies."""
 
 from __future__ import annotations
 

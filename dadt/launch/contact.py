@@ -1,4 +1,4 @@
-"""Which agents are still there, and say only what they may: what is decided of the connections to them."""
+"""Decides which agents are still alive, and whether an agent may send the frame that it sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ as lost."""
 
 
 class Contact:
-    """The signs of life of all agents, and the launcher's own."""
+    """Tracks when each agent was last heard, and when the launcher's next heartbeat is due."""
 
     def __init__(self, nodes: Sequence[Node], orphan_timeout: float, now: float) -> None:
         self._nodes = nodes
@@ -23,11 +23,11 @@ class Contact:
 
     @property
     def beat_seconds(self) -> float:
-        """Seconds between two heartbeats."""
+        """Seconds between two heartbeats of the launcher."""
         return self._orphan_timeout / BEATS
 
     def is_beat_due(self, now: float) -> bool:
-        """Whether to send a heartbeat to the agents. Said once for each."""
+        """Whether a heartbeat to the agents is due. Each heartbeat is reported as due only once."""
         due = now >= self._beat_at
         if due:
             self._beat_at = now + self.beat_seconds
@@ -42,9 +42,10 @@ class Contact:
         self._turned = now
 
     def hear(self, node: Node, frame: Frame, epoch: float) -> str:
-        """Note a frame. Returns why it ends the connection; empty if it may be handled.
+        """Record facts from an agent's frame. Returns why the frame ends the connection; empty if the frame may be
+        handled.
 
-        epoch: the time in seconds since the epoch.
+        epoch: current time in seconds since the epoch.
         """
         if others := _named(frame) - node.ranks:
             return f"it spoke of rank {min(others)}, which is not on its host ({frame.kind!r})"
@@ -57,8 +58,8 @@ class Contact:
         return ""
 
     def silent(self, now: float) -> list[tuple[Node, str]]:
-        """The agents that are given up, each with the reason. One that is not ready yet may be busy for long, for
-        example with the prologue."""
+        """Return the agents that have been silent for too long, each with a text that says so. Agents that have not
+        reported about their host yet are not counted: they may be busy for long, for example with the prologue."""
         watched = [node for node in self._nodes if node.report and not node.ended]
         silences = [(node, now - node.heard) for node in watched]
         return [(node, f"no sign of life for {long:.0f} s") for node, long in silences if long > self._orphan_timeout]

@@ -1,4 +1,4 @@
-"""A running job: what the launcher decides, from the start of the workers until nothing is left of them."""
+"""A running job: what the launcher decides, from the start of the workers until all of them have ended."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from dadt.launch.monitor.watch import Watch
 
 TURN_SECONDS = 0.5
 WAITING_SECONDS = 0.05
-"""The same while ranks wait for each other at the launcher."""
+"""Most seconds between two calls of `Job.turn` while ranks wait for each other at the launcher; TURN_SECONDS applies
+otherwise."""
 
 Handler = Callable[[Event], None]
 
 
 class Job:
-    """Passes each event to the parts that it concerns. What they decide is in the outbox, as actions."""
+    """Passes each event to the parts of the launcher that handle it. Their decisions are put into the outbox, as
+    actions."""
 
     def __init__(
         self,
@@ -49,8 +51,8 @@ class Job:
         begin: float,
         candidates: Candidates | None = None,
     ) -> None:
-        """nodes: they are all ready. now, begin: the same time, as time.monotonic and in seconds since the epoch.
-        candidates: hosts that may come in the place of lost ones; None if none may."""
+        """nodes: the job's hosts, all of them ready. now, begin: the current time, as time.monotonic and in seconds
+        since the epoch. candidates: hosts that may replace lost ones; None if lost hosts are not replaced."""
         self.outbox = outbox = Outbox()
         self._nodes = nodes
         self._slots = slots
@@ -70,9 +72,9 @@ class Job:
         self._stalls = stalls = Stalls(config, rendezvous, logs, outbox)
         results, notices = Results(outcome, members, outbox), Notices(outbox)
         self.overdue = False
-        """Whether agents have not ended in time, so that they have to be killed, and their workers with them."""
+        """Whether agents have not ended in time, so that they and their workers have to be killed."""
         self.routes: Mapping[str, Sequence[Handler]] = {
-            # The life of a host.
+            # Events in the life of a host.
             "connected": (),
             "ready": (),
             "probed": (self._joining.probed,) if self._joining is not None else (),
@@ -86,7 +88,7 @@ class Job:
             "unheeded": (endings.unheeded,),
             "end": (results.end, endings.end),
             "lost": (endings.lost,),
-            # The life of a rank.
+            # Events in the life of a rank.
             "started": (watch.started, rendezvous.started),
             "hello": (results.hello, membership.hello),
             "claim": (membership.claim,),
@@ -101,7 +103,7 @@ class Job:
             "done": (watch.done, endings.done, results.done),
             "result": (results.result,),
             "exit": (watch.exit, results.exit, endings.exit),
-            # What ranks ask of each other.
+            # Requests by which ranks exchange data or find each other.
             "exchange": (rendezvous.exchange,),
             "put": (rendezvous.put,),
             "get": (rendezvous.get,),
@@ -110,15 +112,16 @@ class Job:
             "approach": (membership.approach,),
             "give": (membership.give,),
             "wrote": (self._pass_on,),
-            # Stacks.
+            # Requests for ranks' stacks, and the answers.
             "dump": (stalls.dump,),
             "stacks": (stalls.stacks,),
             "stack": (stalls.stack,),
         }
-        """Each kind of event, with what handles it, in this order; none where it needs no decision."""
+        """For each kind of event, its handlers in the order of their calls; empty if the event needs no decision."""
 
     def start(self, orders: Iterable[Frame], now: float, begin: float) -> None:
-        """Send each node's agent the order to start its workers. now, begin: as in the constructor."""
+        """Send each node's agent the order to start its workers. now, begin: the current time, as time.monotonic and in
+        seconds since the epoch."""
         self._begun, self._begin = now, begin
         ranks = defaultdict[int, list[int]](list)
         for slot in self._slots:
@@ -131,7 +134,7 @@ class Job:
                 self._endings.lose(node, "was lost before it could start its workers", now)
 
     def take(self, event: Event) -> None:
-        """An agent has sent a frame, or the connection to it was made or lost."""
+        """Handle an event: an agent has sent a frame, or the connection to an agent was made or lost."""
         if self._joining is not None and self._joining.awaits(event.node):
             self._joining.take(event)
             return
@@ -139,15 +142,15 @@ class Job:
             handle(event)
 
     def signal(self, caught: set[int], now: float) -> None:
-        """`dadt run` got these signals."""
+        """Handle the signals `caught`, which `dadt run` received."""
         self._endings.signal(caught, now)
 
     def kill(self, now: float) -> float:
-        """`dadt kill` ends the job. Returns the seconds until SIGKILL."""
+        """End the job on request of `dadt kill`. Returns the seconds until its workers receive SIGKILL."""
         return self._termination.end(SIGTERM, "dadt kill", now)
 
     def turn(self, now: float) -> None:
-        """Look what is due, as time has passed."""
+        """Do what is due because time has passed."""
         self._rendezvous.settle(now)
         self._stalls.turn(now)
         self._silences.turn(now)
@@ -156,18 +159,20 @@ class Job:
         self._membership.turn(self._termination.goes_on, now)
 
     def patience(self, now: float) -> float:
-        """The seconds until `turn` is to be called next, if nothing happens before."""
+        """Return the seconds until `turn` must be called next if no event arrives before."""
         turn = WAITING_SECONDS if self._rendezvous.waiting else TURN_SECONDS
         return max(0.0, min(turn, self._termination.deadline - now))
 
     def stand_still(self, caught: set[int], now: float) -> None:
-        """`dadt run` got these signals, perhaps none, while nobody reads its output, so that no event is handled."""
+        """Handle the signals `caught` (may be empty) while nobody reads the output of `dadt run`, so that no event is
+        handled."""
         self._termination.excuse(now)
         self.signal(caught, now)
 
     @property
     def unread(self) -> DadtError | None:
-        """The error that ends `dadt run` once the user has asked twice for the end, while nobody reads its output."""
+        """The error with which `dadt run` ends if the user has asked twice to end it while nobody reads its output;
+        else None."""
         if not self._termination.at_once:
             return None
         if (preemption := self._outcome.preemption) is not None:
@@ -176,12 +181,12 @@ class Job:
 
     @property
     def over(self) -> bool:
-        """Whether all workers have ended on all hosts, as far as that can be known."""
+        """Whether all workers have ended on all hosts, as far as this can be known."""
         return self.overdue or not any(node.works for node in self._nodes)
 
     def judge(self, now: float, stuck: Sequence[int], stacks: Sequence[Path]) -> Outcome:
-        """The outcome of a job that is over. stuck: processes that could not be ended. stacks: files with the ranks'
-        stacks. Raises LaunchError if the workers could not be started or an agent was lost."""
+        """Return the outcome of a job that is over. stuck: processes that could not be ended. stacks: files with the
+        ranks' stacks. Raises LaunchError if the workers could not be started or an agent was lost."""
         outcome = self._outcome
         outcome.seconds = now - self._begun
         outcome.stuck = stuck or outcome.stuck
@@ -193,7 +198,7 @@ class Job:
         return outcome
 
     def _pass_on(self, event: Event) -> None:
-        """A rank has written a file: the other hosts that see the same folder hear of it."""
+        """Report a file that a rank has written to the other hosts that see the same working folder."""
         header = {name: value for name, value in event.frame.header.items() if name != "line"}
         for node in self._nodes:
             if node is not event.node and node.folder is not None and node.folder == event.node.folder:

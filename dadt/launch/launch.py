@@ -1,4 +1,4 @@
-"""From a plan to the outcome of its job, for both the command line and `dadt.run`."""
+"""Runs a planned job and returns its outcome, for both the command line and `dadt.run`."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Out
 
 
 class Launch:
-    """All attempts of one job, and the report about them in its folder."""
+    """All attempts to run one job, and the report about them in the job's folder."""
 
     def __init__(self, the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: Sequence[Export]) -> None:
-        """Reserves the job's id and folder. exports: of the first attempt."""
+        """Reserves the job's id and folder. exports: metrics exports for the first attempt."""
         self._plan = the_plan
         self._voice = voice
         self._placed = placed
@@ -73,10 +73,10 @@ class Launch:
         self._report = JobReport(the_plan, self._logs, self._warn)
         self._launcher: Launcher | None = None
         self._reached: Config | None = None
-        """The settings of the newest attempt."""
+        """The settings of the newest attempt to run the job; None before the first."""
 
     def run(self) -> Outcome:
-        """Raises DadtError as `launch.run` does."""
+        """Run the job and return its outcome. Raises DadtError if nothing could be started."""
         if self._plan.start is not None:
             try:
                 saved_start.write(self._logs, self._plan.start)
@@ -95,7 +95,7 @@ class Launch:
             self._report.close()
 
     def _attempts(self) -> Outcome:
-        """Make attempts until one succeeds, or no other may follow."""
+        """Run attempts until one succeeds or no further restart is allowed."""
         config, hosts = self._plan.config, self._plan.hosts
         with self._interrupts or nullcontext():
             facts = {"job": self._folder.job, "command": list(self._plan.command), "logs": str(self._logs.resolve())}
@@ -114,7 +114,7 @@ class Launch:
                 raise
 
     def _attempt(self, number: int, hosts: Sequence[Host]) -> Outcome:
-        """number: of restarts before. Raises DadtError."""
+        """Run one attempt. number: how many restarts preceded it. Raises DadtError."""
         config, journal = self._plan.config, self._report.journal
         exports = metrics.prepare(config.metrics) if number else self._exports
         try:
@@ -142,7 +142,7 @@ class Launch:
                 export.close()
 
     def _views(self, exports: Sequence[Export], where: Placed, watch: Watch) -> list[View]:
-        """All views of the job: the display, the exported metrics and the recorded series."""
+        """Return all views of the job: the recorded series, the exported metrics and the display."""
         view = self._placed(where, watch)
         for export in exports:
             self._voice.say(export.begin(watch, _labels(where), self._warn))
@@ -150,12 +150,12 @@ class Launch:
         return [series, *exports, *([view] if view is not None else [])]
 
     def _resuming(self) -> str:
-        """The command that goes on with the job; empty where nothing does."""
+        """Return the command that resumes the job; empty if the job cannot be resumed."""
         reached = self._reached
         return saved_start.command(self._logs, reached.snapshot_dir, reached.resume) if reached is not None else ""
 
     def _conclude(self, code: int, lines: Sequence[str]) -> None:
-        """Report the end to the hosts, where somebody waits for it there."""
+        """Report the end of the job to its hosts, if the launcher has a way to do so (`Herald`)."""
         launcher: object = self._launcher
         if isinstance(launcher, Herald):
             launcher.conclude(code, lines)

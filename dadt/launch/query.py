@@ -87,8 +87,8 @@ class Query:
         end: Callable[[], float],
         refused: Callable[[str], None],
     ) -> None:
-        """facts: constants such as the job's id and command. end: ends the job and returns its grace in seconds.
-        refused: called with the reason why a caller was turned away."""
+        """facts: constants such as the job's id and command. end: ends the job and returns the seconds until workers
+        are killed. refused: called with the reason why a caller was turned away."""
         self._folder = folder
         self._looked = 0.0
         self._agents = agents

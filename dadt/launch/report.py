@@ -43,7 +43,7 @@ class Interim:
         return self._due - now
 
     def close(self) -> None:
-        """Does nothing: `JobReport.close` writes the last report."""
+        """Do nothing, as `JobReport.close` writes the last report."""
 
 
 class JobReport:

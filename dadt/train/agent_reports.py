@@ -1,4 +1,4 @@
-"""What a rank's agent reports while it trains: the ends of other ranks, and what is asked of all ranks."""
+"""Handles what a rank's agent reports during training: the ends of other ranks, and requests to all ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 class AgentReports:
-    """Each report goes to what it is about, on the thread that listens to the agent."""
+    """Passes each report of the agent to the part of this rank that it concerns, on the thread that listens to the
+    agent."""
 
     def __init__(self, ranks: Ranks, attachments: Attachments) -> None:
         self._ranks, self._attachments = ranks, attachments
 
     def listen(self) -> None:
-        """Have the agent report from now on. Idempotent."""
+        """Start to receive the agent's reports. Does nothing if already started."""
         ranks = self._ranks
         if ranks.control is not None and not ranks.alone and not ranks.deaths.listening:
             ranks.deaths.listening = ranks.control.listen(self._hear)
@@ -32,7 +33,7 @@ class AgentReports:
         elif frame.kind == "approach":
             requests.approaches.hear(Approach(frame["number"], frame["rank"], frame["known"], frame["last"]))
         elif frame.kind == "interrupt":
-            if not ranks.closing:  # its script is over, and the others come to their end, too
+            if not ranks.closing:  # a rank whose script is over ignores Ctrl-C, as all ranks are about to end
                 together = ranks.together and len(self._attachments) > 0
                 requests.interruption.hear(frame["patience"] if together else 0.0)
         elif frame.kind == "save":
@@ -41,7 +42,7 @@ class AgentReports:
             self._regroup(frame)
         elif (steps := frame.get("steps")) is None:
             ranks.deaths.tell(frame["text"])
-        elif len(self._attachments) > 0:  # else only the script knows what it still expects of that rank
+        elif len(self._attachments) > 0:  # without attachments, only the script knows what it expects of the ended rank
             ranks.deaths.tell_left(frame["text"], steps, ranks.step)
 
     def _regroup(self, frame: Frame) -> None:
@@ -50,5 +51,5 @@ class AgentReports:
         members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
         handed, writers = frame.get("handed", 0), tuple(frame.get("writers", ()))
         ranks.deaths.regroup(Generation(frame["generation"], members, firsts, frame["text"], handed, writers))
-        if not ranks.together and ranks.connection is not None:  # else it is connecting, with whoever is there
+        if not ranks.together and ranks.connection is not None:  # without a connection, this rank is already connecting
             ranks.reconnection.begin()

@@ -18,7 +18,7 @@ from dadt.train.restored import RestoredExchange, Trained
 
 
 class Attached(Trained, Protocol):
-    """One optimizer, as an algorithm sees it, explained in docs/extending.md, and what else trains it."""
+    """Interface of one optimizer's attachment, as algorithms (docs/extending.md) and other training code use it."""
 
     algorithm: Algorithm
     prediction: Prediction
@@ -27,7 +27,7 @@ class Attached(Trained, Protocol):
     """Number of steps that the optimizer has taken."""
     warmup_steps: int
     known: WeakTensorKeyDictionary
-    """The parameters that all ranks have from the first one."""
+    """Parameters whose values all ranks have copied from the first rank."""
 
     def buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]: ...
 

@@ -49,8 +49,8 @@ class Attachment:
         events: Events,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """siblings: the attachments of all optimizers that train, with this one."""
-        self.ranks = self.runtime = ranks  # the second name is that of users' algorithms
+        """siblings: the attachments of all optimizers that train, including this one."""
+        self.ranks = self.runtime = ranks  # user-written algorithms use the name `runtime`
         self.optimizers, self.siblings, self.replicas, self.events = optimizers, siblings, replicas, events
         self._optimizer = weakref.ref(optimizer)
         self.index = optimizers.number(optimizer)
@@ -58,7 +58,7 @@ class Attachment:
         self.lockstep = Lockstep(self, ranks)
         self.has_closure = False
         self.warmup_steps = ranks.config.warmup_steps
-        self.compression = ranks.config.compression if ranks.together else "none"  # of gradients
+        self.compression = ranks.config.compression if ranks.together else "none"  # how gradients are compressed
         self.measure = Measure(ranks.progress)
         self._modules = below(optimizers.root_modules(optimizer))
         self.changing_buffers = ChangingBuffers(optimizers.buffers, ranks, self.name)
@@ -84,7 +84,7 @@ class Attachment:
         # An optimizer that is garbage-collected before its step must not leave predicted weights behind.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
         self.algorithm: Algorithm = optimizers.algorithm(self)
-        self.switch_note: dict[str, Any] = {}  # see `switch_to`
+        self.switch_note: dict[str, Any] = {}  # what checkpoints add to the algorithm's state, see `switch_to`
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -140,7 +140,7 @@ class Attachment:
         return self.changing_buffers.of(self._modules) if self.ranks.config.buffers else []
 
     def start(self, take: Callable[[], None]) -> None:
-        """Begin to train. take: takes the first rank's state on all ranks."""
+        """Begin to train. take: called on every rank to set the optimizer to the first rank's state."""
         if self.ranks.config.broadcast:
             self.algorithm.starting()
         self.lockstep.join(take)
@@ -201,9 +201,9 @@ class Attachment:
         self.refresh()
 
     def switch_to(self, algorithm: Algorithm, **note: Any) -> None:
-        """Train by another algorithm from here on, for good. All ranks call it in the same step.
+        """Train with another algorithm for the rest of the training. All ranks call this method in the same step.
 
-        note: what a checkpoint says beside that algorithm's state, so that the one which loads it switches, too.
+        note: what checkpoints add to the new algorithm's state, so that a run that loads one switches, too.
         """
         self.algorithm, self.switch_note = algorithm, note
         self.measure.late = 0
@@ -248,7 +248,7 @@ class Attachment:
         self.consumed = True
 
     def _release_other_predictions(self) -> None:
-        """No other optimizer's prediction may stand in parameters that the coming step is to change."""
+        """Remove other optimizers' predicted weights from parameters that the coming step is to change."""
         others = [other for other in self.siblings if other is not self]
         ids = {id(p) for p in self.parameters} if others else set()
         for other in others:
@@ -366,7 +366,7 @@ class Attachment:
         """Return fingerprints of some trained (not predicted) weights, and of parameters that no optimizer trains."""
         equal = self.algorithm.identical and self.ranks.config.broadcast
         trained = fingerprint.of_trained(self.parameters, number) if equal else 0
-        others = [p for o in self.optimizers if o is not self.optimizer for p in listed(o)]  # maybe predicted
+        others = [p for o in self.optimizers if o is not self.optimizer for p in listed(o)]  # may be predicted weights
         return trained, fingerprint.of_untrained(self.modules, others) if self.algorithm.predicts else 0
 
     def wait(self, exchange: Exchange | RestoredExchange) -> list[StepMetadata]:

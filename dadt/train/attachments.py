@@ -1,4 +1,4 @@
-"""The attachments of all optimizers that train on this rank."""
+"""The attachments (one for each optimizer that DADT manages) on this rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dadt.train.attachment import Attachment
 
 
 class Attachments:
-    """Iterates over them, oldest first. They come in the same order on all ranks."""
+    """Iterates over this rank's attachments, oldest first, which is the same order on all ranks."""
 
     def __init__(self) -> None:
         self._attached: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = weakref.WeakKeyDictionary()

@@ -41,13 +41,14 @@ class Randomness(Protocol):
 
 
 class Checkpoints:
-    """Saves and loads for all optimizers of one rank.
+    """Saves and loads DADT's part of the state of all optimizers of one rank.
 
-    Nothing is asked of the peers: an exchange in flight is one that all ranks have launched, or will without this one.
-    What is one rank's alone (BatchNorm statistics, what compression owes) is in no checkpoint: with the saving it
-    gives way to what all ranks have in common, so that training goes on from just what was saved. This is exact where
-    all ranks ask for the optimizer's state after the same step, as a script does that knows of no ranks. A script
-    that does may ask on rank 0 alone: there nothing gives way, and the same is equal but for rounding.
+    Saving asks nothing of other ranks: an exchange in flight is one that all ranks have launched, or will launch in any
+    case. State of one rank alone (BatchNorm statistics, compression errors still to be sent) is not saved: at the save,
+    each rank replaces it by what all ranks have in common, so that training continues from exactly what was saved. This
+    is exact if all ranks read the optimizer's state after the same step, as scripts without distributed code do. A
+    script with distributed code may save on rank 0 alone: then nothing is replaced, and resumed training is equal
+    except for rounding.
     """
 
     def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments) -> None:
@@ -136,7 +137,7 @@ class Checkpoints:
                         return None
                     try:
                         if not ranks.requests.interruption.apart:
-                            self._ranks.regroup(error)  # where ranks were lost meanwhile, and the others train on
+                            self._ranks.regroup(error)  # connects again if ranks were lost, else raises the error
                             continue
                     except CommError:
                         if not failed:

@@ -78,7 +78,7 @@ class Departure:
         self._final_weights.compare(told)
 
     def _meet(self) -> None:
-        """Bring to an end what all ranks do together."""
+        """Complete all operations that ranks do together, at the end of training."""
         if self._ranks.together:
             self._arrive()
         for attachment in self._attachments:

@@ -1,4 +1,4 @@
-"""The batches that shared loaders hand to the script, as the weights of gradients depend on them."""
+"""Counts the batches that shared data loaders return to the script, as ranks' gradients are weighted by them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dadt.train.replay_state import ReplayState
 
 
 class DrawnBatches:
-    """Passes on what is drawn to the optimizers that are trained with it."""
+    """Reports each batch that the script draws from a shared loader to the optimizers that train on it."""
 
     def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments, replay: ReplayState) -> None:
         self._ranks, self._optimizers, self._attachments, self._replay = ranks, optimizers, attachments, replay
@@ -58,9 +58,9 @@ class DrawnBatches:
             weight.stepped()
 
     def keep(self, attachment: Attachment) -> None:
-        """Keep the weight of an optimizer that is attached again later."""
+        """Keep the batch weight of an optimizer whose attachment is released, for its next attachment."""
         self._kept[attachment.optimizer] = attachment.batch_weight
 
     def attach(self, attachment: Attachment) -> None:
-        """The optimizer is attached: it goes on with the weight that is kept, if there is one."""
+        """Give a new attachment the batch weight that was kept for its optimizer, if there is one."""
         attachment.batch_weight = self._kept.pop(attachment.optimizer, attachment.batch_weight)

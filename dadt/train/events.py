@@ -1,4 +1,5 @@
-"""What is called when something happens to this rank, in the order in which it was added."""
+"""Lists of callbacks for events in the training of this rank; those of one event are called in the order in which they
+were added."""
 
 from __future__ import annotations
 
@@ -10,24 +11,24 @@ Callbacks = list[Callable[[], None]]
 
 @dataclass
 class Events:
-    """The callbacks of one rank. All run on the training thread."""
+    """The callbacks of one rank, by event. All of them run on the script's training thread."""
 
     on_place: Callbacks = field(default_factory=list)
-    """Called before the rank is claimed."""
+    """Called when this rank begins to take part in training, before it connects with the other ranks."""
     on_claim: Callbacks = field(default_factory=list)
-    """Called before optimizers are attached."""
+    """Called once this rank takes part in training, before optimizers are attached."""
     on_begin: Callbacks = field(default_factory=list)
-    """Called at every training forward, and where gradients are used."""
+    """Called before each forward in training mode, and before each use of gradients."""
     on_exchange: Callbacks = field(default_factory=list)
-    """Called before a step launches anything."""
+    """Called in each step before its exchange of gradients is launched."""
     on_stepped: Callbacks = field(default_factory=list)
-    """Called when a step is complete."""
+    """Called after each complete optimizer step."""
     on_skipped: Callbacks = field(default_factory=list)
-    """Called when all ranks have left a step out."""
+    """Called when all ranks have skipped an optimizer step."""
     on_regroup: Callbacks = field(default_factory=list)
-    """Called when others were lost, once this rank is connected with those that are left."""
+    """Called after a loss of ranks, once this rank is connected with the remaining ranks."""
     on_end: Callbacks = field(default_factory=list)
-    """Called when the script has ended, whatever has become of its optimizers: in one order on all ranks."""
+    """Called at the end of the script, in the same order on all ranks, whether or not its optimizers still exist."""
     on_stop: Callbacks = field(default_factory=list)
-    """Called last, also after a failure: messages under way have failed, and threads that use torch end here, as the
-    interpreter aborts the process where it ends and they do not."""
+    """Called last, also after a failure. Messages under way have failed by then. Callbacks must end all threads that
+    use torch, as the interpreter aborts the process if it exits before them."""

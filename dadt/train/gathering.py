@@ -72,16 +72,17 @@ class Gathering:
 
 
 class Gatherings:
-    """The gatherings of one rank, which all ranks begin in the same order."""
+    """All-gathers of small values by one rank. All ranks begin them in the same order."""
 
     def __init__(self) -> None:
         self.newest: list[Gathering] = []
-        """The last ones, in order, some of which may not be done. Empty where ranks cannot be lost."""
+        """The most recent gatherings, in order; some may be incomplete. Empty if the loss of a rank ends the training.
+        """
         self.count = 0
-        """How many this rank has begun."""
+        """Number of gatherings that this rank has begun."""
 
     def begin(self, name: str, data: bytes, then: Callable[[Sequence[bytes]], None], *, kept: bool) -> Gathering:
-        """kept: ranks may be lost, and then need what others have gathered."""
+        """Create the next gathering. kept: whether to remember it for ranks that need its values after a loss."""
         gathering = Gathering(name, data, self.count, then)
         self.count += 1
         if kept:
@@ -89,7 +90,8 @@ class Gatherings:
         return gathering
 
     def undo(self, since: float) -> None:
-        """Forget those that are not complete and were begun after this time: what was begun then begins again."""
+        """Forget incomplete gatherings that were begun after the time `since` (perf_counter), so that they can begin
+        again."""
         redone = [g for g in self.newest if not g.complete and g.began > since]
         self.newest = [g for g in self.newest if g not in redone]
         self.count -= len(redone)

@@ -24,14 +24,14 @@ class Lockstep:
         """Whether the current step was undone because ranks were lost: it begins again, even if more ranks are lost."""
 
     def join(self, take: Callable[[], None]) -> None:
-        """Train from the state of the first rank, by `take`. Raises CommError."""
+        """Set the optimizer to the first rank's state by calling `take`, again if ranks are lost. Raises CommError."""
         with self._ranks.as_a_whole():
             while self.averaged < 0:
                 try:
                     take()
                     self.averaged = 0
                 except CommError as error:
-                    self._ranks.regroup(error)  # where others have joined already, so has this one then
+                    self._ranks.regroup(error)  # also sets `averaged` if the other ranks have joined already
 
     def average(self) -> None:
         """Average one step's gradients over the ranks, again if ranks are lost. Raises CommError."""
@@ -46,7 +46,7 @@ class Lockstep:
                     self._attachment.algorithm.before_step()
                     self.averaged += 1
                 except CommError as error:
-                    self._ranks.regroup(error)  # where others have them already, so has this one then
+                    self._ranks.regroup(error)  # also sets `averaged` if other ranks have these averages already
         self._averaging = False
 
     @property

@@ -21,13 +21,13 @@ from dadt.train.script import Script
 
 
 class Optimizers:
-    """The optimizers that a rank trains. They come in the same order on all ranks. Iterates over those that were built
-    so far and are not left alone, oldest first."""
+    """The optimizers that the script has built, in the same order on all ranks. Iterates over those that DADT manages,
+    oldest first."""
 
     def __init__(
         self, ranks: Ranks, script: Script, replay: ReplayState, find: Callable[[str], type[Algorithm]]
     ) -> None:
-        """find: returns the class of the algorithm with a name."""
+        """find: returns the algorithm class for a name."""
         self._ranks, self.script, self._replay, self._find = ranks, script, replay, find
         self._ordinals = itertools.count()
         self._registered: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -36,7 +36,7 @@ class Optimizers:
         )
         """For each optimizer, the modules that the script calls and whose parameters the optimizer trains."""
         self.buffers = Buffers()
-        """The buffers of these modules."""
+        """Buffers of the modules whose parameters the optimizers train."""
         self._made: weakref.WeakKeyDictionary[torch.optim.Optimizer, built.Made] = weakref.WeakKeyDictionary()
         self._schedulers: list[tuple[weakref.ref[Any], built.Scheduler]] = []
         """Learning rate schedulers with their values when built, oldest first."""
@@ -64,12 +64,12 @@ class Optimizers:
         return sum(o not in self.left_alone for o in self._registered)
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is registered, left alone or not."""
+        """Return whether the optimizer is registered, even if DADT does not manage it."""
         return optimizer in self._registered
 
     @property
     def registered(self) -> int:
-        """How many were built so far, left alone or not."""
+        """Number of registered optimizers, including those that DADT does not manage."""
         return len(self._registered)
 
     def number(self, optimizer: torch.optim.Optimizer) -> int:
@@ -106,7 +106,8 @@ class Optimizers:
             self._enlist(optimizer)
 
     def built_apart(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that is not attached has parameters of no module."""
+        """Called when an optimizer without attachment has parameters of no module: it is left alone if its kind is
+        known to be built for one batch."""
         if self.one_batch.built(optimizer):
             self.left_alone.add(optimizer)
 
@@ -179,11 +180,12 @@ class Optimizers:
         self.left_alone.add(optimizer)
         name = type(optimizer).__name__
         self._ranks.say(f"{name} is left alone: {reason}")
-        # Each rank may be at another step, and what it holds is no other's.
+        # Ranks may be at different steps of an optimizer that DADT does not manage, so its state is different on each
+        # rank.
         self.take_no_snapshots(f"{name} is left alone")
 
     def take_no_snapshots(self, why: str) -> None:
-        """A replay could not bring the script back to where it is."""
+        """Stop taking snapshots, as a replay could not restore the script's state. why: the reason, for the user."""
         if self._replay.possible:
             self._replay.stop_snapshots()
             self._ranks.say(f"no snapshots are taken, as {why}", "warning")

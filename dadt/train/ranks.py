@@ -1,4 +1,5 @@
-"""This rank among the others: who they are, what connects it with them, what they send each other, and waiting."""
+"""One rank's view of all ranks: which ranks train, its connection with them, what ranks exchange, and waiting for
+them."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ _NAMED = re.compile(r'("[^"]*")|\brank (\d+)\b')
 
 
 class Ranks:
-    """Every rank calls the methods that exchange in the same order, on the script's training thread."""
+    """One rank among all ranks of the job. Every rank calls the methods that exchange data in the same order, on the
+    script's training thread."""
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class Ranks:
         together: Callable[[], bool],
         parameter_names: Callable[[], Mapping[int, str]],
     ) -> None:
-        """together: whether all ranks take the same steps, by their algorithm. parameter_names: the names of parameters
-        as far as they are known, by id."""
+        """together: returns whether the algorithm lets all ranks take the same steps. parameter_names: returns the
+        names of parameters, as far as they are known, by id."""
         self.world = world
         """This rank among the ranks with which the job began."""
         self.group = world
@@ -74,23 +76,23 @@ class Ranks:
         self.deaths = Deaths()
         self.timeline: Timeline | None = None
         self.connection: Connection | None = None
-        """The newest connection with the group, which may have failed or ended; None before the first one."""
+        """The newest connection with the other ranks, which may have failed or ended; None before the first."""
         self.mail: PointToPoint = NoPointToPoint()
         """Sends and receives messages between pairs of ranks."""
         self.background: Background
         """Thread for computations between two operations of the engine."""
         self.device: Device | None = None  # averages tensors in GPU memory, if it can
         self.parted = False
-        """Whether ranks have taken steps of their own."""
+        """Whether ranks have taken steps with gradients that were not averaged."""
         self.flights = Flights()
         self.gatherings = Gatherings()
         self.transaction: float | None = None
         """Time (perf_counter) at which a block began that is repeated as a whole if ranks are lost; None outside of
         one."""
         self.closing = False
-        """Whether this rank is at its end, where others are, too."""
+        """Whether this rank has begun to end its training, as the other ranks then do, too."""
         self.connect_anew: Callable[[CommError], None] = _give_up
-        """Goes on with the ranks that are left. Raises the error where no loss explains it."""
+        """Called with an error: connects with the remaining ranks, or raises the error if no loss explains it."""
         most = config.timeout + config.start_timeout
         self.reconnection = Reconnection(self.deaths, lambda error: self.connect_anew(error), most)
         self._stood_for = snapshots.shares(Path(config.resume)) if config.resume else 1
@@ -102,14 +104,14 @@ class Ranks:
         self._stall = Stall(config, world.rank, control, partial(self.say, level="warning"))
 
     def resign(self) -> None:
-        """Be no rank any more, in a forked child."""
+        """Stop being a rank of the job, in a forked child process."""
         self.world = World()
         self.control = self.timeline = None
         self.closing = True
 
     @property
     def step(self) -> int:
-        """Optimizer steps that this rank has taken, over all optimizers."""
+        """Number of optimizer steps that this rank has taken, counting all optimizers."""
         return self.progress.step
 
     @property
@@ -160,7 +162,7 @@ class Ranks:
         return Apart(meet, f"generation {group.generation}") if group.generation else meet
 
     def use(self, connection: Connection) -> None:
-        """Exchange over this connection from now on."""
+        """Use this connection for all exchanges from now on."""
         self.connection, self._disconnect = connection, connection.close
         self.mail, self.device = connection.mail, connection.device
         self.deaths.watch(connection.abort)
@@ -175,7 +177,7 @@ class Ranks:
 
     @property
     def mismatch_is_told(self) -> bool:
-        """Whether ranks that are in different operations get an error that says so."""
+        """Whether ranks that are in different operations get an error that names the mismatch."""
         return self.connection is not None and self.connection.told
 
     def disconnect(self) -> None:
@@ -223,7 +225,7 @@ class Ranks:
             self.transaction = outer
 
     def enter(self, generation: Generation) -> None:
-        """Be one of these ranks from now on, not connected yet."""
+        """Take this rank's place in a new generation of ranks, without connecting yet."""
         self.members, self.first = generation.members, self.world.rank in generation.firsts
         self.folder_writer = generation.writer(self.world.rank)
         self.group = self.world.among(self.members, generation.number)
@@ -320,7 +322,7 @@ class Ranks:
                 self._name_members(error)
                 if not isinstance(error, CommTimeout) or self._has_failed:
                     self._stall.overdue(work, perf_counter() - begun, error)
-                    if not self.survives:  # else Recovery says so
+                    if not self.survives:  # if ranks may be lost, Recovery names the ended rank
                         self.deaths.name(error)
                     raise
                 self._look(work, perf_counter() - begun, error)

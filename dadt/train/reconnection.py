@@ -23,7 +23,7 @@ class Reconnection:
     """
 
     def __init__(self, deaths: Deaths, connect_anew: Callable[[CommError], None], most: float) -> None:
-        """connect_anew: goes on with the ranks that are left, or raises the error. most: seconds that it may take."""
+        """connect_anew: connects with the remaining ranks, or raises the error. most: seconds this may take."""
         self._deaths = deaths
         self._connect_anew = connect_anew
         self._most = most

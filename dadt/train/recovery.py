@@ -1,4 +1,4 @@
-"""Connects a rank with the others, and where some are lost once more with those that are left."""
+"""Connects a rank with the other ranks and, after a loss of ranks, with the remaining ones."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ REGROUP_SECONDS = 10.0
 
 
 class Recovery:
-    """Sees to it that `Ranks.connection` is one with all ranks that train. Where ranks wait for nobody, the thread of
-    `Reconnection` calls it."""
+    """Keeps `Ranks.connection` a connection with all ranks that train. In algorithms whose ranks do not wait for each
+    other, the thread of `Reconnection` calls it."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Recovery:
         return executors.connect(ranks.connecting, ranks.group, ranks.meet)
 
     def regroup(self) -> None:
-        """Ranks that are connected find out how far each is, and go on from the furthest."""
+        """Compare how far the connected ranks have trained, and continue from the state of the furthest rank."""
         ranks = self._ranks
         regroup(ranks, self._attachments, self._replicas, self._verification, equal=ranks.together)
 
@@ -78,9 +78,11 @@ class Recovery:
         seconds: float = 0.0,
         parts: Mapping[torch.optim.Optimizer, dict[str, Any]] | None = None,
     ) -> None:
-        """Go on with the ranks that are left. Raises the error where no loss explains it.
+        """Connect with the ranks that are left. Raises the error if no loss of ranks explains it.
 
-        seconds: as in `enter`. parts: as in `_release`, which all do where they have waited for a new worker."""
+        seconds: time that a new worker may take to join. parts: DADT's part of each optimizer's state, needed on all
+        ranks if they have waited for a new worker.
+        """
         if self._regrouping:
             raise error
         ranks = self._ranks
@@ -136,7 +138,7 @@ class Recovery:
             self._ask_to_reconnect(error)
         self._await_news(seconds or REGROUP_SECONDS)
         generation = deaths.enter(error, 0.0)
-        while ranks.world.joins and rank not in generation.members:  # it hears of older ones, too
+        while ranks.world.joins and rank not in generation.members:  # a new worker receives older generations, too
             generation = deaths.enter(error, REGROUP_SECONDS)
         if rank not in generation.members:
             raise PeerLost(f"the others train on without this rank: {generation.text}") from error
@@ -163,7 +165,7 @@ class Recovery:
     def _ask_to_reconnect(self, error: Exception) -> None:
         """Ask the agent whether all ranks reconnect, and wait for its answer. Raises the error if they do not."""
         ranks = self._ranks
-        assert ranks.control is not None  # there is an agent that reports losses
+        assert ranks.control is not None  # ranks that survive losses have an agent, which reports them
         most = ranks.config.timeout + REGROUP_SECONDS
         anew, text = ranks.control.reconnect(str(error), most, ranks.generation)
         if text:

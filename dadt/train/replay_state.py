@@ -1,4 +1,4 @@
-"""What training has to know of snapshots, and of a replay that brings the script back to one of them."""
+"""State of snapshots, and of a replay, which runs the script again up to a snapshot."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dadt.config import Config
 
 
 class ReplayState:
-    """Without snapshots nothing here changes."""
+    """State of snapshots and replay that other training code reads. Without snapshots, it never changes."""
 
     def __init__(self, config: Config) -> None:
         self.possible = bool(config.resume or config.snapshot_dir)
-        """Whether the script is replayed, or may be later."""
+        """Whether this job resumes by replaying the script, or takes snapshots so that a later job can do so."""
         self.under_way = False
-        """Whether the script comes to where it was before: nothing is exchanged, and nothing trained."""
+        """Whether a replay is running, in which ranks exchange nothing and train nothing."""
         self.goal_step = 0
         """The step at which the replay ends."""
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Returns a context in which what is read from tensors is DADT's own business."""
+        """Returns a context in which DADT itself reads tensors, so that the reads do not count as the script's."""
         self.reported: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         """Called with each tensor that DADT returns to the script: returns the tensor itself, or in a replay the
         recorded one."""
         self.stop_snapshots: Callable[[], None] = lambda: None
-        """Ends the taking of snapshots, for the rest of the job."""
+        """Stops the taking of snapshots for the rest of the job."""

@@ -1,4 +1,5 @@
-"""What every optimizer trains, as it is to be equal on all ranks: ranks take over what another one has."""
+"""Copies weights, buffers and optimizer state between ranks, so that every optimizer trains equal values on all
+ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from dadt.train.trained import listed
 
 
 class Replicas:
-    """Every rank calls the methods that exchange in the same order, on the script's training thread."""
+    """Copies what optimizers train between ranks. Every rank calls the methods that exchange data in the same order, on
+    the script's training thread."""
 
     def __init__(
         self,
@@ -29,18 +31,19 @@ class Replicas:
         attachments: Iterable[Attached],
         aside: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """aside: returns a context in which optimizers' states are read and set for DADT's own ends."""
+        """aside: returns a context in which DADT itself, not the script, reads and sets optimizers' states."""
         self._ranks, self._optimizers, self._attachments = ranks, optimizers, attachments
         self.aside = aside
         self.given: list[Any] = []
-        """What a rank that joins a running job was given, by attachment."""
+        """On a rank that joins a running job: the received weights, buffers and optimizer state, by attachment's index.
+        """
         self._own_numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
         """For each optimizer, paths of numbers in its attributes that differ between ranks, such as a rank's own
         number."""
 
     def take_first(self, attachment: Attached, *, weights: bool) -> None:
-        """Take the first rank's param_group values; with `weights` its weights, buffers and optimizer state as well.
-        Raises Mismatch where the ranks train different models."""
+        """Set param_group values to the first rank's; with `weights` also weights, buffers and optimizer state. Raises
+        Mismatch if the ranks train different models."""
         with self.aside():
             self._take_first(attachment, weights=weights)
 
@@ -59,11 +62,11 @@ class Replicas:
                     f"{attachment.name}: every rank must build the same model"
                 )
         take_values(optimizer, theirs[0][1])
-        # Where they differ, they are a rank's own, as its number is.
+        # Numbers that differ between ranks are specific to each rank, such as its own rank number, and are not copied.
         counts = [each[3].items() for each in theirs]
         self._own_numbers[optimizer] = {name for each in counts for name, _ in each ^ counts[0]}
         if weights:
-            # How far a rank's own weights moved says nothing of rank 0's.
+            # How far this rank's weights moved does not predict rank 0's weights.
             attachment.prediction.forget()
             for tensors, what in self._parts(attachment):
                 self._ranks.broadcast(tensors, f"{what}{attachment.name}")
@@ -71,15 +74,16 @@ class Replicas:
                 optimizer_state.load(optimizer, theirs[0][2], without=self._own_numbers[optimizer])
 
     def take_first_groups(self, attachment: Attached) -> None:
-        """Take the first rank's param_group values, where the ranks set their own in each step."""
+        """Set param_group values to the first rank's, if the script sets them on each rank in each step."""
         theirs = self._ranks.collect(f"param_groups{attachment.name}", group_values(attachment.optimizer, wait=True))
         take_values(attachment.optimizer, theirs[0])
 
     def catch_up(self, attachment: Attached, root: int, *, behind: bool) -> None:
-        """Take weights, buffers and optimizer state of the group's rank `root`, where this rank is behind: once all has
-        come, so that a rank which is lost meanwhile leaves nothing half done. All ranks call it."""
+        """Copy weights, buffers and optimizer state from the group's rank `root` if this rank is behind; nothing is
+        changed before all have arrived, in case a rank is lost meanwhile. All ranks call this method."""
         gives = self._ranks.group.rank == root
-        # Where ranks wait for nobody, the training thread goes on meanwhile.
+        # If ranks do not wait for each other, the training thread continues meanwhile, so values are copied during a
+        # pause.
         reads = gives and not attachment.algorithm.together
         with self._ranks.reconnection.pause.still(self._ranks.config.timeout) if reads else nullcontext():
             state = self._state(attachment.optimizer) if gives else b""
@@ -100,7 +104,7 @@ class Replicas:
             optimizer_state.load(attachment.optimizer, state)
 
     def give(self) -> bytes:
-        """What every optimizer of this rank trains, for a rank that is new."""
+        """Return weights, buffers, optimizer state and param_group values of all optimizers, encoded for a new rank."""
         with self._ranks.reconnection.pause.still(self._ranks.config.timeout):
             given = [
                 [
@@ -113,7 +117,7 @@ class Replicas:
             return plain.encode(given, "what a new rank is given")
 
     def take_given(self, attachment: Attached) -> None:
-        """Begin with what another rank trains. Raises Mismatch where this one trains another model."""
+        """Start from the state that another rank has sent. Raises Mismatch if this rank trains another model."""
         weights, buffers, state, values = self.given[attachment.index]
         for mine, theirs in zip(self._all(attachment), (weights, buffers), strict=True):
             if [t.shape for t in mine] != [t.shape for t in theirs[: len(mine)]]:
@@ -128,15 +132,15 @@ class Replicas:
         optimizer_state.load(attachment.optimizer, state)
 
     def tensors(self, attachment: Attached) -> dict[str, torch.Tensor]:
-        """Tensors, by name, that are equal on all ranks after each step: the weights that the optimizer trains and
-        untrained ones beside them; with `--verify-every` the optimizer's state as well."""
+        """Return, by name, the tensors that are equal on all ranks after each step: weights that the optimizer trains,
+        and untrained weights of the same modules; with `--verify-every` also the optimizer's state."""
         optimizer = attachment.optimizer
         others = {id(p) for o in self._optimizers if o is not optimizer for p in listed(o)}
         beside = [p for m in self._optimizers.root_modules(optimizer) for p in m.parameters() if id(p) not in others]
         names = self._optimizers.parameter_names()
         common, found = self._common(), dict[str, Any]()
         every = dict.fromkeys([*listed(optimizer), *beside])
-        # Added, and not brought from the first rank yet.
+        # Parameters that the script has added, whose values were not copied from the first rank yet.
         added = {id(p) for p in listed(optimizer) if p not in attachment.known}
         for number, p in enumerate(p for p in every if id(p) not in added):
             name = names.get(id(p)) or f"parameter {number}"
@@ -152,22 +156,24 @@ class Replicas:
         return {name: t for name, t in tensors.items() if t.layout == torch.strided and t.device.type != "meta"}
 
     def _all(self, attachment: Attached) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Weights and buffers, those of the optimizer first. A rank that begins may not know of others yet."""
+        """Return weights and buffers, the optimizer's own weights first. A rank that has just begun may not know all
+        modules' tensors yet."""
         modules = self._optimizers.root_modules(attachment.optimizer)
         return self._parts(attachment)[0][0], [b.data for m in modules for b in m.buffers()]
 
     def _parts(
         self, attachment: Attached, common: Mapping[int, torch.Tensor] | None = None
     ) -> list[tuple[list[torch.Tensor], str]]:
-        """Weights and buffers: the true ones. common: what stands for a parameter's weights, by its id."""
+        """Return the true (not predicted) weights, and the buffers. common: tensors to use in place of parameters'
+        weights, by the parameter's id."""
         common = common or {}
-        for other in self._attachments:  # the root may have their parameters, too
+        for other in self._attachments:  # root modules may contain other optimizers' parameters, too
             other.prediction.suspend()
-        # Also what the optimizer does not train: a frozen part of the model.
+        # Also parameters that the optimizer does not train, such as a frozen part of the model.
         roots = self._optimizers.root_modules(attachment.optimizer)
         parameters = [p for g in attachment.optimizer.param_groups for p in g["params"]]
         every = dict.fromkeys([*parameters, *(p for m in roots for p in m.parameters())])
-        # Later on others may have come to differ in shape.
+        # After the first step, buffers that are not averaged may differ in shape between ranks, so they are left out.
         averaged = [b for _, _, b in attachment.buffers()]
         buffers = averaged if attachment.step else [b for m in roots for b in m.buffers()]
         weights = [common.get(id(p), p.data).to(p.dtype) for p in every]

@@ -1,4 +1,4 @@
-"""What the agent asks of a rank while it trains, and all ranks heed after the same step."""
+"""Requests of the agent to a rank during training; all ranks act on a request after the same step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dadt.train.interruption import Interruption
 
 
 class Requests:
-    """The requests that one rank has received."""
+    """The agent's requests that one rank has received."""
 
     def __init__(self) -> None:
         self.checkpoint_signal = CheckpointSignal()
@@ -19,12 +19,12 @@ class Requests:
         self.approaches = Approaches()
 
     def agree(self, lanes: Sequence[StepMetadata]) -> None:
-        """Learn from one exchange what each rank has received."""
+        """Learn from one exchange's metadata which requests each rank has received."""
         self.checkpoint_signal.agree(lane.saves for lane in lanes)
         self.interruption.agree([lane.interrupted for lane in lanes])
         self.approaches.agree(lane.approach for lane in lanes)
 
     def stepped(self) -> None:
-        """A step is complete, and nothing of it is left to do: raise the signals that all ranks have received."""
+        """Called after a complete optimizer step: raise the signals that all ranks have received."""
         self.checkpoint_signal.stepped()
         self.interruption.stepped()

@@ -1,4 +1,4 @@
-"""What one worker owns, as parts with names, and the order in which they act."""
+"""The parts that make up one worker, by name, and the order in which they act."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """One per worker. Register what is built in `optimizers`, `claim` the rank, `close` at the end.
+    """All parts of one worker. Register built optimizers in `optimizers`, `claim` the rank, and `close` at the end.
 
-    All methods run on the script's training thread. Every rank calls those that exchange in the same order.
+    All methods run on the script's training thread. Every rank calls the methods that exchange data in the same order.
     """
 
     def __init__(
@@ -160,19 +160,19 @@ class Runtime:
             ranks.requests.checkpoint_signal.begin(*ranks.control.claim())
             self.reports.listen()
         timeline = ranks.timeline
-        if config.timeline and timeline is None:  # else `dadt.init` has begun it
+        if config.timeline and timeline is None:  # otherwise `dadt.init` has started the timeline
             timeline = Timeline(config.timeline, ranks.world)
         if not ranks.alone:
             if ranks.world.joins:
                 self.recovery.enter(StartTimeout("the launcher did not let this rank into the job"))
             self.recovery.connect()
-            if ranks.generation:  # others are connected already, and say how far they are
+            if ranks.generation:  # other ranks have trained already, so all compare how far they are
                 self.recovery.regroup()
         if timeline is not None:
             timelines.record(ranks, timeline)
 
     def _unattached(self) -> list[torch.optim.Optimizer]:
-        if len(self.attachments) == self.optimizers.registered:  # as in nearly every step
+        if len(self.attachments) == self.optimizers.registered:  # in nearly every step all optimizers are attached
             return []
         return [o for o in self.optimizers if self.attachments.of(o) is None]
 
@@ -258,5 +258,6 @@ class Runtime:
         ranks.requests.stepped()
 
     def close(self, *, failed: bool = False) -> None:
-        """Meet the peers a last time, so that a rank that ends early is noticed; then stop the engine. Idempotent."""
+        """Wait for all ranks at the end, so that a rank that ends early is noticed, and stop the engine. Does nothing
+        if called again."""
         self.departure.close(failed=failed)

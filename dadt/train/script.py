@@ -1,4 +1,4 @@
-"""What is known of the user's script."""
+"""What DADT knows about the user's script during training."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from dadt.world import World
 
 
 class Script:
-    """What the script has done so far that training depends on."""
+    """What the user's script has done so far, as far as training depends on it."""
 
     def __init__(self, world: World) -> None:
         self.explicit = False
-        """Whether it has called `dadt.init`: nothing is DADT's business but the optimizers that it wraps."""
+        """Whether the script has called `dadt.init`: then DADT manages only the optimizers that the script wraps."""
         self.knows_rank = world.rank_in_arguments
-        """Whether it has asked which rank it is."""
+        """Whether the script has asked which rank it is, or has its rank in its arguments."""
         self.backwards = 0
-        """Backward passes that it has begun."""
+        """Number of backward passes that the script has begun."""
         self.began = False
         """Whether the script has run a training forward or used gradients."""
         self.fitting = False
-        """Whether a framework's own loop trains: what is read with gradients is for that."""
+        """Whether a framework's own training loop runs, in which all batches read with gradients enabled are for
+        training."""
         self._distributed = False
         self._training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     @property
     def is_distributed(self) -> bool:
-        """It has a process group and knows its rank, or calls `dadt.init`: what it shares out and saves is its own
-        business."""
+        """Whether the script has distributed code of its own: it calls `dadt.init`, or has a process group and knows
+        its rank. The script then divides its data and saves files itself."""
         # Remembered after the script has destroyed its process group, as it still saves by rank then.
         self._distributed |= torch.distributed.is_available() and torch.distributed.is_initialized()
         return self.explicit or (self._distributed and self.knows_rank)
@@ -42,5 +43,5 @@ class Script:
         return threading.current_thread() in self._training_threads
 
     def trains_here(self) -> None:
-        """An optimizer is built or used on this thread."""
+        """Note that an optimizer is built or used on the current thread, which makes it a training thread."""
         self._training_threads.add(threading.current_thread())

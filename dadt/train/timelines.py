@@ -1,4 +1,4 @@
-"""The timeline of a rank's training, and the one that is made of all ranks' at the end."""
+"""Records the timeline of a rank's training, and merges the timelines of all ranks at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MERGE_SECONDS = 300.0  # seconds allowed for merging all ranks' timelines into 
 
 
 def record(ranks: Ranks, timeline: Timeline) -> None:
-    """Begin the timeline, or go on with it on a new connection."""
+    """Start the rank's timeline, or continue it on a new connection."""
     if ranks.timeline is None:
         timeline.start(_peers(ranks, ranks.config.timeout))
         ranks.timeline = timeline
@@ -24,7 +24,7 @@ def record(ranks: Ranks, timeline: Timeline) -> None:
 
 
 def merge_all(ranks: Ranks) -> None:
-    """Make one timeline of all ranks'. Every rank calls it."""
+    """Merge the timelines of all ranks into one. Every rank calls this function."""
     if ranks.timeline is not None and (text := merge(ranks.timeline, _peers(ranks, _MERGE_SECONDS), ranks.members)):
         ranks.say(text)
 

@@ -95,16 +95,16 @@ class Verification:
             with self._replicas.aside():
                 self.repair(attachment, every, when)
         except CommError as error:
-            ranks.regroup(error)  # all that are left compare again
+            ranks.regroup(error)  # the remaining ranks compare again while they regroup
 
     def compare(self, attachment: Attachment) -> list[list[int]]:
-        """The checksums of each rank's replica as it is now. Waits for all ranks."""
+        """Return the checksums of each rank's current replica. Waits for all ranks."""
         mine = json.dumps(self._checksums(attachment)).encode()
         return [json.loads(lane) for lane in self._ranks.tell(f"replicas{attachment.name}", mine)]
 
     def repair(self, attachment: Attachment, every: Sequence[Sequence[int]], when: str = "") -> None:
-        """Replicas that differ take over one that does not. All ranks call it with the same checksums. Raises
-        CommError, with nothing half done. when: since when they differ, as far as it is known."""
+        """Replace replicas that differ by a copy of a right one. All ranks call this method with the same checksums.
+        Raises CommError, with nothing half done. when: text about since when replicas differ, if known."""
         verdict = judge(every)
         if verdict.wrong:
             behind = self._ranks.group.rank in verdict.wrong
@@ -113,8 +113,8 @@ class Verification:
             self._report(attachment, every, f"{when}: it takes over that of rank {members[verdict.right]}")
 
     def _report(self, attachment: Attachment, every: Sequence[Sequence[int]], more: str) -> None:
-        """Count a replica that differs, and report it the first time, the second, the fourth and so on: on its own
-        rank, which knows its host."""
+        """On a rank whose replica differs, count the difference, and warn the user of the first, second, fourth and so
+        on. This rank itself warns, as it knows its host."""
         ranks, verdict, measure = self._ranks, judge(every), attachment.measure
         if ranks.group.rank not in verdict.wrong:
             return

@@ -120,7 +120,7 @@ def train(
     *, outputs: Outputs, model: str, batch_size: int, accumulate: int, steps: int, rounds: int | None, device: str,
     precision: str, data: str, against: tuple[str, ...], sweep: tuple[str, ...], **given: Any,
 ) -> int:  # fmt: skip
-    """Measure a model; each one's command has these options."""
+    """Measure the training of a model; the commands of all models have these options."""
     config = config_of(given)
     ranks = ranks_of(config, given["np"])
     if batch_size < 1:

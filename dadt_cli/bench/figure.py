@@ -28,11 +28,11 @@ FILES = {
     "csv": "Also write the figures as CSV; - for stdout.",
     "plot": "Also plot them: .png, .svg, .pdf or .html.",
 }
-"""The flags of a benchmark that name files, and their help."""
+"""Flags of benchmarks that name output files, with their help texts."""
 
 
 def writes(*kinds: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command with these flags of FILES; it gets their values as `outputs`."""
+    """Return a decorator that adds these flags of FILES to a command, which receives their values as `outputs`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -76,7 +76,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class ResultTable:
-    """A shown table: each cell has one line, or a figure and below it how sure it is."""
+    """A table of results to display. Each cell has one line, or a figure and below it its interval of uncertainty."""
 
     title: str
     head: Sequence[str]
@@ -85,11 +85,13 @@ class ResultTable:
 
     @classmethod
     def of(cls, title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]) -> ResultTable:
-        """columns: the cell that a row has under each head."""
+        """Return a table with a line for each of `rows`. columns: for each head, the function that gives a row's
+        cell."""
         return cls(title, list(columns), [[cell_of(row) for cell_of in columns.values()] for row in rows])
 
     def rich(self) -> Any:
-        """The first column begins at its left, the others are numbers; a star marks the best."""
+        """Return the table in rich's form: the first column left-aligned, columns of numbers right-aligned, and the
+        best figures, which end with a star, in green."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -199,8 +201,8 @@ def _write(name: str, file: str, text: str) -> None:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr while it is measured, where that is a terminal. Yields what is called before each step, with a
-    text that says what is done in it."""
+    """Context that shows a progress bar on stderr if stderr is a terminal. Yields a function to call before each step,
+    with a text that says what the step does."""
     if not sys.stderr.isatty():
         yield lambda what: None
         return

@@ -27,11 +27,11 @@ TAIL = 2000
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where workers run: this machine, or where `dadt run` with further options leads."""
+    """Where workers run: on this machine, or on the hosts that further options of `dadt run` name."""
 
     options: Sequence[str] = ()
     remote: bool = False
-    """Whether some run on other machines: a Unix socket does not lead there."""
+    """Whether some workers run on other machines, which a Unix socket cannot reach."""
 
 
 class Party:
@@ -90,7 +90,7 @@ class Party:
 
     def _failure(self, what: str) -> DadtError:
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)  # it says why on its way out
+            self._process.wait(END_SECONDS)  # the process prints the reason before it exits
         return failure(self._name, what, self._said)
 
 

@@ -53,7 +53,8 @@ def save(figure: Any, file: str, about: dict[str, Any], tables: Sequence[Any]) -
 
 
 def page(svg: str, about: dict[str, Any], tables: Sequence[Any]) -> str:
-    """The picture, its figures and conditions in one file that needs no other. tables: those of the results."""
+    """Return an HTML page with the plot, its figures and the conditions, which needs no other file. tables: the tables
+    of results."""
     return template(TEMPLATE, "--plot").render(svg=svg[svg.index("<svg") :], tables=tables, **about)
 
 

@@ -23,10 +23,10 @@ torch's FileStore, and any further arguments of Ranks."""
 def take_turns(
     contenders: Mapping[str, Callable[[], float | None]], rounds: int, warmup: int, before: Callable[[str, int], object]
 ) -> dict[str, list[float]]:
-    """Seconds of each contender, round by round. The first `warmup` rounds are not counted.
+    """Return the seconds of each contender, round by round. The first `warmup` rounds are not counted.
 
-    contenders: what is measured; those that return a number have measured themselves. before: called before each turn
-    with the contender's name and the round, which is below 1 while they warm up.
+    contenders: functions to measure; one that returns a number has measured its seconds itself. before: called before
+    each turn with the contender's name and the number of the round, which is below 1 during warm-up.
     """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1 - warmup, rounds + 1):
@@ -41,7 +41,7 @@ def take_turns(
 
 
 def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Seconds of each contender on the slowest rank, round by round."""
+    """Return, for each contender and round, the seconds of the slowest rank."""
     return {name: [max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
 
 

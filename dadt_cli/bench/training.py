@@ -258,5 +258,5 @@ def _start(stack: ExitStack, contender: Contender, task: Task, location: Locatio
 
 
 def flags_of(values: Mapping[str, object]) -> list[str]:
-    """Arguments of the trainer, from their names and values."""
+    """Return the trainer's command-line arguments for these names and values."""
     return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]

@@ -1,4 +1,4 @@
-"""The finding of a subject: a verdict, a value, and what to do; and asking a program for it."""
+"""The result of one check: a verdict, a value and a remedy; and a function that runs a program for a check."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def said(error: BaseException) -> str:
 
 
 def ask(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """What a program prints, and why it cannot be relied on: what stands behind the program's name in a sentence; empty
-    if it can."""
+    """Run a program and return its output. Also returns why the output cannot be relied on, as the rest of a sentence
+    that begins with the program's name; empty if it can."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:

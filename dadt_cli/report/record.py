@@ -14,7 +14,7 @@ NUMBER = (int, float)
 
 
 def _all(kind: Any, names: str) -> dict[str, Any]:
-    """The shape of a mapping whose values under these names are of this kind."""
+    """Return the shape of a mapping in which the values under these names (separated by spaces) are of type `kind`."""
     return dict.fromkeys(names.split(), kind)
 
 

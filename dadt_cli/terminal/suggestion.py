@@ -35,7 +35,7 @@ _ANSWERS = {
     "--map-by --bind-to": "give --mpi-args",
 }
 INSTEAD = {flag: answer for flags, answer in _ANSWERS.items() for flag in flags.split()}
-"""What to give in place of a flag of another launcher."""
+"""For each flag of other launchers, advice what to use instead."""
 PER_HOST = ("--nproc-per-node", "--npernode", "-N", "-ppn", "--num-gpus", "--num-processes")
 """Flags of other launchers that count workers; most of these flags count workers per host."""
 HOSTS = ("--nnodes", "--num-nodes", "--num-machines")

@@ -66,7 +66,7 @@ def short(value: float) -> str:
 
 
 def clock(seconds: int, hours: bool = False) -> str:
-    """4:05, or 1:02:03 from an hour on. hours: show them in any case."""
+    """Format a duration as 4:05, or as 1:02:03 from one hour on. hours: show hours in any case."""
     minutes, second = divmod(seconds, 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour or hours else f"{minute}:{second:02}"

@@ -1,4 +1,4 @@
-"""Pages of HTML from templates. Whatever is put into one is text: it is escaped wherever it stands."""
+"""Loads templates of HTML pages. Values inserted into a template are always escaped, so they appear as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @cache
 def template(path: Path, command: str) -> Template:
-    """The template in this file. Raises ConfigError where the library is not there that the command needs."""
+    """Return the template in this file. Raises ConfigError if jinja2, which `command` needs, is not installed."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:

@@ -39,12 +39,12 @@ LATE = 8
 
 
 class Auto(Algorithm):
-    """What `--algorithm auto` and `--compression auto` leave open is chosen at the end of the synchronous steps.
+    """Chooses what `--algorithm auto` and `--compression auto` leave open, at the end of the synchronous warm-up steps.
 
-    The last of them try compressions, since what these cost depends on the processor as much as on the network. The
-    ranks send each other their times beside the exchange of the last one, and all choose by the slowest. Then `sync`,
-    `pipe` or `local` takes over. What `pipe` costs shows in late steps alone: where it is chosen, its first ones are
-    measured, and all choose once more.
+    The last warm-up steps try compressions, because their cost depends on the processor as well as on the network.
+    Beside the exchange of the last one, the ranks send each other their measured times, and all choose by the slowest
+    rank. Then `sync`, `pipe` or `local` takes over. The cost of `pipe` shows only in steps with late averages: if it is
+    chosen, its first steps are measured, and all ranks choose once more.
     """
 
     survives = True
@@ -55,7 +55,7 @@ class Auto(Algorithm):
         super().__init__(attachment)
         attachment.compression = given_compression(attachment) or "none"
         self._pipe, self._local = Pipe(attachment), Local(attachment)
-        """The algorithms that may take over. Until then steps are the synchronous ones of the first."""
+        """Algorithms that may be chosen. Until the choice, `Pipe` makes the steps, all of them synchronous."""
         self._pipe.waits = True
         self._way: Choice | None = None
         """The chosen algorithm and compression; None before the choice."""
@@ -129,7 +129,8 @@ class Auto(Algorithm):
         record.exchanged(a.compression if a.compresses else "none", exchange.seconds)
 
     def _gather(self, name: str, value: Any) -> None:
-        """Bring each rank's value to all, once also where the step begins again. Raises CommError."""
+        """Gather every rank's value on all ranks. A step that is repeated after a loss of ranks reuses a completed
+        gathering. Raises CommError."""
         ranks = self.attachment.ranks
         if self._told is None or not self._told.complete:
             self._told = ranks.allgather(f"{name}{self.attachment.name}", json.dumps(value).encode())
@@ -147,7 +148,8 @@ class Auto(Algorithm):
         self._compress(name)
 
     def _compress(self, name: str) -> None:
-        """Buckets stay. What another compression has lost is dropped."""
+        """Exchange with compression `name` from now on. The buckets stay, but the error feedback of the previous
+        compression is dropped."""
         a = self.attachment
         if name != a.compression:
             a.compression = name
@@ -180,7 +182,8 @@ class Auto(Algorithm):
         config = a.ranks.config
         hidden = config.sync_every if config.fragments > 1 else (config.sync_every + 1) // 2
         sizes = [sum(t.numel() * t.element_size() for t in bucket.tensors) for bucket in a.schema.buckets]
-        sizes = sizes if a.optimizers.trains_one else [sum(sizes)]  # with several optimizers all wait for the step
+        # with several optimizers no bucket is sent before the step, so all count as one
+        sizes = sizes if a.optimizers.trains_one else [sum(sizes)]
         shape = Shape([size / max(sum(sizes), 1) for size in sizes], config.sync_every, hidden)
         left = choice.ways(algorithms(a, may_part=times.may_part), list(times.exchange))
         found = {way: choice.seconds(way, times, shape) for way in left if way.compression in compressions(a)}

@@ -46,9 +46,10 @@ class HarmlessSettings(NamedTuple):
 
 
 SHOWN = {"sgd": HarmlessSettings(("none", "bf16", "int8"), 32), "adam": HarmlessSettings(("none", "int8"), 0)}
-"""What meets the target on all models of a kind of optimizer in docs/results/accuracy.md, with four workers. bf16
-misses it on the GPT by a little, and `local` on the GPT and the MLP by far. (DiLoCo's outer optimizer misses it with
-SGD.)"""
+"""Settings, by kind of optimizer, that meet the accuracy target on all models in docs/results/accuracy.md with four
+workers. With Adam, bf16 misses the target on the GPT by a little, and `local` misses it on the GPT and the MLP by far.
+(DiLoCo's outer optimizer misses it with SGD.)
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ def await_all(ranks: Ranks, tag: int) -> None:
     PeerLost, or CommTimeout, which says where each rank is.
     """
     mail, group = ranks.mail, ranks.group
-    ranks.reconnection.check()  # a note that has come on a new connection comes once only
+    # raise PeerLost if ranks have reconnected: a note already received on the new connection is not sent again
+    ranks.reconnection.check()
     note = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
     if group.rank:
         transits = [mail.send(note[:1], 0, tag), mail.receive(note[1:2], 0, tag)]

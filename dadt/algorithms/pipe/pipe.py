@@ -41,7 +41,8 @@ class Pipe(Algorithm):
 
     survives = True
     switch_note: Mapping[str, Any] = {}
-    """What a checkpoint has to say beside the state of `sync`, once that takes over."""
+    """Facts that a checkpoint stores in addition to the state of `sync`, after this algorithm has switched to `sync`.
+    """
 
     attachment: Attachment
 
@@ -66,13 +67,14 @@ class Pipe(Algorithm):
         self._changes = 0
         """Points for recent changes of the trained parameters, see _PARTS."""
         self._warmed_up = False
-        """Whether the result of the synchronous steps has been reported."""
+        """Whether the warm-up, with its synchronous steps, is over."""
         self.waits = False
-        """Whether steps stay synchronous until `begin` is called."""
+        """Whether steps stay synchronous, after the warm-up too, until `begin` is called."""
         self.ends: Callable[[], bool] = lambda: False
-        """Returns whether a late step is to become a synchronous one, on all ranks: what was in flight is dropped."""
+        """Called in each step with late averages. Returns whether all ranks make this step a synchronous one, which
+        drops the late averages."""
         self.stepped: Callable[[], None] = lambda: None
-        """Called after each step."""
+        """Called after each optimizer step; `Auto` sets it to measure steps with late averages."""
         attachment.measure.why = f"the first {attachment.warmup_steps} steps are synchronous"
 
     @property
@@ -112,7 +114,7 @@ class Pipe(Algorithm):
         self._before = None
 
     def launch(self) -> Exchange:
-        """Send off the gradients of this step."""
+        """Start the exchange of this step's gradients, and return the exchange."""
         a = self.attachment
         if self._pending is not None:
             # Start the older exchange's second allreduce first: otherwise it would queue behind the new exchange.
@@ -189,7 +191,7 @@ class Pipe(Algorithm):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if "synchronous" not in state:  # that of `local`, which `auto` had chosen: nothing was in flight
+        if "synchronous" not in state:  # a state of `local`, which `auto` had chosen: no exchange was in flight
             self._pending = None
             return
         if state["synchronous"]:
@@ -211,7 +213,7 @@ class Pipe(Algorithm):
             self._divergence.load_state(state["divergence"])
 
     def apply(self, exchange: Exchange) -> None:
-        """Make this step, which has launched the exchange, a synchronous one."""
+        """Make this step synchronous: wait for the exchange that it has launched, and apply its averages at once."""
         a = self.attachment
         # If the script begins to use closures late, the exchange in flight is older than the closure's gradients.
         self._pending = None
@@ -280,7 +282,8 @@ class Pipe(Algorithm):
         lanes = exchange.receive()
         a.agree(lanes, exchange)
         if _CHANGED in (alarm, *(lane.value for lane in lanes)):
-            a.replicas.take_first(a, weights=True)  # what ranks made of predicted weights may be in the true ones
+            # true weights may contain what each rank computed from its predicted weights, so all ranks take rank 0's
+            a.replicas.take_first(a, weights=True)
         a.deliver(exchange)
 
     def _deliver(self, exchange: Exchange | RestoredExchange, late: bool) -> None:

@@ -73,7 +73,8 @@ class Device:
         """Bytes that this rank has sent so far, and bytes that it would have sent without compression."""
         self.device = device
         self.on_computed: Callable[[str, Any, Any], None] | None = None
-        """Called with a name and the events around what the device computes; None without a timeline."""
+        """Called with an operation's name and the device events recorded at its begin and end, to record a timeline;
+        None if no timeline is recorded."""
         self._executor = executor
         self._engine = engine
         self._world_size = world_size

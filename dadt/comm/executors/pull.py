@@ -181,7 +181,7 @@ class Puller:
         head = self._head(job, f"{layout.counts} as {job.codec.name}")
         data = -(-len(head) // 8) * 8
         one = data + parts.bytes
-        room = job.codec.block_bytes  # whole blocks are written and read, though padding is not sent
+        room = job.codec.block_bytes  # codecs read and write whole blocks, although padding is not sent
         received, all_bytes, address = self._wire(one * ranks, "every", room)
         mine, my_bytes, my_address = self._wire(one * parts.ranks, "mine", room)
         for part in range(parts.ranks):
@@ -241,7 +241,7 @@ class Puller:
         tensors, each rank's at its own place, where other ranks have zeros."""
         lane = _HEADER.pack(zlib.crc32(job.name.encode()), len(job.lane), job.weight) + job.lane
         behind = len(lane) * self._world_size
-        # Only values that are equal on all ranks may choose the layout; `job.apart` protects the inputs.
+        # Decide by values that are equal on all ranks; `job.apart`, which may differ, only chooses the memory.
         spread = 0 < job.spread_count <= job.room - behind
         count = job.spread_count if spread else layout.total
         dtype = _TORCH[layout.dtype.name]

@@ -1,4 +1,4 @@
-"""A worker's line among ranks that mpirun, srun or torchrun started: there is no agent to ask."""
+"""A worker's connection to the other ranks if mpirun, srun or torchrun started them: no agent exists then."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ T = TypeVar("T")
 
 
 class StoreClient(WorkerLine):
-    """Leads to rank 0, which keeps what the ranks tell each other, and prints what is to be said, once."""
+    """A worker's connection to rank 0, whose store passes values between the ranks and ensures that each text is
+    printed only once."""
 
     def __init__(self, world: World, found: stores.Found) -> None:
         self.world, self.secret, self._pid = world, found.secret, os.getpid()
@@ -113,7 +114,7 @@ class StoreClient(WorkerLine):
                 "train"
             )
         self._publish("has begun to train")
-        return 0, 0  # nobody tells the script to save
+        return 0, 0  # without an agent, no signal asks the script to save
 
     def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
         deadline = time.monotonic() + timeout
@@ -146,12 +147,13 @@ class StoreClient(WorkerLine):
             _print(f"{level}: {text}")
 
     def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
-        self._step = step  # the others are told when this rank waits
+        self._step = step  # `peers` publishes the step when this rank waits, so that a step costs no message
 
     def failed(
         self, type: str, message: str, *where: Any, secondary: bool = False, thread: str = "", **details: Any
     ) -> None:
-        """Report it to the other ranks alone: Python itself prints the traceback."""
+        """Publish the failure to the other ranks. Python itself prints the traceback; only the text of a ConfigError is
+        printed here."""
         if type == "ConfigError":
             _print(message)
         if not thread:
@@ -164,7 +166,8 @@ class StoreClient(WorkerLine):
         self._publish(f"has ended after {steps} steps")
 
     def done(self, summary: Mapping[str, Any]) -> None:
-        """Print the summary in rank 0. Other ranks may find it gone by now."""
+        """Print the summary on rank 0, once all ranks have started. Other ranks do nothing, since rank 0, which serves
+        the store, may have exited."""
         if self.world.rank or self._state.startswith("has failed"):
             return
         # Rank 0 serves the store, so it must not end before ranks that are still starting have read their values.

@@ -1,5 +1,5 @@
-"""Keras in scripts that say nothing of DADT, on any backend: `fit` divides its data, what it is told of each epoch is
-the mean of all ranks, and each rank evaluates all data."""
+"""Keras on any backend, in scripts that do not use DADT's API: `fit` divides its data among ranks, callbacks receive
+the ranks' mean logs of each epoch, and each rank evaluates all data."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from dadt.train.runtime import Runtime
 
 
 class KerasTraining(ABC):
-    """Hooks into Keras in one process. In a script that calls `dadt.init` only wrapped optimizers are of concern."""
+    """Hooks into Keras in one process. In a script that calls `dadt.init`, only optimizers that the script has wrapped
+    are affected."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._factors: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Optimizers that the script has wrapped itself, and for each the factor by which its averages are
-        multiplied."""
+        """Factor by which an optimizer's averaged gradients are multiplied, for each optimizer that the script has
+        wrapped."""
         self._stepping: list[Any] = []
-        """The optimizers that are applying averages, the innermost last."""
+        """Optimizers that are applying averaged gradients now, the innermost last."""
         self.fitting: list[Any] = []
-        """Models whose `fit` is under way, the innermost last."""
+        """Models whose `fit` is running, the innermost last."""
         self._warned: weakref.WeakSet[Any] = weakref.WeakSet()
         """Learning rate schedules about which the user has been warned."""
 
     def install(self, keras: Any) -> None:
-        """Replace what Keras does in training and evaluation."""
-        # Classes with an `apply` of their own. One that scales losses leaves out steps in which gradients are not
-        # finite: what it looks at are the averages, so that all ranks do.
+        """Patch Keras's methods for training and evaluation."""
+        # Both classes have an `apply` of their own. LossScaleOptimizer skips steps whose gradients are not finite: it
+        # examines the averages, so all ranks skip the same steps.
         for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
             self.average_at(kind)
         keras.Model.fit = self.fits(keras.Model.fit)
@@ -47,25 +48,27 @@ class KerasTraining(ABC):
 
     @abstractmethod
     def average_at(self, optimizers: Any) -> None:
-        """Have every optimizer of this class, and of those below it, average gradients before it applies them."""
+        """Patch `apply` of this optimizer class, which subclasses inherit: it averages gradients over all ranks before
+        it applies them."""
 
     def enlist(self, optimizer: Any, factor: int) -> None:
-        """Train with this optimizer on all ranks, in a script that calls `dadt.init`. factor: of its averages."""
+        """Train with this optimizer on all ranks, in a script that calls `dadt.init`. factor: number by which the
+        averaged gradients are multiplied."""
         self._factors.setdefault(optimizer, factor)
 
     def left_alone(self, optimizer: Any) -> bool:
-        """Whether it applies gradients as they are: within another one's step, or where the script has not wrapped
-        it."""
+        """Whether the optimizer applies gradients without averaging: within another optimizer's step, or if the script
+        calls `dadt.init` and has not wrapped this optimizer."""
         return bool(self._stepping) or (self.runtime.script.explicit and self.factor_of(optimizer) is None)
 
     def factor_of(self, optimizer: Any) -> int | None:
-        """The factor by which this optimizer's averages are multiplied; None unless the script has wrapped it, or the
-        optimizer within it where it only scales losses."""
+        """Return the factor by which this optimizer's averaged gradients are multiplied; None if the script has wrapped
+        neither this optimizer nor its inner optimizer."""
         return self._factors.get(optimizer, self._factors.get(inner_of(optimizer)))
 
     @contextmanager
     def within(self, optimizer: Any) -> Iterator[None]:
-        """A context in which the optimizer applies averages."""
+        """Context in which the optimizer applies averaged gradients."""
         self._stepping.append(optimizer)
         try:
             yield
@@ -73,8 +76,8 @@ class KerasTraining(ABC):
             self._stepping.pop()
 
     def divide_steps(self, iterator: Any) -> None:
-        """Divide the steps per epoch that the script gave to `fit` by the number of ranks, once. Without them, nothing
-        changes. Warn, once for each schedule of the learning rate, that it counts a worker's steps."""
+        """Divide the `steps_per_epoch` that the script passed to `fit` by the number of ranks, once; without it nothing
+        changes. Warn, once for each learning rate schedule, that the schedule counts one worker's steps."""
         ranks = self.runtime.ranks.world.world_size
         if iterator.steps_per_epoch and not getattr(iterator, "is_divided", False):
             iterator.steps_per_epoch = max(1, iterator.steps_per_epoch // ranks)
@@ -90,7 +93,7 @@ class KerasTraining(ABC):
             self._warned.add(schedule)
 
     def fits(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Stand in for `Model.fit`."""
+        """Return a replacement for `Model.fit`, which trains on all ranks."""
 
         @functools.wraps(original)
         def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +112,8 @@ class KerasTraining(ABC):
         return fit
 
     def _whole(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A pass that begins without gradients is not divided."""
+        """Wrap `evaluate` or `predict` so that each rank processes all data: data is not divided in a pass that begins
+        without gradients."""
 
         @functools.wraps(original)
         def run(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +127,8 @@ class KerasTraining(ABC):
         return run
 
     def _said_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """All ranks would show the same."""
+        """Call the Keras method with its progress output turned off on all ranks but rank 0, since all ranks would
+        print the same."""
         if not self.runtime.ranks.world.rank:
             return original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs)
@@ -131,13 +136,15 @@ class KerasTraining(ABC):
         return original(*given.args, **given.kwargs)
 
     def _told_alike(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Callbacks that stop, or change the learning rate, do so on all ranks."""
+        """Wrap `on_epoch_end` so that callbacks receive equal logs on all ranks: those that stop training or change the
+        learning rate then do so on all ranks."""
         runtime = self.runtime
 
         @functools.wraps(original)
         def on_epoch_end(callbacks: Any, epoch: int, logs: Any = None) -> None:
             if self.fitting and logs:
-                runtime.claim()  # a step without an optimizer does not
+                # claims the rank for this process, which only a step of an optimizer would do otherwise
+                runtime.claim()
                 logs = averaged(
                     logs,
                     lambda mine: (
@@ -152,8 +159,8 @@ class KerasTraining(ABC):
         return on_epoch_end
 
     def _average_statistics(self, model: Any) -> None:
-        """What layers count beside training, such as the means of BatchNormalization."""
-        if self.runtime.replay.under_way:  # it comes with the state
+        """Average over ranks what layers record during training, such as the means of BatchNormalization."""
+        if self.runtime.replay.under_way:  # a replay receives the averages with the restored state
             return
         self.runtime.claim()
         variables = [v for v in model.non_trainable_variables if "float" in str(v.dtype)]
@@ -166,7 +173,8 @@ class KerasTraining(ABC):
 
 
 def inner_of(optimizer: Any) -> Any:
-    """The optimizer that applies gradients, where this one only scales losses."""
+    """Return the optimizer that applies gradients: the inner one if this optimizer only scales losses, otherwise this
+    one."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Hooks into Keras once a script has imported it, or wraps an optimizer of it: on torch, or on TensorFlow."""
+"""Patches Keras, on torch or TensorFlow, once a script has imported it or wraps one of its optimizers."""
 
 from __future__ import annotations
 

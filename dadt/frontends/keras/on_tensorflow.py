@@ -85,16 +85,16 @@ class Mirror:
 
 
 class TensorFlowTraining(KerasTraining):
-    """Each list of variables that an optimizer is given has a Mirror."""
+    """Hooks into Keras on TensorFlow. For each list of variables passed to an optimizer there is a Mirror."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self._tf = importlib.import_module("tensorflow")
         self._prediction: Any = importlib.import_module("dadt.frontends.tensorflow.prediction")
         self._begun: list[bool] = []
-        """Whether each `fit` under way has begun with its data."""
+        """Whether each running `fit` has begun to read its training data, the innermost last."""
         self._mirrors: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Mirror]] = weakref.WeakKeyDictionary()
-        """The Mirrors of each optimizer: one for each list of variables that it was given, by the ids of the
+        """Mirrors of each optimizer: one for each list of variables passed to the optimizer, by the ids of the
         variables."""
 
     def install(self, keras: Any) -> None:
@@ -103,7 +103,8 @@ class TensorFlowTraining(KerasTraining):
         self._prediction.install(lambda: [m.displacement for m in self._every() if m.displacement])
         super().install(keras)
         trainer = importlib.import_module("keras.src.trainers.trainer").Trainer
-        trainer.compile = self._without_xla(trainer.compile)  # Keras looks whether a model's is another
+        # on the base class, since Keras checks whether a model's class overrides `compile`
+        trainer.compile = self._without_xla(trainer.compile)
         iterator = importlib.import_module("keras.src.backend.tensorflow.trainer").TFEpochIterator
         iterator.reset = self._divided(iterator.reset)
 
@@ -111,7 +112,8 @@ class TensorFlowTraining(KerasTraining):
         return [mirror for mirrors in self._mirrors.values() for mirror in mirrors.values()]
 
     def _check(self) -> None:
-        """Raises ConfigError for what goes by weights, or divides batches."""
+        """Raises ConfigError for settings that need access to the weights, of which DADT has only copies, or that
+        divide batches."""
         config = self.runtime.ranks.config
         if config.algorithm not in ALGORITHMS:
             raise ConfigError(f"--algorithm {config.algorithm}: Keras on TensorFlow trains by sync and pipe")
@@ -127,15 +129,15 @@ class TensorFlowTraining(KerasTraining):
             raise ConfigError("--batch global: Keras on TensorFlow divides epochs, not batches; leave it out")
 
     def _displacement(self, optimizer: Any, variables: Sequence[Any]) -> Any:
-        """The Displacement that predicts the optimizer's variables; None if nothing predicts them."""
+        """Return a Displacement that predicts the optimizer's variables; None if they are not predicted."""
         if self.runtime.ranks.config.algorithm != "pipe" or inner_of(optimizer).gradient_accumulation_steps:
             return None
         factors = predict_factors(self.runtime.ranks.config.predict) or factors_by(**momentum_of(optimizer))
         return self._prediction.Displacement(variables, *factors) if any(factors) else None
 
     def _others(self, mirror: Mirror) -> list[Any]:
-        """The Displacements that predict some of these variables for another optimizer or list: this step replaces
-        them."""
+        """Return the Displacements of other Mirrors that predict some of the same variables: this Mirror's step makes
+        their predictions invalid."""
         ids = set(map(id, mirror.variables))
         others = [m for m in self._every() if m is not mirror and ids & set(map(id, m.variables))]
         return [m.displacement for m in others if m.displacement]
@@ -197,7 +199,7 @@ class TensorFlowTraining(KerasTraining):
         optimizers.apply = apply
 
     def _without_xla(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Make `compile` of a model leave XLA off, as XLA cannot call back to Python."""
+        """Wrap `Model.compile` so that XLA stays off, because code compiled by XLA cannot call back to Python."""
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -219,7 +221,8 @@ class TensorFlowTraining(KerasTraining):
             if not self.runtime.script.explicit:
                 self._check()
                 if worker.streams is not None:
-                    worker.streams.enabled = False  # data is divided by batches, so all ranks have to draw the same
+                    # whole batches are divided among ranks, so all ranks must shuffle alike
+                    worker.streams.enabled = False
             self._begun.append(False)
             try:
                 return run(model, *args, **kwargs)
@@ -235,8 +238,8 @@ class TensorFlowTraining(KerasTraining):
         return fit
 
     def _divided(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Give each rank one of every `world_size` batches. What is left over is left out, so that all take as many
-        steps."""
+        """Wrap the epoch iterator's `reset` so that each rank gets one of every `world_size` batches. Left-over batches
+        are dropped, so that all ranks make the same number of steps."""
         ranks, rank, tf = self.runtime.ranks.world.world_size, self.runtime.ranks.world.rank, self._tf
 
         @functools.wraps(original)
@@ -244,7 +247,7 @@ class TensorFlowTraining(KerasTraining):
             original(iterator)
             if self.runtime.script.explicit or not self._begun or self._begun[-1]:
                 return
-            self._begun[-1] = True  # what follows within this `fit` is its validation
+            self._begun[-1] = True  # iterators that this `fit` resets later read validation data
             known = iterator._num_batches
             self.divide_steps(iterator)
             is_tuple = isinstance(iterator._distributed_dataset.element_spec, tuple)
@@ -255,7 +258,7 @@ class TensorFlowTraining(KerasTraining):
             if known is not None and known < ranks:
                 raise ConfigError(f"fit: an epoch of {known} batches cannot be divided among {ranks} workers")
             ordered = tf.data.Options()
-            ordered.deterministic = True  # else each rank reads in an order of its own
+            ordered.deterministic = True  # otherwise each rank could read the batches in a different order
             data = iterator._distributed_dataset.with_options(ordered)
             iterator._distributed_dataset = data.window(ranks, drop_remainder=True).flat_map(mine)
             iterator._num_batches = None if known is None else known // ranks

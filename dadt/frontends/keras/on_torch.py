@@ -1,4 +1,4 @@
-"""Keras on torch, in scripts that say nothing of DADT: optimizers average where they apply gradients."""
+"""Keras on torch, in scripts that do not use DADT's API: gradients are averaged where Keras's optimizers apply them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class KerasCarrier(Carrier):
 
 
 class TorchTraining(KerasTraining):
-    """Each of Keras's optimizers has a carrier, an optimizer of torch over the same parameters."""
+    """Hooks into Keras on torch. Each Keras optimizer has a carrier: a torch optimizer over the same parameters, whose
+    step averages the gradients."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
@@ -54,7 +55,8 @@ class TorchTraining(KerasTraining):
             carrier = self._carrier_of(optimizer, variables)
 
             def run() -> None:
-                """Apply the averages. Where averages come a step late, the first step has none, and applies nothing."""
+                """Apply the averaged gradients. If averages come one step late, the first step has none and applies
+                nothing."""
                 gradients = [p.grad for p in parameters]
                 if (factor := self.factor_of(optimizer) or 1) != 1:
                     gradients = [None if g is None else g * factor for g in gradients]
@@ -67,7 +69,7 @@ class TorchTraining(KerasTraining):
                 carrier.step()
                 return None
             finally:
-                carrier.run = nothing  # else it would keep its optimizer alive
+                carrier.run = nothing  # a reference to `run` would keep the Keras optimizer alive
 
         optimizers.apply = apply
 
@@ -81,7 +83,8 @@ class TorchTraining(KerasTraining):
         return self._carriers[optimizer]
 
     def _divided(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The number of batches of an epoch is that of a rank. Its data is divided as the optimizer is known by now."""
+        """Wrap the epoch iterator's `reset` so that an epoch has one rank's number of batches. The optimizer is made
+        known to DADT before, so that DADT divides the data."""
 
         @functools.wraps(original)
         def reset(iterator: Any) -> None:
@@ -94,7 +97,7 @@ class TorchTraining(KerasTraining):
             if self.runtime.ranks.config.batch == "global":
                 return
             self.divide_steps(iterator)
-            # The length of a script's own DataLoader is that of a rank already.
+            # The length of a DataLoader that the script created is one rank's number of batches already.
             counted = type(iterator.data_adapter).__name__ == "TorchDataLoaderAdapter"
             if iterator._num_batches and not counted:
                 iterator._num_batches = -(-iterator._num_batches // self.runtime.ranks.world.world_size)

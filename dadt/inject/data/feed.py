@@ -156,7 +156,7 @@ class Feed:
 
     def _look_back(self) -> None:
         """Report, once in a pass, whether the script has trained in it."""
-        # Another thread may be done before the first step.
+        # A thread that prefetches batches may finish before the first step, so it cannot see whether the script trains.
         if self.runtime.script.on_training_thread and not self._told:
             self._told = True
             self.over((self.runtime.ranks.step, self.runtime.script.backwards) != self._before)

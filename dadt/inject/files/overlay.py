@@ -144,7 +144,7 @@ class Overlay(Tree):
             return self.held.open(given, path, mode)
 
     def _begin(self, path: str, flags: int, appeared: bool) -> str:
-        """Return the path of a private copy with what the rank has to see: without other ranks' additions."""
+        """Return the path of this rank's private copy, which does not contain what other ranks added."""
         if flags & BEGINS:
             return self.place(path)
         if not flags & os.O_APPEND or self.where(path) != path:

@@ -110,7 +110,7 @@ class Saver:
 
     def _save(self, f: str, write: Write) -> Any:
         overlay = self.overlay
-        if self.runtime.replay.under_way:  # it has been saved before
+        if self.runtime.replay.under_way:  # a replay repeats a save that the original run has made
             return overlay.stand_in(f) if overlay is not None else None
         self._number += 1
         target = _target(f)

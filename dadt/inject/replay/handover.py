@@ -120,7 +120,7 @@ class Handover:
     @property
     def _control(self) -> WorkerLine:
         control = self._ranks.control
-        assert control is not None  # there is an agent, which has told of the approach
+        assert control is not None  # an agent exists, since it has reported the replacement worker's approach
         return control
 
     def _refuse(self, approach: Approach, why: str) -> None:

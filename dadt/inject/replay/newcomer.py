@@ -61,7 +61,7 @@ class Newcomer:
 
     def _ask(self) -> bool:
         """Ask how far the other ranks are. Return whether more values remain to be asked for."""
-        assert self._ranks.control is not None  # there is an agent, which has started this worker
+        assert self._ranks.control is not None  # an agent exists, since it has started this replacement worker
         seconds = max(self._ranks.config.timeout, self._ranks.config.start_timeout)
         told = plain.decode(self._ranks.control.approach(len(self._values.recorded), self._last, seconds))
         self.step, self.plan, self._giver, self._size = told["step"], told["plan"], told["giver"], told["size"]
@@ -81,6 +81,7 @@ class Newcomer:
         state = plain.decode(given.numpy().tobytes())
         if "shared" in state["random"]:
             del state["random"]["own"]  # the stream belongs to the rank that sent the state; this rank gets its own
-        if self._runtime.script.knows_rank:  # and so may its modules
+        # module attributes may then differ between ranks, so the sending rank's values are not loaded
+        if self._runtime.script.knows_rank:
             del state["counts"]
         return state, state

@@ -182,7 +182,7 @@ class Replay:
     def _exchange(self, what: str, mine: bytes) -> Sequence[bytes]:
         """Return the bytes that each rank passes under the name `what`. Waits for all ranks."""
         assert self._ranks.control is not None
-        self._runtime.reports.listen()  # where ranks are lost meanwhile, those that are left ask anew
+        self._runtime.reports.listen()  # reports losses of ranks, after which the remaining ranks repeat this exchange
         number = self._ranks.deaths.await_newer(0, 0.0)
         while True:
             try:

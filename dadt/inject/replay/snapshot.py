@@ -105,7 +105,8 @@ class StoredSnapshot:
         # this rank was lost when the snapshot was taken, so it gets a new random stream
         elif rank != first and "shared" in self._own["random"]:
             self._own = {**self._own, "random": {"shared": self._own["random"]["shared"]}}
-            if runtime.script.knows_rank:  # as may the modules of the rank whose part it is
+            # module attributes may hold values that are specific to the rank that wrote this part
+            if runtime.script.knows_rank:
                 self._own.pop("counts", None)
         told = snapshots.about(folder, rank if rank in there else first)
         if not runtime.ranks.config.force:

@@ -1,4 +1,4 @@
-"""What the decisions of an agent ask for: actions, which the agent carries out in their order."""
+"""Actions that an agent's decisions ask for, and that the agent carries out in their order."""
 
 from __future__ import annotations
 
@@ -11,109 +11,111 @@ from dadt.launch.ending.processes import Process
 
 
 class TellLauncher(NamedTuple):
-    """Send a frame to the launcher."""
+    """Action: send a frame to the launcher."""
 
     frame: Frame
 
 
 class AnswerLine(NamedTuple):
-    """Send a frame to the process at the other end of a line, if it is still open."""
+    """Action: send a frame to the process at the other end of connection `number`, if it is still open."""
 
     number: int
     frame: Frame
 
 
 class StartAnew(NamedTuple):
-    """Start a worker that joins in place of a lost one."""
+    """Action: start a worker that replaces a lost one."""
 
     rank: int
 
 
 class AdmitShim(NamedTuple):
-    """Tell the shim at the other end of a line which worker to start."""
+    """Action: reply to the shim on connection `line` which worker it must start."""
 
     line: int
     rank: int
 
 
 class OwnWorker(NamedTuple):
-    """Read, report and later stop the worker that the shim of a line has started."""
+    """Action: manage the worker that the shim on connection `line` has started: read its output, report about it, and
+    stop it later."""
 
     line: int
     pid: int
 
 
 class EndWorker(NamedTuple):
-    """Report that the worker which the shim of a line has started, or was to start, has ended."""
+    """Action: report the end of a worker that the shim on connection `line` has started or was to start."""
 
     line: int
     status: int
-    """As os.wait4 gives it."""
+    """Exit status, in the format of os.wait4."""
     peak_memory: int
-    """The most bytes that it had."""
+    """Largest number of bytes of memory that the worker used."""
 
 
 class SignalGroup(NamedTuple):
-    """Send a signal to the process group of a worker."""
+    """Action: send a signal to the process group of a worker."""
 
     rank: int
     number: int
 
 
 class SignalProcess(NamedTuple):
-    """Send a signal to one process alone, as its children have its handlers, too."""
+    """Action: send a signal to one process only, without its children, which have inherited its signal handlers."""
 
     process: Process
     number: int
 
 
 class FindHandlers(NamedTuple):
-    """Find out which processes of these ranks live, and which would be killed by the signal to save, for `save`."""
+    """Action: find out which of these processes live, and which have no handler for the checkpoint signal and would be
+    killed by it; then call `HostJob.save`."""
 
     processes: Mapping[int, Process]
     number: int
     together: bool
-    """Whether the ranks of all hosts save."""
+    """Whether the ranks of all hosts save a checkpoint."""
 
 
 class GatherStacks(NamedTuple):
-    """Collect the stacks of these ranks for the launcher."""
+    """Action: collect the stack traces of these ranks for the launcher."""
 
     number: int
     ranks: Sequence[int]
 
 
 class DumpStacks(NamedTuple):
-    """Have all workers write their stacks, for the launcher, before they are stopped."""
+    """Action: have all workers write their stack traces for the launcher, before the workers are stopped."""
 
 
 class TerminateAll(NamedTuple):
-    """Send SIGTERM to all processes of the job on this host."""
+    """Action: send SIGTERM to all processes of the job on this host."""
 
 
 class KillAll(NamedTuple):
-    """Kill all processes of the job on this host."""
+    """Action: kill all processes of the job on this host."""
 
     spares_trackers: bool
-    """Leaves resource trackers to end by themselves."""
+    """Whether Python's resource trackers are left to end by themselves."""
 
 
 class ResetStep(NamedTuple):
-    """Forget how far this rank was: another process begins to train as it."""
+    """Action: reset the recorded step of this rank, because another process begins to train as the rank."""
 
     rank: int
 
 
 class RemoveHalves(NamedTuple):
-    """Remove what a worker that has ended had not written to the end."""
+    """Action: remove incomplete files that an ended worker left in `folder`."""
 
     folder: str
     mark: str
-    """How the names of such files begin."""
+    """Text with which the names of the incomplete files begin."""
 
 
 class NoteWritten(NamedTuple):
-    """Note for the workers of this host what a rank of another one has written in a folder that both see."""
+    """Action: note for this host's workers what a rank of another host has written to a file in a shared folder."""
 
     rank: int
     size: int
@@ -121,13 +123,13 @@ class NoteWritten(NamedTuple):
 
 
 class HearHosts(NamedTuple):
-    """Exchange heartbeats with these hosts from now on."""
+    """Action: exchange heartbeats with these hosts from now on."""
 
     hosts: Sequence[Mapping[str, Any]]
 
 
 class ProbeHosts(NamedTuple):
-    """Try the addresses of other hosts, as this order says."""
+    """Action: try the addresses of other hosts, which the launcher's order lists."""
 
     order: Frame
 
@@ -155,7 +157,7 @@ AgentAction = (
 
 
 class AgentOutbox:
-    """The actions that are to be carried out, in their order."""
+    """Queue of the actions that the agent has decided on, to be carried out in their order."""
 
     def __init__(self) -> None:
         self._actions: deque[AgentAction] = deque()
@@ -164,12 +166,12 @@ class AgentOutbox:
         self._actions.append(action)
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Have a frame sent to the launcher."""
+        """Queue an action that sends a frame to the launcher."""
         self.put(TellLauncher(Frame(kind, facts)))
 
     def answer(self, line: int, frame: Frame) -> None:
         self.put(AnswerLine(line, frame))
 
     def take(self) -> AgentAction | None:
-        """The next action; None where nothing is left to do."""
+        """Remove and return the oldest action of the queue; None if the queue is empty."""
         return self._actions.popleft() if self._actions else None

@@ -27,7 +27,7 @@ ADDRESS_SECONDS = 3.0
 
 
 class Agent:
-    """What comes before the workers run: the report about this host, and the probes of others."""
+    """Reports about this host, probes other hosts, and then hands over to a Supervisor, which runs the workers."""
 
     def __init__(self, launcher: Link, interrupts: Interrupts, stdin: int | None = None, folder: str = "") -> None:
         """stdin: descriptor of rank 0's standard input. folder: working folder of the workers; empty for the one that
@@ -39,7 +39,7 @@ class Agent:
         self._probing = Probing(self._launcher.send)
         self._beat_at = 0.0
         self._signal = 0
-        """The number of the signal by which this process was asked to end before it had a job; 0: none."""
+        """Number of the signal that asked this process to end before it received a job; 0: none."""
 
     def run(self) -> None:
         self._launcher.watch(self._interrupts.fileno(), self._read_signals)

@@ -1,4 +1,4 @@
-"""The part of a job that runs on one host: what its agent decides, until all workers there have ended."""
+"""Decisions of an agent about its host's part of a job, until all workers on the host have ended."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ from dadt.launch.ending.processes import Process
 NATURAL_SECONDS = 0.5
 """How long processes left by successful workers may take to end by themselves."""
 FAILURE_GRACE = 1.5
-"""Seconds from SIGTERM to SIGKILL, where the launcher does not say."""
+"""Seconds from SIGTERM to SIGKILL, unless the launcher specifies them."""
 MOST_PATIENCE = 5.0
-"""The longest time in seconds that ranks may take to agree on a step."""
+"""Largest number of seconds that ranks may take to agree on a step."""
 
 
 @dataclass(slots=True)
 class Running:
-    """The process of a worker that was started."""
+    """Process of a worker that was started."""
 
     process: Process
     ended: bool = False
 
 
 class HostJob:
-    """Passes each event to what it concerns. What is decided is in the outbox, as actions."""
+    """Decides about one host's part of a job: passes each event to the object that handles it, and puts the resulting
+    actions into `outbox`."""
 
     def __init__(self, job: Frame, folder: Path, now: float) -> None:
-        """job: the launcher's order. folder: of the job on this host."""
+        """job: the launcher's order to start workers. folder: folder of the job on this host."""
         self.outbox = AgentOutbox()
         self.ranks: Mapping[int, int] = {worker["rank"]: worker["local_rank"] for worker in job["workers"]}
         self._stays = job.get("stays", False)
         self._checkpoint: Mapping[str, Any] | None = job.get("checkpoint")
-        """The signal by which scripts are asked to save, and the seconds that they have, so that this host can be
-        preempted. alone: the workers of the other hosts train on then, and do not save."""
+        """How a preemption of this host is handled: `number` of the signal that asks scripts to save, and `grace`,
+        seconds for saving; `alone`: the workers of other hosts train on and do not save. None: scripts cannot save."""
         self._preempted = False
         secret, number = bytes.fromhex(job["secret"]), self._checkpoint["number"] if self._checkpoint else 0
         self.registry = WorkerRegistry(folder, self.ranks, secret, number, self.outbox)
@@ -60,7 +61,7 @@ class HostJob:
         self.workers: dict[int, Running] = {}
         self.stop: Stop | None = None
         self.signal = 0
-        """The number of the signal by which this agent was asked to end; 0: none."""
+        """Number of the signal that asked this agent to end; 0: none."""
         self.orders: Mapping[str, Callable[[Frame, float], None]] = {
             "stop": self._begin_stop,
             "interrupt": self._interrupt,
@@ -77,7 +78,7 @@ class HostJob:
             "probe": self._probe,
             "beat": self._note,
         }
-        """Each kind of order that the launcher may send while workers run."""
+        """Handler for each kind of order that the launcher may send while workers run."""
         self._shim_routes: Mapping[str, Callable[[Saying], None]] = {
             "shim": self._admit,
             "spawned": self._spawned,
@@ -86,30 +87,31 @@ class HostJob:
         }
 
     def order(self, frame: Frame, now: float) -> None:
-        """The launcher has sent a frame."""
+        """Handle an order that the launcher has sent."""
         self.orders[frame.kind](frame, now)
 
     def hear(self, saying: Saying) -> None:
-        """A process of a worker has sent a frame. Raises DadtError for one that it may not send."""
+        """Handle a frame that a worker's process has sent. Raises DadtError if the process may not send it."""
         self._shim_routes.get(saying.frame.kind, self.registry.hear)(saying)
 
     def hung_up(self, line: int) -> None:
-        """A line was closed by either side."""
+        """Handle a connection of a worker that either side has closed."""
         self.registry.hung_up(line)
-        self._shims.ended(line, SIGKILL, 0)  # with a shim that is killed, its worker dies
+        self._shims.ended(line, SIGKILL, 0)  # if the shim was killed, its worker dies with it
 
     def started(self, rank: int, process: Process) -> None:
-        """A worker's process runs now."""
+        """Record and report that a worker's process runs."""
         self.workers[rank] = Running(process)
         self.outbox.tell("started", rank=rank, pid=process.pid)
 
     def unstarted(self, why: str, now: float) -> None:
-        """A worker could not be started: there is no job then."""
+        """Report that a worker could not be started, and stop all others."""
         self.outbox.tell("unstarted", message=why[: schema.TEXT])
         self._begin_stop(Frame("stop"), now)
 
     def ended(self, rank: int, code: int, facts: Mapping[str, Any]) -> None:
-        """A worker has ended. facts: how far it was, when that was, and what it had of memory."""
+        """Record and report that a worker has ended. facts: its last step, the time of its end, and its use of
+        memory."""
         if rank in self.workers:
             self.workers[rank].ended = True
         stopped = self.stop is not None and self.stop.signalled
@@ -117,7 +119,8 @@ class HostJob:
         self.registry.ended(rank, code)
 
     def told_to_end(self, caught: Collection[int], now: float) -> None:
-        """This agent got signals by which it is to end: it saves, where scripts can, and only SIGTERM has come."""
+        """Handle signals that ask this agent to end. After SIGTERM alone, scripts that can save a checkpoint do so
+        first; otherwise the workers are stopped at once."""
         if caught == {SIGTERM} and self._checkpoint is not None and (self.stop is None or self._preempted):
             self.outbox.tell("preempted")
             self._save_and_stop(now, together=not self._checkpoint["alone"])
@@ -126,7 +129,7 @@ class HostJob:
             self._begin_stop(Frame("stop"), now)
 
     def turn(self, now: float, first_step: int, *, launcher_gone: bool) -> None:
-        """Look what is due, as time has passed. first_step: of the rank that writes files for good."""
+        """Do what is due at time `now`. first_step: last step of the rank that writes this host's real files."""
         self.registry.settle(first_step, now)
         if launcher_gone and (self.stop is None or self.stop.natural):
             self._begin_stop(Frame("stop"), now)
@@ -137,11 +140,11 @@ class HostJob:
 
     @property
     def stopping(self) -> Stop | None:
-        """The stop that is under way; None if there is none, or no more."""
+        """The stop in progress; None if no stop has begun, or it is finished."""
         return self.stop if self.stop is not None and not self.stop.finished else None
 
     def advance_stop(self, left: Sequence[int], now: float) -> None:
-        """Go on with the stop that is under way. left: the processes of the job that still run here."""
+        """Continue the stop in progress, if there is one. left: processes of the job that still run on this host."""
         if (stop := self.stopping) is not None:
             if self._all_ended:
                 stop.end_naturally_in(NATURAL_SECONDS, now)
@@ -154,21 +157,22 @@ class HostJob:
         return stop is not None and stop.finished and (bool(stop.stuck) or self._all_ended)
 
     def training(self, rank: int) -> Process:
-        """The process that trains as this rank; that of the worker before one does."""
+        """Return the process that trains as this rank, or the worker's own process until one begins to train."""
         return self.registry.claims.get(rank, self.workers[rank].process)
 
     @property
     def living(self) -> dict[int, Running]:
-        """The workers that have not ended, by rank."""
+        """Workers that have not ended, by rank."""
         return {rank: worker for rank, worker in self.workers.items() if not worker.ended}
 
     def save(self, action: FindHandlers, living: Collection[int], heedless: Collection[int]) -> None:
-        """Have these ranks, whose processes live, save a checkpoint. heedless: those of them that have no handler for
-        the signal, which get none, as it would kill them."""
+        """Have ranks save a checkpoint. living: ranks whose processes live. heedless: living ranks without a handler
+        for the signal, which do not get it, as it would kill them."""
         assert self._checkpoint is not None
         able = set(living) - set(heedless)
         patience = min(self._checkpoint["grace"] / 4, MOST_PATIENCE) if action.together else 0.0
-        asked = self.registry.tell_to_save(able, patience)  # those raise it themselves, after the same step
+        # these ranks raise the signal themselves, all after the same step
+        asked = self.registry.tell_to_save(able, patience)
         for rank in able - asked:
             self.outbox.put(SignalProcess(action.processes[rank], action.number))
         if heedless:
@@ -190,8 +194,8 @@ class HostJob:
             self.stop.hasten(grace, now)
 
     def _interrupt(self, order: Frame, now: float) -> None:
-        """Ctrl-C, as a terminal gives it to a script that it runs: by SIGINT. Processes that train raise it themselves,
-        all after the same step, if they come to one soon (dadt/train/interruption.py)."""
+        """Handle Ctrl-C, for which a terminal would send SIGINT to the script. Processes that train raise SIGINT
+        themselves, all after the same step, if they reach one soon (dadt/train/interruption.py)."""
         if self.stop is not None:
             return
         grace, living = order["grace"], self.living
@@ -201,7 +205,8 @@ class HostJob:
             if rank not in asked:
                 self.outbox.put(SignalGroup(rank, SIGINT))
             elif self.training(rank).pid != worker.process.pid:
-                self.outbox.put(SignalProcess(worker.process, SIGINT))  # a shell, which would go on to its next command
+                # the worker is a shell that runs the training process: without SIGINT it would run its next command
+                self.outbox.put(SignalProcess(worker.process, SIGINT))
         self._begin_stop(Frame("stop", {"natural": grace, "grace": grace}), now)
 
     def _preempt(self, order: Frame, now: float) -> None:
@@ -252,7 +257,7 @@ class HostJob:
         self.outbox.put(ProbeHosts(order))
 
     def _note(self, order: Frame, now: float) -> None:
-        """Nothing follows from a sign of life of the launcher's."""
+        """Do nothing: the launcher's heartbeat only shows that the launcher is alive."""
 
     def _admit(self, saying: Saying) -> None:
         self._shims.shim(saying.line.number, saying.frame)

@@ -1,4 +1,4 @@
-"""The connections over which the processes of a host's workers speak to their agent."""
+"""Connections over which the processes of a host's workers talk to the host's agent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNSENT_LIMIT = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class OpenLine:
-    """What belongs to a line while it is open."""
+    """A worker's open connection, with the objects that read and write it."""
 
     line: Line
     link: Link
@@ -32,7 +32,7 @@ class OpenLine:
 
 
 class Lines:
-    """Accepts, reads and answers. Never blocks."""
+    """Accepts the connections of a host's workers, reads their frames and sends answers, without ever blocking."""
 
     def __init__(
         self,
@@ -42,8 +42,10 @@ class Lines:
         hear: Callable[[Line, Frame], None],
         hung_up: Callable[[int], None],
     ) -> None:
-        """speaker: the frames that workers may send. connected, hear, hung_up: called as it happens; `hear` raises
-        DadtError for a frame that may not be sent."""
+        """speaker: the kinds of frames that workers may send. connected: called with each new connection. hear: called
+        with each frame; raises DadtError if the frame may not be sent. hung_up: called with the number of each closed
+        connection.
+        """
         self._speaker = speaker
         self._launcher = launcher
         self._connected = connected
@@ -53,7 +55,7 @@ class Lines:
         self._count = 0
 
     def accept(self, rank: int, entrance: Entrance) -> None:
-        """Accept the connections that wait at the socket of this rank."""
+        """Accept the connections waiting at the socket of this rank."""
         for _ in range(MOST_AT_ONCE):
             if (connection := entrance.accept()) is None:
                 return
@@ -65,7 +67,8 @@ class Lines:
             self._launcher.watch(link.reader, partial(self.read, line.number))
 
     def read(self, number: int) -> None:
-        """Handle the frames that have come, and send what did not fit before."""
+        """Handle the frames that have arrived on connection `number`, and send bytes that its socket could not accept
+        before."""
         if (opened := self._open.get(number)) is None:
             return  # the connection was closed after the selector had reported it
         try:
@@ -94,7 +97,7 @@ class Lines:
             opened.line.listens = False
         if len(opened.link.unsent) > UNSENT_LIMIT + len(frame.body):
             opened.link.unsent.clear()
-            opened.socket.shutdown(socket.SHUT_RDWR)  # it keeps asking without reading
+            opened.socket.shutdown(socket.SHUT_RDWR)  # the process keeps asking without reading the answers
 
     def drop(self, connection: socket.socket) -> None:
         """Close the connection of a process that has not proved that it belongs to the job, to make room for another
@@ -103,7 +106,7 @@ class Lines:
             self._close(opened)
 
     def watch_writes(self) -> None:
-        """Wake up when the bytes that did not fit can be written."""
+        """Have the selector wake up when a connection accepts the bytes that could not be sent yet."""
         selector = self._launcher.selector
         for opened in self._open.values():
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if opened.link.unsent else 0)

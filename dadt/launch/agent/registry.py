@@ -1,5 +1,5 @@
-"""The processes of a host's workers, as they speak of themselves: which trains as which rank, and who waits for which
-file."""
+"""Record of a host's worker processes, from their own reports: which process trains as which rank, and which rank waits
+for which file."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ class Line:
     rank: int
     """Rank of the connected worker, known from the socket at which it connected."""
     process: Process
-    """The process that connected; its pid is 0 if the kernel does not know it."""
+    """Process that connected; its pid is 0 if the kernel does not know it."""
     listens: bool = False
     """Whether the connected process wants to receive reports about other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saying:
-    """A frame that a process has sent on its line."""
+    """A frame that a worker's process has sent on its connection."""
 
     line: Line
     frame: Frame
     process: Process
-    """The one that the frame is about, which is that of the line, if the kernel knows it."""
+    """Process that the frame is about: the connected process, unless the frame comes from a shim or the kernel does not
+    know the connected process."""
     now: float
     owner_lives: bool = False
-    """Whether the process that trains as this rank still runs."""
+    """Whether the process that trains as the same rank still runs; set only for frames of kind `claim`."""
 
 
 @dataclass(slots=True)
@@ -68,40 +69,45 @@ class WorkerRegistry:
     def __init__(
         self, folder: Path, ranks: Mapping[int, int], secret: bytes, checkpoint_signal: int, outbox: AgentOutbox
     ) -> None:
-        """folder: of the job on this host. ranks: rank to local rank of this host's workers. secret: by which the
-        workers of the job prove to each other that they belong to it. checkpoint_signal: the number of the signal by
-        which scripts are asked to save; 0: there is none."""
+        """folder: folder of the job on this host. ranks: local rank of each rank on this host. secret: with it the
+        job's workers prove to each other that they belong to the job. checkpoint_signal: number of the signal that asks
+        scripts to save; 0: none.
+        """
         self._folder = folder
         self._ranks = ranks
         self._secret = secret
         self._checkpoint_signal = checkpoint_signal
         self._outbox = outbox
         self._told_to_save = 0
-        """How often all ranks of the job were asked to save."""
+        """How many times all ranks of the job have been asked to save a checkpoint."""
         self.lines: dict[int, Line] = {}
         self.claims: dict[int, Process] = {}
-        """Rank to the process that trains as it."""
+        """Process that trains as each rank, by rank."""
         self.dumps: dict[Process, tuple[int, int, Path]] = {}
-        """Process to its rank, its signal, and the file to which it then writes its stacks."""
+        """For each process its rank, the signal that makes it write its stack traces, and the file to which it writes
+        them."""
         self._written: dict[int, list[tuple[str, str]]] = {}
-        """Rank to the newest folders in which it writes files, and how their names begin before they are whole."""
+        """For each rank the newest folders in which it writes files, and the text with which names of incomplete files
+        begin."""
         self._saves: dict[str, int] = {}
-        """Path to how many times local rank 0 has written it."""
+        """Number of times that each file was written by local rank 0, or by another host's rank that writes for this
+        host, by path."""
         self._numbered: set[int] = set()
         """The numbers of local rank 0's saves that are done."""
         self._far: set[int] = set()
-        """The numbers of the saves of the rank of another host that writes for this one, too."""
+        """Numbers of the finished saves of another host's rank that writes files for this host, too."""
         self._waits: list[SaveWait] = []
         self.first = 0
-        """Local rank of the first one, which writes files for good."""
+        """Local rank of the rank that writes the real files of this host; other ranks write private copies."""
         self._first_step = -1
         self._first_ended = False
-        """Whether it has ended well, so that nobody writes files any more. After another end the job ends, or the next
-        one takes its place."""
+        """Whether the rank that writes this host's real files ended with exit code 0, so that nobody writes them any
+        more. After a failure the job ends, or the next rank takes over."""
         self._regrouped: Frame | None = None
         """The newest frame that says which ranks train now; None before the first."""
         self._approaches: deque[Frame] = deque(maxlen=MOST_APPROACHES)
-        """Questions of new workers since that frame, for processes that begin to listen later."""
+        """Requests to join, sent by replacement workers since the newest `regroup` frame, for processes that begin to
+        listen later."""
         self.failed: set[int] = set()
         """Ranks that have reported an exception."""
         self.routes: Mapping[str, Callable[[Saying], None]] = {
@@ -114,29 +120,32 @@ class WorkerRegistry:
             "saved": self._saved,
             "await_save": self._await_save,
         }
-        """The kinds of frames that concern this host; all others of workers are only forwarded."""
+        """Handlers for the kinds of workers' frames that concern this host; all other frames are only forwarded to the
+        launcher."""
 
     def connected(self, line: Line) -> None:
         self.lines[line.number] = line
 
     def hear(self, saying: Saying) -> None:
-        """A worker's process has sent a frame. Raises DadtError for one that it may not send."""
+        """Handle a frame that a worker's process has sent. Raises DadtError if the process may not send it."""
         self.routes.get(saying.frame.kind, self._forward)(saying)
 
     def tell(self, frame: Frame) -> None:
-        """Send a frame to every process that listens; which ranks train now also to those that will."""
+        """Send a frame to every process that listens. Frames of kinds `regroup` and `approach` are also stored for
+        processes that begin to listen later."""
         if frame.kind == "approach":
             self._approaches.append(frame)
         if frame.kind == "regroup":
             self._regrouped = frame
-            self._approaches.clear()  # those that are still open follow
+            self._approaches.clear()  # after a regroup, requests that are still open are sent again
             for rank in self._ranks.keys() & set(frame["firsts"]):
                 self.first, self._first_ended = self._ranks[rank], False
         for line in [line for line in self.lines.values() if line.listens]:
             self._outbox.answer(line.number, frame)
 
     def wrote(self, frame: Frame, now: float) -> None:
-        """A rank of another host has written a file, of which all that ask here are to know."""
+        """Handle the report that a rank of another host has written a file in a shared folder: answer the ranks that
+        wait for the file, or note it for this host's workers."""
         if "number" in frame.header:
             self._far.add(frame["number"])
             self._saves[frame["path"]] = max(frame["count"], self._saves.get(frame["path"], 0))
@@ -159,7 +168,7 @@ class WorkerRegistry:
         return {line.rank for line in told}
 
     def hung_up(self, number: int) -> None:
-        """A line was closed by either side."""
+        """Forget a connection that either side has closed, and the questions asked on it."""
         self.lines.pop(number, None)
         self._waits = [wait for wait in self._waits if wait.line.number != number]
 
@@ -175,7 +184,8 @@ class WorkerRegistry:
         return bool(self._waits)
 
     def settle(self, first_step: int, now: float) -> None:
-        """Answer the waits that are over. first_step: the step of the rank that writes files for good."""
+        """Answer the ranks that need not wait for a file any longer. first_step: last step of the rank that writes this
+        host's real files."""
         self._first_step = first_step
         self._settle(now)
 
@@ -188,7 +198,7 @@ class WorkerRegistry:
                 self._outbox.answer(wait.line.number, Frame("saved", {"verdict": verdict}))
 
     def _verdict(self, wait: SaveWait, now: float) -> str | None:
-        """The answer to a rank that waits for a file; None as long as it has to wait."""
+        """Return the answer to a rank that waits for a file; None if it must wait longer."""
         late = now >= wait.deadline
         if self._saves.get(wait.path, 0) >= wait.count:
             return "there"
@@ -203,7 +213,8 @@ class WorkerRegistry:
         frame = saying.frame
         header = {**frame.header, "line": saying.line.number}
         if "pid" in header:
-            header["pid"] = saying.process.pid  # the kernel's word counts, as the pid may be signalled
+            # use the pid that the kernel reports, since this process may be sent signals later
+            header["pid"] = saying.process.pid
         self._outbox.put(TellLauncher(Frame(frame.kind, header, frame.body)))
 
     def _failed(self, saying: Saying) -> None:

@@ -1,4 +1,4 @@
-"""Which worker a shim is to run: mpirun starts one per rank, and each asks the agent."""
+"""Assigns workers to shims: mpirun starts one shim per rank, and each asks the agent which worker to run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dadt.launch.agent.actions import AdmitShim, AgentOutbox, EndWorker, OwnWork
 
 
 class Shims:
-    """The shims of one host, from the order to start workers until each has ended."""
+    """Tracks the shims of one host, from the order to start workers until each shim's worker has ended."""
 
     def __init__(self, ranks: Iterable[int], seconds: float, outbox: AgentOutbox, now: float) -> None:
-        """ranks: whose workers shims start. seconds: in which these have to come."""
+        """ranks: ranks whose workers are started by shims. seconds: time within which all shims must connect."""
         self._awaited = set(ranks)
         self._deadline = now + seconds
         self._outbox = outbox
         self._lines: dict[int, int] = {}
-        """Line to the rank of a shim that has its order."""
+        """Rank of each shim that has received its order, by the number of its connection."""
         self._started: set[int] = set()
-        """Lines of shims that have started their workers."""
+        """Numbers of the connections of shims that have started their workers."""
 
     @property
     def pending(self) -> bool:
@@ -38,7 +38,8 @@ class Shims:
         self._lines = {line: rank for line, rank in self._lines.items() if line in self._started}
 
     def shim(self, line: int, frame: Frame) -> None:
-        """A shim asks for its order. Where it was dismissed, it sees its line closed."""
+        """Handle a shim's request for its order. A shim that comes too late gets none, and sees its connection
+        closed."""
         rank = frame["rank"]
         if rank in self._awaited:
             self._awaited.discard(rank)
@@ -46,7 +47,7 @@ class Shims:
             self._outbox.put(AdmitShim(line, rank))
 
     def spawned(self, line: int, frame: Frame) -> None:
-        """A shim has started its worker."""
+        """Handle a shim's report that it has started its worker."""
         if line in self._lines and line not in self._started:
             self._started.add(line)
             self._outbox.put(OwnWorker(line, frame["pid"]))
@@ -56,7 +57,8 @@ class Shims:
         return line in self._lines
 
     def ended(self, line: int, status: int, peak_memory: int) -> None:
-        """The worker of a shim has ended with this status, if there is a shim on this line."""
+        """Handle the end of a shim's worker, with this exit status. Does nothing if no shim with an order uses
+        connection `line`."""
         self._started.discard(line)
         if self._lines.pop(line, None) is not None:
             self._outbox.put(EndWorker(line, status, peak_memory))

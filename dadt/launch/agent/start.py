@@ -27,7 +27,7 @@ class WorkerStart:
         self._error_files = {slot["rank"]: ErrorFile(socket, slot["rank"]) for slot in job["workers"]}
 
     def order(self, rank: int) -> dict[str, Any]:
-        """The order for a process that starts a worker in the agent's place."""
+        """Return the order for a shim, a process that starts a worker in the agent's place."""
         slot = self._slot(rank)
         told = {name: self.job[name] for name in ("cwd", "terminal")}
         return {"command": slot["command"], "env": self._env_of(slot), **told}

@@ -11,10 +11,11 @@ KILL_SECONDS = 3.0
 
 
 class Stop:
-    """One stop, which goes on until it is `finished`."""
+    """One stop of a host's workers, which goes on until `finished` is set."""
 
     def __init__(self, natural: float, grace: float, outbox: AgentOutbox, now: float) -> None:
-        """natural: seconds in which the processes may end by themselves. grace: seconds from SIGTERM to SIGKILL."""
+        """natural: seconds that processes may take to end by themselves before SIGTERM is sent. grace: seconds from
+        SIGTERM to SIGKILL."""
         self._grace = grace
         self._outbox = outbox
         self._natural_end = now + natural
@@ -36,7 +37,8 @@ class Stop:
             self._kill_at = min(self._kill_at, now + grace)
 
     def advance(self, left: Sequence[int], now: float) -> None:
-        """Take the steps that are due. left: the processes of the job that still run here."""
+        """Do what is due at time `now`: send SIGTERM, send SIGKILL, or finish. left: processes of the job that still
+        run on this host."""
         if not left:
             self.finished = True
         elif not self.signalled:

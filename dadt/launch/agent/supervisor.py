@@ -1,4 +1,4 @@
-"""The workers of one host, from their start until nothing is left of them: the I/O around what `HostJob` decides."""
+"""Runs the workers of one host, from their start until no process is left: carries out what HostJob decides."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dadt.launch.ending.signals import ENDING_SIGNALS, Interrupts
 TICK_SECONDS = 0.05
 PROBE_TICK_SECONDS = 0.01
 STACK_SECONDS = 0.5
-"""How long workers may take to write their stacks before they are stopped."""
+"""Seconds that workers may take to write their stack traces before they are stopped."""
 ADDRESS_SECONDS = 3.0
 """How long a host without an address may take to get one."""
 COMMAND_NOT_RUN = 127  # as shells say for a command that cannot be run
@@ -56,8 +56,8 @@ class Supervisor:
         stdin: int | None,
         probing: Probing,
     ) -> None:
-        """job: the launcher's order. env: of this host. stdin: what rank 0 reads. Raises OSError where the folder
-        cannot be written."""
+        """job: the launcher's order to start workers. env: base environment of this host. stdin: descriptor of rank 0's
+        standard input. Raises OSError if the folder cannot be written."""
         if job.body:
             folder.function.write_bytes(job.body)
         self._pulse = Heartbeat.create(folder.pulse, len(job["workers"]))
@@ -75,13 +75,13 @@ class Supervisor:
         """Checks that this host and the other hosts still receive each other's data packets; None if the job does not
         use it."""
         self._workers: dict[int, Worker] = {}
-        """The newest worker of each rank, with its pipes."""
+        """Newest worker of each rank, with the pipes from which its output is read."""
         self._shims: dict[int, Worker] = {}
-        """Line to the worker that the shim at its other end starts, or is to start."""
+        """Worker that each shim starts or is to start, by the number of the shim's connection."""
         self._inquiries: list[HostInquiry] = []
         """Stacks for which the launcher waits."""
         self._dump: Dump | None = None
-        """The stacks that workers write before they are stopped."""
+        """Collection of the stack traces that workers write before they are stopped; None if none is in progress."""
         self._output = WorkerOutput(launcher)
         self._conditions = Conditions()
         self._memory_kills = machine.memory_kills()
@@ -141,7 +141,7 @@ class Supervisor:
         self._output.watch(worker)
 
     def _hear(self, line: Line, frame: Frame) -> None:
-        """A process of this host has sent a frame. Raises DadtError for one that it may not send."""
+        """Handle a frame that a process of this host has sent. Raises DadtError if the process may not send it."""
         known = line.process.pid > 1 and frame.kind not in SHIM_KINDS
         process = line.process if known or "pid" not in frame.header else Process.of(frame["pid"])
         owner = self._host.registry.claims.get(line.rank)
@@ -200,7 +200,8 @@ class Supervisor:
         self._launcher.send(Frame("beat", told))
 
     def _dumped(self) -> bool:
-        """Whether all stacks are written that are awaited before workers are stopped. Sends them, once they are."""
+        """Whether no stack traces are awaited any more, so that workers may be stopped. Sends the stack traces to the
+        launcher once all are written."""
         if self._dump is not None:
             self._dump.advance()
             if not self._dump.complete:
@@ -274,7 +275,8 @@ class Supervisor:
             self._tell_end(rank, COMMAND_NOT_RUN, 0)
 
     def _admit(self, line: int, rank: int) -> None:
-        """A worker's output comes through named pipes, whose other ends its shim opens."""
+        """Send a shim the order to start its worker, whose output comes through named pipes that the shim opens for
+        writing."""
         paths = {stream: self._folder.path / f"{rank}.{stream}" for stream in STREAMS}
         descriptors = []
         for path in paths.values():

@@ -1,1 +1,1 @@
-"""How a job comes to its end, and why."""
+"""Decides how and when a job ends, and finds the cause of a failure."""

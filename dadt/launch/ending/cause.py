@@ -24,13 +24,13 @@ class Cause:
     def __init__(
         self, slots: Sequence[Slot], members: Sequence[Member], logs: Path, silence: Callable[[float], Blame | None]
     ) -> None:
-        """logs: the folder of the ranks' logs. silence: returns the blame for hosts that do not hear each other at this
-        time, if there are any."""
+        """logs: folder of the ranks' logs. silence: called with the time; returns the Blame for hosts that do not
+        receive each other's packets, or None."""
         self._slots = slots
         self._members = members
         self._logs = logs
         self._tails = [b"" for _ in slots]
-        """The last bytes that each rank wrote to stderr."""
+        """Last bytes that each rank wrote to stderr."""
         self._silence = silence
         self.endings: dict[int, Ending] = {}
         """How each rank's process ended, by rank; ranks that still run are missing."""
@@ -50,7 +50,7 @@ class Cause:
         """Time at which the first agent was lost (time.time); infinite if none was."""
 
     def complained(self, event: Event) -> None:
-        """A rank has written to stderr."""
+        """Record what a rank has written to stderr."""
         rank = event.frame["rank"]
         self._tails[rank] = (self._tails[rank] + event.frame.body)[-TAIL_BYTES:]
 
@@ -71,11 +71,12 @@ class Cause:
             self._left.append(rank)
 
     def exits(self, event: Event) -> None:
-        """A rank's script has called `sys.exit` with a text. Whether its process ends by that comes later."""
+        """Record that a rank's script has called `sys.exit` with a text. Whether this call ends the process is decided
+        later, by `end`."""
         self._said[event.frame["rank"]] = ErrorRecord.of_exit(event.frame.header)
 
     def ending(self, event: Event) -> None:
-        """A rank's script is over."""
+        """Record a report that a rank's script is over."""
         self.leave(event.frame["rank"])
 
     def hold(self, member: Member) -> None:
@@ -133,7 +134,8 @@ class Cause:
         return None
 
     def _is_consequence(self, ending: Ending, record: ErrorRecord | None) -> bool:
-        """Whether this rank only tells that it has waited in vain for others, and not what has become of them."""
+        """Whether this rank's exception only says that it waited in vain for other ranks, and not what happened to
+        them."""
         waited = record is not None and (record.secondary or record.type == StartTimeout.__name__)
         told = record is not None and record.type in ("Mismatch", "WeightsDiffer")
         return waited and not told and self._blame_of(ending, record) is None

@@ -1,4 +1,4 @@
-"""What follows when a rank fails or ends, when a host is lost or taken away, and when the user ends the job."""
+"""Decides what follows when a rank fails or ends, when a host is lost or preempted, and when the user ends the job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ PRIMARY_SECONDS = 1.0
 
 
 class Endings:
-    """The others train on, where enough are left, or the job ends."""
+    """Decides, when a rank or host is lost, whether the remaining ranks train on, or the job ends because too few are
+    left."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Endings:
         patience: float,
         outbox: Outbox,
     ) -> None:
-        """patience: seconds for which ranks wait for one that cannot go on."""
+        """patience: seconds for which ranks wait for a rank that cannot continue."""
         self._nodes = nodes
         self._slots = slots
         self._rendezvous = rendezvous
@@ -58,11 +59,12 @@ class Endings:
         self._leaving: set[Node] = set()
         """Nodes whose agent received SIGTERM from outside: their workers save a checkpoint and end."""
         self._held_since = float("-inf")
-        """When some rank could still go on, while others had ended."""
+        """Time (time.monotonic) since when all living ranks have been unable to continue while other ranks have ended.
+        """
 
     def signal(self, caught: set[int], now: float) -> None:
-        """`dadt run` got these signals. SIGINT, SIGTERM and SIGHUP end the job gently, a second one at once; others go
-        to all workers."""
+        """Handle signals that `dadt run` received. SIGINT, SIGTERM and SIGHUP end the job gently, and at once when
+        repeated; all other signals are sent to the workers."""
         for number in caught - ENDING_SIGNALS:
             self._outbox.send_all(Frame("signal", {"number": number}))
         if number := min(caught & ENDING_SIGNALS, default=0):
@@ -73,7 +75,7 @@ class Endings:
                 self._termination.end(number, signal_name(number), now)
 
     def preempted(self, event: Event) -> None:
-        """A host was asked to end."""
+        """Handle the request from outside to end one host (SIGTERM to its agent)."""
         node, now = event.node, event.now
         self._leaving.add(node)
         who = f"{node.name or 'this host'} was told to end (SIGTERM)"
@@ -84,13 +86,14 @@ class Endings:
             self._termination.preempt(Preemption(who, host=True), now)
 
     def unheeded(self, event: Event) -> None:
-        """Workers have no handler for the signal by which they are asked to save."""
+        """Warn that workers on a host have no handler for the checkpoint signal, so that it was not sent and they saved
+        nothing."""
         where = f" on {event.node.name}" if event.node.name else ""
         name, deaf = signal_name(event.frame["number"]), ranks(event.frame["ranks"])
         self._outbox.say(f"{deaf}{where}: no handler of {name}, so it was not sent; nothing saved", "warning")
 
     def lost(self, event: Event) -> None:
-        """The agent of a host is gone."""
+        """Handle the loss of a host's agent: the remaining ranks train on if they are enough, else the job ends."""
         node, frame, now = event.node, event.frame, event.now
         here = [slot.rank for slot in self._slots if slot.cross_rank == self._nodes.index(node)]
         why = f"{node.name or 'this host'}: {frame['message']}"
@@ -105,21 +108,22 @@ class Endings:
             member.sign("is on a host whose agent is gone", now)
 
     def lose(self, node: Node, text: str, now: float, at: float = float("inf")) -> None:
-        """End the job, as it cannot go on without this host. at: since when it is gone, in seconds since the epoch."""
+        """End the job because it cannot continue without this host. at: time since when the host is gone, in seconds
+        since the epoch."""
         self._cause.lose(f"{node.name}: {text}" if node.name else text, at)
         node.works = False
         if any(other.works for other in self._nodes):
             self._termination.fail_by(0.0, now)
 
     def unstarted(self, event: Event) -> None:
-        """An agent could not start its workers."""
+        """Handle the report of an agent that could not start its workers."""
         if self._joining is None or not self._joining.unstarted(event):
             name, message = event.node.name, event.frame["message"]
             self._cause.lose(f"{name}: {message}" if name else message)
             self._termination.fail_by(0.0, event.now)
 
     def failed(self, event: Event) -> None:
-        """A rank reports an uncaught exception."""
+        """Handle a rank's report of an uncaught exception."""
         frame, now = event.frame, event.now
         record = ErrorRecord.from_header({**frame.header, "time": frame["time"] - event.node.clock})
         self._cause.give_up(frame["rank"], record, now)
@@ -137,11 +141,11 @@ class Endings:
             self._termination.fail_by(EXIT_SECONDS, now, lets_leave=record.secondary)
 
     def done(self, event: Event) -> None:
-        """A rank has come to the end of its training."""
+        """Handle a rank's report that its training has ended."""
         self._leaves(event.node, event.frame["rank"], event.now)
 
     def exit(self, event: Event) -> None:
-        """The process of a rank has ended."""
+        """Handle the end of a rank's process."""
         node, frame, now = event.node, event.frame, event.now
         ending = Ending(**{**frame.header, "time": frame["time"] - node.clock})
         record = self._cause.end(ending)
@@ -163,7 +167,8 @@ class Endings:
         self._rendezvous.settle(now)
 
     def _ended_badly(self, member: Member, what: str, record: ErrorRecord | None, now: float, *, over: bool) -> None:
-        """over: training was over before."""
+        """Handle a rank's exit with a nonzero exit code or by a signal. over: whether all ranks had already finished
+        training."""
         if self._termination.goes_on and not over and self._membership.lose([member.rank], what, now):
             return
         secondary = record is not None and record.secondary
@@ -189,7 +194,7 @@ class Endings:
             self._termination.preempt(preemption, now)
 
     def end(self, event: Event) -> None:
-        """All workers of a host have ended, or were given up."""
+        """Note that all workers of a host have ended, or that its agent has given up ending them."""
         node = event.node
         if number := event.frame["signal"]:
             text = f"the agent of this host (pid {node.report['pid']}) was told to end by signal {number}"

@@ -77,12 +77,12 @@ def kill(pids: Iterable[int], number: int) -> None:
 
 
 def terminate(pids: Iterable[int], groups: Collection[int]) -> None:
-    """Send SIGTERM to those that are in none of these process groups, which have it already."""
+    """Send SIGTERM to these processes, except those in the process groups `groups`, which have received it already."""
     kill((pid for pid in pids if _group(pid) not in {*groups, 0}), signal.SIGTERM)
 
 
 def _group(pid: int) -> int:
-    """The process group of a process; 0 once it has ended."""
+    """Return the process group of a process; 0 if the process has ended."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:
@@ -90,7 +90,8 @@ def _group(pid: int) -> int:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for this signal, so that it does not die of it; also once it has ended."""
+    """Return whether a process has a handler for this signal, so that the signal does not kill it; True also if the
+    process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:

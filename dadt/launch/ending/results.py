@@ -1,4 +1,4 @@
-"""What the workers report of their training: it goes into the outcome of the job."""
+"""Collects what the workers report about their training, for the outcome of the job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dadt.launch.members.member import Member
 
 
 class Results:
-    """Fills in the outcome as the reports come."""
+    """Fills in the job's outcome as reports from the workers arrive."""
 
     def __init__(self, outcome: Outcome, members: Sequence[Member], outbox: Outbox) -> None:
         self._outcome = outcome
@@ -19,18 +19,18 @@ class Results:
         self._outbox = outbox
 
     def hello(self, event: Event) -> None:
-        """A process has imported torch, with DADT hooked in."""
+        """Note that a worker process has imported torch with DADT hooked in."""
         self._outcome.hooked = True
 
     def done(self, event: Event) -> None:
-        """A rank has come to the end of its training, with this summary."""
+        """Record the summary that a rank sends at the end of its training."""
         rank = event.frame["rank"]
         if not self._members[rank].lost:
             self._outcome.summaries = {**self._outcome.summaries, rank: event.frame["summary"]}
             self._members[rank].finished = True
 
     def result(self, event: Event) -> None:
-        """The function of `dadt.run` has returned or raised this."""
+        """Record what the function passed to `dadt.run` returned or raised on a rank."""
         self._outcome.results = {**self._outcome.results, event.frame["rank"]: event.frame.body}
         self._outbox.reply(event)(Frame("taken"), event.now)
 
@@ -38,5 +38,5 @@ class Results:
         self._outcome.stepped |= event.frame["step"] > 0
 
     def end(self, event: Event) -> None:
-        """An agent's last word names the processes that it could not end."""
+        """Record the processes that an agent could not end, which it lists in its final report."""
         self._outcome.stuck = [*self._outcome.stuck, *event.frame["stuck"]]

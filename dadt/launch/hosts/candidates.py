@@ -1,4 +1,4 @@
-"""Which hosts there are now, and which of them may be tried: one that fails is left alone for a while."""
+"""The hosts that a job may use now; a host that failed is not used for a while."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HostPause:
 
 
 class Candidates:
-    """The hosts of a job, over all its attempts."""
+    """The hosts that a job may use, across all attempts to run it."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = list(hosts)
@@ -34,7 +34,7 @@ class Candidates:
         self._pauses: dict[str, HostPause] = {}
 
     def usable(self, now: float) -> list[Host]:
-        """The hosts that may be tried."""
+        """Return the hosts that may be used now, without those paused after a failure."""
         return [host for host in self.hosts if self._is_usable(host, now)]
 
     def due(self, now: float) -> float:

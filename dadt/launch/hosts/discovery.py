@@ -1,4 +1,4 @@
-"""Asks a script or a hostfile which hosts there are now, as others may be named while time passes."""
+"""Repeatedly asks a script or hostfile which hosts are available, as the list may change during a job."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who is in a running job, and what its ranks do at the launcher."""
+"""Membership of a running job's ranks and hosts, and what ranks exchange through the launcher."""

@@ -1,4 +1,5 @@
-"""What all ranks hear as a new generation of them begins: who is in the job now, and who writes files."""
+"""Builds the message to all ranks at the start of a new generation: which ranks are in the job now, and which of them
+write files."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from dadt.launch.members.rendezvous import Rendezvous
 
 
 def regroup(rendezvous: Rendezvous, slots: Sequence[Slot], nodes: Sequence[Node], handed: int, why: str) -> Frame:
-    """The frame for all agents. New workers write no files where others do, on any host.
+    """Return the frame that announces the current generation to all agents. New workers write no files as long as ranks
+    from the start of the job are left.
 
-    handed: the newest generation that began with a new worker for which the others had waited.
+    handed: the newest generation that began with a new worker for which the other ranks had waited. why: the reason for
+    the new generation.
     """
     present = rendezvous.present
     places = {member.rank: slots[member.rank].cross_rank for member in present}

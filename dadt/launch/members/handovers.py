@@ -42,8 +42,8 @@ class Handovers:
     """
 
     def __init__(self, outbox: Outbox, kill: Callable[[int, float], None], patience: float) -> None:
-        """kill: ends a rank that does not join. patience: seconds for which the others wait for one that has all that
-        it needs to join."""
+        """kill: ends a rank that does not join. patience: seconds for which the other ranks wait for a new worker that
+        has received all that it needs to join."""
         self._patience = patience
         self._outbox = outbox
         self._kill = kill
@@ -110,5 +110,5 @@ class Handovers:
         for number in [number for number, asked in self._asked.items() if now >= asked.deadline]:
             self._asked.pop(number).refuse("the others have taken no step in time", now)
         if self.awaited is not None and now >= self._until:
-            self._kill(self.awaited[0], now)  # its end has the others go on
+            self._kill(self.awaited[0], now)  # when it ends, the waiting ranks continue
             self._until = float("inf")

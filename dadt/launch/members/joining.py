@@ -1,7 +1,7 @@
-"""Hosts come into a running job in the place of lost ones, where each rank trains at its own speed.
+"""Lets new hosts take the place of lost ones in a running job in which each rank trains at its own speed.
 
-A host takes over the place of another: its ranks and their shares of the data. Its workers join as others do that were
-lost (dadt/launch/members/replacement.py).
+A new host takes over the ranks of a lost host and their shares of the data. Its workers join the training like other
+workers that replace lost ones (dadt/launch/members/replacement.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Arrival:
 
 
 class Joining:
-    """One per job whose lost hosts may be replaced."""
+    """Finds new hosts for a job whose lost hosts may be replaced, and lets them join."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Joining:
         candidates: Candidates,
         outbox: Outbox,
     ) -> None:
-        """nodes, slots: of the job; a host that comes takes its place there."""
+        """nodes, slots: those of the job; a new host's entries replace the lost host's in both lists."""
         self._config = config
         self._nodes = nodes
         self._slots = slots
@@ -80,17 +80,18 @@ class Joining:
             elif now >= arrival.deadline:
                 self._fail(arrival, arrival.node.state, now)
         ready = [arrival for arrival in self._arrivals if arrival.node.reached]
-        if ready and not any(arrival.asked for arrival in ready):  # one after the other, as each is to reach the next
+        # new hosts join one at a time, as each must be able to reach the next
+        if ready and not any(arrival.asked for arrival in ready):
             self._ask_others(ready[0], now)
         for place in self._vacant(now):
             self._begin(place, now)
 
     def awaits(self, node: Node) -> bool:
-        """Whether this host is about to come: then `take` is for what its agent sends."""
+        """Return whether this host is about to join the job, so that `take` must handle the events from its agent."""
         return any(arrival.node is node for arrival in self._arrivals)
 
     def take(self, event: Event) -> None:
-        """The agent of a host that is about to come has sent a frame, or was lost."""
+        """Handle an event from a host that is about to join: its agent has sent a frame, or was lost."""
         (arrival,) = (each for each in self._arrivals if each.node is event.node)
         if event.frame.kind == "connected":
             self._outbox.put(AskHost(event.node, arrival.place))
@@ -103,7 +104,7 @@ class Joining:
                 self._fail(arrival, problem, event.now)
 
     def probed(self, event: Event) -> None:
-        """A host has tried the addresses of the one that is about to come."""
+        """Record which addresses of the new host another host could reach."""
         for arrival in [each for each in self._arrivals if each.asked]:
             near = ON_ONE_MACHINE if arrival.near else None
             if (ways := event.frame["reached"].get(str(arrival.place), near)) is not None:
@@ -111,8 +112,8 @@ class Joining:
                 arrival.seen += [event.node] if arrival.place in event.frame.get("seen", ()) else []
 
     def unstarted(self, event: Event) -> bool:
-        """An agent could not start its workers. Returns whether its host has come into the running job, which goes on
-        without it."""
+        """Handle the report of an agent that could not start its workers. Returns whether its host is one that joined
+        the running job, which then continues without it."""
         if event.node not in self._came:
             return False
         self._warn(f"{event.node.name}: {event.frame['message']}: training goes on without it")

@@ -28,7 +28,7 @@ class Member:
     ended: bool = False
     """Whether the rank's process has exited."""
     lost: bool = False
-    """Whether the others train on without it."""
+    """Whether the other ranks continue training without this one."""
     joined: bool = False
     """Whether the rank's worker was started while the job was running, in place of a lost one."""
     generation: int = 0

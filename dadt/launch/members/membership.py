@@ -67,7 +67,7 @@ class Membership:
         joining: Joining | None,
         outbox: Outbox,
     ) -> None:
-        """patience: seconds for which ranks wait for a silent one. joining: None where no host may come."""
+        """patience: seconds for which ranks wait for a silent rank. joining: None if lost hosts are not replaced."""
         self._least = config.min_np
         """Training continues while at least this many ranks are left; 0 means that it ends when any rank is lost."""
         self._slots = slots
@@ -105,7 +105,7 @@ class Membership:
         return self._left_without(ranks) >= self._least > 0
 
     def lose(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
-        """Remove these ranks; return False if too few would be left. why: how they were lost. it: their pronoun."""
+        """Remove lost ranks; return False if too few remain. why: cause of the loss. it: their pronoun in messages."""
         lost = [member for member in self._rendezvous.present if member.rank in ranks]
         if not self.can_lose(ranks):
             return False
@@ -170,8 +170,8 @@ class Membership:
             self._replacements.send_away(member.rank)
 
     def hello(self, event: Event) -> None:
-        """A process of a rank has imported torch. If the rank had begun to train, its process has replaced itself
-        since: all ranks hear of it, for those that do not do so as well."""
+        """Note that a rank's process has imported torch. If the rank had begun to train, the process has replaced
+        itself (exec): report this to all ranks, as others may not have done so."""
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         if member.claimed and not member.ended and member.pid == event.frame["pid"]:
             why = f"rank {member.rank} ({member.place}) has replaced itself (exec) after it had begun to train"
@@ -181,18 +181,18 @@ class Membership:
         member.sign("has imported torch, not begun to train", now)
 
     def tell_of_death(self, text: str, steps: int | None = None) -> None:
-        """Have all ranks hear of the end of one, once the stacks are asked for, as they move on when they hear of it.
-        steps: those that it has done, where it ended well."""
+        """Queue a report of a rank's end to all ranks. It is sent after any request for stacks, as ranks stop waiting
+        when they receive it. steps: the rank's steps, if it did not fail."""
         self._deaths.append(Frame("death", {"text": text} | ({} if steps is None else {"steps": steps})))
 
     def claim(self, event: Event) -> None:
-        """A process trains as a rank: if it is a lost one, it joins the others."""
+        """Handle a process that begins to train as a rank. A new worker for a lost rank joins the other ranks."""
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         member.pid, member.claimed = event.frame["pid"], True
         member.sign("has begun to train", now)
         awaited = self._apart or self._handovers.awaited == (member.rank, self._rendezvous.generation)
         if member.lost and (self._told_to_end or not awaited):
-            self.kill(member.rank, now)  # they have gone on without it
+            self.kill(member.rank, now)  # the other ranks went on without this worker
         elif member.lost:
             why = f"rank {member.rank} ({member.place}) joins"
             self._rendezvous.join(member, why, now)
@@ -210,21 +210,21 @@ class Membership:
             self._replacements.exited(member, now)
 
     def _tell(self, why: str, now: float) -> None:
-        """Send all ranks the list of those in the job now."""
+        """Send all ranks the list of ranks now in the job, and have those with failed connections connect again."""
         self._outbox.send_all(regroup(self._rendezvous, self._slots, self._nodes, self._handed, why))
         self._handovers.begin_anew()
         self._answer_all(True, "", now)
 
     def expect_end(self, rank: int, now: float) -> None:
-        """A lost rank is about to exit: kill it if it does not do so soon."""
+        """Kill the process of a lost rank unless it exits within EXIT_SECONDS."""
         self._overdue[rank] = now + EXIT_SECONDS
 
     def kill(self, rank: int, now: float) -> None:
-        """Have the process of a lost rank killed."""
+        """Have the process of a lost rank killed at the next `turn`."""
         self._overdue[rank] = now
 
     def turn(self, goes_on: bool, now: float) -> None:
-        """Act on ranks that are silent, gone or cut off, as time passes. goes_on: whether nothing ends the job."""
+        """Handle ranks that are silent, gone or cut off. Call regularly. goes_on: whether the job is not ending."""
         self._handovers.turn(now)
         if self._left and goes_on:
             self._lose_left(now)
@@ -291,7 +291,7 @@ class Membership:
         ends = some_finished and all(member.held for member in silent)
         if not (trains or ends):  # the start and the end of training have deadlines of their own
             self._moved = now
-        if now - self._moved < SAID_SECONDS:  # the others may wait as well
+        if now - self._moved < SAID_SECONDS:  # the other ranks may be waiting without having reported it yet
             return
         if silent and all(member.acted < since for member in silent):
             self._give_up(silent, now)
@@ -299,7 +299,7 @@ class Membership:
             self._give_up_cut_off(here, since, now)
 
     def _give_up(self, silent: Sequence[Member], now: float) -> None:
-        """Lose these ranks, which were silent for `_patience` seconds."""
+        """Treat these ranks as lost, as they were silent for `_patience` seconds."""
         many = len(silent) > 1
         names = [f"rank {m.rank} ({m.place}{f'; {HELD[m.condition]}' if many and m.held else ''})" for m in silent]
         why = f"{' and '.join(names)} {'were' if many else 'was'} silent for {self._patience:g} s"
@@ -307,7 +307,7 @@ class Membership:
         self._lose_awaited([member.rank for member in silent], why, now, "them" if many else "it")
 
     def _lose_awaited(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> None:
-        """Lose ranks for which others wait. Where too few are left, all that wait learn of it."""
+        """Treat as lost ranks for which other ranks wait. If too few are left, all waiting ranks get an error."""
         if self._lose_running(ranks, why, now, it):
             return
         why += f", and too few are left without {it}"
@@ -323,12 +323,12 @@ class Membership:
             self._lose_awaited(ranks, why, now)
 
     def _cut(self, now: float) -> str:
-        """Describe a broken network between hosts, of which a library's error says less; empty if none is known."""
+        """Describe a known outage of the network between hosts, which libraries' errors do not name; empty if none."""
         places = {self._slots[member.rank].cross_rank for member in self._rendezvous.present}
         return cut[1] if (cut := self._silences.cut_off(places, now, now)) is not None else ""
 
     def _obstacle(self, now: float) -> str:
-        """What keeps ranks from connecting, as far as it is known: a cut, or ranks that cannot go on; else empty."""
+        """Describe what is known to keep ranks from connecting: an outage, or stopped ranks; empty if nothing is."""
         held = ", ".join(member.named for member in self._here if member.held)
         return self._cut(now) or (f"{held} did not connect"[: schema.TEXT] if held else "")
 

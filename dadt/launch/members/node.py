@@ -16,9 +16,10 @@ class Node:
     index: int
     host: Host
     is_child: bool = False
-    """Whether the agent is a child of this process, and so has its environment and sees its end."""
+    """Whether the agent is a child process of the launcher, so that it has the launcher's environment and notices the
+    launcher's end."""
     notes: Sequence[str] = ()
-    """Texts for the user about how the agent was reached, each to follow the host's name."""
+    """Texts for the user about how the agent was reached; each is printed after the host's name."""
     report: Mapping[str, Any] = field(default_factory=dict)
     """The agent's report about its host; empty until the agent is ready."""
     address: str = ""
@@ -40,7 +41,7 @@ class Node:
     told: bool = False
     """Whether the agent was asked to end by something other than the launcher, such as a signal on its host."""
     works: bool = False
-    """Whether it was ordered to start workers, and has not reported yet that all of them have ended."""
+    """Whether the agent was ordered to start workers, and has not reported yet that all of them have ended."""
     ended: bool = False
     """Whether the agent is gone, so that no more frames come from it."""
 

@@ -1,4 +1,5 @@
-"""Blobs that the ranks of a job exchange at the launcher, once all of them or those that are left have come."""
+"""Values that a job's ranks exchange through the launcher; each rank receives them once all ranks still in the job have
+sent theirs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class KeyExchange:
     """Values that ranks exchange under one key, and the ranks that wait until all have given theirs."""
 
     begun: float
-    """When the first of them came (time.monotonic)."""
+    """Time (time.monotonic) at which the first value under this key arrived."""
     blobs: dict[int, bytes] = field(default_factory=dict)
     complete: Frame | None = None
     """Answer that all ranks receive; replaced by the empty OVER once all have it, to free the memory."""
@@ -112,20 +113,22 @@ class Rendezvous:
         return [stall for stall in stalls if stall.missing]
 
     def reply_to(self, question: Event) -> Reply:
-        """What answers a worker's question once others have done their part. Its rank waits until then."""
+        """Return the function that answers a worker's question. Until this function is called, the rank counts as
+        waiting."""
         member: Member = self.members[question.frame["rank"]]
         starts = member.step <= 0 and question.frame.get("generation", 0) == 0
         return member.waiting.begin(self._outbox.reply(question), starts, question.now)
 
     def _is_outdated(self, question: Event) -> bool:
-        """Refuse what a rank asks that has not heard of the newest generation yet. Returns whether it was so."""
+        """Refuse a rank's question if the rank has not learned of the newest generation of ranks yet. Returns whether
+        it was refused."""
         if question.frame.get("generation", 0) == self.generation:
             return False
         self._outbox.reply(question)(self.outdated, question.now)
         return True
 
     def exchange(self, question: Event) -> None:
-        """A rank gives a blob, and waits for those of all others."""
+        """Store a rank's value for an exchange. The rank is answered once all ranks have given their values."""
         if not self._is_outdated(question):
             frame, reply = question.frame, self.reply_to(question)
             self.give(frame["key"], frame["rank"], frame.body, frame["timeout"], reply, question.now)
@@ -143,7 +146,7 @@ class Rendezvous:
         self.settle(now)
 
     def put(self, question: Event) -> None:
-        """A rank stores a blob for other ranks."""
+        """Store a value that a rank sends for other ranks to get."""
         if self._is_outdated(question):
             return
         frame, now = question.frame, question.now
@@ -152,7 +155,7 @@ class Rendezvous:
         self._outbox.reply(question)(answer, now)
 
     def get(self, question: Event) -> None:
-        """A rank waits for blobs that others store."""
+        """Answer a rank with values of other ranks, once these ranks have stored them."""
         if not self._is_outdated(question):
             frame, now = question.frame, question.now
             reply, deadline = self.reply_to(question), now + frame["timeout"]
@@ -162,7 +165,7 @@ class Rendezvous:
         self.members[event.frame["rank"]].pid = event.frame["pid"]
 
     def beat(self, event: Event) -> None:
-        """An agent tells how far its ranks are, and what keeps them from going on."""
+        """Record an agent's report of its ranks' steps, and of what prevents ranks from making steps."""
         for rank, (step, age) in event.frame["steps"].items():
             member = self.members[int(rank)]
             member.went_to(step, event.now - age)
@@ -172,7 +175,7 @@ class Rendezvous:
         self.members[event.frame["rank"]].went_to(event.frame["step"], event.now)
 
     def ending(self, event: Event) -> None:
-        """A rank's script is over; its process may still exit by itself."""
+        """Record that a rank's script is over, while its process may still be running."""
         member = self.members[event.frame["rank"]]
         member.went_to(event.frame["steps"], event.now)
         member.finished = True

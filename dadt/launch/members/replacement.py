@@ -34,7 +34,8 @@ class Replacements:
     the other ranks."""
 
     def __init__(self, outbox: Outbox, hears: Callable[[int, float], bool]) -> None:
-        """hears: whether the host of a rank and those of the others hear each other."""
+        """hears: called with a lost rank and the time. Returns whether the rank may be replaced: heartbeats pass
+        between its host and the other ranks' hosts, or its host is gone."""
         self._outbox = outbox
         self._hears = hears
         self._due: dict[int, float] = {}

@@ -31,7 +31,7 @@ class Outage:
     """Time (time.monotonic) at which the last heartbeat between the two hosts arrived."""
     noticed: float
     deaf: set[int] = field(default_factory=set)
-    """The hosts, of these two, that receive no heartbeats from the other one."""
+    """Which of the two hosts receive no heartbeats from the other one."""
     told: bool = False
 
 
@@ -58,8 +58,8 @@ class Silences:
         self._outages: dict[tuple[int, int], Outage] = {}
 
     def heartbeat(self, event: Event) -> None:
-        """An agent tells the port at which its host listens; 0: none. Once all are known, all agents hear of them, and
-        again when another host has come in the place of one."""
+        """Record the port at which a host listens for heartbeats (0: none). Once all ports are known, and again after a
+        host was replaced, all agents receive the list of hosts and ports."""
         host = self._nodes.index(event.node)
         self._ports[host] = event.frame["port"]
         self._outages = {pair: outage for pair, outage in self._outages.items() if host not in pair}
@@ -72,7 +72,7 @@ class Silences:
             self._outbox.send_all(Frame("heartbeat", {"hosts": hosts}))
 
     def unheard(self, event: Event) -> None:
-        """A host has never heard a heartbeat of another one."""
+        """Handle a report that a host has never received a heartbeat from another host."""
         if self._verbose:
             there = self._nodes[event.frame["peer"]]
             self._outbox.say(
@@ -81,13 +81,13 @@ class Silences:
             )
 
     def silent(self, event: Event) -> None:
-        """A host has heard nothing from another one for some seconds."""
+        """Record that a host has received no heartbeat from another host for some seconds."""
         listener = self._nodes.index(event.node)
         pair = _pair(listener, event.frame["peer"])
         self._outages.setdefault(pair, Outage(event.now - event.frame["seconds"], event.now)).deaf.add(listener)
 
     def heard(self, event: Event) -> None:
-        """A host hears another one again."""
+        """Record that a host receives heartbeats from another host again."""
         listener = self._nodes.index(event.node)
         pair = _pair(listener, event.frame["peer"])
         outage = self._outages.get(pair)
@@ -102,7 +102,7 @@ class Silences:
                 self._tell(f"{first} and {second} hear each other again, after {seconds:.0f} s", "info")
 
     def peers(self, question: Event) -> None:
-        """A rank that waits asks where the others are."""
+        """Answer a waiting rank's question how the other ranks are, and record that the rank waits."""
         rank, now = question.frame["rank"], question.now
         self._rendezvous.members[rank].waiting.ask(question.frame.get("starts", False), now)
         peers = [self._seen_from(rank, member, now) for member in self._rendezvous.present]

@@ -1,4 +1,4 @@
-"""Ranks that have waited for others for long: what the user reads of them, and the stacks of all ranks."""
+"""Warns the user of ranks that have waited long for other ranks, and requests the stacks of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dadt.launch.members.rendezvous import Rendezvous
 DUMP_SECONDS = 30.0
 """Least number of seconds between two dumps of all stacks because of a stall."""
 OWN_INQUIRY = 0
-"""The number of the job's own inquiries for stacks; those of callers count from 1."""
+"""Number of the job's own requests for stacks; requests of outside callers are numbered from 1."""
 
 
 class Stalls:
@@ -38,11 +38,12 @@ class Stalls:
                 self._dump(now)
 
     def dump(self, event: Event) -> None:
-        """A stalled rank asks for the stacks of all."""
+        """Handle a stalled rank's request for the stacks of all ranks."""
         self._dump(event.now)
 
     def _dump(self, now: float) -> None:
-        """Have all ranks write their stacks, unless another rank, stalled by the same cause, has asked just before."""
+        """Have all ranks write their stacks, unless they did so less than DUMP_SECONDS ago: several ranks may stall by
+        the same cause."""
         if now - self._dumped < DUMP_SECONDS:
             return
         self._dumped = now
@@ -51,11 +52,12 @@ class Stalls:
         self._outbox.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": ranks}))
 
     def stacks(self, event: Event) -> None:
-        """A rank has written its stacks as it was stopped."""
+        """Have the stacks of a rank that was stopped written to the job's logs."""
         self._outbox.put(WriteStacks(event.frame["rank"], event.frame.body))
 
     def stack(self, event: Event) -> None:
-        """An agent answers for a rank that was asked for its stacks."""
+        """Handle an agent's answer to a request for a rank's stacks: write it to the logs, or pass it on to the
+        caller."""
         frame = event.frame
         if frame["number"] == OWN_INQUIRY:
             self._outbox.put(WriteStacks(frame["rank"], frame.body or frame["problem"].encode()))

@@ -16,7 +16,7 @@ ASKED_SECONDS = 8.0
 """Seconds for which a rank counts as waiting after it asked how the other ranks are; while it waits, it asks every few
 seconds."""
 SAID_SECONDS = 4.0
-"""Where one rank waits, any other that does so as well has said it within this time."""
+"""Seconds within which a rank that begins to wait has reported this to the launcher."""
 
 
 @dataclass(slots=True)
@@ -52,6 +52,6 @@ class Waiting:
         return answer
 
     def lasts(self, seen: float, now: float) -> bool:
-        """Whether it waits. seen: when it made its last step."""
+        """Return whether the rank waits for other ranks. seen: time (time.monotonic) of its last step."""
         recent = now - self.asked < ASKED_SECONDS
         return self._open > 0 or (recent and self.asked > seen and self.asked >= self.acted)

@@ -1,4 +1,4 @@
-"""Where the files of each rank lie in the folder of a job's logs."""
+"""Paths of each rank's files in the folder of a job's logs."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ def log_path(folder: Path, rank: int) -> Path:
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """The file for the rank's stacks, if they are written."""
+    """Return the path of the file for the rank's stacks, which exists only if stacks were written."""
     return folder / f"rank{rank}.stacks"

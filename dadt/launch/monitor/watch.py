@@ -84,7 +84,8 @@ class Gauge:
     summary: Mapping[str, Any] = field(default_factory=dict)
     """Summary that the rank reported at the end of its training; empty before."""
     lost_at: float | None = None
-    """When the others began to train on without it, in seconds since the epoch."""
+    """Time at which the other ranks began to train on without this one, in seconds since the epoch; None if they did
+    not."""
     _printed: bytes = b""
     _marks: deque[Mark] = field(default_factory=deque)
     _first: Mark | None = None
@@ -180,10 +181,10 @@ class Loss:
 
 
 class Watch:
-    """The figures of all ranks, and what has become of the job."""
+    """Tracks the figures of all ranks, the state of the job, and the losses of ranks."""
 
     def __init__(self, members: Sequence[Member], outbox: Outbox, now: float, begin: float) -> None:
-        """now, begin: the same time, as time.monotonic and in seconds since the epoch."""
+        """now, begin: the current time, as time.monotonic and in seconds since the epoch."""
         self._outbox = outbox
         self.gauges = [Gauge(member) for member in members]
         self.state = "starting"

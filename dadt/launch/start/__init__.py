@@ -1,1 +1,1 @@
-"""From a plan to the order to start the workers."""
+"""Prepares a planned job for the start of its workers: hosts' reports, addresses, placement and orders to agents."""

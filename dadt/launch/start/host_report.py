@@ -1,4 +1,4 @@
-"""What the launcher reads from the report of a host's agent: its room, its problems, and how others reach it."""
+"""Reads the report of a host's agent: the host's room for workers, its problems, and its addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dadt.launch.members.node import Node
 
 
 def room(node: Node, config: Config) -> HostRoom:
-    """The room that a host offers."""
+    """Return the slots, GPUs and cores that a host offers to workers."""
     return HostRoom(
         host=node.name,
         slots=node.host.slots,

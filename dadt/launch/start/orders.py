@@ -30,7 +30,8 @@ def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
         "files": list(the_plan.files),
         "prologue": config.prologue,
         "mpi": mpi_executor(config),
-        "orphan_timeout": None if node.is_child else config.orphan_timeout,  # a child sees the end of its pipe
+        # a child's pipe closes when the launcher ends
+        "orphan_timeout": None if node.is_child else config.orphan_timeout,
         "env": dict(the_plan.named if has_own else the_plan.elsewhere),
     }
 

@@ -1,4 +1,4 @@
-"""Where every worker of a job runs, once all hosts have reported."""
+"""Assigns every worker of a job its host and GPU, once all hosts have reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Placed:
     why: str = ""
     """Text for the user: the chosen executor, and why it was chosen."""
     restarts: int = 0
-    """How often the job has been started again."""
+    """Number of times that the job has been restarted."""
 
 
 def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, now: float) -> Steps[Placed]:
@@ -94,4 +94,5 @@ def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> t
 
 def _place(workers: int, node: Node) -> HostWorkers:
     usable = not str(node.report.get("torch", "")).endswith("+cpu")
-    return HostWorkers(node.name, workers, len({*node.report["gpus"]}) if usable else 0)  # Ray lets workers share one
+    # a GPU that workers share, as Ray allows, counts once
+    return HostWorkers(node.name, workers, len({*node.report["gpus"]}) if usable else 0)

@@ -1,6 +1,7 @@
 """The startup of a job, in which every agent reports about its host and the hosts agree on addresses.
 
-It goes in steps that do no I/O: each yields the time until which it waits, and gets an event, or the time alone.
+The functions do no I/O: they are generators that yield a deadline, and receive either an event or, once the deadline
+has passed, only the time.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ def gather(
     *,
     all_needed: bool = True,
 ) -> Steps[float]:
-    """Wait for all agents. Reports each one that fails, and then raises LaunchError or StartTimeout. Returns the time.
+    """Wait for the reports of all agents. Shows the user each host that failed, and then raises LaunchError or
+    StartTimeout. Returns the time at the end of the wait.
 
-    all_needed: else hosts that cannot be reached are left out, as long as there are others.
+    all_needed: if false, hosts that cannot be reached are left out, as long as other hosts are left.
     """
     failures, late, now = yield from await_agents(nodes, timeout, job, outbox, now)
     for node in failures:
@@ -75,7 +77,7 @@ def gather(
 
 
 def dismiss(nodes: list[Node], idle: Sequence[Node], outbox: Outbox) -> None:
-    """Have the agents of these hosts ended, which get no workers."""
+    """End the agents of the hosts `idle`, which get no workers, and remove these hosts from `nodes`."""
     for node in idle:
         nodes.remove(node)
     outbox.put(DismissHosts(idle))
@@ -84,8 +86,8 @@ def dismiss(nodes: list[Node], idle: Sequence[Node], outbox: Outbox) -> None:
 def await_agents(
     nodes: Sequence[Node], timeout: float, job: str, outbox: Outbox, now: float
 ) -> Steps[tuple[dict[Node, str], bool, float]]:
-    """Wait until each agent has reported about its host or failed. Returns the reasons by node that cannot take part,
-    whether the timeout passed, and the time."""
+    """Wait until each agent has reported about its host or failed. Returns the reason for each node that cannot take
+    part, whether the timeout passed, and the time at the end of the wait."""
     named = any(node.name for node in nodes)
     many = len(nodes) > NAMED_HOSTS
     begin, deadline = now, now + timeout
@@ -125,8 +127,8 @@ def await_agents(
 
 
 def agree(nodes: Sequence[Node], wanted: str, outbox: Outbox, now: float) -> Steps[float]:
-    """Give each node the address at which all others reach it. Raises LaunchError if there is none. Returns
-    the time."""
+    """Choose for each node an address at which all other nodes reach it. Raises LaunchError if there is none. Returns
+    the time at the end of the wait."""
     if len(nodes) < 2:
         return now
     if len({node.report["machine"] for node in nodes}) == 1 and not wanted:

@@ -92,7 +92,7 @@ class BucketPlan:
         self.turn = (self.turn + 1) % self.turns
 
     def look_for_moved(self) -> None:
-        """Allocate other flat buffers if tensors in them were given memory of their own, out of averages' reach."""
+        """Allocate new flat buffers if tensors were moved out of them, where averages would not reach the tensors."""
         for bucket in self.buckets:
             for turn in range(self.turns):
                 if bucket.has_moved(turn):

@@ -34,9 +34,9 @@ _SOME = 8
 
 
 def share_of(ranks: int) -> float:
-    """The share of the rank's own gradient in what it expects: smaller with more ranks, 0.5 at least.
+    """Return the share of a rank's own gradient in the gradient it expects: smaller with more ranks, at least 0.5.
 
-    The own gradient differs from the mean by sqrt(ranks - 1) times the noise of that; see docs/results/accuracy.md.
+    The own gradient differs from the mean by sqrt(ranks - 1) times the mean's noise; see docs/results/accuracy.md.
     """
     return max(0.5, 0.9 / math.sqrt(max(1, ranks - 1)))
 

@@ -1,6 +1,7 @@
-"""The next weights of a GPU's parameters, all in one launch: one pass over weights, gradients and optimizer state.
+"""Computes the next weights of a GPU's parameters in one kernel launch, which reads weights, gradients and optimizer
+state once.
 
-As tensor operations these are some 12 launches for each parameter (docs/results/speed.md).
+As tensor operations, this takes about 12 launches for each parameter (docs/results/speed.md).
 """
 
 from __future__ import annotations

@@ -77,4 +77,4 @@ def _workload(name: str) -> Workload:
 
 
 resnet18, resnet50, resnet101 = (partial(_workload, name) for name in DEPTHS)
-"""11.7, 25.6 and 44.5 million parameters, for images of 224 pixels."""
+"""Models with 11.7, 25.6 and 44.5 million parameters, for images of 224 x 224 pixels."""

@@ -1,4 +1,4 @@
-"""What the reductions of Horovod's API are asked for: the same parameters in many functions, in an order of each."""
+"""Parameters of the reductions in Horovod's API: many functions share them, each in an order of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPRESSED_REDUCESCATTER = REDUCESCATTER.replace("op", "compression op", 1)
 
 @dataclass(frozen=True, slots=True)
 class ReduceArguments:
-    """All that a reduction may be asked for beside its tensors."""
+    """Arguments of a reduction in Horovod's API, except its tensors."""
 
     average: bool | None = None
     name: str | None = None
@@ -33,13 +33,14 @@ class ReduceArguments:
 
     @property
     def how(self) -> tuple[ReduceOp, float, float, ProcessSet]:
-        """The operation, both factors, and the ranks. Raises ValueError if op and average are both given."""
+        """The operation, the factors before and after it, and the process set. Raises ValueError if both `op` and
+        `average` are set."""
         return chosen(self.op, self.average), self.prescale_factor, self.postscale_factor, self.process_set
 
 
 def takes(names: str) -> Callable[[Callable[[Any, ReduceArguments], R]], Callable[..., R]]:
-    """Give a function, in place of its second parameter, these fields of ReduceArguments as parameters, in this
-    order."""
+    """Return a decorator that replaces a function's second parameter by those fields of ReduceArguments that `names`
+    lists, in this order."""
     known = inspect.signature(ReduceArguments).parameters
     shared = [known[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names.split()]
 

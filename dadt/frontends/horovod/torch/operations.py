@@ -242,13 +242,14 @@ def _submit_group(
 
 
 def start_allreduce(tensor: Tensor, output: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
-    """Start to reduce the tensor into the output, which may be the same."""
+    """Start an allreduce of `tensor` that writes its result to `output`, which may be the same tensor."""
     how = asked.how
     return _submit("allreduce", asked.name, asked.process_set, lambda among: _reduced(tensor, output, how, among))
 
 
 def start_grouped_allreduce(tensors: Sequence[Tensor], outputs: Sequence[Tensor], asked: ReduceArguments) -> Handles:
-    """Like start_allreduce for several tensors."""
+    """Start one allreduce for several tensors, each with an output of its own. Raises ValueError if the tensors are on
+    both CPU and GPU."""
     if len({t.device.type == "cpu" for t in tensors}) > 1:
         raise ValueError("grouped_allreduce: give tensors of one kind of device")
     how, pairs = asked.how, list(zip(tensors, outputs, strict=True))
@@ -258,13 +259,13 @@ def start_grouped_allreduce(tensors: Sequence[Tensor], outputs: Sequence[Tensor]
 
 
 def start_reducescatter(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
-    """Start to reduce the tensor, and to fetch this rank's part."""
+    """Start a reduce-scatter of the tensor: the result is this rank's part of the reduced tensor."""
     how = asked.how
     return _submit("reducescatter", asked.name, asked.process_set, lambda among: _reducescatter(tensor, how, among))
 
 
 def start_grouped_reducescatter(tensors: Sequence[Tensor], asked: ReduceArguments) -> Handles:
-    """Like start_reducescatter for several tensors."""
+    """Start one reduce-scatter for several tensors: the results are this rank's parts of the reduced tensors."""
     how = asked.how
     return _submit_group(
         "reducescatter", asked.name, asked.process_set, lambda among: [_reducescatter(t, how, among) for t in tensors]

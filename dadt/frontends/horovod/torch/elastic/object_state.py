@@ -42,7 +42,7 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the copy."""
+        """Restore the state from the copy that `save` made."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -72,7 +72,7 @@ class ObjectState(State):
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Go back to the copy."""
+        """Restore the attributes from the copy that `save` made."""
         self._set_attributes()
 
     def sync(self) -> None:
