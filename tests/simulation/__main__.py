@@ -21,9 +21,10 @@ def main() -> int:
     parser.add_argument("--replay", type=int, help="show what happens in the job of this seed")
     parser.add_argument("--all", action="store_true", help="go on after a job that fails")
     parser.add_argument("--mutations", action="store_true", help="how soon each deliberate fault is found")
+    parser.add_argument("--only", default="", help="of these only those with this in their names")
     given = parser.parse_args()
     if given.mutations:
-        return find_mutations(given.first, given.seeds)
+        return find_mutations(given.first, given.seeds, given.only)
     if given.replay is not None:
         found = Found(draw(given.replay), "")
         print("\n".join(found.lines()))
@@ -47,10 +48,10 @@ def main() -> int:
     return 1 if reasons else 0
 
 
-def find_mutations(first: int, seeds: int) -> int:
+def find_mutations(first: int, seeds: int, only: str) -> int:
     """Print how many jobs it takes to find each deliberate fault. Returns how many are not found."""
     unfound = 0
-    for name in MUTATIONS:
+    for name in [name for name in MUTATIONS if only in name]:
         with mutated(name):
             found = first_of(range(first, first + seeds))
         unfound += found is None

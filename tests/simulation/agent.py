@@ -97,7 +97,7 @@ class Agent:
         self._regrouped: Frame | None = None
         self._stop: Stop | None = None
         self._gone = self._preempted = self._left = False
-        self._signal = 0
+        self._signal = self._told_to_save = 0
         self._heard = world.now
         self._beaten = 0.0
         self._inquiries: list[tuple[float, Frame]] = []
@@ -202,6 +202,7 @@ class Agent:
 
     def _save(self, *, together: bool) -> None:
         patience = min(self.job.config.grace / 4, MOST_PATIENCE) if together else 0.0
+        self._told_to_save += patience > 0
         told = self._tell_training(Frame("save", {"patience": patience}))
         heedless = [worker.rank for worker in self.living if worker.rank not in told]
         if heedless:  # they have not imported what handles the signal
@@ -247,7 +248,7 @@ class Agent:
             self._claims[worker.rank] = worker
             self._lines.pop(self._numbered, None)
             if answer is not None:
-                answer(Frame("claimed", {"signal": self.job.checkpoint_signal, "saves": 0}, b"secret"))
+                answer(Frame("claimed", {"signal": self.job.checkpoint_signal, "saves": self._told_to_save}, b"secret"))
         if not self._gone:
             self.up.send(Frame(frame.kind, {**frame.header, "line": self._numbered}, frame.body))
 

@@ -318,7 +318,9 @@ class UserSignals(Fault):
     def strike(self, job: SimulatedJob) -> None:
         if job.launcher.process.alive:
             ends = self.number in (SIGINT, SIGTERM)
-            deaf = {} if ends or job.checkpoint_signal == self.number else host_guilt(job, *range(job.hosts))
+            # Some ranks end by a signal for which they have no handler yet, or save and end while others begin.
+            all_train = job.checkpoint_signal == self.number and job.all_train
+            deaf = {} if ends or all_train else host_guilt(job, *range(job.hosts))
             self._struck(job, f"the user sends signal {self.number}", user=ends, **deaf)
             job.launcher.signal(self.number)
             later(job, self.again, lambda: job.launcher.signal(self.number))

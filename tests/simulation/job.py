@@ -82,6 +82,11 @@ class SimulatedJob:
         return 0 < self.config.min_np <= self.size - here
 
     @property
+    def all_train(self) -> bool:
+        """Whether all ranks take steps."""
+        return all(worker.averaged >= 0 for agent in self.agents for worker in agent.workers.values())
+
+    @property
     def quiet(self) -> bool:
         """Whether all hosts hear each other."""
         return self.network.whole and all(agent.process.runs for agent in self.agents)

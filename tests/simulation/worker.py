@@ -141,6 +141,7 @@ class Worker:
         self.closing = self.trained = False
         self.preempted = self.apart = self.interrupted = False
         self.saves_heard = self.saves_raised = self.interrupts_heard = 0
+        self._saves_done = self._saves_agreed = 0
         self._reported = float("-inf")
         self._told_of: str = ""
         self._said: set[str] = set()
@@ -336,7 +337,8 @@ class Worker:
         self.agent.offer_stacks(self)
         yield self._sleep(world.spread(script.start_seconds / 4))
         self._check_doom()
-        yield from self._ask("claim")
+        claimed = yield from self._ask("claim")
+        self.saves_heard = self.saves_raised = self._saves_done = self._saves_agreed = claimed["saves"]
         self.agent.listen(self)
         self.listens = self.deaths.listening = True
         if self.joins:
@@ -353,16 +355,12 @@ class Worker:
             self._check_doom()
             yield from self._step()
             self._progress()
-            if self.saves_raised < self.saves_heard and self._agreed_to_save:
-                self.saves_raised = self.saves_heard
+            self.saves_raised = max(self.saves_raised, self._saves_agreed)
             if self.saves_raised > self._saves_done:
                 self._saves_done = self.saves_raised
                 yield self._sleep(script.save_seconds)
                 if script.ends_when_saved:
                     break
-
-    _saves_done = 0
-    _agreed_to_save = False
 
     def _check_doom(self) -> None:
         if self.doom is not None:
@@ -405,7 +403,7 @@ class Worker:
                 told = yield from self._call(f"step {self.averaged}", value)
                 self.weights = mixed(self.weights, self.averaged, [each[0] for each in told])
                 self.averaged += 1
-                self._agreed_to_save = any(each[3] > self.saves_raised for each in told)
+                self._saves_agreed = max(each[3] for each in told)
                 if any(each[4] for each in told) and not self.interrupted:
                     self.interrupted = True
                     self.step = self.averaged
