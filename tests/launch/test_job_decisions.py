@@ -248,3 +248,18 @@ def test_of_two_lost_hosts_the_first_one_is_named_whichever_is_reported_first() 
     world.later()
     with pytest.raises(LaunchError, match=r"host1: it has no power"):
         world.job.judge(world.now, [], [])
+
+
+def test_where_nobody_waits_a_rank_that_has_just_connected_is_not_silent() -> None:
+    world = World(3, min_np=1, algorithm="gossip", timeout=15.0)
+    world.train(1)
+    world.later(13.0)
+    for rank in range(3):
+        told = {"generation": 0, "timeout": 25.0, "text": "closed", "line": 2, "pid": 10 + rank}
+        world.say(rank, "reconnect", rank=rank, **told)
+    for rank in (0, 1):
+        world.say(rank, "ending", rank=rank, pid=10 + rank, steps=5, line=3)
+    world.later(3.0)
+    assert not any("silent" in text for text in world.said())
+    world.later(13.0)
+    assert world.said()[-1] == "rank 2 (pid 12 on host2) was silent for 15 s: training goes on without it"

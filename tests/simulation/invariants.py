@@ -149,7 +149,7 @@ class Invariants:
             trained = min((gauge.member.seen for gauge in others), default=0.0)
             again = f"a new worker starts in place of rank {loss.rank}"
             due = loss.time - EPOCH + AGAIN_SECONDS < trained
-            killed = all(each.ranks and not each.hosts for each in self.struck)
+            killed = all(each.fatal for each in self.struck)
             if due and killed and not any(again in text for *_, text in launcher.said):
                 raise Broken(f"no new worker was started in place of rank {loss.rank}")
 

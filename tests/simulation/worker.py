@@ -138,6 +138,8 @@ class Worker:
         self.members: Sequence[int] = range(agent.job.size)
         self.generation = 0
         self.connection: Connection | None = None
+        self.connected = False
+        """Whether it has been connected with all others once."""
         self.closing = self.trained = False
         self.preempted = self.apart = self.interrupted = False
         self.saves_heard = self.saves_raised = self.interrupts_heard = 0
@@ -215,7 +217,7 @@ class Worker:
                 Generation(frame["generation"], tuple(frame["members"]), tuple(frame["firsts"]), frame["text"])
             )
             self._wake_all()
-            if not self.together and self.connection is not None:
+            if not self.together and self.connected:
                 self._reconnect(None)
         elif frame.kind == "death":
             if (steps := frame.get("steps")) is None:
@@ -511,7 +513,7 @@ class Worker:
                 break
             except (CommError, StartTimeout, DadtError) as error:
                 yield from self._enter(error)
-        connection = self.connection
+        self.connected, connection = True, self.connection
         self.deaths.watch(lambda reason, lost: self.process.get(lambda: self._lost(connection, reason)))
 
     def _lost(self, connection: Connection, reason: str) -> None:

@@ -336,7 +336,7 @@ class Membership:
         """If no rank waits for another, give up on ranks that were suspended for too long, and on the last one that
         makes no step when all others have finished: then all wait for each other."""
         others_ended = sum(member.finished for member in here)
-        for member in [member for member in here if not member.finished and member.seen < since]:
+        for member in [member for member in here if not member.finished and member.acted < since]:
             if member.held or 0 < others_ended == len(here) - 1:
                 why = f"rank {member.rank} ({member.place}) was silent for {self._patience:g} s"
                 self._lose_running([member.rank], why + (f", {HELD[member.condition]}" if member.held else ""), now)
