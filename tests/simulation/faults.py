@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from simulation.job import SimulatedJob
 
 FOR_GOOD = float("inf")
+HEARD_SECONDS = 3.0
+"""When all hosts have heard each other: a way that is cut before is found as the hosts are tried at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class AgentStops(Fault):
         agent = job.agents[self.host]
         if not agent.process.alive:
             return
-        guilt = host_guilt(job, self.host) if job.invariants.is_long(self.lasting) else {}
+        guilt = host_guilt(job, self.host) if job.invariants.is_long(self.lasting, asks=True) else {}
         what = f"host{self.host}" if self.whole else f"the agent of host{self.host}"
         self._struck(job, f"{what} is stopped for {self.lasting:.1f} s", **guilt)
         stopped: list[Agent | object] = [agent, *(agent.living if self.whole else [])]
@@ -181,7 +183,7 @@ class LauncherStops(Fault):
 
     def strike(self, job: SimulatedJob) -> None:
         if job.launcher.process.alive:
-            guilt = host_guilt(job, *range(job.hosts)) if job.invariants.is_long(self.lasting) else {}
+            guilt = host_guilt(job, *range(job.hosts)) if job.invariants.is_long(self.lasting, asks=True) else {}
             self._struck(job, f"dadt run is stopped for {self.lasting:.1f} s", **guilt)
             job.launcher.process.stop()
             later(job, self.lasting, job.launcher.process.go_on)
@@ -209,7 +211,7 @@ class ControlCut(Fault):
     def strike(self, job: SimulatedJob) -> None:
         if job.hosts == 1:
             return
-        guilt = host_guilt(job, self.host) if job.invariants.is_long(self.lasting) else {}
+        guilt = host_guilt(job, self.host) if job.invariants.is_long(self.lasting, asks=True) else {}
         way = "both ways" if self.up and self.down else "to dadt run" if self.up else "from dadt run"
         self._struck(job, f"control of host{self.host} is cut {way} for {self.lasting:.1f} s", **guilt)
         up, down = job.agents[self.host].up, job.launcher.down[job.launcher.nodes[self.host]]
@@ -369,7 +371,7 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
         lambda: LauncherStops(at, ending),
         lambda: LauncherKilled(at),
         lambda: ControlCut(at, host, *random.choice([(True, True), (True, False), (False, True)]), lasting),
-        lambda: DataCut(at, host, random.randrange(hosts), random.random() < 0.5, lasting),
+        lambda: DataCut(max(at, HEARD_SECONDS), host, random.randrange(hosts), random.random() < 0.5, lasting),
         lambda: LinkSlow(at, host, random.uniform(0.05, 1.0), ending),
         lambda: MessageLate(at, host, random.random() < 0.5, random.uniform(0.1, 3.0)),
         lambda: Stranger(at, host, random.choice(["noise", "another rank", "another kind"])),

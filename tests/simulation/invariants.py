@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dadt.launch.ending.failure import Failure
 from dadt.launch.members.replacement import replaces
 from simulation.faults import FOR_GOOD, Struck
-from simulation.worker import LIBRARY
+from simulation.worker import ANSWER_SECONDS, LIBRARY
 from simulation.world import BEGIN, EPOCH, Broken
 
 if TYPE_CHECKING:
@@ -41,13 +41,16 @@ class Invariants:
         """How many lines to the user have been looked at."""
         self._lost: set[int] = set()
 
-    def is_long(self, seconds: float) -> bool:
-        """Whether something that lasts so long, beside all else that lasts, may end a rank or the job."""
+    def is_long(self, seconds: float, *, asks: bool = False) -> bool:
+        """Whether something that lasts so long, beside all else that lasts, may end a rank or the job. asks: whether
+        ranks that ask get no answer meanwhile."""
         config = self._job.config
         total = sum(fault.seconds for fault in self._job.scenario.faults)
         patience = min(config.timeout, config.orphan_timeout, config.start_timeout)
         if config.on_stall == "abort":
             patience = min(patience, config.stall_warning)
+        if asks:
+            patience = min(patience, ANSWER_SECONDS)
         return seconds == FOR_GOOD or total + MARGIN_SECONDS > patience
 
     @property
@@ -77,13 +80,11 @@ class Invariants:
     def _check_line(self, text: str) -> None:
         text = text.partition(": since ")[2] or text  # the reason of another rank is told first
         if (found := GOES_ON.match(text)) is not None:
-            innocent = int(found["rank"]) not in self.guilty_ranks if found["rank"] else (
-                int(found["host"]) not in self.guilty_hosts)  # fmt: skip
-            if innocent:
+            # Of two hosts that do not hear each other, either may go where no third one tells which is cut off.
+            hosts = {int(each) for each in re.findall(r"host(\d+)", text)}
+            told = int(found["rank"]) in self.guilty_ranks if found["rank"] else hosts & self.guilty_hosts
+            if not told:
                 raise Broken(f"the user is told of one that has done nothing: {text}")
-
-    def trains(self, worker: Worker) -> None:
-        """A rank begins to take steps."""
 
     def completed(self, connection: Connection, operation: Operation) -> None:
         """All ranks of a connection have come to an operation."""
@@ -181,6 +182,8 @@ class Invariants:
             if not by_user:
                 raise Broken("it ended as if the user had ended it")
             return
+        if launcher.exit_code and self._enough_are_left:
+            raise Broken("enough ranks were left to train on, and it has failed")
         if error is not None:
             self._check_error(str(error))
         elif outcome is not None and outcome.failure is not None:
@@ -190,6 +193,12 @@ class Invariants:
                 raise Broken(f"nothing was wrong, and the user was warned: {warnings[0]}")
         elif not self._job.config.min_np and (fatal := [each for each in self.struck if each.fatal]) and not by_user:
             raise Broken(f"it ended well, though {fatal[0].text}")
+
+    @property
+    def _enough_are_left(self) -> bool:
+        """Whether ranks were killed while all trained, and nothing else was wrong, and --min-np allows that."""
+        least, killed = self._job.config.min_np, all(each.fatal for each in self.struck)
+        return least > 0 and killed and self._job.size - len(self.guilty_ranks) >= least
 
     def _names_guilty(self, text: str) -> bool:
         """Whether what a rank says that has waited for others names one of those for whom it was in vain."""
@@ -213,6 +222,8 @@ class Invariants:
         told = " / ".join(failure.lines()[:3])
         if not self.guilty_ranks:
             raise Broken(f"it failed, though nothing was wrong: {told}")
+        if rank in {loss.rank for loss in self._job.launcher.job.watch.losses}:
+            raise Broken(f"it blames rank {rank}, without which the others have trained on: {told}")
         waited = failure.record is not None and failure.record.secondary
         library = failure.record is not None and failure.record.message == LIBRARY
         if library and (self.guilty_hosts or not self._job.config.min_np):

@@ -95,9 +95,6 @@ class SimulatedJob:
         """Whether heartbeats of the other host reach this one."""
         return self.network.reaches(other, host) and self.agents[other].process.runs
 
-    def trains(self, worker: Worker) -> None:
-        self.invariants.trains(worker)
-
     def agree(self, worker: Worker, told: list[Any]) -> None:
         self.invariants.agree(worker, told)
 

@@ -350,7 +350,6 @@ class Worker:
             yield from self._regroup()
         while self.averaged < 0:
             yield from self._joined()
-        self.agent.job.trains(self)
         while self.averaged < script.steps:
             yield self._sleep(world.spread(script.step_seconds) + self.pause)
             self.pause = 0.0
