@@ -112,7 +112,7 @@ def join(process_set: ProcessSet | None = None) -> int:
     return among.ranks[ticket.last_joined]
 
 
-# Between one and all --------------------------------------------------------------------------------------------------
+# Broadcast, gather, reduce and scatter: one rank is the root ----------------------------------------------------------
 
 
 @blocking
@@ -214,7 +214,7 @@ def scatter(
 scatter_async = started(scatter)
 
 
-# Among all ------------------------------------------------------------------------------------------------------------
+# Collectives in which every rank receives from every rank -------------------------------------------------------------
 
 
 @blocking
@@ -282,7 +282,7 @@ def local_barrier() -> None:
     session().local_barrier()
 
 
-# Handles --------------------------------------------------------------------------------------------------------------
+# Handles of operations under way --------------------------------------------------------------------------------------
 
 
 def synchronize(handle: Handle[Any] | Handles) -> Any:
@@ -295,7 +295,7 @@ def poll(handle: Handle[Any] | Handles) -> bool:
     return handle.done
 
 
-# What they are made of ------------------------------------------------------------------------------------------------
+# Helpers of the operations above --------------------------------------------------------------------------------------
 
 
 def _all_reduce(

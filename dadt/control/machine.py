@@ -143,7 +143,7 @@ def _cgroup_folders() -> Iterator[Path]:
             continue
         root = CGROUPS / names
         folder = root / path.lstrip("/")
-        # In a container the path may be that of the host, which does not exist here: then only the root does.
+        # In a container, the folder may exist on the host alone. Then use its nearest parent that exists here.
         while not folder.is_dir() and folder != root:
             folder = folder.parent
         yield folder

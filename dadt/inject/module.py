@@ -103,7 +103,7 @@ class Modules:
         self._unseen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Number of consecutive steps of each optimizer before which no call of its modules was seen."""
 
-    # Finding ---------------------------------------------------------------------------------------------------
+    # Which modules belong to an optimizer ----------------------------------------------------------------------
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
         """Install an Entry in the topmost modules that contain the optimizer's parameters."""
@@ -193,7 +193,7 @@ class Modules:
             if child is not None and any(id(p) in ids for p in child.parameters()):
                 self.enter(child, optimizer)
 
-    # Around forwards -------------------------------------------------------------------------------------------
+    # What happens around forward passes ------------------------------------------------------------------------
 
     def attachments(self, module: nn.Module) -> list[Attachment]:
         known = self.runtime.attachments
@@ -219,7 +219,7 @@ class Modules:
             # A first pass ran without gradients on true weights (recomputation), so this one has to, too.
             attachment.prediction.barred = attachment.prediction.wanted
 
-    # What the script sees --------------------------------------------------------------------------------------
+    # True weights whenever the script reads weights ------------------------------------------------------------
 
     def mode_changed(self, module: nn.Module, training: bool) -> None:
         """After eval() the module shows true weights and averaged buffers; after train() the rank's own buffers."""

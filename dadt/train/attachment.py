@@ -66,7 +66,7 @@ class Attachment:
         self.known = WeakTensorKeyDictionary()  # parameters whose values all ranks have from rank 0
         self._welcomed: list[torch.Tensor] = []  # parameters that `broadcast_new_parameters` saw last
         self.scale: torch.Tensor | None = None  # loss scale of this step, if the script has a GradScaler
-        self.scale_token: tuple[int, int] | None = None  # identifies the GradScaler value that `scale` was copied from
+        self.scale_token: tuple[int, int] | None = None  # id and version of the GradScaler's tensor behind `scale`
         self.batch_weight = BatchWeight(lambda: optimizers.script.backwards)
         self.agreement = Agreement(self.name, ranks, partial(replicas.take_first, self))
         self.finite = Finite(ranks.config.on_nan, ranks, optimizers.parameter_names, self.measure)

@@ -143,7 +143,7 @@ class Ranks:
         if self.control is not None:
             self.control.say(text, level=level)
 
-    # Connecting ------------------------------------------------------------------------------------------------
+    # Connection with the other ranks ---------------------------------------------------------------------------
 
     @property
     def meet(self) -> Meet:
@@ -212,7 +212,7 @@ class Ranks:
         """Keep the memory of a failed operation alive until this connection has ended."""
         self._failed.append(needed)
 
-    # Losses ----------------------------------------------------------------------------------------------------
+    # Ranks that are lost ---------------------------------------------------------------------------------------
 
     @contextmanager
     def as_a_whole(self) -> Iterator[None]:
@@ -238,7 +238,7 @@ class Ranks:
         else:
             self.reconnection.wait(error)
 
-    # Exchanges -------------------------------------------------------------------------------------------------
+    # Collective operations of all ranks ------------------------------------------------------------------------
 
     def allgather(
         self, name: str, data: bytes, then: Callable[[Sequence[bytes]], None] = lambda lanes: None
@@ -287,7 +287,7 @@ class Ranks:
             if tensor.data_ptr() != host.data_ptr():
                 tensor.copy_(host)
 
-    # Waiting ---------------------------------------------------------------------------------------------------
+    # Waiting for operations ------------------------------------------------------------------------------------
 
     def keep(self, exchange: InFlight) -> None:
         """Keep the exchange's memory alive until its works are done, even if its owner drops it."""

@@ -122,7 +122,7 @@ class Runtime:
         self.events.on_begin.clear()
         self.optimizers.leave_to_script()
 
-    # Joining ---------------------------------------------------------------------------------------------------
+    # Becoming a rank of the job --------------------------------------------------------------------------------
 
     def claim(self) -> None:
         """Claim this rank for the whole job, and attach every optimizer registered so far.
@@ -230,7 +230,7 @@ class Runtime:
         self.begin()
         return self.attachments.of(optimizer)
 
-    # Training --------------------------------------------------------------------------------------------------
+    # Steps of optimizers, and the end --------------------------------------------------------------------------
 
     def show_true_weights(self) -> None:
         """Call before the script reads or saves weights: undo all predictions and show the official buffers."""

@@ -64,7 +64,7 @@ def page(record: JobRecord, running: bool) -> str:
     )
 
 
-# The summary -------------------------------------------------------------------------------------------------------
+# The summary at the top of the page --------------------------------------------------------------------------------
 
 
 def _size(report: Mapping[str, Any]) -> str:
@@ -113,7 +113,7 @@ def _program(command: Sequence[str]) -> Sequence[str]:
     return command[1:] if len(command) > 1 and Path(command[0]).name.startswith("python") else command
 
 
-# Ranks, failure, events --------------------------------------------------------------------------------------------
+# Tables of ranks, failures and events ------------------------------------------------------------------------------
 
 
 def _ranks(report: Mapping[str, Any]) -> Table | None:
@@ -253,7 +253,7 @@ def _event(event: Mapping[str, Any]) -> tuple[str, str]:
     return ("the job ended", "") if kind == "end" else ("", "")
 
 
-# The timeline ------------------------------------------------------------------------------------------------------
+# The timeline of all ranks -----------------------------------------------------------------------------------------
 
 
 def _hot_spots(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _hot_spots(report: Mapping[str, Any]) -> dict[str, Any]:
     return {"why": "", "file": file, "tables": summary.tables(), "verdict": verdict}
 
 
-# The environment ---------------------------------------------------------------------------------------------------
+# The environment of the job ----------------------------------------------------------------------------------------
 
 
 def _hosts(report: Mapping[str, Any]) -> Table | None:

@@ -100,7 +100,7 @@ class Auto(Algorithm):
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Relaunched]:
         return self._local.follow(rounds)
 
-    # Measuring -------------------------------------------------------------------------------------------------
+    # Measuring the synchronous steps ---------------------------------------------------------------------------
 
     def starting(self) -> None:
         # Earlier optimizers of the script may have switched to `local`: their weights must be averaged before this one
@@ -174,7 +174,7 @@ class Auto(Algorithm):
         elif not self._measures and a.step + 1 >= a.warmup_steps:
             self._choose_unmeasured()
 
-    # Choosing --------------------------------------------------------------------------------------------------
+    # Choosing an algorithm and compression ---------------------------------------------------------------------
 
     def _choose(self, every: Sequence[Times]) -> None:
         a = self.attachment
@@ -257,7 +257,7 @@ class Auto(Algorithm):
         else:
             a.switch_to(self._pipe, **note)
 
-    # Checkpoints -----------------------------------------------------------------------------------------------
+    # State in checkpoints --------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         return {**self._pipe.state(), "record": self._record.state()}

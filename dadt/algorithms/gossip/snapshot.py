@@ -88,7 +88,7 @@ class WeightSnapshot:
         self.users = 0
         """Number of exchanges that use this snapshot now. Guarded by the lock of its owner."""
 
-    # The training thread's -------------------------------------------------------------------------------------
+    # Methods for the training thread ---------------------------------------------------------------------------
 
     def publish(self, tensors: Sequence[torch.Tensor], step: int) -> Counter[int]:
         """Call at a step boundary: adds the collected differences to the live weights and copies the result into the
@@ -148,7 +148,7 @@ class WeightSnapshot:
             added.zero_()
             part.changed = False
 
-    # Any thread's ----------------------------------------------------------------------------------------------
+    # Methods for any thread ------------------------------------------------------------------------------------
 
     def take(self, size: int) -> torch.Tensor:
         """Memory for a message of `size` bytes, to be returned by `give_back`. Frees unused memory of other sizes."""

@@ -140,7 +140,7 @@ class Local(Algorithm):
         if a.ranks.config.buffers:
             self._average("buffers", [b for _, _, b in a.optimizers.buffers.of(a.modules)])
 
-    # Rounds ----------------------------------------------------------------------------------------------------
+    # Rounds of local steps and their exchange ------------------------------------------------------------------
 
     def begin(self, compression: str) -> None:
         """Begin rounds of training alone, from weights that are equal on all ranks. compression: how progress is
@@ -249,7 +249,7 @@ class Local(Algorithm):
                 )
         return text
 
-    # Where ranks are lost --------------------------------------------------------------------------------------
+    # Recovery after ranks were lost ----------------------------------------------------------------------------
 
     @property
     def rests(self) -> bool:
@@ -293,7 +293,7 @@ class Local(Algorithm):
         """Fragments, and tensors that are averaged once, by a name that is the same on all ranks."""
         return {f"{self._divisions}.{number}": f for number, f in self._fragments.items()} | self._passing
 
-    # Checkpoints -----------------------------------------------------------------------------------------------
+    # State in checkpoints --------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint. For an exchange still in flight, whose mean is unknown, it counts this
@@ -321,7 +321,7 @@ class Local(Algorithm):
     def load_state(self, state: dict[str, Any]) -> None:
         if "steps" not in state:  # an empty state, or one of --compression auto before its choice
             return
-        # loaded in the middle of training, where each rank may have loaded a different state: all take rank 0's
+        # A state that is loaded in the middle of training may differ between ranks, so all ranks take rank 0's.
         if self._steps:
             ranks = self.attachment.ranks
             name = f"local, the state that was loaded{self.attachment.name}"

@@ -131,7 +131,7 @@ class Fragment(BucketExchange):
         index = next((i for i, mine in enumerate(self._works) if mine is work), None)
         return [] if index is None else [r.parameter for r in self._rows[index]]
 
-    # One exchange ----------------------------------------------------------------------------------------------
+    # One exchange of a fragment --------------------------------------------------------------------------------
 
     def receive(self) -> None:
         """Wait for the exchange in flight, and check that all ranks sent matching numbers. Raises Mismatch."""
@@ -217,7 +217,7 @@ class Fragment(BucketExchange):
         self.replaced = False
         self.forget_residuals()
 
-    # Where ranks are lost --------------------------------------------------------------------------------------
+    # Recovery after ranks were lost ----------------------------------------------------------------------------
 
     def forget_residuals(self) -> None:
         for form in self._forms:

@@ -88,8 +88,8 @@ class Pipe(Algorithm):
 
     @property
     def tracks(self) -> bool:
-        # Weights are tracked from the last synchronous steps on, also in steps that apply nothing: those must not erase
-        # the known history.
+        # Prediction needs the weights before and after each step. It begins to note them in the last synchronous steps,
+        # and goes on in steps that the gradient scaler skips, as a gap would make it start again.
         a = self.attachment
         last = a.warmup_steps - a.prediction.needs <= a.step < a.warmup_steps
         first = a.step >= a.warmup_steps and a.prediction.sees_gradients

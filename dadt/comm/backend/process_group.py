@@ -122,7 +122,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
-    # Reductions -------------------------------------------------------------------------------------------------------
+    # Allreduce, reduce and reduce-scatter -----------------------------------------------------------------------------
 
     @_verb
     def allreduce(self, tensors: Any, opts: Any = None) -> BackendWork:
@@ -162,7 +162,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         calls = [operation.reduce_scatter(i, o, reduction, self._rank, self._size) for i, o in pairs]
         return self._run(outputs, opts, calls)
 
-    # From one to all, and from all to one -----------------------------------------------------------------------------
+    # Broadcast, scatter and gather: one rank is the root --------------------------------------------------------------
 
     @_verb
     def broadcast(self, tensors: Any, opts: Any) -> BackendWork:
@@ -184,7 +184,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         calls = [operation.scatter(o, i, root, self._rank, self._size) for o, i in zip(outputs, given, strict=True)]
         return self._run(outputs, opts, calls)
 
-    # Everybody to everybody -------------------------------------------------------------------------------------------
+    # All-gather and all-to-all ----------------------------------------------------------------------------------------
 
     @_verb
     def allgather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> BackendWork:
@@ -240,7 +240,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         """Wait until all ranks arrive. wait_all_ranks changes nothing, as errors always name every missing rank."""
         self._run([], None, [operation.barrier(self._size)]).wait(timeout)
 
-    # Messages ---------------------------------------------------------------------------------------------------------
+    # Messages between two ranks ---------------------------------------------------------------------------------------
 
     @_verb
     def send(self, tensors: Tensors, peer: int, tag: int) -> BackendWork:
@@ -275,7 +275,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
     def _carry(self, what: str, tensors: Tensors, parcels: Sequence[Transfer]) -> BackendWork:
         return self._deliveries.add(BackendWork(self._deliveries, what, 0, parcels, list(tensors), self._timeout))
 
-    # What torch asks of a group beside its verbs ----------------------------------------------------------------------
+    # Properties and settings that torch asks a process group for ------------------------------------------------------
 
     def rank(self) -> int:
         return self._rank
@@ -330,7 +330,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         batch, self._batch = self._batch or [], None
         return BackendWork.of(self._deliveries, batch, self._timeout)
 
-    # Its life ---------------------------------------------------------------------------------------------------------
+    # Creation and end of the process group ----------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Fail all pending and future operations on this rank and, if the executor supports this, on its peers."""

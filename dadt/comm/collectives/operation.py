@@ -59,7 +59,7 @@ class Operation:
     keep: list[torch.Tensor] = field(default_factory=list)
 
 
-# One operation each ---------------------------------------------------------------------------------------------------
+# One function for each collective operation ---------------------------------------------------------------------------
 
 
 def all_reduce(tensor: torch.Tensor, output: torch.Tensor, reduction: str, size: int) -> Operation:
@@ -205,7 +205,7 @@ def barrier(size: int) -> Operation:
     return Operation("barrier", "barrier", "exchange", sends=[(0, 0)] * size, receives=[(0, 0)] * size)
 
 
-# What they are made of ------------------------------------------------------------------------------------------------
+# Helpers of the functions above ---------------------------------------------------------------------------------------
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

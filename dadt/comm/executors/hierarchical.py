@@ -95,7 +95,7 @@ class Hierarchical:
         """Ranks that own the same shard as this one, one on each host; empty if this rank owns none."""
         self._cross = join(self._across) if len(self._across) > 1 else None
 
-    # Reduction --------------------------------------------------------------------------------------------------------
+    # Averages within and between hosts --------------------------------------------------------------------------------
 
     def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
         self._allreduce(flat, reduction, lambda shard: self._across_hosts(shard, reduction))
@@ -162,7 +162,7 @@ class Hierarchical:
         pieces += [(0, 0)] * (len(self._here) - self._shards)
         return self._local.exchange([pieces[self._me]] * len(self._here), pieces, "allgather")
 
-    # What moves -------------------------------------------------------------------------------------------------------
+    # Broadcasts, gathers and exchanges without arithmetic -------------------------------------------------------------
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """Broadcast the tensor in overlapping chunks: first to one rank of each host, then from there to the host's
@@ -206,7 +206,7 @@ class Hierarchical:
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> P2PWork:
         return self._flat.receive(tensor, peer, tag)
 
-    # Failing and ending -----------------------------------------------------------------------------------------------
+    # Failure and end of operations ------------------------------------------------------------------------------------
 
     def _wait(self, work: _core.Work | None) -> None:
         """Wait for an operation of this host's engine, which counts the host's ranks from 0. Errors are raised with
@@ -214,7 +214,7 @@ class Hierarchical:
         if work is None:
             return
         try:
-            work.wait(2 * self._timeout)  # twice the timeout, since the engine itself fails the operation after one
+            work.wait(2 * self._timeout)  # twice the timeout, as the operation fails by itself after one
         except CommError as error:
             named = re.sub(r"\brank (\d+)\b", lambda found: f"rank {self._here[int(found[1])]}", str(error))
             raise type(error)(f"inside the host of ranks {_list(self._here)}: {named}") from error

@@ -88,7 +88,7 @@ def ends(host: str, port: int) -> tuple[str, str]:
         return way.getsockname()[0], way.getpeername()[0]
 
 
-# All ranks on one host: they share an ancestor, after whom rank 0 names a socket in the folder of this user. ----------
+# All ranks on one host: rank 0 names a socket in the user's folder after an ancestor process that all ranks share. ----
 
 
 def _on_this_host(world: World, timeout: float) -> Found:
@@ -173,7 +173,7 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
-# Several hosts: rank 0 listens, and tells the others where, and the key where they have none. -------------------------
+# Several hosts: rank 0 listens, and sends the others its address, and the key if they have none. ----------------------
 
 
 def _hold(world: World, tell: Tell, key: bytes, proved: bool, timeout: float, silence: float) -> Found:

@@ -94,7 +94,7 @@ class Merge:
     def _in_parts(self, why: str) -> str:
         return f"the timeline was not merged ({why}): its parts are {self._timeline.path}.rank0 and so on"
 
-    # A rank whose part cannot be read goes on, as its peers do, and adds nothing ------------------------------------
+    # All ranks: one whose part cannot be read adds nothing, as the others go on -------------------------------------
 
     def _source(self) -> tuple[IO[bytes], int]:
         """Return this rank's part, opened for reading, and its size in bytes; an empty one if the part cannot be
@@ -130,7 +130,7 @@ class Merge:
         data = json.dumps(value).encode()
         return self._peers.allgather(data, f"timeline: {name}")
 
-    # On the first rank; after an error the rest goes on, because the peers do ---------------------------------------
+    # First rank only: it goes on after an error, because the other ranks do -----------------------------------------
 
     def _open(self) -> IO[bytes] | None:
         try:

@@ -90,7 +90,7 @@ class Entropy:
             self._scripts.add(value)
         return value
 
-    # Parting ------------------------------------------------------------------------------------------------
+    # Giving each rank random numbers of its own -------------------------------------------------------------
 
     def part_below(self, dataset: Any) -> None:
         """Called when a pass of training begins: reseed the generators that can be reached from the data set, so that
@@ -140,7 +140,7 @@ class Entropy:
             self._parted.add(key)
             found.state = type(found)(np.random.SeedSequence(_mixed(key[1], self._rank.ranks.world.rank))).state
 
-    # What asks the system -----------------------------------------------------------------------------------
+    # Generators that ask the operating system for a seed ----------------------------------------------------
 
     def install(self) -> None:
         """Patch the functions by which each library asks the system for entropy."""

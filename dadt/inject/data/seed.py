@@ -121,7 +121,7 @@ class Streams:
         self.enabled = enabled
         self._shared: State | None = None
         self._left: State | None = None
-        """State of this rank's own stream when it last rejoined the shared stream."""
+        """State of this rank's own random stream when the rank last went back to the random stream of all ranks."""
         self._drawing = False
         self.seeded = False
         """Whether the script has called torch.manual_seed."""

@@ -91,7 +91,7 @@ class Replay:
         self._seconds: float | None = None
         """Seconds that the replay took; None before its end, and after the user was informed."""
 
-    # In place of what is expensive ---------------------------------------------------------------------------
+    # Replacements of expensive steps, forwards and batches ---------------------------------------------------
 
     def forward(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._inside:
@@ -154,7 +154,7 @@ class Replay:
                 for p in group["params"]:
                     p.grad = None
 
-    # What it gives way to -----------------------------------------------------------------------------------
+    # Returning to real training -----------------------------------------------------------------------------
 
     def loads(self, path: str) -> None:
         """Called when the script reads a file before it trains. A file written since training began is a checkpoint of
@@ -208,7 +208,7 @@ class Replay:
             callback()
         self.held.release()
 
-    # Its end ------------------------------------------------------------------------------------------------
+    # End of the replay --------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
         while self.under_way and self._ranks.step >= self.goal.step:

@@ -129,7 +129,7 @@ class Board:
 
 
 def together(blobs: Sequence[bytes]) -> Frame:
-    """Return the answer frame that contains all these values."""
+    """Return a frame that answers a rank with the values it asked for, one after the other."""
     return Frame("exchanged", {"sizes": [len(blob) for blob in blobs]}, b"".join(blobs))
 
 

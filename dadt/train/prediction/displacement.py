@@ -85,8 +85,8 @@ class Displacement(Prediction):
 
     def state(self) -> dict[str, Any]:
         known = self._holds is Holds.KNOWN
-        # A forward between step and checkpoint has turned the last displacement into predicted weights; it is then
-        # saved as the older one.
+        # If a forward has run since the last step, the newest displacement is already part of the predicted weights, so
+        # that only the older displacement is saved.
         return {
             "displacement": dict(zip(self.parameters, self._buffers, strict=True)) if known else {},
             "older": dict(zip(self.parameters, self._older, strict=True)) if self._older else {},

@@ -25,8 +25,8 @@ class ParameterStep(NamedTuple):
     """The optimizer's second moment of the gradients; `momentum` is the first. None if the optimizer has none."""
 
     def ahead(self, factors: Factors) -> torch.Tensor:
-        """Return the next weights, equal to those of _core.foresee, for tensors of any device, dtype and memory
-        order."""
+        """Return the parameter's weights after the optimizer's next step, on any device, in any dtype and memory order.
+        The C++ core does the same faster for contiguous tensors on the CPU."""
         w, g, m, v = (None if t is None else _real(t.detach()) for t in self)
         assert w is not None and g is not None
         if factors["decay"]:

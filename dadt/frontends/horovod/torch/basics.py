@@ -70,7 +70,7 @@ def _tell() -> None:
         torch.cuda.set_device(world.local_rank)
 
 
-# What there is --------------------------------------------------------------------------------------------------------
+# Which libraries and features are available ---------------------------------------------------------------------------
 
 
 def mpi_threads_supported() -> bool:

@@ -99,7 +99,7 @@ def sparse_allreduce_async(
     return lambda: synchronize(handle)
 
 
-# From each to all -----------------------------------------------------------------------------------------------------
+# Collectives in which every rank receives from every rank -------------------------------------------------------------
 
 
 def allgather_async(
@@ -179,7 +179,7 @@ def grouped_reducescatter_async(tensors: Sequence[Tensor], asked: ReduceArgument
     return start_grouped_reducescatter(tensors, asked)
 
 
-# Handles and meetings -------------------------------------------------------------------------------------------------
+# Handles of operations, barrier and join ------------------------------------------------------------------------------
 
 
 def synchronize(handle: Handle[Any] | Handles) -> Any:
@@ -212,7 +212,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     synchronize(_submit("barrier", None, process_set, prepared))
 
 
-# What they are made of ------------------------------------------------------------------------------------------------
+# Helpers of the operations above --------------------------------------------------------------------------------------
 
 
 def _named(verb: str, name: str | None) -> str | None:
