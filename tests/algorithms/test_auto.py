@@ -133,15 +133,15 @@ def test_a_slow_link(dadt_run) -> None:
 
 FAKE = """
     import gc
-    from dadt.algorithms.auto.auto import Record
+    from dadt.algorithms.auto.auto import StepRecord
     from dadt.algorithms.auto.choice import Times
     exchanges = {exchanges}
     made = []
-    first = Record.__init__
+    first = StepRecord.__init__
     def noted(self):
         first(self)
         made.append(self)
-    Record.__init__ = noted
+    StepRecord.__init__ = noted
     def times(self, compute, alone, cores, *, may_part, backwards):
         exchange = exchanges[made.index(self)]
         exchange = {{name: exchange / (i + 1) for i, name in enumerate(self._moving)}}
@@ -149,7 +149,7 @@ FAKE = """
         compute = 0.010 if rank == 0 else 0.0001
         step = {{name: compute + each for name, each in exchange.items()}}
         return Times(compute, compute, 0.0, 1.0, step, exchange, dict.fromkeys(exchange, 0.0), may_part)
-    Record.times = times
+    StepRecord.times = times
 """
 # Late steps take what was expected of them, however loaded the machine is.
 ON_TIME = """
@@ -408,13 +408,13 @@ def test_a_compression_is_not_chosen_for_gossip(dadt_run) -> None:
 
 
 LOSES = """
-from dadt.algorithms.auto.auto import Record
+from dadt.algorithms.auto.auto import StepRecord
 from dadt.algorithms.auto.choice import Times
 
 def times(self, compute, alone, cores, *, may_part, backwards):
     exchange = {name: 1.0 / (i + 1) for i, name in enumerate(self._moving)}
     return Times(0.01, 0.01, 0.0, 1.0, exchange, exchange, dict.fromkeys(exchange, 0.0), may_part)
-Record.times = times
+StepRecord.times = times
 """
 
 

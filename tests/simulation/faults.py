@@ -36,6 +36,8 @@ class Struck:
     """When it is over; infinite where it lasts for good."""
     fatal: bool = False
     """Whether a rank that trains ends by it at once, and not well."""
+    held: bool = False
+    """Whether a rank is stopped for good by it, as its agent sees."""
     user: bool = False
     """Whether the user, or who runs the machines, ends the job by it."""
 
@@ -144,7 +146,8 @@ class WorkerStops(Fault):
     def strike(self, job: SimulatedJob) -> None:
         if (worker := job.worker(self.rank)) is not None:
             guilty = frozenset([self.rank]) if job.invariants.is_long(self.lasting) else frozenset()
-            self._struck(job, f"rank {self.rank} is stopped for {self.lasting:.1f} s", ranks=guilty)
+            text, held = f"rank {self.rank} is stopped for {self.lasting:.1f} s", self.lasting == FOR_GOOD
+            self._struck(job, text, ranks=guilty, held=held)
             worker.stop()
             later(job, self.lasting, worker.go_on)
 

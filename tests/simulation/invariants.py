@@ -228,7 +228,8 @@ class Invariants:
         library = failure.record is not None and failure.record.message == LIBRARY
         if library and (self.guilty_hosts or not self._job.config.min_np):
             return  # its words know no more, and without --min-np the launcher is not asked
-        if rank not in self.guilty_ranks and not (waited and self._names_guilty(told)):
+        held = all(each.held for each in self.struck)
+        if rank not in self.guilty_ranks and (held or not (waited and self._names_guilty(told))):
             raise Broken(f"it blames rank {rank}, which has done nothing: {told}")
         fatal = [each for each in self.struck if each.fatal]
         if self._job.config.min_np or not fatal:

@@ -11,7 +11,6 @@ from dadt.launch.contact import Contact
 from dadt.launch.ending import cause as cause_module
 from dadt.launch.ending.cause import Cause
 from dadt.launch.ending.endings import Endings
-from dadt.launch.ending.results import Results
 from dadt.launch.ending.termination import Termination
 from dadt.launch.members.membership import Membership
 from dadt.launch.members.rendezvous import Rendezvous
@@ -78,9 +77,7 @@ MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "all ranks count as waiting": (Waiting, "lasts", lambda self, seen, now: True),
     "no rank counts as waiting": (Waiting, "lasts", lambda self, seen, now: False),
     "hosts that do not hear each other are not known": (Silences, "silent", nothing),
-    "hosts that hear each other again count as cut": (Silences, "heard", nothing),
     "a rank that was lost is never started again": (Replacements, "turn", nothing),
-    "a rank at its end has not trained to it": (Results, "done", nothing),
     "a lost host does not end the job": (Endings, "lose", lambda self, node, text, now, at=0.0: None),
     "a rank that failed is not reported": (Endings, "failed", nothing),
 }

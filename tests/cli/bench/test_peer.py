@@ -16,7 +16,7 @@ DDP = [name for name in PEERS if name.startswith("ddp")]
 SCRIPT = """
 import argparse, functools, hashlib, os, torch
 from dadt_cli.bench import trainer
-from dadt_cli.bench.line import Turn
+from dadt_cli.bench.line import StepOrder
 
 def wide():
     def loss(model, x, y):
@@ -40,7 +40,7 @@ if __name__ == "__main__":
         if peer == "ddp":
             training._model.register_comm_hook(None, lambda group, bucket: (
                 exchanges.append(bucket.index()), trainer.default_hooks.allreduce_hook(group, bucket))[1])
-        training.work(Turn(1, 4))
+        training.work(StepOrder(1, 4))
         if peer == "ddp":
             assert exchanges == [0] * 5, exchanges
         weight = training._workload.model.weight
