@@ -137,7 +137,8 @@ class Invariants:
 
     def _check_lost(self) -> None:
         for loss in self._job.launcher.job.watch.losses:
-            if loss.rank not in self.guilty_ranks:
+            hosts = {int(each) for each in re.findall(r"host(\d+)", loss.why)} if loss.why.startswith("host") else set()
+            if loss.rank not in self.guilty_ranks and not hosts & self.guilty_hosts:
                 raise Broken(f"rank {loss.rank} was lost and had done nothing: {loss.why}")
 
     def _check_replaced(self, launcher: Launcher) -> None:
