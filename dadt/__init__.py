@@ -63,8 +63,8 @@ _ERRORS = (
 __all__ = ["Config", "World", "__version__", *(error.__name__ for error in _ERRORS), *_HOME]
 
 _torch = sys.modules.get("torch")
-# torch imports this package at the end of its own import, in every process of this Python. Any other import means that
-# the program itself asks for DADT.
+# torch imports this package at the end of its own import, in every process of this Python. If torch is not being
+# imported, the program itself has asked for DADT.
 inject.asked_for = _torch is None or not getattr(_torch.__spec__, "_initializing", False)
 if _torch is not None and inject.asked_for:
     inject.hook()

@@ -27,20 +27,21 @@ class LaunchError(DadtError):
 
 
 class StartTimeout(DadtError):
-    """Some ranks never arrived; the message names them and what they were doing."""
+    """Some ranks never arrived; the message names these ranks and what they were doing."""
 
     exit_code = 124
 
 
 class Unproved(DadtError):
-    """A process that could not prove that it belongs to the job joined a group of ranks; the message names its rank."""
+    """A process joined a group of ranks without proving that it belongs to the job; the message names its rank."""
 
     answered = "answered there, without a proof of the job's secret"
-    """End of an error's sentence about a process that could be named. The launcher looks for this text."""
+    """End of the sentence in an error message about a process that answered at a known address, but is not part of the
+    job. The launcher looks for this text."""
 
 
 class CommError(DadtError):
-    """An operation between ranks failed. Raised where the training thread waits for it."""
+    """An operation between ranks failed. Raised where the training thread waits for the operation."""
 
 
 class PeerLost(CommError):

@@ -1,7 +1,7 @@
 """Keras 3 on several ranks, on torch or TensorFlow: `import dadt.keras as dadt`, for scripts that handle ranks
 themselves.
 
-Other scripts need no part of this module: see docs/keras.md.
+Scripts that do not handle ranks need no part of this module: see docs/keras.md.
 """
 
 from __future__ import annotations

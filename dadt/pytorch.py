@@ -73,7 +73,7 @@ def init(
     timeline_path: str | None = None,
     **knobs: Any,
 ) -> None:
-    """The same as `dadt.init`."""
+    """Join the job as one of its ranks: the same function as `dadt.init`."""
     lifecycle.init(
         cycle_duration_ms=cycle_duration_ms,
         broadcast_executor=_lower(broad_cast_executor),
@@ -92,7 +92,8 @@ def initialize(
     gpu_device_id: int = -1,
     **knobs: Any,
 ) -> None:
-    """The same as `dadt.init`, with arguments or a Config. gpu_device_id: CUDA device to use; -1: the current one."""
+    """Join the job as one of its ranks, as `dadt.init` does; settings are passed as arguments or in a Config.
+    gpu_device_id: CUDA device to use; -1: the current one."""
     if isinstance(cycle_duration_ms, Config):
         given = cycle_duration_ms
         gpu_device_id, executor_type = given.gpu_device_id, given.executor_type
@@ -107,7 +108,7 @@ def initialize(
 
 
 def shutdown() -> None:
-    """The same as `dadt.shutdown`."""
+    """Wait for pending operations and leave the job: the same function as `dadt.shutdown`."""
     handles = list(_under_way.values())
     _under_way.clear()
     try:
@@ -130,10 +131,10 @@ def all_reduce(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
 
 
 def all_reduce_async(x: Any, name: Any, multiplier: float = 1.0) -> Tensor:
-    """Return the sum from the previous call with this name, times the multiplier. The next call returns the sum of this
-    one."""
+    """Start to sum the tensor over all ranks. Returns the sum from the previous call with this name, times the
+    multiplier; zeros the first time."""
     tensor, name = _ordered(x, name)
-    copy = tensor.detach().clone()  # the caller may change the tensor before it is summed
+    copy = tensor.detach().clone()  # a copy, since the caller may change the tensor before it is summed
     before = _previous(f"all_reduce_async {name}", lambda key: collectives.all_reduce_async(copy, "sum", name=key))
     return _times(before, multiplier) if before is not None else torch.zeros_like(tensor, requires_grad=False)
 
@@ -145,7 +146,8 @@ def coo_all_reduce(x: Any, name: Any) -> Tensor:
 
 
 def coo_all_reduce_async(x: Any, name: Any) -> Tensor:
-    """Return the sum from the previous call with this name. The next call returns the sum of this one."""
+    """Start to sum the sparse tensors of all ranks. Returns the sum from the previous call with this name; zeros the
+    first time."""
     tensor, name = _ordered(x, name)
     copy = tensor.detach().coalesce().clone()
     key = f"coo_all_reduce_async {name}"
@@ -154,7 +156,8 @@ def coo_all_reduce_async(x: Any, name: Any) -> Tensor:
 
 
 def DistributedOptimizer(optimizer: T, avg: bool = True, is_avg: bool = True) -> T:
-    """The same as `dadt.DistributedOptimizer`. avg, is_avg: average gradients if both are true, else sum them."""
+    """Train with this optimizer on all ranks, by `dadt.DistributedOptimizer`. avg, is_avg: average gradients if both
+    are true, else sum them."""
     return _wrap(optimizer, reduction="mean" if avg and is_avg else "sum")
 
 

@@ -16,7 +16,8 @@ LAUNCHERS = {
     ),
     # Intel MPI sets the same variables as MPICH.
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # Last, because the daemons of other launchers may be started by srun, and then its variables are set, too.
+    # srun comes last, because it may start the daemons of other launchers, whose workers then have srun's variables,
+    # too.
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 """Launchers other than `dadt run`, each with its variables for rank, world size, local rank and local size."""
@@ -24,28 +25,30 @@ LAUNCHERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """This worker's rank, local rank and so on among all workers of the job. By default it is the only one."""
+    """This worker's rank, local rank and similar numbers among all workers of the job. The defaults describe a job with
+    a single worker."""
 
     rank: int = 0
     local_rank: int = 0
     cross_rank: int = 0
-    """Index of this host among the hosts."""
+    """Index of this host among the hosts of the job, from 0."""
     world_size: int = 1
     local_size: int = 1
     address: str = ""
-    """Address at which other hosts reach this one; empty if all ranks are on one host."""
+    """Address at which other hosts reach this host; empty if all ranks are on one host."""
     job: str = ""
     """Short id of the running job; empty outside `dadt run`."""
     agent: str = ""
-    """Path of the Unix socket of this host's agent; empty without one."""
+    """Path of the Unix socket of this host's agent; empty if there is no agent."""
     rank_in_arguments: bool = False
     """Whether the command line of the script contains its rank."""
     restarts: int = 0
     """Number of times that the job has been started again."""
     joins: bool = False
-    """Whether this worker was started in a running job, in place of a lost one."""
+    """Whether this worker was started while the job was running, in place of a lost worker."""
     folder_writer: int = -1
-    """The only rank whose files go into the working folder, where several hosts share that folder; else -1."""
+    """The only rank whose files go into the working folder, if several hosts share this folder; -1 if the hosts do not
+    share it."""
     generation: int = 0
     """Number of times that ranks of this world were lost, or have joined."""
     launcher: str = ""
@@ -70,11 +73,11 @@ class World:
 
     @classmethod
     def from_launcher(cls, env: Mapping[str, str] = os.environ) -> World:
-        """Return the World described by the variables of another launcher, such as torchrun; a single worker if none
-        are set."""
+        """Return the World described by the variables of another launcher, such as torchrun; a World of a single worker
+        if no such variables are set."""
         for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
             if launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:
-                continue  # users also set RANK by hand, but TORCHELASTIC_RUN_ID is set by torchrun alone
+                continue  # users may also set RANK by hand, but only torchrun sets TORCHELASTIC_RUN_ID
             if not {rank, size, local_rank, local_size} <= env.keys():
                 continue
             here = env[local_size]
@@ -141,27 +144,27 @@ def threads_chosen(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def speak_over(interface: str) -> None:
-    """Make Gloo and NCCL use this network interface, unless the user has chosen one."""
+    """Make Gloo and NCCL use this network interface, unless the user has chosen an interface for them."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def outlive_peers() -> None:
-    """Keep torch's watchdog from ending this process when NCCL fails, which is its default, unless the user has chosen.
-    The second name is for torch before 2.2."""
+    """Keep torch's watchdog from ending this process when NCCL fails, unless the user has set the variables for this.
+    The variable's second name is for torch before 2.2."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
         os.environ.setdefault(name, "0")
 
 
 def tell_horovod(place: Mapping[str, int]) -> None:
-    """Set HOROVOD_RANK and so on, in which scripts for Horovod find this rank's numbers. place: the numbers by name,
-    such as RANK."""
+    """Set HOROVOD_RANK and similar variables, in which scripts for Horovod find this rank's numbers. place: the numbers
+    by name, such as RANK."""
     os.environ.update({f"HOROVOD_{name}": str(number) for name, number in place.items()})
 
 
 def adopt() -> None:
-    """Mark this process as the worker, so that its children, which inherit the launcher's variables, do not take
-    themselves for workers."""
+    """Mark this process as the worker, so that its child processes, which inherit the launcher's variables, do not act
+    as workers."""
     os.environ["DADT_INJECT"] = "none"
 
 

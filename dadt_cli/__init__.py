@@ -90,7 +90,7 @@ def main() -> None:
     """Run a command and exit with its code. No other place in the program exits."""
     _open_streams()
     code = _run()
-    # without this, the exiting interpreter would collect garbage among all imported objects, which takes time
+    # Without gc.freeze(), the exiting interpreter would collect garbage among all imported objects, which takes time.
     gc.freeze()
     sys.exit(code)
 
@@ -100,7 +100,8 @@ def _open_streams() -> None:
     that is opened would get the stream's number and receive everything printed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            # open() returns the lowest free number, so it may already be the stream's own number
+            # The descriptor from open() may already be the stream's own number, since open() returns the lowest free
+            # number.
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
@@ -113,7 +114,7 @@ def _run() -> int:
         console.text(error.format_message())
         return 2
     except click.UsageError as error:
-        # click's error does not always name the command, so it is read from the arguments
+        # The error of click does not always contain the name of the command, so the name is read from the arguments.
         named = sys.argv[1:2] if set(sys.argv[1:2]) <= COMMANDS.keys() else []
         command = error.ctx.command_path if error.ctx else " ".join(["dadt", *named])
         console.error(f"{error.format_message().rstrip('.')} ({command} --help lists what there is)")

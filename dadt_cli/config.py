@@ -27,7 +27,7 @@ def show(changed: bool, **given: Any) -> int:
     A flag wins over a DADT_* variable, which wins over the file that --config names. No other file is read.
     """
     settings = settings_of(given)
-    # raises the same errors for wrong values as `dadt run`
+    # Creating a Config raises the same errors for wrong values as `dadt run`.
     made = Config(**{name: setting.value for name, setting in settings.items()})
     rows = [
         (name.replace("_", "-"), _text(getattr(made, name)), setting.source)

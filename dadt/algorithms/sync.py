@@ -36,7 +36,7 @@ class Sync(Algorithm):
         self.wants_gradients = watches
         self._overlap = Overlap()
         self._exchange: Exchange | None = None
-        """This step's exchange, started during a backward pass or in `before_step`; None before."""
+        """This step's exchange, once a backward pass or `before_step` has started one; otherwise None."""
         self._holds = False
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -49,10 +49,10 @@ class Sync(Algorithm):
             if self._exchange is None and not a.schema_is_current:
                 return
             buckets, launched = a.schema.buckets, self._exchange.launched if self._exchange else 0
-            # The last bucket is sent at the step: it carries the metadata by which ranks agree.
+            # The last bucket is sent at the optimizer's step, since it carries the metadata by which ranks agree.
             if launched >= len(buckets) - 1 or not overlap.complete(buckets[launched].tensors):
                 return
-            # Created only when its first bucket is complete: an exchange counts all batches of the step.
+            # The exchange is created only when its first bucket is complete, because it counts all batches of the step.
             self._exchange = self._exchange or a.new_exchange()
             self._exchange.launch_ahead()
 
@@ -60,7 +60,7 @@ class Sync(Algorithm):
         a = self.attachment
         exchange = self._exchange = self._exchange or a.new_exchange()
         growth = self._overlap.growth(exchange.schema.parameters)
-        # The trained parameters may have changed since a backward pass started the exchange; it is repeated then.
+        # If the trained parameters have changed since a backward pass started the exchange, the exchange is repeated.
         a.close(exchange, growth=growth, redo=exchange.touched or exchange.schema is not a.schema)
         lanes = exchange.receive()
         agreed = len({lane.growth for lane in lanes}) == 1
@@ -104,7 +104,8 @@ class Sync(Algorithm):
         return {"watches": self.wants_gradients, **self._overlap.observe(self.attachment.parameters)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        # The prediction served late steps, which ended when the ranks permanently returned to synchronous steps.
+        # Predicted weights are needed only with late averages, and the ranks have permanently returned to synchronous
+        # steps.
         self.attachment.prediction.end()
 
     def restore(self, own: dict[str, Any]) -> None:
@@ -117,11 +118,12 @@ class Sync(Algorithm):
 
 
 class Overlap:
-    """Counts how often each parameter's gradient grows in a step, to know when it is complete."""
+    """Counts how often backward passes add to each parameter's gradient in a step, to know when the gradient is
+    complete."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-        """How often each gradient has grown in this step, by its parameter's id."""
+        """Number of times that backward passes have added to each gradient in this step, by the parameter's id."""
         self._before: dict[int, int] = {}
         self.expected: dict[int, int] = {}
         self._pause = 1
@@ -131,12 +133,12 @@ class Overlap:
         self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
 
     def observe(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
-        """Return the counts for `restore`, in lists in the order of `parameters`."""
+        """Return the counts for a snapshot, in lists in the order of `parameters`."""
         before, expected = ([each.get(i) for i in map(id, parameters)] for each in (self._before, self.expected))
         return {"before": before, "expected": expected, "pause": self._pause, "left": self._left}
 
     def restore(self, state: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """Restore the counts that `observe` returned."""
+        """Restore the counts of a snapshot. state: the value that `observe` returned."""
         self._before, self.expected = (
             {id(p): count for p, count in zip(parameters, state[name], strict=False) if count is not None}
             for name in ("before", "expected")
@@ -150,10 +152,10 @@ class Overlap:
         return zlib.crc32(bytes(min(self._counts.get(i, 0), 255) for i in map(id, parameters)))
 
     def step(self, agreed: bool, in_vain: bool) -> None:
-        """Call after each step. agreed: gradients grew alike on all ranks, so all will send buckets alike. in_vain: a
-        gradient sent early changed afterwards on some rank, so the exchange was repeated. A script that does so every
-        step would exchange everything twice and lose the compression's residuals; so nothing is sent early for a number
-        of steps that doubles each time.
+        """Call after each step. agreed: whether gradients grew equally often on all ranks, so that all can send buckets
+        early. in_vain: whether a gradient that was sent early changed afterwards on some rank, so that the exchange was
+        repeated. A script that causes this in every step would exchange everything twice and lose the compression's
+        residuals; so after each time nothing is sent early for a number of steps, which doubles each time.
         """
         if in_vain:
             self._pause *= 2

@@ -29,8 +29,8 @@ def blocking(start: Callable[P, Handle[T]]) -> Callable[P, T]:
 
 
 def started(blocked: Callable[P, T]) -> Callable[P, Handle[T]]:
-    """Return the non-blocking form of a function that `blocking` made: it has `_async` in its name and returns a
-    handle."""
+    """Return the non-blocking form of a function that `blocking` made. The non-blocking function has `_async` in its
+    name and returns a handle."""
     start: Callable[P, Handle[T]] = inspect.unwrap(blocked)
 
     @functools.wraps(start)

@@ -21,8 +21,8 @@ class RayReference:
     reference: bytes
 
     def load(self) -> Call:
-        """Connect to Ray and return the call. For workers, whose agents have RAY_ADDRESS in their environment. Large
-        arrays share the memory of the node's object store, and are read-only."""
+        """Connect to Ray and return the call. Called in workers, whose agents have RAY_ADDRESS in their environment.
+        Large arrays share the memory of the node's object store, and are read-only."""
         ray = connect(Config(ship=False))
         call: Call = ray.get(ray.cloudpickle.loads(self.reference))
         return call
@@ -37,7 +37,8 @@ def stored(call: Call, config: Config) -> Iterator[RayReference | Call]:
     connected = ray_module().is_initialized()
     ray = connect(config)
     try:
-        # Through ray://, references are valid in this process only, so the call itself is sent.
+        # In a connection through ray://, references are valid in this process only, so the call itself is sent to the
+        # workers.
         if ray.util.client.ray.is_connected():
             yield call
         else:

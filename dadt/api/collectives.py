@@ -52,7 +52,7 @@ all_reduce_async = started(all_reduce)
 def all_reduce_(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[Tensor]:
-    """Like all_reduce, but overwrites the tensor and returns it."""
+    """Reduce the tensors of all ranks, overwrite this rank's tensor with the result, and return the tensor."""
     return _all_reduce(tensor, tensor, reduction, name, process_set)
 
 
@@ -80,7 +80,7 @@ def grouped_all_reduce_async(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handles:
-    """Like grouped_all_reduce, but returns a handle for the list."""
+    """Start to all-reduce a group of tensors together, and return a handle for the list of results."""
     return _grouped(tensors, [_like(t) for t in tensors], reduction, name, process_set)
 
 
@@ -91,7 +91,7 @@ def grouped_all_reduce_(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> list[Tensor]:
-    """Like grouped_all_reduce, but overwrites the tensors and returns them."""
+    """All-reduce a group of tensors together, overwrite the tensors with the results, and return them."""
     return _grouped(tensors, tensors, reduction, name, process_set).wait()
 
 
@@ -99,8 +99,8 @@ def join(process_set: ProcessSet | None = None) -> int:
     """Report to the other ranks that this rank has no more data, and wait, without a time limit, until all ranks have
     joined.
 
-    Use it when ranks have unequal numbers of batches, as with Horovod's join. A rank that has joined adds nothing to
-    the allreduces of the other ranks, and their means are over the ranks that have not joined. Other operations fail
+    Use `join` when ranks have unequal numbers of batches, as with Horovod's join. A rank that has joined adds nothing
+    to the allreduces of the other ranks, and their means are over the ranks that have not joined. Other operations fail
     while any rank has joined. Returns the last rank to join, the same on all ranks; after that, all ranks take part
     again.
     """
@@ -145,7 +145,7 @@ def broadcast_(
     process_set: ProcessSet | None = None,
     root_rank: int | None = None,
 ) -> Handle[Tensor]:
-    """Like broadcast, but overwrites the tensor on the other ranks and returns it."""
+    """Overwrite the tensor on all ranks with the root's tensor, and return it."""
     return _broadcast(among_of(process_set), tensor, root_of(root, root_rank), name)
 
 
@@ -161,7 +161,7 @@ def reduce(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handle[Tensor | None]:
-    """Like all_reduce, but only the root gets the result; the other ranks get None."""
+    """Reduce the tensors of all ranks. Returns the result on the root, and None on the other ranks."""
     among = among_of(process_set)
     number = among.number_of(root, "root")
     output = _like(tensor)
@@ -176,7 +176,8 @@ reduce_async = started(reduce)
 def gather(
     tensor: Tensor, root: int = 0, *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[list[Tensor] | None]:
-    """Return every rank's tensor, by rank, on the root, and None on the other ranks. Shapes are as for all_gather."""
+    """Return a list of every rank's tensor, by rank, on the root, and None on the other ranks. Tensors have the same
+    dtype and number of dimensions on all ranks; only the first dimension may differ in size."""
     among = among_of(process_set)
     call = operation.gather(tensor, among.number_of(root, "root"), among.rank, among.size)
     return among.submit(call, name, lambda received: None if received is None else _shaped(received, tensor))
@@ -193,7 +194,7 @@ def scatter(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handle[Tensor]:
-    """Return the tensor that the root gives for this rank.
+    """Return the tensor that the root passes for this rank.
 
     tensors: on the root one per rank, of any dtypes and shapes; ignored on the other ranks, which get theirs in host
     memory. Raises ValueError on the root for any other number of tensors.
@@ -236,7 +237,8 @@ all_gather_async = started(all_gather)
 def all_to_all(
     tensors: Sequence[Tensor], *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[list[Tensor]]:
-    """Send tensors[r] to the r-th rank of the set. Returns the tensors that the ranks have sent to this one, by rank.
+    """Send tensors[r] to the r-th rank of the set. Returns the tensors that the ranks have sent to this rank, ordered
+    by rank.
 
     tensors: one per rank, all of one dtype; empty ones are allowed, and only the first dimension may differ in size.
     Raises ValueError for any other number of tensors.
@@ -258,7 +260,8 @@ def reduce_scatter(
 ) -> Handle[Tensor]:
     """Reduce tensors[r] of all ranks, and return the result on the r-th rank of the set.
 
-    tensors: one per rank, all of one dtype, with the same shapes on all ranks. Reductions are those of all_reduce.
+    tensors: one per rank, all of one dtype, with the same shapes on all ranks. reduction: mean, sum, min, max or
+    product; band, bor or bxor for integers.
     """
     among = among_of(process_set)
     if len(tensors) != among.size:
@@ -272,13 +275,13 @@ reduce_scatter_async = started(reduce_scatter)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks of the process set have called `barrier`."""
     among = among_of(process_set)
     among.submit(operation.barrier(among.size), None).wait()
 
 
 def local_barrier() -> None:
-    """Wait until all ranks of this host have called this."""
+    """Wait until all ranks of this host have called `local_barrier`."""
     session().local_barrier()
 
 
@@ -291,7 +294,7 @@ def synchronize(handle: Handle[Any] | Handles) -> Any:
 
 
 def poll(handle: Handle[Any] | Handles) -> bool:
-    """Return whether the operation is done, so that waiting for the handle would not block."""
+    """Return whether the operation is done, so that waiting for its handle would not block."""
     return handle.done
 
 

@@ -74,7 +74,8 @@ def initialized() -> bool:
 
 
 def shutdown() -> None:
-    """Wait for pending operations and leave the job. All ranks call this; a process that just ends does the same.
+    """Wait for pending operations and leave the job. All ranks call `shutdown`; a process that ends without calling it
+    also waits and leaves the job.
 
     Does nothing before `init`, when called again, and in a forked child. Raises CommTimeout if an operation is still
     pending after `--timeout`.
@@ -98,7 +99,8 @@ def session() -> Session:
 
 
 def rank() -> int:
-    """Return the rank of this process, from 0. Like the functions below, raises DadtError before `init`."""
+    """Return the rank of this process, from 0. Raises DadtError before `init`, as do all functions that return such
+    numbers."""
     return session().world.rank
 
 
@@ -108,7 +110,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this process among those of its host, from 0."""
+    """Return the number of this process among the processes of its host, from 0."""
     return session().world.local_rank
 
 
@@ -130,20 +132,21 @@ def cross_size() -> int:
 def add_process_set(ranks: Sequence[int]) -> ProcessSet:
     """Make a set of ranks that exchange among themselves, over their own connection. Pass it as `process_set=`.
 
-    All ranks of the job call this with the same ranks, including those outside the set. Raises ValueError if ranks do
-    not exist, occur twice, or differ between callers.
+    All ranks of the job call `add_process_set` with the same ranks, including those outside the set. Raises ValueError
+    if ranks do not exist, occur twice, or differ between callers.
     """
     return session().add(ranks)
 
 
 def remove_process_set(process_set: ProcessSet) -> None:
-    """Close the connection of a process set. The ranks of the set call this when they no longer need it."""
+    """Close the connection of a process set. The ranks of the set call `remove_process_set` when they no longer need
+    the connection."""
     session().remove(process_set)
 
 
 def among_of(process_set: ProcessSet | None) -> ProcessSet:
     among = session().all if process_set is None else process_set
-    _ = among.named  # raises DadtError if this rank is not in the set
+    _ = among.named  # reading `named` raises DadtError if this rank is not in the set
     return among
 
 

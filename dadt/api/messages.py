@@ -20,7 +20,8 @@ def send(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | N
 
 
 def isend(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | None = None) -> Handle[None]:
-    """Like send, but returns a handle. The tensor must not change until you have waited for it."""
+    """Start to send a tensor to a rank that calls `recv`, and return a handle. The tensor must not change until you
+    have waited for the handle."""
     among = among_of(process_set)
     _check_tag(tag)
     host = operation.host_copy(tensor)
@@ -30,7 +31,7 @@ def isend(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | 
 def recv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None) -> int:
     """Receive a tensor from a rank, in place, and return that rank.
 
-    tensor: as many bytes as the sender's, else raises Mismatch. peer: None takes the first message with this tag.
+    tensor: as many bytes as the sender's, or Mismatch is raised. peer: None takes the first message with this tag.
     """
     return irecv(tensor, peer, tag, process_set=process_set).wait()
 
@@ -38,7 +39,7 @@ def recv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: 
 def irecv(
     tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None
 ) -> Handle[int]:
-    """Like recv, but returns a handle for the rank of the sender."""
+    """Start to receive a tensor from a rank, in place, and return a handle whose result is the rank of the sender."""
     among = among_of(process_set)
     _check_tag(tag)
     target = operation.host_target(tensor)

@@ -46,8 +46,8 @@ def DistributedOptimizer(
 
 
 def _sum(ranks: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Step pre-hook that multiplies an optimizer's averages by the number of ranks. It runs after the averaging, since
-    DADT averages in a hook for all optimizers, and torch runs those first."""
+    """Step pre-hook that multiplies an optimizer's averaged gradients by the number of ranks. It runs after the
+    averaging, since DADT averages in a hook for all optimizers, and torch runs such hooks first."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         _multiply(optimizer, ranks)

@@ -32,7 +32,7 @@ FILE = "function"
 
 
 class WorkerTraceback(Exception):
-    """Set as the cause of an exception from a worker, so that the worker's traceback is printed, too."""
+    """Set as the cause of an exception from a worker, so that Python also prints the worker's traceback."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"\n\nin worker {rank}:\n{text}")
@@ -83,7 +83,8 @@ def _launch(told: by_ray.RayReference | by_ray.Call, config: Config) -> tuple[li
     blob = _pickled(told, "the function and its arguments")
     the_plan = plan.make(config, [config.python or sys.executable, "-m", "dadt.api.run"], blob=blob)
     placed: list[Placed] = []
-    # Python allows signal handlers only in the main thread. The launcher restores the previous ones at the end.
+    # Python allows signal handlers only in the main thread. The launcher restores the previous handlers when the job
+    # ends.
     signals = threading.current_thread() is threading.main_thread()
     try:
         outcome = launch.run(the_plan, _Streams(), lambda where, watch: placed.append(where), signals)
@@ -125,7 +126,7 @@ def _send(world: World, well: bool, value: Any) -> None:
 
 
 def _pickled(value: Any, what: str) -> bytes:
-    """Pickle the value with cloudpickle. Raises DadtError if the result does not fit into one message."""
+    """Pickle the value with cloudpickle. Raises DadtError if the pickled value does not fit into one message."""
     import cloudpickle  # type: ignore[import-untyped]
 
     blob: bytes = cloudpickle.dumps(value)
@@ -135,7 +136,7 @@ def _pickled(value: Any, what: str) -> bytes:
 
 
 def _picklable(error: Exception) -> Exception | None:
-    """Return the exception if it can be pickled and unpickled, else None."""
+    """Return the exception if it can be pickled and unpickled, otherwise None."""
     import cloudpickle
 
     try:
@@ -150,7 +151,7 @@ def _reraise(rank: int, result: bytes | None) -> None:
         return
     well, value = pickle.loads(result)
     if well:
-        return  # the worker failed after its function had returned
+        return  # the worker called its function successfully and failed only afterwards
     error, text = value
     if error is None:
         raise DadtError(f"worker {rank} failed\n{text}")
@@ -180,7 +181,8 @@ class _Streams:
         return False
 
     def meanwhile(self, act: Callable[[], None]) -> None:
-        """Does nothing, since output to a notebook never blocks."""
+        """Does nothing, although a terminal would call `act` while output is blocked: output to a notebook never
+        blocks."""
 
     def _err(self, text: str) -> None:
         sys.stderr.write(text)

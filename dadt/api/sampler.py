@@ -12,10 +12,10 @@ from dadt.api.lifecycle import size
 
 
 class DistributedSampler(torch_distributed.DistributedSampler[Any]):
-    """torch's DistributedSampler for the ranks of this job. It needs no process group.
+    """torch's DistributedSampler for the ranks of this job, without a process group of torch's.
 
-    dataset: must have a length. num_replicas, rank: by default `dadt.size()` and `dadt.rank()`. The other arguments
-    and set_epoch are torch's.
+    dataset: must have a length. num_replicas, rank: by default `dadt.size()` and `dadt.rank()`. The other arguments and
+    set_epoch are torch's.
     """
 
     def __init__(

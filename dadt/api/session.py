@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dadt.train.runtime import Runtime
 
 KNOBS = {"all_reduce_executor": "allreduce_executor", "timeline_path": "timeline"}
-"""Arguments of `dadt.init` whose name in Config is another one, with that name."""
+"""Arguments of `dadt.init` that have another name in Config, each with its name in Config."""
 CLOSE_SECONDS = 10.0
 """Seconds for which a script that ends without `shutdown` waits for pending operations."""
 MOST_TAG = 1 << 18
@@ -69,7 +69,7 @@ class Session:
 
     @property
     def cross_size(self) -> int:
-        """Number of hosts on which the ranks run."""
+        """Number of different hosts on which the ranks run."""
         return len(set(self._hosts))
 
     @property
@@ -83,7 +83,7 @@ class Session:
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
-        """Raises DadtError in a forked child."""
+        """Raise DadtError if this process is a forked child, which must not exchange tensors."""
         if self.forked:
             raise DadtError(
                 f"process {os.getpid()} is a fork of rank {self.world.rank}: only the process that called dadt.init()"
@@ -91,10 +91,10 @@ class Session:
             )
 
     def add(self, ranks: Sequence[int]) -> ProcessSet:
-        """Add a process set of these ranks. All ranks of the job call this with the same ranks. Raises ValueError if
+        """Add a process set of these ranks. All ranks of the job call `add` with the same ranks. Raises ValueError if
         the ranks do not exist, occur twice or differ between callers."""
         name = f"process set {next(self._numbers)}"
-        # compares `ranks` of all callers, raises ValueError if they differ
+        # The constructor compares `ranks` of all callers, and raises ValueError if they differ.
         rounds = _Rounds(self.all, ranks, name, self.runtime.ranks.meet.secret)
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen or chosen[0] < 0 or chosen[-1] >= self.world.world_size:
@@ -119,8 +119,8 @@ class Session:
         chosen.close(self.config.timeout)
 
     def local_barrier(self) -> None:
-        """Wait until all ranks of this host have called this. It exchanges messages, since ranks of other hosts need
-        not take part."""
+        """Wait until all ranks of this host have called `local_barrier`. Ranks exchange messages for this, since a
+        collective operation would also need the ranks of other hosts."""
         if self.world.local_size == self.world.world_size:
             self.all.submit(operation.barrier(self.all.size), None).wait()
             return
@@ -138,11 +138,12 @@ class Session:
                 transit.wait(self.config.timeout)
 
     def close(self, timeout: float, reason: str = "") -> None:
-        """Close the process sets, newest first, and then the runtime. reason: if given, pending operations fail with it
-        on all ranks. May be called again."""
+        """Close the process sets, newest first, and then the runtime. reason: if given, pending operations fail with
+        this reason on all ranks. `close` may be called again."""
         sets, self._sets = self._sets, []
         self._counting.remove()
-        with ExitStack() as stack:  # closes every set and the runtime, even if closing one of them raises
+        # The ExitStack closes every process set and the runtime, even if closing one of them raises an error.
+        with ExitStack() as stack:
             stack.callback(self.runtime.close, failed=bool(reason))
             for each in sets:
                 stack.callback(each.close, timeout, reason)
@@ -159,8 +160,8 @@ class Session:
         return made
 
     def _record(self, made: ProcessSet) -> None:
-        """Record the operations of a process set in the timeline. The first set is that of all ranks, whose clocks the
-        timeline compares over it."""
+        """Record the operations of a process set in the timeline. The first set recorded contains all ranks of the job;
+        over its connection the timeline compares the clocks of all ranks."""
         timeline = self.runtime.ranks.timeline
         if timeline is None:
             timeline = self.runtime.ranks.timeline = Timeline(self.config.timeline, self.world)
@@ -168,7 +169,7 @@ class Session:
         timeline.record(made.named.connection, f"named tensors of {made}")
 
     def _world_of(self, ranks: Sequence[int]) -> World | None:
-        """This rank's World among these ranks; None if this rank is not one of them."""
+        """Return this rank's World among these ranks; None if this rank is not among them."""
         if self.world.rank not in ranks:
             return None
         hosts = [self._hosts[rank] for rank in ranks]
@@ -185,7 +186,7 @@ class Session:
         )
 
     def _config_of(self, ranks: Sequence[int]) -> Config:
-        """The configuration for a set of ranks. A smaller set may be on fewer hosts than all ranks, so its executor is
+        """Return the configuration for a set of ranks. The set may be on fewer hosts than all ranks, so the executor is
         chosen again."""
         if len(ranks) == 1:
             return replace(self.config, executor="null", broadcast_executor="", allreduce_executor="")
@@ -206,10 +207,10 @@ class Session:
         try:
             self.close(CLOSE_SECONDS, f"rank {self.world.rank} failed" if failed else "")
         except CommError as error:
-            # The error is only printed: the other ranks raise it where they wait, and this rank's exit code is that of
-            # its script.
+            # The error is only printed: the other ranks raise an error where they wait, and this rank's exit code is
+            # that of its script.
             if failed:
-                return  # Python has already printed the exception with which the script failed
+                return  # Python has already printed the exception that ended the script
             sys.stderr.write(f"dadt: rank {self.world.rank} ended: {error}\n")
 
 
@@ -226,8 +227,8 @@ class _Peers:
 
 
 class _Rounds:
-    """Lets the ranks of a new process set exchange bytes (a Meet) before they have a connection of their own: in each
-    round all ranks of the job exchange their new values."""
+    """Lets the ranks of a new process set exchange bytes (a Meet) before they have a connection of their own: all ranks
+    of the job exchange messages repeatedly, each rank sending the value that it has to share, or nothing."""
 
     outdated = None
 
@@ -242,11 +243,12 @@ class _Rounds:
         self._compare()
 
     def look(self, what: str, waited: float) -> None:
-        """Does nothing: the exchanges of all ranks already report which ranks they wait for."""
+        """Does nothing, although other implementations report a long wait: the exchanges of all ranks already report
+        which ranks they wait for."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
-        """Send `blob` under this key, and wait for those of all ranks of the set. Returns them by rank. Raises
-        DadtError if a rank has failed."""
+        """Send `blob` under this key, and wait for the values that all ranks of the set send under the same key.
+        Returns the values by rank. Raises DadtError if a rank has failed."""
         self._tell(key, blob, "")
         while not all((rank, key) in self._told for rank in self._ranks):
             self._pass()
@@ -256,7 +258,7 @@ class _Rounds:
         self._tell(f"put {key}", blob, "")
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until some ranks have put values under these keys, and return the values. Raises DadtError if a rank has
+        """Wait until ranks have put values under these keys, and return the values. Raises DadtError if a rank has
         failed."""
         while True:
             put = {key: blob for (_, key), blob in self._told.items()}
@@ -265,8 +267,8 @@ class _Rounds:
             self._pass()
 
     def end(self, error: str = "") -> None:
-        """Call this when this rank has connected, or has failed with `error`. Takes part in further rounds until all
-        ranks have called it. Raises DadtError if another rank failed."""
+        """Call this method when this rank has connected, or has failed with `error`. Takes part in further exchanges
+        until all ranks have called the method. Raises DadtError if another rank failed."""
         self._tell("", b"", error or "done")
         while len(self._ended) < self._all.size:
             self._tell("", b"", error or "done")
@@ -295,8 +297,8 @@ class _Rounds:
                 self._ended[rank] = ended
 
     def _pass(self) -> None:
-        """Take part in a round of exchanges between all ranks, with nothing to send. Raises DadtError if a rank has
-        failed."""
+        """Take part in one exchange between all ranks of the job without sending a value. Raises DadtError if a rank
+        has failed."""
         self._check()
         self._tell("", b"", "")
 

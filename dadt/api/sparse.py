@@ -1,4 +1,4 @@
-"""Allreduce of sparse tensors: gathers their entries, or reduces them as dense tensors if that transfers fewer
+"""Allreduce of sparse tensors: gathers the ranks' entries, or reduces the tensors as dense ones if this transfers fewer
 bytes."""
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def coo_all_reduce(
 def coo_all_reduce_async(
     tensor: Tensor, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[Tensor]:
-    """Like coo_all_reduce, but returns a handle for the result."""
+    """Start to sum or average the sparse tensors of all ranks, and return a handle for the result."""
     return Handle(among_of(process_set), _Later(_prepare(tensor, reduction, name, process_set)))
 
 
 class _Later:
-    """Runs an action in its own thread, because the second half of a sparse allreduce needs the result of the first
-    half."""
+    """Runs an action in a thread of its own, because a sparse allreduce needs two exchanges, and the second one depends
+    on the result of the first."""
 
     def __init__(self, action: Callable[[], Tensor]) -> None:
         self._action = action
         self._result: Tensor | None = None
         self._error: Exception | None = None
-        # A daemon thread, so that waiting for a peer that never comes does not keep the process from ending.
+        # The thread is a daemon, so that waiting for a peer that never answers does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="dadt-sparse", daemon=True)
         self._thread.start()
 
@@ -78,7 +78,7 @@ class _Later:
 
 
 def _prepare(tensor: Tensor, reduction: str, name: str | None, process_set: ProcessSet | None) -> Callable[[], Tensor]:
-    """Start a sparse allreduce, and return the function that waits for it and returns the result."""
+    """Start a sparse allreduce, and return a function that waits for the allreduce and returns its result."""
     among = among_of(process_set)
     if tensor.layout != torch.sparse_coo:
         raise TypeError(
@@ -102,8 +102,8 @@ def _prepare(tensor: Tensor, reduction: str, name: str | None, process_set: Proc
 
 
 class _Entries:
-    """The entries of a coalesced sparse tensor: flat indices in ascending order, with a value (or a row of values) for
-    each."""
+    """The entries of a coalesced sparse tensor, sorted by `flat`, the index of each entry as a single number (row-major
+    order). Each entry has a value, or a row of values."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)
@@ -128,7 +128,8 @@ class _Entries:
         return f"{dtype} {list(self.shape)} with {len(self.sparse)} sparse dimensions"
 
     def tensor(self, flat: Tensor, values: Tensor) -> Tensor:
-        """Return a sparse tensor with the shape and dtype of this one and the given entries."""
+        """Return a sparse tensor with the shape and dtype of this one, whose entries have the given values. flat: the
+        index of each entry as a single number (row-major order)."""
         indices = torch.stack(torch.unravel_index(flat, self.sparse)) if self.sparse else flat.new_zeros((0, len(flat)))
         return torch.sparse_coo_tensor(
             indices,
@@ -152,15 +153,15 @@ def _gather_entries(among: ProcessSet, mine: _Entries, reduction: str, name: str
     wide = torch.float32 if mine.dtype in _HALF else mine.dtype
     total = torch.zeros((len(union), *mine.values.shape[1:]), dtype=wide, device="cpu")
     for place, rows in zip(places.split([len(f) for f in flats]), values, strict=True):
-        total[place] += rows  # safe, since the indices from one rank are all different
+        total[place] += rows  # no addition is lost, since the indices from one rank are all different
     if reduction == "mean":
         total = total / among.size if wide.is_floating_point or wide.is_complex else _truncated(total, among.size)
     return mine.tensor(union, total)
 
 
 def _reduce_dense(among: ProcessSet, mine: _Entries, reduction: str, name: str) -> Tensor:
-    """Reduce sparse tensors as dense ones. Also reduces a flag per index that says whether any rank has an entry there,
-    since a sum may be zero."""
+    """Reduce sparse tensors as dense ones. Also reduces a flag for each index that says whether any rank has an entry
+    at this index, since the sum of entries may be zero."""
     dense = torch.zeros((prod(mine.sparse), *mine.values.shape[1:]), dtype=mine.dtype, device="cpu")
     there = torch.zeros(prod(mine.sparse), dtype=torch.bool, device="cpu")
     dense[mine.flat] = mine.values

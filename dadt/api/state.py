@@ -57,8 +57,8 @@ def broadcast_optimizer_state(
     """Load the root's optimizer state and settings (learning rate, momentum, ...), even where there is no state yet.
 
     optimizer: same type, with the same parameters in the same order, on all ranks; otherwise raises Mismatch. Values
-    that are not tensors are pickled, as in broadcast_object.
-    root_rank: Horovod's name for root.
+    that are not tensors are pickled, which raises DadtError if ranks of several hosts met without a secret that proves
+    that they belong to the job. root_rank: Horovod's name for root.
     """
     among = among_of(process_set)
     number = among.number_of(root_of(root, root_rank), "root")
@@ -99,7 +99,8 @@ def broadcast_object(
 
 
 def allgather_object(value: Any, *, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
-    """Return every rank's object, by rank. Objects are pickled, as in broadcast_object."""
+    """Return every rank's object, by rank. Objects are pickled, so this raises DadtError if ranks of several hosts met
+    without a secret that proves that they belong to the job."""
     among = among_of(process_set)
     return gather(among, value, among.name(name))
 
@@ -125,8 +126,8 @@ def _sketch(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _fill(sketch: Any, tensors: list[Tensor]) -> Any:
-    """Return the state with new tensors in host memory in place of placeholders, and append these to `tensors`.
-    load_state_dict later copies their values to the parameters' devices."""
+    """Return the state with a new tensor in host memory in place of each placeholder, and append the new tensors to
+    `tensors`. load_state_dict later copies their values to the parameters' devices."""
     if isinstance(sketch, _Tensor):
         tensors.append(torch.empty(sketch.shape, dtype=sketch.dtype, device="cpu"))
         return tensors[-1]
@@ -138,7 +139,7 @@ def _fill(sketch: Any, tensors: list[Tensor]) -> Any:
 
 
 def _rebuilt(like: Any, items: list[Any]) -> Any:
-    """Return a list or tuple of the same type as `like`. The constructor of a named tuple takes its items one by
+    """Return a list or tuple of the same type as `like`. The constructor of a named tuple takes the items one by
     one."""
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 

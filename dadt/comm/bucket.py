@@ -1,4 +1,4 @@
-"""Buckets: flat buffers, each shared by several tensors that travel together in an exchange."""
+"""Buckets: groups of tensors that travel together in an exchange, side by side in one contiguous (flat) buffer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = {
 }
 _ALIGNMENT = 16  # elements per alignment unit, so that every fp32 tensor starts on a new cache line
 _LARGE = 1 << 20
-"""Bytes from which a flat buffer gets extra room for step metadata (lanes), so that it can be reduced in place."""
+"""Least bytes of a flat buffer that gets extra room for step metadata (lanes), so that it can be reduced in place."""
 _RANKS, _LANE = 64, 64
 """Extra room behind a flat buffer: step metadata (lanes) of up to 64 ranks, each 64 bytes plus one bit per tensor. If
 the metadata needs more, the buffer is not reduced in place."""
@@ -136,20 +136,20 @@ class Bucket:
         """
         if not self.staged:
             return Staged([None if v is None else self._stage(i, v, turn) for i, v in enumerate(values)], None)
-        # an earlier exchange has left some of the values in host memory
+        # An earlier exchange has left some of the values in host memory.
         if any(v is not None and not v.is_cuda for v in values):
             return Staged([None if v is None else self._stage(i, v, turn) for i, v in enumerate(values)], self._now())
         return self._bring([None if v is None else plain(v) for v in values], turn)
 
     def fill(self, values: Sequence[torch.Tensor], turn: int) -> Staged:
-        """Copy all values into flat buffer `turn`, even those that `stage` would use where they are."""
+        """Copy all values into flat buffer `turn`, even values that the exchange could read where they are."""
         if self.staged:
             return self._bring(values, turn)
         torch._foreach_copy_(self.views[turn], list(values))
         return Staged([*self.views[turn]], None)
 
     def _bring(self, values: Sequence[torch.Tensor | None], turn: int) -> Staged:
-        """Copy a GPU's values to host memory: packs them into one tensor on the GPU, then copies it on a separate
+        """Copy a GPU's values to host memory: packs them into one tensor on the GPU, then copies it on a separate CUDA
         stream, overlapping with computation."""
         views = self.views[turn]
         flat, places = self._views_of(torch.zeros(self._offsets[-1], dtype=self.dtype, device=self.device))

@@ -37,7 +37,7 @@ class KeepAlive:
     def add(self, ending: Completion, needed: Any) -> None:
         """Keep `needed` alive until the operation `ending` is done."""
         with self._lock:
-            # deleted after the lock is released, because destructors of its objects may run any code
+            # The queue is deleted after the lock is released, because destructors of its objects may run any code.
             gone = deque[tuple[Completion, Any]]()
             self._held.append((ending, needed))
             if len(self._held) > self._most:
@@ -50,7 +50,7 @@ class KeepAlive:
         del gone
 
     def close(self) -> None:
-        """Release everything, since no operation is in progress any more; after an error, leak it instead."""
+        """Release all objects, since no operation is in progress any more; after an error, leak the objects instead."""
         with self._lock:
             gone, self._held = self._held, deque()
             self._keep_if_failed(gone)

@@ -158,8 +158,8 @@ class Deaths:
             self.tell(self._left[1])
 
     def check(self) -> None:
-        """Raise PeerLost if a rank has ended without which the job does not continue. For ranks that wait for no
-        operation just now."""
+        """Raise PeerLost if a rank has ended without which the job does not continue. Called by ranks that wait for no
+        operation, whose errors would report this."""
         if self._final:
             raise PeerLost(self.text)
 

@@ -33,7 +33,7 @@ part of the format."""
 _DTYPES: list[torch.dtype] = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    # Only dtypes that the installed version of torch has.
+    # Include only dtypes that the installed version of torch has.
     *(getattr(torch, name) for name in ("complex32", "uint16", "uint32", "uint64") if hasattr(torch, name)),
     *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_")),
 ]
@@ -200,7 +200,7 @@ class _Reader:
             _wrong(f"a {type(key).__name__} is no key")
         try:
             hash(key)
-        except TypeError:  # for example a tuple that contains a list
+        except TypeError:  # a tuple that contains a list, for example, cannot be hashed
             _wrong(f"this {type(key).__name__} is no key")
         return key
 

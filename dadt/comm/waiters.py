@@ -21,7 +21,7 @@ class Waiters:
         self._closed = False
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run `job` on a thread of the pool, soon. job: must not raise exceptions."""
+        """Run `job` on a thread of the pool without waiting for its end. job: must not raise exceptions."""
         if self._closed:
             threading.Thread(target=job, name=self._name, daemon=True).start()
             return
@@ -42,6 +42,6 @@ class Waiters:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # frees the tensors that the job refers to
+            del job  # the reference would keep tensors alive that the job uses
             self._idle.release()
         self._jobs.put(None)  # the end mark (None) is passed on to the next thread of the pool

@@ -19,7 +19,7 @@ CROSS = ("gloo", "nccl", "mpi")
 COMPRESSES = ("pipe", "sync", "local", "auto")
 """Algorithms that can be combined with `--compression auto`."""
 SURVIVING = ("pipe", "sync", "auto", "local", "gossip")
-"""Algorithms that continue training when ranks are lost."""
+"""Algorithms that can continue training when ranks are lost."""
 SURVIVING_EXECUTORS = ("shm", "gloo", "hierarchical", "nccl")
 LEAST_MEASURED = 10
 """Number of steps that --algorithm auto and --compression auto must measure before they decide."""
@@ -104,8 +104,8 @@ LEAST_TIMEOUT = 2.0
 """Smallest valid `--orphan-timeout` and `--heartbeat-timeout` in seconds; the latter may also be 0."""
 NEVER = "never"
 AUTO = "auto"
-"""The value of `--snapshot-every` for one snapshot every 10 minutes if the job can resume from snapshots by itself, and
-otherwise none."""
+"""The value of `--snapshot-every` that takes a snapshot every 10 minutes if the job can resume from snapshots by
+itself, and none otherwise."""
 
 
 def snapshot_interval(text: str) -> tuple[int, float]:
@@ -145,7 +145,7 @@ def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None
 
 def check_replicas(algorithm: str, on_nan: str, verify_every: int, redistribute: bool, least: int) -> None:
     """Raise ConfigError if `--redistribute` lacks `--min-np`, or if an option needs ranks with equal weights, or ranks
-    that wait for each other, and the algorithm has none. least: the value of --min-np."""
+    that wait for each other, and the algorithm has no such ranks. least: the value of --min-np."""
     if redistribute and not least:
         raise ConfigError("--redistribute divides what a lost worker leaves, but one ends the job: give --min-np M")
     if algorithm not in ("local", "gossip"):
@@ -176,8 +176,8 @@ def metrics_place(text: str) -> tuple[str, str]:
 
 
 def predict_factors(text: str) -> tuple[float, float] | None:
-    """The factors in `--predict`, by which the last change of the weights (0 or more) and the one before are
-    extrapolated; None if it gives no factors. Raises ConfigError."""
+    """The factors in `--predict`, by which the last change of the weights (0 or more) and the change before it are
+    extrapolated; None if `--predict` has no factors. Raises ConfigError."""
     if text == "auto" or predict_share(text) is not None:
         return None
     expected = "auto, own:0.9, a number from 0, as 1.5, or two, as 1.8,-0.9"
@@ -217,7 +217,7 @@ def check_executor(asked: str, name: str, optional: bool) -> None:
 def loader_numbers(name: str, text: str) -> set[int] | None:
     """The numbers of the DataLoaders in text such as "1,3-5"; None for "all".
 
-    Raises ConfigError if the text is neither.
+    Raises ConfigError if the text is neither a list of numbers nor "all".
     """
     if text == "all":
         return None
@@ -245,7 +245,7 @@ def here() -> str:
     except OSError as error:
         raise ConfigError(f"the current folder is gone ({error.strerror}) -> cd to one that exists") from error
     named = Path(os.environ.get("PWD", ""))
-    with suppress(OSError):  # PWD may name a deleted folder if this process has changed folders since
+    with suppress(OSError):  # PWD may name a deleted folder if this process has changed folders since it started
         if named.is_absolute() and named.samefile(current):
             return str(named)
     return str(current)

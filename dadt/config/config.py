@@ -41,8 +41,8 @@ from dadt.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """The configuration of one job, the same on every rank. It is made from the command line, and again in each worker
-    from variables."""
+    """The configuration of one job, the same on every rank. The launcher makes it from the command line, and each
+    worker from environment variables."""
 
     algorithm: str = knob(
         "pipe",
@@ -385,7 +385,7 @@ def parse(name: str, text: str) -> Any:
     if isinstance(default, int):
         with suppress(ValueError):
             return int(text)
-        value = number(variable(name), text, "a whole number")  # accepts "1e3", which int() refuses
+        value = number(variable(name), text, "a whole number")  # accepts "1e3", which int() refuses to parse
         if value != int(value):
             raise ConfigError(f"{variable(name)}={text}: give a whole number")
         return int(value)

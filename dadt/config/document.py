@@ -7,7 +7,8 @@ from pathlib import Path
 from dadt.errors import ConfigError
 
 LIMIT = 16 << 20
-"""Largest size in bytes of a list of hosts or variables. A longer file is a mistake, or endless, such as /dev/zero."""
+"""Largest size in bytes of a file with hosts or variables. A longer file is a mistake, or endless, such as /dev/zero.
+"""
 
 
 def read(path: Path, flag: str, limit: int = LIMIT) -> str:

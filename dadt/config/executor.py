@@ -65,7 +65,7 @@ def pick_for_host_memory(workers: Sequence[int]) -> tuple[str, str]:
 
 
 def shown(config: Config) -> str:
-    """The executors as shown to the user: one name, or two if broadcasts use another."""
+    """The executors as shown to the user: one name, or two if broadcasts use another executor."""
     broadcast, allreduce = executors_of(config)
     return allreduce if broadcast == allreduce else f"{allreduce} (broadcasts: {broadcast})"
 
@@ -85,7 +85,7 @@ def _check(asked: str, name: str, places: Sequence[HostWorkers]) -> None:
 
 
 def executors_of(config: Config) -> tuple[str, str]:
-    """The executor for broadcasts, and the one for everything else."""
+    """The executor for broadcasts, and the executor for all other operations."""
     return config.broadcast_executor or config.executor, config.allreduce_executor or config.executor
 
 

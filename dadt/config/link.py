@@ -13,7 +13,7 @@ LATENCY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 PACED = "paced:"
 _PACEABLE = ("auto", "gloo", "null", "")
-"""Executors that `--link paced:<speed>` can slow down, because they exchange over TCP alone, or not at all."""
+"""Executors that `--link paced:<speed>` can slow down, because they exchange over TCP alone, or exchange nothing."""
 
 
 def rate_of(link: str) -> float:

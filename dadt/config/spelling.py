@@ -1,4 +1,4 @@
-"""Other names of knobs: flags of other launchers that mean the same, and misspelt variables."""
+"""Other names of knobs: flags of other launchers with the same meaning, and misspelt variables."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
 
 
 def by_horovod(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The knobs that Horovod's variables set, which is the timeline alone. Ignores it if Horovod is installed and
-    writes it itself, or if the script is to begin it (DYNAMIC)."""
+    """Return knobs set by Horovod's environment variables: only the timeline can be. HOROVOD_TIMELINE is ignored if
+    Horovod is installed and writes the timeline itself, or if the script is to begin the timeline (value DYNAMIC)."""
     path = env.get(HOROVOD_TIMELINE, "")
     return {"timeline": path} if path not in ("", "DYNAMIC") and find_spec("horovod") is None else {}
 
@@ -34,6 +34,6 @@ def by_horovod(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 def misspelt(knobs: Iterable[Field[Any]], env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """DADT_* variables that are misspelt names of knobs, each with the name that was probably meant."""
     known = {variable(knob.name) for knob in knobs}
-    own = World().to_env()  # every worker has these variables, in case its script runs dadt again
+    own = World().to_env()  # every worker has these variables, which are no knobs, and its script may run dadt again
     near = {n: difflib.get_close_matches(n, known, 1, 0.85) for n in env if n.startswith("DADT_") and n not in own}
     return {name: found[0] for name, found in near.items() if found and name not in known}

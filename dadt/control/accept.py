@@ -1,5 +1,5 @@
-"""Accepts connections from unknown clients. A flood of them neither ends the listener, nor fills memory, nor keeps real
-clients out."""
+"""Accepts connections from unknown clients. A flood of connections neither ends the listener, nor fills memory, nor
+keeps real clients out."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Entrance:
             except OSError:
                 pass  # the client hung up, or another thread took the freed descriptor
         else:
-            time.sleep(FULL_SECONDS)  # slow down, since no event reports that descriptors are free again
+            time.sleep(FULL_SECONDS)  # no event reports that descriptors are free again, so pause before retrying
         self._spare = _spare()
 
 

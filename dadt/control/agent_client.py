@@ -198,8 +198,8 @@ class Control(WorkerLine):
             if droppable and not select.select([], [self._reports], [], 0.0)[1]:
                 return
             self._unsent.append(data)
-            # A signal handler may interrupt this code at any line and report something itself; its report is then
-            # queued and sent by this loop.
+            # A signal handler may interrupt this code at any line and send a report itself; the handler's report is
+            # queued and then sent by this loop.
             while self._unsent and not self._sending:
                 self._sending = True
                 try:

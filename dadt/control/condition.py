@@ -91,7 +91,7 @@ def _tasks(pid: int) -> list[Path]:
     try:
         return list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
-        return []  # /proc has no such folder any more: the process has just ended
+        return []  # the process has just ended, so its folder in /proc is gone
 
 
 def _stat(path: Path) -> list[str]:
@@ -99,7 +99,7 @@ def _stat(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return []  # the file is gone: the process or thread has just ended
+        return []  # the process or thread has just ended, so its file is gone
 
 
 def _swapped(pid: int) -> int:
@@ -107,5 +107,5 @@ def _swapped(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
-        return 0  # the file is gone: the process has just ended
+        return 0  # the process has just ended, so its file in /proc is gone
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmSwap:")), 0)

@@ -134,7 +134,7 @@ class Listener:
                 continue
             try:
                 threading.Thread(target=self._meet, args=(connection,), name="dadt-meet", daemon=True).start()
-            except RuntimeError:  # raised if the system cannot start another thread now
+            except RuntimeError:  # the system has no resources for another thread
                 self._entrance.settle(connection)
                 connection.close()
 
@@ -268,8 +268,8 @@ def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: fl
 
 
 def _proof(key: bytes, role: bytes, ours: bytes, theirs: bytes) -> bytes:
-    """Return a proof of knowing the key, computed from both sides' random numbers. `role` keeps one side's proof from
-    being sent back to it as the other's."""
+    """Return a proof of knowing the key, computed from both sides' random numbers. `role` differs between the sides, so
+    that no side can send the other's proof back as its own."""
     return hmac.digest(key, b"dadt proof " + role + b"\0" + ours + theirs, "sha256")
 
 

@@ -60,8 +60,8 @@ class Parser:
         """Number of bytes in the body of the frame that is being received."""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yield the frames that are complete now. Raises DadtError if the bytes are no frames (another program writes
-        to the same pipe), or if the speaker may not send such a frame."""
+        """Add received bytes and yield all complete frames. Raises DadtError if the bytes are no frames (another
+        program writes to the same pipe), or if the speaker may not send such a frame."""
         self._buffer += data
         if self._noisy and not self._skip_noise():
             return
@@ -131,7 +131,7 @@ class Link:
 
     @property
     def preface(self) -> bytes:
-        """Output of a login shell that arrived before the agent's MAGIC."""
+        """Output of a login shell or of Python's start-up files that arrived before the agent's MAGIC."""
         return self._parser.preface
 
     def receive(self) -> list[Frame]:
@@ -147,7 +147,7 @@ class Link:
                 data = b""  # the connection was reset or timed out, which counts as closed
             if not data:
                 if frames:
-                    break  # return the frames first; the next call reads the end again and raises
+                    break  # return the frames first; the next call reads the end again and raises EOFError
                 raise EOFError
             frames.extend(self._parser.feed(data if self._seal is None else self._seal.opened(data)))
         return frames

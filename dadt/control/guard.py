@@ -36,7 +36,7 @@ class Guard:
     """When this process ends for any reason, kills the processes whose environment contains a mark and removes a
     folder.
 
-    The guard is a separate process, because a killed process can run nothing, and a shell, because that is cheap.
+    The guard is a separate process, because a killed process can run nothing. It runs a shell, which costs little.
     """
 
     def __init__(self, folder: Path, mark: str = "") -> None:

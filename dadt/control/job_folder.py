@@ -24,7 +24,7 @@ FRESH_SECONDS = 60.0
 FRESHEN_SECONDS = 3600.0
 SOCKET = "agent"
 ASK = ".ask"
-"""Suffix of the pipe through which a worker is asked for its stacks."""
+"""Suffix of the pipe through which a worker is asked to write its threads' stacks."""
 
 
 class Folder:
@@ -89,7 +89,8 @@ class Folder:
 
     @property
     def socket(self) -> Path:
-        """Path by which workers know their agent; each worker has a socket of its own, see `line_of`."""
+        """Path by which workers know their agent. Each worker has a socket of its own, whose path is derived from this
+        one."""
         return self.path / SOCKET
 
     @property
@@ -180,13 +181,14 @@ def remove_stale() -> None:
         if is_held(path):
             continue
         if not path.is_dir():
-            # a leftover socket through which ranks without an agent met before they were killed
+            # The path is the leftover socket of ranks without an agent that were killed before they removed it.
             path.unlink(missing_ok=True)
             continue
         with suppress(OSError):
             lock = _open(path)
             with suppress(BlockingIOError):
-                # a process that is about to lock the folder waits here, then finds it removed and creates a new one
+                # A process that is about to lock the folder waits for this lock, finds the folder removed, and creates
+                # a new one.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
@@ -199,7 +201,7 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return _is_fresh(path)  # not a folder, but the socket at which ranks without an agent meet
+        return _is_fresh(path)  # the path is no folder, but the socket at which ranks without an agent meet
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -222,7 +224,7 @@ def _hold(path: Path) -> int:
     """Create the folder unless it exists, and share its lock. Returns the folder's file descriptor."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
-        with suppress(FileNotFoundError):  # another job removed the folder as stale before it was locked here
+        with suppress(FileNotFoundError):  # another job may remove the folder as stale before this process locks it
             lock = _open(path)
             fcntl.flock(lock, fcntl.LOCK_SH)
             if _is_at(path, lock):

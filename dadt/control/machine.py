@@ -143,7 +143,8 @@ def _cgroup_folders() -> Iterator[Path]:
             continue
         root = CGROUPS / names
         folder = root / path.lstrip("/")
-        # In a container, the folder may exist on the host alone. Then use its nearest parent that exists here.
+        # In a container, the folder may exist on the host alone; its nearest parent that exists in the container is
+        # used.
         while not folder.is_dir() and folder != root:
             folder = folder.parent
         yield folder

@@ -83,7 +83,7 @@ def missing(env: Mapping[str, str], folder: Path) -> list[str]:
     """Return why a worker of this host cannot use MPI, with the places searched and a remedy, as a list of one text;
     empty if it can.
 
-    env, folder: as for `variables`.
+    env: the worker's environment. folder: the job's folder.
     """
     load = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
     try:
@@ -135,7 +135,7 @@ def _ancestors() -> Iterator[Path]:
         try:
             yield Path(f"/proc/{pid}/exe").resolve(strict=True)
         except OSError:
-            pass  # another user's process, such as Slurm's daemon
+            pass  # the program of another user's process, such as Slurm's daemon, cannot be read
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:

@@ -36,11 +36,11 @@ def _connections() -> Iterator[socket.socket]:
     for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 (numbers are wanted)
         try:
             copy = os.dup(int(descriptor))
-        except OSError:  # raised if the descriptor was closed in the meantime
+        except OSError:  # the descriptor was closed in the meantime
             continue
         try:
             connection = socket.socket(fileno=copy)
-        except OSError:  # raised for a descriptor that is no socket
+        except OSError:  # the descriptor is no socket
             os.close(copy)
             continue
         with connection:

@@ -19,7 +19,7 @@ def make_folder(path: Path) -> None:
     for each in reversed(missing):
         each.mkdir(PRIVATE, exist_ok=True)
     if not missing and not path.is_dir():
-        path.mkdir()  # raises FileExistsError if the path is a file
+        path.mkdir()  # mkdir raises FileExistsError if the path is a file
 
 
 def make_inner_folder(path: Path) -> None:
@@ -39,7 +39,7 @@ def open_file(path: Path, how: str = "wb", *, inner: bool = False, **options: An
         descriptor = os.open(name, flags, mode)
         if fresh:
             with suppress(PermissionError):
-                os.fchmod(descriptor, mode)  # restores permission bits that the umask has cleared
+                os.fchmod(descriptor, mode)  # fchmod restores permission bits that the umask has cleared
         return descriptor
 
     return open(path, how, opener=opener, **options)

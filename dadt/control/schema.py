@@ -1,7 +1,7 @@
 """Defines the frames (messages) allowed on each connection of a job: for each sender the kinds, their fields, and their
 largest bodies.
 
-Every frame is checked against this before it is handled. A frame that does not fit ends its connection.
+Every frame is checked against these definitions before it is handled. A frame that does not fit ends its connection.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ DEATH = FrameKind({"text": text(TEXT), "steps_": COUNT})
 """Frame that says which rank has ended and how. steps: number of its steps, if it ended successfully."""
 
 _ranks, _writers = listed(RANK, MOST_RANKS), listed(STEP, MOST_RANKS)
-APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # question of a replacement worker
+APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # a replacement worker's question
 REGROUP = FrameKind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "writers_": _writers, "text": text(TEXT),
                 "handed_": COUNT})  # fmt: skip
 """Frame that says which ranks train on together after a loss (members), the first rank on each host (firsts), and which

@@ -65,7 +65,7 @@ class Seal:
 
     def closed(self, data: bytes) -> bytes:
         """Encrypt the data into one or more records."""
-        # imported late, since only network connections need it
+        # Imported only when used, since only network connections need the package `cryptography`.
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
         cipher = ChaCha20Poly1305(self.sent.key)

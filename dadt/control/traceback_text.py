@@ -1,4 +1,5 @@
-"""Parses tracebacks from text: of a script's stderr, or in the message of an exception that another process raised."""
+"""Parses tracebacks from text: from a script's stderr, or from the message of an exception that another process
+raised."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class Raised:
     """Name of the exception's type, with its module if the traceback shows one."""
     message: str = ""
     frames: Sequence[Mapping[str, Any]] = ()
-    """Stack frames {file, line, function, text}, innermost last; without frames of libraries, unless there are only
-    these."""
+    """Stack frames {file, line, function, text}, innermost last; without frames of libraries, unless the traceback has
+    no others."""
     around: Sequence[str] = field(default=())
     """Texts of the exceptions that were raised from this one, outermost first."""
 
@@ -53,7 +54,7 @@ def innermost(text: str) -> Raised | None:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a message that precedes the traceback in it."""
+    """Return the first line of a message; a traceback may follow this line in the message."""
     before = text.partition(TRACEBACK)[0].removesuffix("Original ")
     return next((line.strip() for line in before.splitlines() if line.strip()), "")
 
@@ -71,7 +72,7 @@ def _last(text: str) -> tuple[Raised, str] | None:
         if (frame := _FRAME.match(line)) is not None:
             frames.append({**frame.groupdict(), "text": ""})
         elif line.startswith("    "):
-            # Only the first line is source code; further lines mark the place of the error in it.
+            # Only the first indented line is source code; further lines mark the place of the error in it.
             if frames and not frames[-1]["text"]:
                 frames[-1]["text"] = line.strip()
         elif (error := _ERROR.match(line)) is not None:

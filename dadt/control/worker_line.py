@@ -40,8 +40,8 @@ class WorkerLine(Protocol):
         Raises DadtError if another living process has claimed the rank.
         """
 
-    # generation: number of the set of ranks left after losses. The launcher does not answer requests of an older
-    # generation.
+    # The parameter `generation` is the number of the set of ranks left after losses. The launcher does not answer
+    # requests of an older generation.
 
     def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
         """Publish this rank's `blob` and return every rank's, ordered by rank. Each key may be used once per job.
@@ -55,8 +55,8 @@ class WorkerLine(Protocol):
         stored too many bytes."""
 
     def get(self, keys: Sequence[str], timeout: float, generation: int = 0) -> list[bytes]:
-        """Wait for the blobs that ranks publish with put() under `keys`, and return them. Raises StartTimeout as
-        `exchange` does."""
+        """Wait for the blobs that ranks publish with put() under `keys`, and return them. Raises StartTimeout after
+        `timeout` seconds, or as soon as a missing rank has exited."""
 
     def say(self, text: str, level: str = "info") -> None:
         """Have `dadt: <text>` printed once, even if several ranks pass the same text. level: info or warning."""
@@ -142,8 +142,10 @@ class WorkerLine(Protocol):
         file."""
 
     def wrote(self, path: str, **facts: Any) -> bool:
-        """Report a file that this process has written to the hosts that see the same folder. facts: `size`, as for
-        `written_files.line`, or `count` and `number`, as for `saved`. Returns whether the report was sent."""
+        """Report a file that this process has written to the hosts that see the same folder. facts: `size` (bytes of
+        the file that was there before), or `count` (saves of this file) and `number` (saves of any file). Returns
+        whether the report was sent.
+        """
 
     def heard(self) -> Sequence[bytes]:
         """Return the lines that ranks reported by `wrote` since the last call, in the same order on all ranks; empty if

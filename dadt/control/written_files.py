@@ -12,8 +12,8 @@ REMOVED = -2
 
 
 def line(rank: int, size: int, path: str) -> bytes:
-    """Return a line for the journal, which says that this rank writes a path. size: bytes of the file that was there
-    before; -1 if there was none; or REMOVED."""
+    """Return a line for the file that lists what workers have written: this rank writes to `path`. size: bytes of the
+    file that was there before; -1 if there was none; or REMOVED."""
     return f"{json.dumps([rank, size, path])}\n".encode()
 
 

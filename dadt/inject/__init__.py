@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 asked_for = False
-"""Whether the program itself imports dadt. Under mpirun, srun or torchrun, this is what makes DADT train it
-data-parallel."""
+"""Whether the program itself imports dadt. Only if it does, DADT trains a program that mpirun, srun or torchrun has
+started."""
 _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "multiprocessing.spawn")
 
 
@@ -48,8 +48,8 @@ def _end_by(error: Exception) -> None:
 
 
 def _offer_backend() -> None:
-    """Register the torch.distributed backend "dadt", so that init_process_group("dadt") works from now on, also in
-    child processes."""
+    """Register the torch.distributed backend "dadt", so that init_process_group("dadt") works in this process and in
+    its child processes."""
     import torch.distributed as dist
 
     def create(options: Any, own: Any) -> Any:
@@ -78,7 +78,8 @@ def _hook_elsewhere() -> None:
 
             worker.start(world)
     except DadtError as error:
-        # Written here because nothing else reports the error, and only SystemExit leaves the import of torch unchanged.
+        # Written to stderr, because nothing else reports the error: only SystemExit leaves the import of torch
+        # unchanged.
         sys.stderr.write(f"dadt: rank {world.rank}: {error}\n")
         raise SystemExit(error.exit_code) from error
 
@@ -90,8 +91,8 @@ def _forget() -> None:
 
 
 def _is_multiprocessing_child() -> bool:
-    # The command line is examined, not multiprocessing.parent_process(): importing multiprocessing here would be
-    # visible to the script.
+    # The command line is examined, not multiprocessing.parent_process(): if DADT imported multiprocessing, this would
+    # be visible to the script.
     return "--multiprocessing-fork" in sys.orig_argv or any(
         name in argument for argument in sys.orig_argv[1:3] for name in _MULTIPROCESSING
     )

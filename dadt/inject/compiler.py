@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 def look_past() -> Callable[[], None]:
-    """Return a function to call now and then: once torch's compiler is loaded, the function makes the compiler skip
+    """Return a function to be called repeatedly: once torch's compiler is loaded, the function makes the compiler skip
     DADT's own code.
 
-    Otherwise a compiled optimizer would compile the exchange of gradients along with its step, which gains nothing and
-    prints warnings.
+    If the compiler did not skip DADT, a compiled optimizer would compile the exchange of gradients along with its step,
+    which gains nothing and prints warnings.
     """
     told = False
 

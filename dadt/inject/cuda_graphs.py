@@ -19,8 +19,8 @@ _BACKENDS = {"cudagraphs": "aot_eager"}
 
 
 def install(runtime: Runtime) -> None:
-    """Patch the functions of torch that create CUDA graphs. Graphs that the script captures itself are refused by
-    `refuse_capture`."""
+    """Patch the functions of torch that create CUDA graphs, so that they create none. A graph that the script captures
+    itself raises an error in `refuse_capture`."""
     compile_, graphed = torch.compile, torch.cuda.make_graphed_callables
     told = False
 
@@ -63,7 +63,7 @@ def without_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
 def _forget_default() -> bool:
     """Turn CUDA graphs off in the compiler's global settings. Return whether the script, or the variable
     TORCHINDUCTOR_CUDAGRAPHS, had turned them on."""
-    # imported here because it loads torch's compiler, which only scripts that compile need
+    # Imported in the function, because the import loads torch's compiler, which only scripts that compile need.
     from torch._inductor import config
 
     asked, config.triton.cudagraphs = bool(config.triton.cudagraphs), False

@@ -21,7 +21,7 @@ in other libraries, since torch's DDP is excluded."""
 _QUIET = {
     "require_backward_grad_sync": False,
     "require_forward_param_sync": False,
-    # Without it, DDP with a static graph would average at the end of its first backward, regardless of
+    # If this were not set, DDP with a static graph would average at the end of its first backward, regardless of
     # require_backward_grad_sync.
     "_static_graph_delay_allreduce_enqueued": True,
 }

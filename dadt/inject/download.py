@@ -70,7 +70,7 @@ class Turn:
                 yield
             finally:
                 held.discard(key)
-                lock.truncate(0)  # so that no owner is named; closing the file releases the lock
+                lock.truncate(0)  # empties the file, so that no owner is named; closing the file releases the lock
 
     def done(self, key: str, first: bool) -> bool:
         """Return whether another rank has already made the call for this key (every rank's n-th call counts as the same

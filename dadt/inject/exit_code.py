@@ -16,8 +16,8 @@ class _Last:
 
     def __init__(self, code: int) -> None:
         self._code = code
-        # Stored here, because module globals are gone at that time. Abstract classes such as io.IOBase would need more
-        # of them.
+        # Stored on the object, because module globals no longer exist when Python destroys it. Concrete classes of
+        # files, since a test for an abstract class such as io.IOBase would need more globals.
         self._given = os._exit, gc.get_objects, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
     def __del__(self) -> None:

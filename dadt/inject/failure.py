@@ -33,7 +33,7 @@ def install(
     interrupted: Callable[[], bool],
     unseen: Callable[[BaseException], str],
 ) -> None:
-    """Chain into the exception hooks, and offer the stacks of all threads on request.
+    """Extend Python's exception hooks, so that errors are reported, and offer the stacks of all threads on request.
 
     The script's handling of exceptions, its exit codes and its output stay unchanged; but an error of DADT's own that
     ends a thread ends the job. step: returns the number of optimizer steps done so far. interrupted: returns whether
@@ -89,7 +89,7 @@ def install(
     sys.excepthook = on_main
     threading.excepthook = on_thread
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # crashes then print their stack to stderr
+        faulthandler.enable(sys.__stderr__)  # lets crashes print their stack to stderr
     if control.world.agent:
         _offer_stacks(control)
 

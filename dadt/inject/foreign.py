@@ -1,6 +1,6 @@
 """Finds optimizers that are not torch's, such as fastai's, by their methods, and averages gradients at their steps.
 
-Each gets a Carrier: an optimizer of torch over the same parameters, whose step is the step of the other one.
+Each such optimizer gets a Carrier: a torch optimizer over the same parameters, whose step runs the original step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Carrier(Optimizer):
 
 
 def adopt(runtime: Runtime) -> None:
-    """Find all optimizers that are not torch's, and average gradients at their steps from now on."""
+    """Find all optimizers that are not torch's, and let DADT average gradients at their steps."""
     seen: set[int] = set()
     carriers: dict[int, Carrier] = {}
     for each in gc.get_objects():

@@ -94,7 +94,8 @@ def _path_of(value: Any) -> Path | None:
 
 
 def _full(path: Path) -> str:
-    """Return a text about the disk on which the file would lie if the disk is full; otherwise an empty string."""
+    """Return a text about the disk on which a file at this path would lie, if the disk is full; otherwise an empty
+    string."""
     folder = path.absolute().parent
     if folder.name.startswith(_MARK):
         folder = folder.parent

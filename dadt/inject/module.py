@@ -81,7 +81,7 @@ class CallEntry:
         self._was_training = module.training
 
     def stepped(self) -> None:
-        """Called when a step follows calls of the module: if it was in eval mode, it is trained in eval mode."""
+        """Called when a step follows calls of the module: record whether the module is trained in eval mode."""
         self._trained_in_eval = not self._was_training
 
 
@@ -99,14 +99,14 @@ class Modules:
             weakref.WeakKeyDictionary()
         )
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[CallEntry, int]] = weakref.WeakKeyDictionary()
-        """Number of calls of each entry until the optimizer's last step."""
+        """Number of calls of each CallEntry until the optimizer's last step."""
         self._unseen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Number of consecutive steps of each optimizer before which no call of its modules was seen."""
 
     # Which modules belong to an optimizer ----------------------------------------------------------------------
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
-        """Install an Entry in the topmost modules that contain the optimizer's parameters."""
+        """Install a CallEntry in the topmost modules that contain the optimizer's parameters."""
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         modules = [m for m in all_modules() if "_parameters" in m.__dict__ and "_modules" in m.__dict__]
         parents: dict[nn.Module, list[nn.Module]] = {}
@@ -140,7 +140,7 @@ class Modules:
             module.__dict__["_compiled_call_impl"] = CallEntry(self, module, module.__dict__.get("_compiled_call_impl"))
 
     def _leave(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Remove the Entry of a module that is called through a wrapper, which would trace or copy the Entry."""
+        """Remove the CallEntry of a module that is called through a wrapper, which would trace or copy the entry."""
         self._optimizers.setdefault(module, weakref.WeakSet()).add(optimizer)
         entry = module.__dict__.get("_compiled_call_impl")
         if isinstance(entry, CallEntry):
@@ -174,7 +174,7 @@ class Modules:
         self._unseen[optimizer] = 0 if called else self._unseen.get(optimizer, 0) + 1
         attachment = self.runtime.attachments.of(optimizer)
         if self._unseen[optimizer] >= _UNSEEN_STEPS and attachment is not None:
-            # Called inside a compiled function, without DADT's code: the model used the buffers shown to the script.
+            # A compiled function calls the model without DADT's code: it used the buffers shown to the script.
             self.runtime.buffers.keep_shown(attachment.modules)
             if attachment.algorithm.predicts and attachment.prediction.wanted:
                 why = (
@@ -216,7 +216,7 @@ class Modules:
         if not self.runtime.prediction_scope.in_backward or attachment.prediction.applied:
             attachment.prediction.apply()
         else:
-            # A first pass ran without gradients on true weights (recomputation), so this one has to, too.
+            # This forward recomputes one that ran on true weights, without gradients: it has to use true weights, too.
             attachment.prediction.barred = attachment.prediction.wanted
 
     # True weights whenever the script reads weights ------------------------------------------------------------
@@ -242,7 +242,7 @@ class Modules:
         return mine
 
     def loaded(self, module: nn.Module, mine: Iterable[Attachment]) -> None:
-        """Called after load_state_dict(): forget previous weights and buffers. mine: the result of `reveal`."""
+        """Called after load_state_dict(): forget previous weights and buffers. mine: the module's attachments."""
         for attachment in mine:
             attachment.loaded()
         for m in module.modules():
@@ -382,7 +382,7 @@ def _show_copies(runtime: Runtime) -> None:
     def patched_update(self: AveragedModel, model: nn.Module) -> None:
         for m in model.modules():
             runtime.buffers.show(m)
-        # Needs the true weights, as the script may call this between a backward pass and its step.
+        # Needs the true weights, as the script may update averages between a backward pass and its step.
         with runtime.prediction_scope.true_weights([a.prediction for a in runtime.attachments]):
             update(self, model)
 

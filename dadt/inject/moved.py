@@ -20,7 +20,7 @@ def install(runtime: Runtime) -> None:
     @functools.wraps(apply)
     def patched(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         nonlocal moving
-        if moving:  # this is the call for a child module; the outermost call handles all
+        if moving:  # a child module's call inside the outermost call, which handles all modules
             return apply(self, *args, **kwargs)
         moving = True
         try:
@@ -28,7 +28,8 @@ def install(runtime: Runtime) -> None:
         finally:
             moving = False
             for attachment in runtime.attachments:
-                # the parameters are back on the device for which the schema was built
+                # Parameters are on the device for which the buckets were allocated: renew buckets whose gradients were
+                # moved away.
                 if attachment.alive and attachment.schema_is_current:
                     attachment.schema.look_for_moved()
 

@@ -81,7 +81,7 @@ class Steps:
             self.modules.find(optimizer)
         attachment = self._attachment(optimizer)
         if attachment is not None and not attachment.consumed:
-            attachment.scale = None  # a gradient scaler would have consumed the gradients by now
+            attachment.scale = None  # a gradient scaler would have had the gradients averaged before the step
         self._under_way.append((frame, optimizer, attachment))
         if attachment is None:
             return None
@@ -107,7 +107,7 @@ class Steps:
         return None
 
     def take(self, frame: FrameType, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the optimizer's own step, and end it before its post hooks. frame: of the caller of the hooks."""
+        """Run the optimizer's own step, and end it before its post hooks. frame: of the hooks' caller."""
         attachment = next((each for under_way, _, each in self._under_way[::-1] if under_way is frame), None)
         if attachment is None:
             return step(*args, **kwargs)
@@ -180,7 +180,7 @@ class Steps:
                 )
             attachment.stepped()
         self._backwards[optimizer] = self._script.backwards
-        # A script that calls `dadt.init` decides itself which optimizers are left alone, so this is not counted.
+        # A script that calls `dadt.init` decides itself which optimizers DADT leaves alone, so none is counted.
         left_alone = optimizer in self._optimizers.left_alone and not self._script.explicit
         self._runtime.stepped(attachment, left_alone=left_alone)
 
@@ -203,8 +203,8 @@ class Withheld(BaseException):
 
 
 class Closure:
-    """A script's closure during one step. torch's optimizers call it once, first of all, and then use the gradients, so
-    averages may arrive as late as without one. LBFGS and similar ones have each evaluation averaged."""
+    """A script's closure during one step. torch's optimizers call it once, before they use gradients, so averages are
+    applied as in a step without closure. For LBFGS and similar optimizers, every evaluation is averaged."""
 
     def __init__(self, closure: Callable[[], Any], attachment: Attachment, steps: Steps) -> None:
         functools.update_wrapper(self, closure)

@@ -90,8 +90,7 @@ def start(world: World, *, explicit: bool = False) -> None:
 
 
 def ask() -> Runtime:
-    """Return the runtime for a script that calls `dadt.init`, and leave everything except training to the script from
-    now on."""
+    """Return the runtime for a script that calls `dadt.init`, and leave everything except training to the script."""
     if runtime is None:
         world = World.from_env()
         start(world if world.job else World.from_launcher(), explicit=True)
@@ -104,8 +103,8 @@ def ask() -> Runtime:
 
 
 def forget_seeds() -> None:
-    """In a script that calls `dadt.init`, let each rank draw random numbers of its own from now on, unless the script
-    has set a seed."""
+    """In a script that calls `dadt.init`, let each rank draw random numbers of its own, unless the script has set a
+    seed."""
     if streams is not None and streams.parting is not None:
         (streams.parting.waive if streams.seeded else streams.parting.part)()
 
@@ -188,5 +187,5 @@ def _end(runtime: Runtime, exit_text: ExitText) -> None:
         if not exit_text.fails:
             exit_code.end_with(1)
     except CommError as error:
-        # The other ranks raise the same error where they are; this rank exits with its script's own code.
+        # The other ranks raise the same error themselves; this rank exits with the exit code of its script.
         sys.stderr.write(f"dadt: rank {runtime.ranks.world.rank} ended: {error}\n")

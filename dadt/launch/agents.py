@@ -42,10 +42,10 @@ class Agents:
         self._launcher = launcher
         self._see = see
         self._events: list[tuple[Node, Frame]] = []
-        started = launcher.launch(list(hosts))  # may raise, so it comes before anything that would have to be closed
+        started = launcher.launch(list(hosts))  # launch() may raise, so nothing is open before it
         self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
-        # a send need not block, as a full buffer wakes the reader as well; after close() nobody empties it
+        # A send need not block, as a full buffer wakes the reader as well. After close(), nobody empties the buffer.
         self._wake.setblocking(False)
         self._selector.register(self._waker, selectors.EVENT_READ, lambda: self._waker.recv(4096))
         self._futures: dict[Node, Future[Channel]] = {}
@@ -79,7 +79,7 @@ class Agents:
             self._flush(node)
         for node, why in self._contact.silent(time.monotonic()):
             self._lose(node, why, 0.0)
-        while self._events:  # frames that the caller does not take now are yielded by the next call
+        while self._events:  # frames that the caller does not take are yielded by the next call
             node, frame = self._events.pop(0)
             self._see(node.name, frame)
             yield node, frame
@@ -219,7 +219,7 @@ class Agents:
     def _lose(self, node: Node, why: str, seconds: float) -> None:
         at = time.time()  # read the clock before waiting, so that consequences of the loss do not appear to precede it
         told = self._finish(node, seconds)
-        # After 0 seconds the agent is killed by the launcher itself, so how it ended would not explain the loss.
+        # After 0 seconds the launcher itself kills the agent, so the agent's exit would not explain the loss.
         self._events.append((node, Frame("lost", {"message": told or why if seconds else why, "time": at})))
 
     def _finish(self, node: Node, seconds: float) -> str:
@@ -239,7 +239,7 @@ class Agents:
         try:
             self._wake.send(b"1")
         except OSError:
-            pass  # a full buffer wakes the selector as well; a closed one means that `close` handles the new connection
+            pass  # a full buffer wakes the selector, too; if the socket is closed, `close` handles the new connection
 
 
 def _hang_up(future: Future[Channel]) -> None:

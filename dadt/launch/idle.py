@@ -1,5 +1,4 @@
-"""Lets a job that has no workers yet, because it waits for hosts, answer other commands of the same user, as a running
-job does."""
+"""Lets a job answer other `dadt` commands of the same user while it waits for hosts and has no workers yet."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from dadt.launch.query import Query
 
 
 class Idle:
-    """Stands in for the agents and the workers while a job waits for hosts and has none. Single-threaded."""
+    """Answers other `dadt` commands while a job waits for hosts and has no agents or workers. Single-threaded."""
 
     gauges: Sequence[Gauge] = ()
 

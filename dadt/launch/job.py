@@ -31,8 +31,8 @@ from dadt.launch.monitor.watch import Watch
 
 TURN_SECONDS = 0.5
 WAITING_SECONDS = 0.05
-"""Most seconds between two calls of `Job.turn` while ranks wait for each other at the launcher; TURN_SECONDS applies
-otherwise."""
+"""Most seconds between two calls of `Job.turn` while ranks wait for each other at the launcher; at all other times,
+TURN_SECONDS applies."""
 
 Handler = Callable[[Event], None]
 
@@ -74,7 +74,7 @@ class Job:
         self.overdue = False
         """Whether agents have not ended in time, so that they and their workers have to be killed."""
         self.routes: Mapping[str, Sequence[Handler]] = {
-            # Events in the life of a host.
+            # Handlers of events in the life of a host.
             "connected": (),
             "ready": (),
             "probed": (self._joining.probed,) if self._joining is not None else (),
@@ -88,7 +88,7 @@ class Job:
             "unheeded": (endings.unheeded,),
             "end": (results.end, endings.end),
             "lost": (endings.lost,),
-            # Events in the life of a rank.
+            # Handlers of events in the life of a rank.
             "started": (watch.started, rendezvous.started),
             "hello": (results.hello, membership.hello),
             "claim": (membership.claim,),
@@ -103,7 +103,7 @@ class Job:
             "done": (watch.done, endings.done, results.done),
             "result": (results.result,),
             "exit": (watch.exit, results.exit, endings.exit),
-            # Requests by which ranks exchange data or find each other.
+            # Handlers of requests by which ranks exchange data or find each other.
             "exchange": (rendezvous.exchange,),
             "put": (rendezvous.put,),
             "get": (rendezvous.get,),
@@ -112,7 +112,7 @@ class Job:
             "approach": (membership.approach,),
             "give": (membership.give,),
             "wrote": (self._pass_on,),
-            # Requests for ranks' stacks, and the answers.
+            # Handlers of requests for ranks' stack traces, and of the answers.
             "dump": (stalls.dump,),
             "stacks": (stalls.stacks,),
             "stack": (stalls.stack,),

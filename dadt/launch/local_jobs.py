@@ -102,7 +102,7 @@ def traces() -> list[Trace]:
 
 
 def _exists(trace: Trace) -> bool:
-    """Whether the job has left more than folders. A killed job may leave those, and the next job removes them."""
+    """Whether the job has left more than folders. A killed job may leave folders, which the next job removes."""
     sockets = [*trace.agents, *filter(None, [trace.launcher])]
     return bool(trace.pids) or any(_listener(path) for path in sockets)
 

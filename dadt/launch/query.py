@@ -28,7 +28,8 @@ ANSWER_SECONDS = 3.0
 MOST_CALLERS = 256
 LOOK_SECONDS = 1.0
 UNSENT_LIMIT = 4 << 20
-"""Most bytes of answers that a caller may leave unread; a caller who asks more questions then is disconnected."""
+"""Most bytes of answers that a caller may leave unread. A caller with more unread bytes is disconnected when it asks
+another question."""
 
 
 @dataclass(eq=False, slots=True)
@@ -162,7 +163,7 @@ class Query:
             caller.socket.close()
         self._callers.clear()
         self._entrance.close()
-        self._folder.query.unlink(missing_ok=True)  # removed, as the next attempt creates its own
+        self._folder.query.unlink(missing_ok=True)  # removed, as the next attempt of the job creates a new socket
 
     def _describe(self, caller: Caller, question: Frame) -> None:
         ranks = [gauge.describe(time.monotonic()) for gauge in self._watch.gauges]

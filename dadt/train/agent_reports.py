@@ -42,7 +42,8 @@ class AgentReports:
             self._regroup(frame)
         elif (steps := frame.get("steps")) is None:
             ranks.deaths.tell(frame["text"])
-        elif len(self._attachments) > 0:  # without attachments, only the script knows what it expects of the ended rank
+        # Without attached optimizers, only the script knows whether the rank has ended too early.
+        elif len(self._attachments) > 0:
             ranks.deaths.tell_left(frame["text"], steps, ranks.step)
 
     def _regroup(self, frame: Frame) -> None:
@@ -51,5 +52,6 @@ class AgentReports:
         members, firsts = tuple(frame["members"]), tuple(frame["firsts"])
         handed, writers = frame.get("handed", 0), tuple(frame.get("writers", ()))
         ranks.deaths.regroup(Generation(frame["generation"], members, firsts, frame["text"], handed, writers))
-        if not ranks.together and ranks.connection is not None:  # without a connection, this rank is already connecting
+        # A rank that has no connection yet is already connecting, so it need not reconnect.
+        if not ranks.together and ranks.connection is not None:
             ranks.reconnection.begin()

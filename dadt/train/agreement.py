@@ -23,14 +23,13 @@ _EVERY = 64
 _SAME_STEPS = 5
 """Number of consecutive steps with equal gradients or inputs on all ranks after which a warning is printed."""
 _HALF = 16
-"""Bits in the lower part of a 32-bit fingerprint: a gradient's, with the inputs' fingerprint above it; or that of
-untrained parameters, with that of trained ones above it."""
+"""Number of bits in the lower half of a 32-bit fingerprint. The lower half is for gradients and the upper half for
+inputs; or the lower half is for untrained parameters and the upper half for trained ones."""
 _SEEN = 0x7FFF
-"""Mask of the input fingerprint that ranks compare; the masked value is 0 if no input was seen."""
+"""Bit mask of the part of the input fingerprint that ranks compare; the masked value is 0 if no input was seen."""
 _FRESH = 1 << 31
-"""Flag bit above the input fingerprint: this step's inputs differ from the previous step's. Inputs that stay equal from
-step to step, such as a number of rows or fixed noise, are not data to be divided among ranks, so they cause no warning.
-"""
+"""Flag bit above the input fingerprint: whether a step's inputs differ from the previous step's. Inputs that stay equal
+from step to step, such as a number of rows or fixed noise, need not differ between ranks, so they cause no warning."""
 
 
 class Adopt(Protocol):
@@ -66,7 +65,7 @@ class Agreement:
         self._looks = True
         """Whether the inputs of the coming steps are still fingerprinted."""
         self._inputs = self._inputs_before = 0
-        """Fingerprint of the inputs seen so far in this step, and that of the previous step's inputs."""
+        """Fingerprint of the inputs seen so far in the current step, and fingerprint of the previous step's inputs."""
 
     def saw(self, given: Any) -> None:
         """Add the inputs of a training forward to this step's fingerprint."""
@@ -76,9 +75,9 @@ class Agreement:
     def fingerprint(
         self, number: int, parameters: Sequence[torch.Tensor], weights: Callable[[int], tuple[int, int]]
     ) -> int:
-        """Return this rank's fingerprint for exchange `number`: of inputs and gradients in the first exchanges, later
-        of weights now and then, else 0. weights: called with the number of the comparison; returns the fingerprints of
-        trained and of untrained parameters.
+        """Return this rank's fingerprint for exchange `number`. The first exchanges cover inputs and gradients, some
+        later ones cover weights, and all others have 0. weights: called with the number of the comparison; returns the
+        fingerprints of trained and of untrained parameters.
         """
         self._looks = number + 1 < FINGERPRINTED_STEPS
         if number < FINGERPRINTED_STEPS:

@@ -18,7 +18,7 @@ from dadt.train.restored import RestoredExchange, Trained
 
 
 class Attached(Trained, Protocol):
-    """Interface of one optimizer's attachment, as algorithms (docs/extending.md) and other training code use it."""
+    """Interface of an optimizer that DADT manages, as algorithms (docs/extending.md) and other training code use it."""
 
     algorithm: Algorithm
     prediction: Prediction
@@ -92,13 +92,13 @@ class Algorithm(abc.ABC):
 
     @property
     def holds(self) -> bool:
-        """Whether this step applies nothing, because no gradient has arrived yet."""
+        """Whether the current step applies nothing, because no averaged gradient has arrived yet."""
         return False
 
     @property
     def averages(self) -> bool:
-        """Whether the coming step uses gradients averaged over ranks, also those of each closure evaluation; if false,
-        it uses the rank's own."""
+        """Whether the coming step uses gradients averaged over ranks, including the gradients of each closure
+        evaluation. If false, the step uses the rank's own gradients."""
         return self.together
 
     def starting(self) -> None:  # noqa: B027 (optional hook)
@@ -119,7 +119,8 @@ class Algorithm(abc.ABC):
 
     @property
     def rests(self) -> bool:
-        """Whether no operation is under way that the result of `state` would miss."""
+        """Whether a checkpoint of `state` would be complete, because no operation is under way whose effect `state`
+        leaves out."""
         return True
 
     @property
@@ -129,7 +130,7 @@ class Algorithm(abc.ABC):
 
     @property
     def pending(self) -> Exchange | RestoredExchange | None:
-        """The exchange that earlier steps have launched and no step has applied, as it was before this step."""
+        """The exchange that was in flight when the current step began; between two steps, the exchange in flight."""
         return None
 
     def regroup(self, behind: bool, keep: bool) -> Exchange | None:
@@ -143,17 +144,18 @@ class Algorithm(abc.ABC):
         return None
 
     def common(self) -> Mapping[int, torch.Tensor]:
-        """Return, by a parameter's id, the tensor that all ranks have in common in place of its value. Parameters whose
-        values are equal on all ranks are left out."""
+        """Return tensors that are equal on all ranks, by parameter id, for parameters whose own values differ between
+        ranks."""
         return {}
 
     def rounds(self) -> dict[str, list[int]]:
-        """Return how far this rank is in exchanges that belong to no step, as input for `follow`."""
+        """Return how far this rank is in exchanges that belong to no step. After a loss of ranks, all ranks compare
+        these numbers."""
         return {}
 
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Relaunched]:
-        """Called when ranks were lost, together with exchanges that belong to no step: catch up with the furthest rank.
-        rounds: each rank's result of `rounds`, by its index in the group. Returns the exchanges to launch again. Raises
+        """Called when ranks were lost: catch up with the rank that is furthest in exchanges that belong to no step.
+        rounds: how far each rank is, by its index in the group. Returns the exchanges to launch again. Raises
         CommError.
         """
         return []
@@ -176,12 +178,13 @@ class Algorithm(abc.ABC):
         return {}
 
     def observe(self) -> dict[str, Any]:
-        """Return this rank's state between two steps as far as `state` lacks it, without waiting for or changing
-        anything."""
+        """Return the part of this rank's state between two steps that differs from other ranks' state, for a snapshot.
+        Waits for nothing and changes nothing."""
         return {}
 
     def restore(self, own: dict[str, Any]) -> None:  # noqa: B027 (optional hook)
-        """Continue bit for bit from the result of `observe` on this rank; called after `load_state`."""
+        """Load this rank's own state from a snapshot, so that training continues bit for bit. Called after
+        `load_state`."""
 
     def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 (optional hook)
-        """Continue from a result of `state`; called on all ranks."""
+        """Load the algorithm's state from a checkpoint; called on all ranks."""

@@ -46,11 +46,12 @@ class Approaches:
         self._agreed = max(self._agreed, min(heard))
 
     def begin_anew(self) -> None:
-        """Reset the agreement after ranks have reconnected: some may have missed an exchange or joined just now."""
+        """Reset what ranks have agreed on after they have reconnected: some ranks may have missed an exchange or joined
+        just now."""
         self._agreed = 0
 
     def due(self) -> list[Approach]:
-        """Return the requests to handle now, each of them once; called after a complete step, with equal results on all
-        ranks."""
+        """Return the requests of new workers that all ranks must handle after the current step, each request once.
+        Called after a complete step, with equal results on all ranks."""
         numbers = sorted(number for number in list(self._open) if number <= self._agreed)
         return [approach for number in numbers if (approach := self._open.pop(number, None)) is not None]

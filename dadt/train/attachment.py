@@ -58,7 +58,7 @@ class Attachment:
         self.lockstep = Lockstep(self, ranks)
         self.has_closure = False
         self.warmup_steps = ranks.config.warmup_steps
-        self.compression = ranks.config.compression if ranks.together else "none"  # how gradients are compressed
+        self.compression = ranks.config.compression if ranks.together else "none"  # compression method of gradients
         self.measure = Measure(ranks.progress)
         self._modules = below(optimizers.root_modules(optimizer))
         self.changing_buffers = ChangingBuffers(optimizers.buffers, ranks, self.name)
@@ -70,7 +70,7 @@ class Attachment:
         self.batch_weight = BatchWeight(lambda: optimizers.script.backwards)
         self.agreement = Agreement(self.name, ranks, partial(replicas.take_first, self))
         self.finite = Finite(ranks.config.on_nan, ranks, optimizers.parameter_names, self.measure)
-        # exchanges so far, one per step and per closure evaluation; step from which their names count, after a resume
+        # exchanges so far, one per step and closure evaluation; step at which their names begin after a resume
         self.exchanges = self.numbered_from = 0
         # whether this step's gradients are averaged; whether the optimizer's own step() is running
         self.consumed = self.stepping = False
@@ -84,7 +84,7 @@ class Attachment:
         # An optimizer that is garbage-collected before its step must not leave predicted weights behind.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
         self.algorithm: Algorithm = optimizers.algorithm(self)
-        self.switch_note: dict[str, Any] = {}  # what checkpoints add to the algorithm's state, see `switch_to`
+        self.switch_note: dict[str, Any] = {}  # entries that checkpoints add to the algorithm's state
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -103,7 +103,7 @@ class Attachment:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All modules of the models that this optimizer trains, as of the last change of its parameters."""
+        """All modules of the models that this optimizer trains, updated when its parameters change."""
         return [m for ref in self._modules if (m := ref()) is not None]
 
     @property
@@ -112,8 +112,7 @@ class Attachment:
 
     @property
     def overlaps(self) -> bool:
-        """Whether buckets may be launched during backward: several optimizers could do so in other orders on other
-        ranks."""
+        """Whether buckets may be launched during backward: with several optimizers, their order could differ."""
         return not self.has_closure and not self.consumed and self.optimizers.trains_one
 
     @property
@@ -140,7 +139,7 @@ class Attachment:
         return self.changing_buffers.of(self._modules) if self.ranks.config.buffers else []
 
     def start(self, take: Callable[[], None]) -> None:
-        """Begin to train. take: called on every rank to set the optimizer to the first rank's state."""
+        """Begin to train. take: called on every rank to copy the first rank's optimizer state."""
         if self.ranks.config.broadcast:
             self.algorithm.starting()
         self.lockstep.join(take)
@@ -151,7 +150,7 @@ class Attachment:
         self.algorithm.started()
 
     def broadcast_new_parameters(self) -> None:
-        """Set parameters that the script has added to rank 0's values. Returns at once if there are none."""
+        """Copy rank 0's values of newly added parameters to all ranks. Returns at once if there are none."""
         every = self._listing.every(self.optimizer)
         if every is self._welcomed:
             return
@@ -190,7 +189,7 @@ class Attachment:
         self._token = token
 
     def watch_gradients(self) -> None:
-        """Begin to detect gradients to which a backward adds, and to report them to the algorithm if it wants that."""
+        """Begin to detect when a backward adds to a gradient, and report this to an algorithm that wants to know."""
         self._growth.told = self.algorithm.gradient_ready if self.algorithm.wants_gradients else None
         self._growth.watch(self.parameters)
 
@@ -203,7 +202,7 @@ class Attachment:
     def switch_to(self, algorithm: Algorithm, **note: Any) -> None:
         """Train with another algorithm for the rest of the training. All ranks call this method in the same step.
 
-        note: what checkpoints add to the new algorithm's state, so that a run that loads one switches, too.
+        note: entries that checkpoints add to the algorithm's state, so that a run that loads one switches, too.
         """
         self.algorithm, self.switch_note = algorithm, note
         self.measure.late = 0
@@ -213,7 +212,7 @@ class Attachment:
         if self.consumed and not self.algorithm.averages:
             return  # no average has been applied, so the script may add to its rank's own gradients
         if self.consumed and self._growth.seen and not self._growth.has_averages:
-            self.skipped()  # the script discarded the averages and computed again
+            self.skipped()  # the script has replaced the averaged gradients by new ones
         if self.consumed:
             if self._growth.seen:
                 raise DadtError(
@@ -234,7 +233,7 @@ class Attachment:
         if len(self.prediction.given) != len(parameters):
             self.prediction.follow(parameters)
         if self.finite.look(parameters, self.scale) and self.finite.skips:
-            self.zero_gradients()  # a NaN or infinity that enters the compression's error feedback would never leave it
+            self.zero_gradients()  # the compression's error feedback would store a NaN or infinity forever
         if self.algorithm.tracks:
             into = self._schema.addresses if self._schema is not None else frozenset()
             self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale, delivery=into)
@@ -270,7 +269,7 @@ class Attachment:
 
     def zero_gradients(self) -> None:
         """Set the gradients to zeros in newly allocated memory, for a step that applies none: an exchange may still
-        read the flat buffers."""
+        read the old memory."""
         tables = {id(p) for p in self._tables}
         # Only parameters with a gradient: with zeros in place of None, an optimizer would apply weight decay and create
         # state. If none has one, all get zeros.
@@ -283,8 +282,8 @@ class Attachment:
         changes no weight, momentum or counter."""
         self.stepping = True
         if self.agreement.follows and self.algorithm.averages:
-            # Fetched at this point because no exchange is open and the script sets no param_group values any more
-            # before the step.
+            # Param_group values are fetched just before the step: no exchange is open, and the script changes none of
+            # them any more.
             self.replicas.take_first_groups(self)
         if self.algorithm.holds:
             self._held = [(p, p.grad) for p in self.parameters]
@@ -333,7 +332,7 @@ class Attachment:
         self.exchanges += not again
         name = f"step {self.numbered_from + self.exchanges - 1}{self.name}{', again' if again else ''}"
         if again:
-            self._schema.forget_residuals()  # the discarded exchange used up the compression's residuals
+            self._schema.forget_residuals()  # a discarded exchange has changed the compression's residuals
         weight = self.batch_weight.value
         exchange = Exchange(self.ranks, self._schema, self.exchanges - 1, name, weight, compressed=self.compresses)
         exchange.scale = self.scale
@@ -366,7 +365,8 @@ class Attachment:
         """Return fingerprints of some trained (not predicted) weights, and of parameters that no optimizer trains."""
         equal = self.algorithm.identical and self.ranks.config.broadcast
         trained = fingerprint.of_trained(self.parameters, number) if equal else 0
-        others = [p for o in self.optimizers if o is not self.optimizer for p in listed(o)]  # may be predicted weights
+        # Parameters of other optimizers are left out, as they may contain predicted weights.
+        others = [p for o in self.optimizers if o is not self.optimizer for p in listed(o)]
         return trained, fingerprint.of_untrained(self.modules, others) if self.algorithm.predicts else 0
 
     def wait(self, exchange: Exchange | RestoredExchange) -> list[StepMetadata]:
@@ -382,7 +382,7 @@ class Attachment:
         self._listing.averaged(exchange.frozen, averages)
         hand_out(exchange.parameters, averages, ratio, exchange.frozen)
         for p in absent:
-            # Sparse, as on the ranks that had a gradient: some optimizers accept no dense one here.
+            # Averages of sparse gradients are made sparse too: some optimizers reject dense ones in their place.
             if p.grad is not None and p.grad.layout == torch.strided:
                 p.grad = p.grad.to_sparse(1)
         if exchange.schema is not self._schema and self._schema is not None:

@@ -33,8 +33,8 @@ class Attachments:
         self._attached.clear()
 
     def sharing(self, ids: set[int]) -> list[Attachment]:
-        """Return the attachments that own these parameters (by id): the newest that owns exactly these, or else newest
-        ones until all are covered."""
+        """Return the attachments that own these parameters (by id): the newest attachment that owns exactly these
+        parameters, or else the newest attachments until all parameters are covered."""
         mine = [(a, {id(p) for p in a.parameters}) for a in reversed(list(self))]
         exact = [a for a, owned in mine if owned and owned == ids]
         if exact:
@@ -47,12 +47,13 @@ class Attachments:
         return chosen
 
     def discard_averages(self, ids: set[int]) -> None:
-        """Called when the script drops the gradients of these parameters: if that leaves nothing of averages that no
-        step has used, their step counts as skipped."""
+        """Called when the script drops the gradients of these parameters. If an optimizer then has no averaged
+        gradients left to apply, its step counts as skipped."""
         for attachment in self:
             mine = attachment.parameters if attachment.consumed and not attachment.stepping else []
             others = [p for p in mine if id(p) not in ids]
-            # In a step that applies nothing, all gradients are zeros, so zeros do not show that they were dropped.
+            # If the step applies nothing, all averaged gradients are zeros, so zeros do not show that the script
+            # dropped them.
             kept = bool(others) and (attachment.algorithm.holds or any(map(_counts, others)))
             if len(others) < len(mine) and not kept:
                 attachment.skipped()

@@ -69,10 +69,10 @@ class BatchWeight:
         drawn.add(samples / max(nominal, 1))
 
     def pass_over(self, source: Pass) -> None:
-        """Called at the end of a pass over a shared loader. Steps without a new batch, in which a script reuses
-        batches, then have weight 1, as it is unknown which batch they use."""
+        """Called at the end of a pass over a shared loader. Later steps without a new batch have weight 1, because it
+        is unknown which old batches the script reuses in them."""
         if (drawn := self._passes.get(source)) is not None and drawn.fills:
-            self._fills_up = True  # the next step still trains on batches fetched since the last one
+            self._fills_up = True  # batches fetched since the last step are still to be trained on
             self._recent.append(source)
         else:
             self._last = 1.0
@@ -93,7 +93,7 @@ class BatchWeight:
 
 
 class _Drawn:
-    """Batches of one pass that an optimizer has not been trained on yet."""
+    """Batches that one pass over a loader has returned and that an optimizer has not been trained on yet."""
 
     def __init__(self, backwards: int) -> None:
         self.fills: list[float] = []
@@ -123,11 +123,12 @@ class _Drawn:
         if source.is_over:
             return max(len(self.fills) - self._each, 0) if source.ahead else 0
         if source.ahead is None:
-            # So far, each batch has had one backward, except for those that the script fetched ahead.
+            # So far, each batch has had one backward pass; batches beyond the number of backward passes were fetched
+            # ahead.
             left = self._since - (backwards - self._began) if backwards > self._began else 0
             return left if 0 < left <= MOST_AHEAD else 0
         if self._since >= self._first > 0:
-            # no batch is ahead: as many were drawn as before the first exchange, and the script trains on all of them
-            # together
+            # No batch was fetched ahead: as many batches were drawn as before the first exchange, and one step trains
+            # on all of them.
             return 0
         return source.ahead

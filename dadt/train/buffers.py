@@ -97,7 +97,8 @@ class Buffers:
         return [(m, list(names), dict(self._official.get(m, {})), self._own.get(m)) for m, names in self._names.items()]
 
     def restore(self, every: Iterable[Observed]) -> None:
-        """Continue from a result of `observe`; the modules must contain the values from the time of that call."""
+        """Restore the averaged buffers from a snapshot. The modules must contain the buffer values that they had when
+        the snapshot was taken."""
         for table in (self._names, self._official, self._own):
             table.clear()
         for module, names, official, own in every:
@@ -125,14 +126,15 @@ class Buffers:
                 self.hide(module)
 
     def keep_shown(self, modules: Iterable[nn.Module]) -> None:
-        """Called when training went on with the official copies: the values in these modules become the rank's own."""
+        """Called when training continued with the official buffers: the current buffers of these modules become the
+        rank's own."""
         for module in modules:
             if module.training:
                 self._own.pop(module, None)
 
     def join(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """Replace the rank's own value by `value`, which all ranks have in common; the script reads the official copy
-        as before."""
+        """Replace the rank's own value of a buffer by `value`, which is equal on all ranks. The official copy that the
+        script reads does not change."""
         self.add(module, name)
         shown, buffer = self._own.get(module, {}), buffer_of(module, name)
         if name in shown:
@@ -142,8 +144,7 @@ class Buffers:
             buffer.data.copy_(value)
 
     def join_official(self, modules: Iterable[nn.Module]) -> None:
-        """Replace the rank's own buffers of these modules by their official copies; the script reads the official
-        copies as before."""
+        """Replace the rank's own buffers of these modules by their official copies, which the script still reads."""
         for module in modules:
             for name, average in self._official.get(module, {}).items():
                 self.join(module, name, average)
@@ -180,12 +181,12 @@ class ChangingBuffers:
         self._candidates += self._buffers.watch(modules)
 
     def forget(self) -> None:
-        """Drop the noted buffers without comparing them, because it is already known which buffers are averaged."""
+        """Drop the noted buffers without comparing them: it is already known which buffers are averaged."""
         self._candidates = []
 
     def select(self) -> None:
-        """Called after a training forward, on all ranks together: average from now on each noted buffer that has
-        changed on any rank."""
+        """Called after a training forward, on all ranks together: begin to average each noted buffer that has changed
+        on any rank."""
         if not self._candidates:
             return
         pairs = [(buffer_of(m, n), before) for m, n, before in self._candidates]

@@ -50,11 +50,12 @@ class Build(NamedTuple):
     epochs: list[int]
     """The `last_epoch` of each scheduler, in the order of `schedulers`."""
     restored: bool
-    """Whether state was loaded into an optimizer, or this optimizer was attached before."""
+    """Whether the script has loaded state into an optimizer, or this optimizer was attached to DADT before."""
 
 
 def made(optimizer: torch.optim.Optimizer, *, wait: bool = False) -> Made:
-    """Return the optimizer's param_groups as they are now. wait: whether to include values of tensors on a GPU."""
+    """Return the names and values in the optimizer's current param_groups. wait: whether to include values of tensors
+    on a GPU."""
     return Made([sorted(map(str, group)) for group in optimizer.param_groups], group_values(optimizer, wait=wait))
 
 
@@ -71,8 +72,8 @@ def build(
     *,
     restored: bool,
 ) -> Build:
-    """Return the description of this rank's optimizer as it is now. names: known parameter names by id. was: the
-    param_groups when it was built. schedulers: the optimizer's learning rate schedulers, each with its epoch."""
+    """Return the description of this rank's optimizer. names: known parameter names by id. was: the param_groups when
+    the optimizer was built. schedulers: the optimizer's learning rate schedulers, each with its epoch."""
     now = made(optimizer, wait=True)
     kinds, epochs = [each for each, _ in schedulers], [epoch for _, epoch in schedulers]
     return Build(type(optimizer).__qualname__, _described(names, optimizer), was or now, now, kinds, epochs, restored)
@@ -152,7 +153,8 @@ def _of_parameters(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) -
     for number, ((name, kind), (other_name, other_kind)) in enumerate(zip(a, b, strict=False)):
         if kind != other_kind:
             yield name or f"parameter {number}", kind, other_kind, MODEL
-        # Names may differ by a prefix, because a rank may have wrapped its model, for example for its reports.
+        # Names may differ by a prefix, because the script may wrap the model on one rank only, for example on the rank
+        # that reports.
         wrapped = f".{name}".endswith(f".{other_name}") or f".{other_name}".endswith(f".{name}")
         if name and other_name and not wrapped:
             yield f"the name of parameter {number}", name, other_name, MODEL

@@ -61,7 +61,7 @@ class Checkpoints:
         self.any_loaded = False
         """Whether the script has loaded state into any optimizer."""
         self._own: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """State of this rank alone from a snapshot, for each optimizer, of the same step as the entry in `_loaded`."""
+        """For each optimizer, this rank's own state from a snapshot of the same step as the state in `_loaded`."""
         self.on_resumed: list[Callable[[], None]] = []
         """Callbacks that run once when training continues from loaded state."""
         self._aside = False
@@ -78,7 +78,8 @@ class Checkpoints:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Context in which DADT itself reads or sets optimizer states, so that saving and loading do nothing here."""
+        """Context in which DADT itself reads or sets optimizer states: its own part of the state is neither saved nor
+        loaded."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -121,8 +122,8 @@ class Checkpoints:
         }
 
     def _state_of(self, a: Attachment) -> dict[str, Any] | None:
-        """Return the algorithm's state with the gradients in flight, or None if these were lost with a rank or by a
-        failure."""
+        """Return the algorithm's state with the gradients in flight, or None if the gradients were lost with a rank or
+        by a failure."""
         ranks = self._ranks
         while True:
             failed = ranks.engine.error is not None
@@ -137,7 +138,7 @@ class Checkpoints:
                         return None
                     try:
                         if not ranks.requests.interruption.apart:
-                            self._ranks.regroup(error)  # connects again if ranks were lost, else raises the error
+                            self._ranks.regroup(error)  # reconnects if ranks were lost, else raises the error
                             continue
                     except CommError:
                         if not failed:
@@ -180,8 +181,8 @@ class Checkpoints:
         self._loaded[optimizer] = part
 
     def keep_own(self, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
-        """Note this rank's own state from a snapshot (an Observation), to be used with the state passed to `keep`. All
-        ranks have such a state."""
+        """Note this rank's own state from a snapshot, to be loaded together with the state that all ranks share. Every
+        rank has its own part."""
         self._own[optimizer] = own
 
     def spread(self, a: Attachment) -> None:
@@ -189,8 +190,8 @@ class Checkpoints:
         the optimizer is attached."""
         mine = self._loaded.get(a.optimizer)
         seeded_anew = sorted(self.streams.seeded_anew) if self.streams is not None else []
-        # A value of this form on all ranks: under the null executor, which sends nothing, each rank gets its own value
-        # back.
+        # All ranks build a tuple: the null executor sends nothing and returns each rank's own value, which must have
+        # the same form.
         told = (mine if self._ranks.group.rank == 0 else None, seeded_anew)
         part, seeded_anew = self._ranks.collect(f"checkpoint{a.name}", told)[0]
         self._loaded.pop(a.optimizer, None)
@@ -252,8 +253,8 @@ class Checkpoints:
             self.streams.load_state(part["random"]["shared"], own, seeded_anew)
 
     def _join(self, a: Attachment, state: dict[str, Any]) -> None:
-        """Replace state of this rank alone by what all ranks have in common: buffers by their newest average, and the
-        prediction's expected gradients by the averages in flight."""
+        """Replace state that only this rank has by values that are equal on all ranks: buffers by their newest average,
+        and the prediction's expected gradients by the averages in flight."""
         buffers = self._optimizers.buffers
         flights = state.get("in_flight", ())
         if flights:

@@ -28,8 +28,8 @@ class CheckpointSignal:
         self._lock = threading.Lock()
 
     def begin(self, number: int, told: int) -> None:
-        """Called when this rank's training begins. told: number of signals that the script received before, outside
-        this object. Idempotent."""
+        """Called when this rank's training begins; does nothing if called again. told: number of checkpoint signals
+        that the script received before."""
         if self.number:
             return
         self.number = number
@@ -57,11 +57,12 @@ class CheckpointSignal:
             self._raise(self._agreed)
 
     def _late(self, count: int) -> None:
-        """Deliver the signal although ranks agreed on no step: none was taken in time, or this rank alone must save."""
+        """Deliver the signal without an agreement on a step: ranks took no step in time, or only this rank must
+        save."""
         self._raise(count)
 
     def _raise(self, count: int) -> None:
-        """Deliver the signal to the script for the count-th time, unless that has happened already."""
+        """Deliver the script's signal number `count`, unless it was delivered already."""
         with self._lock:
             due = count > self._raised
             self._raised = max(self._raised, count)
@@ -71,5 +72,5 @@ class CheckpointSignal:
     def _deliver(self) -> None:
         """Send the signal to this process if the script handles it; without a handler, it would end the process."""
         if signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
-            # unlike a direct call of the handler, it wakes the main thread from any wait
+            # A real signal wakes the main thread from any wait, which a direct call of the handler would not.
             os.kill(os.getpid(), self.number)

@@ -25,7 +25,7 @@ def take_first_ranks(ranks: Ranks, tensors: Sequence[torch.Tensor], name: str, t
                     tensor.copy_(value)
             then()
 
-    while not came:  # repeat, since another rank becomes the first if that one was lost
+    while not came:  # repeat if the first rank was lost, since another one replaces it
         mine = [t.cpu() for t in tensors] if ranks.group.rank == 0 else None
         ranks.wait(ranks.allgather(name, plain.encode(mine, name), take))
 

@@ -30,13 +30,14 @@ class Departure:
         """Whether all ranks have reached their end."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Meet the peers a last time, so that a rank that ends early is noticed, then stop the engine. Idempotent."""
+        """Meet the peers a last time, so that a rank that ends early is noticed, then stop the C++ engine.
+        Idempotent."""
         if self._ranks.closing:
             return
         self._ranks.closing = True
         try:
             self._leave(failed)
-        except CommError:  # a peer did not reach the end in time, but this rank has trained to the end
+        except CommError:  # a peer has not reached its end in time, but this rank has reached its own
             with suppress(DadtError):
                 self._tell_end()
             raise
@@ -68,7 +69,7 @@ class Departure:
                     timelines.merge_all(ranks)
             except CommError:
                 if not self._arrived or not ranks.survives:
-                    raise  # otherwise all ranks have trained to the end, and a rank lost now does not matter
+                    raise  # some ranks did not reach their end, or the job cannot survive a loss
             finally:
                 self._stop()
         elif not failed:
@@ -110,10 +111,10 @@ class Departure:
         return f"the end, after {steps} steps" if self._is_same else "the end"
 
     def _arrive(self) -> None:
-        """Meet all ranks at the end. Raises CommTimeout if some do not come; a rank that waits for an exchange with
-        this one reports that and fails.
+        """Meet all ranks at the end. Raises CommTimeout if some ranks do not come. A rank that waits for an exchange
+        with this rank reports the mismatch and fails.
 
-        Once all have come, exchanges still in flight complete, too, as the engine runs operations in order.
+        Once all ranks have come, exchanges still in flight complete, too, as the C++ engine runs operations in order.
         """
         ranks = self._ranks
         while ranks.control is not None and (ranks.survives or not ranks.mismatch_is_told):
@@ -128,12 +129,12 @@ class Departure:
                     raise
                 try:
                     self._ranks.regroup(error)
-                except StartTimeout as late:  # the lost rank has not come to reconnect, and may itself be at its end
+                except StartTimeout as late:  # the lost rank does not reconnect, and may have reached its own end
                     raise CommTimeout(str(late)) from late
 
     def _arrive_apart(self) -> None:
         """Compute the last averages, which each rank begins when it reaches its end. If ranks are lost meanwhile, all
-        remaining ranks average again, as nobody knows which ones have done so already."""
+        remaining ranks average again, as it is unknown which of them have finished."""
         with self._ranks.reconnection.within():
             while True:
                 try:

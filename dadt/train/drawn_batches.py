@@ -21,8 +21,8 @@ class DrawnBatches:
     def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments, replay: ReplayState) -> None:
         self._ranks, self._optimizers, self._attachments, self._replay = ranks, optimizers, attachments, replay
         self._kept: weakref.WeakKeyDictionary[torch.optim.Optimizer, BatchWeight] = weakref.WeakKeyDictionary()
-        """Batch weights of optimizers that are released or replayed, as batches of the coming step may already be
-        drawn."""
+        """Batch weights of optimizers that have no attachment (released, or in a replay): the script may already have
+        drawn batches for their next step."""
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {ranks.world.world_size} is left out"
         """Returns a text that says what happens to the data of a given number of lost workers."""
 

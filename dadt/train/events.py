@@ -1,5 +1,5 @@
-"""Lists of callbacks for events in the training of this rank; those of one event are called in the order in which they
-were added."""
+"""Lists of callbacks for events in the training of this rank. Callbacks of one event are called in the order in which
+they were added."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class Events:
     on_end: Callbacks = field(default_factory=list)
     """Called at the end of the script, in the same order on all ranks, whether or not its optimizers still exist."""
     on_stop: Callbacks = field(default_factory=list)
-    """Called last, also after a failure. Messages under way have failed by then. Callbacks must end all threads that
-    use torch, as the interpreter aborts the process if it exits before them."""
+    """Called at the very end, also after a failure; all messages under way have failed before. Callbacks must end all
+    threads that use torch, as the interpreter aborts the process if it exits before these threads end."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 IGNORE, SKIP, STOP = "ignore", "skip", "stop"
 TOLD = 5
-"""Number of first cases that are reported one by one; later only the 8th, the 16th and so on are."""
+"""Number of steps with NaN or infinite gradients that are each reported; later only the 8th, the 16th and so on are."""
 
 
 class Finite:
@@ -68,10 +68,10 @@ class Finite:
 def _first(parameters: Sequence[torch.Tensor]) -> int:
     gradients = [(i, _values(p.grad)) for i, p in enumerate(parameters, 1) if p.grad is not None]
     norms = torch._foreach_norm([g for _, g in gradients]) if gradients else ()
-    devices = {norm.device for norm in norms}  # so that the host waits once per device
+    devices = {norm.device for norm in norms}  # the host waits once per device, not once per norm
     if all(bool(torch.isfinite(torch.stack([n for n in norms if n.device == each])).all()) for each in devices):
         return 0
-    # In half precision a norm may overflow to infinity although all values are finite.
+    # In half precision a norm may overflow to infinity although all values are finite, so check each gradient.
     return next((i for i, g in gradients if not bool(torch.isfinite(g).all())), 0)
 
 

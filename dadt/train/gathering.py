@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 KEPT = 16
-"""Number of newest gatherings that a rank keeps, because another rank may still wait for one of them."""
+"""Number of newest allgathers whose results a rank stores, because another rank may still wait for one of them."""
 
 
 class Gathering:
@@ -30,7 +30,7 @@ class Gathering:
         self._data = data
         self._then = then
         self._work: Work | None = None
-        """The engine's operation; None if the connection was lost before it was launched."""
+        """The C++ engine's operation; None if the connection was lost before the allgather was launched."""
         self._lanes: Sequence[bytes] | None = None
 
     def launch(self, engine: Engine) -> None:
@@ -76,13 +76,13 @@ class Gatherings:
 
     def __init__(self) -> None:
         self.newest: list[Gathering] = []
-        """The most recent gatherings, in order; some may be incomplete. Empty if the loss of a rank ends the training.
+        """The most recent allgathers, in order; some may be incomplete. Empty if the loss of a rank ends the training.
         """
         self.count = 0
-        """Number of gatherings that this rank has begun."""
+        """Number of allgathers that this rank has begun."""
 
     def begin(self, name: str, data: bytes, then: Callable[[Sequence[bytes]], None], *, kept: bool) -> Gathering:
-        """Create the next gathering. kept: whether to remember it for ranks that need its values after a loss."""
+        """Create the next allgather. kept: whether to store it for ranks that need its values after a loss."""
         gathering = Gathering(name, data, self.count, then)
         self.count += 1
         if kept:
@@ -90,7 +90,7 @@ class Gatherings:
         return gathering
 
     def undo(self, since: float) -> None:
-        """Forget incomplete gatherings that were begun after the time `since` (perf_counter), so that they can begin
+        """Forget incomplete allgathers that were begun after the time `since` (perf_counter), so that they can begin
         again."""
         redone = [g for g in self.newest if not g.complete and g.began > since]
         self.newest = [g for g in self.newest if g not in redone]

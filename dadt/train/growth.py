@@ -30,12 +30,13 @@ class Growth:
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Called when `.grad` has this step's averages: growth counts from this point on."""
+        """Called when `.grad` contains this step's averages: from this moment on, a backward that adds to any of them
+        is noticed."""
         self.seen = False
         self._averages = list(zip(parameters, map(_gradient, parameters), strict=True))
 
     def forget(self) -> None:
-        """Called when the step is over: drop the references to its averages."""
+        """Called when the step is over: drop the references to the step's averaged gradients."""
         self._averages = []
 
     @property
@@ -55,8 +56,8 @@ class Growth:
 
         for p in parameters:
             if p not in self._hooked and p.is_leaf:
-                # restored below: a hook can only be registered while the parameter requires gradients, but it may be
-                # frozen now
+                # A hook can only be registered while the parameter requires gradients. It may be frozen, so its old
+                # setting is restored below.
                 wanted = p.requires_grad
                 hook = p.requires_grad_().register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
                 p.requires_grad_(wanted)

@@ -16,15 +16,15 @@ rank alone."""
 
 
 class Interruption(CheckpointSignal):
-    """Raises KeyboardInterrupt after the same step on all ranks. A script that catches it can save then: no exchange is
-    in flight that some ranks have not launched, so no rank waits for one that has left."""
+    """Raises KeyboardInterrupt after the same step on all ranks. A script that catches KeyboardInterrupt can save a
+    checkpoint: all ranks have launched every exchange in flight, so no rank waits for a rank that has left."""
 
     def __init__(self) -> None:
         super().__init__()
         self.number = signal.SIGINT
         self.apart = False
-        """Whether this rank was interrupted without the others: they may be in another step, so exchanges that they
-        began together may never complete."""
+        """Whether Ctrl-C has interrupted only this rank: other ranks may be in another step, so exchanges in flight may
+        never complete."""
         self.abort: Callable[[], None] = lambda: None
         """Callback that makes this rank's pending operations fail; any thread may call it."""
         self._patience = 0.0

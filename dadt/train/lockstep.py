@@ -1,4 +1,5 @@
-"""How far one optimizer is relative to its peers: joins it to them, and averages each step, again if ranks are lost."""
+"""Keeps one optimizer in step with its peers on other ranks: copies the first rank's state at the start, and averages
+each step, again if ranks are lost."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from dadt.train.ranks import Ranks
 
 
 class Lockstep:
-    """State of one optimizer relative to its peers: whether it has joined them, and how many of its steps are
-    averaged."""
+    """State of one optimizer relative to its peers: whether it has the first rank's state, and how many of its steps
+    are averaged."""
 
     def __init__(self, attachment: Attached, ranks: Ranks) -> None:
         self._attachment = attachment
         self._ranks = ranks
         self.averaged = -1
-        """Number of steps whose gradients have been averaged; -1 before the optimizer has joined its peers."""
+        """Number of steps whose gradients have been averaged; -1 before the optimizer has the first rank's state."""
         self._averaging = False
         self._undone = False
         """Whether the current step was undone because ranks were lost: it begins again, even if more ranks are lost."""
@@ -31,7 +32,7 @@ class Lockstep:
                     take()
                     self.averaged = 0
                 except CommError as error:
-                    self._ranks.regroup(error)  # also sets `averaged` if the other ranks have joined already
+                    self._ranks.regroup(error)  # `regroup` also updates `averaged` if other ranks are further
 
     def average(self) -> None:
         """Average one step's gradients over the ranks, again if ranks are lost. Raises CommError."""
@@ -46,7 +47,7 @@ class Lockstep:
                     self._attachment.algorithm.before_step()
                     self.averaged += 1
                 except CommError as error:
-                    self._ranks.regroup(error)  # also sets `averaged` if other ranks have these averages already
+                    self._ranks.regroup(error)  # `regroup` also updates `averaged` if other ranks are further
         self._averaging = False
 
     @property
@@ -61,7 +62,7 @@ class Lockstep:
         if self.averaged < 0:
             self.averaged = averaged
             return None
-        if self._averaging:  # otherwise this rank has not yet reached the step in which the others are
+        if self._averaging:  # a rank that averages no step is not yet in the other ranks' current step
             self.averaged = averaged
         self._undone = True
         self._attachment.forget_launched(None if behind else algorithm.launched)

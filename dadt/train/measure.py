@@ -37,8 +37,8 @@ class Measure:
         self.differed = 0
         """Number of times that this rank's replica was found to differ from the other ranks'."""
         self.why = ""
-        """Reason, in a few words, why steps that could be late are synchronous now; empty if they are late, or if the
-        algorithm is synchronous anyway."""
+        """Reason, in a few words, why steps that could use late gradients do not use them any more; empty if they use
+        them, or if the algorithm is synchronous."""
         self.began = 0.0
         """Time of the end of the first step (perf_counter); waits before it belong to start-up, not to training."""
         self._step_ended = 0.0
@@ -47,8 +47,7 @@ class Measure:
         self._compute: deque[float] = deque(maxlen=_WINDOW)
         self._alone: deque[float] = deque(maxlen=_WINDOW)
         self._added: deque[float] = deque(maxlen=_WINDOW)
-        """Seconds of each recent step spent in DADT's hooks, including waits; `_alone` has the seconds outside of them.
-        """
+        """Seconds that each recent step spent in DADT's hooks, including waits."""
         self._hooked = 0.0
         self._exchange: deque[float] = deque(maxlen=_WINDOW)
         self.last = 0.0
@@ -123,7 +122,8 @@ class Measure:
 
 
 SMALL = 0.67
-"""Ratio of exchange time to compute time below which `sync` hides most of the exchange behind its backward."""
+"""Ratio of exchange time to compute time below which algorithm `sync` hides most of the exchange behind the backward
+pass."""
 LARGE = 2.0
 """Ratio of exchange time to compute time above which an exchange limits the speed even if it overlaps with a whole
 step."""

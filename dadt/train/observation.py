@@ -15,8 +15,10 @@ from dadt.train.restored import numbers_of
 
 
 class Observation:
-    """State of one optimizer's training on this rank. Created after a step; complete once the next step begins, which
-    needs the exchange in flight anyway. Refers to the rank's own tensors: copy them before they change."""
+    """State of one optimizer's training on this rank, for a snapshot. Created after a step, and complete when the next
+    step begins, as that step waits for the exchange in flight anyway. Refers to the rank's own tensors: copy them
+    before they change.
+    """
 
     def __init__(self, attachment: Attachment) -> None:
         a = self.attachment = attachment
@@ -58,7 +60,7 @@ class Observation:
 
 
 def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Continue bit for bit from an observed state. own: the part of this rank alone. prediction, state: the parts that
+    """Continue bit for bit from a snapshot. own: the part that only this rank has. prediction, state: the parts that
     all ranks have in common."""
     state = dict(state)
     if state.get("in_flight"):

@@ -14,7 +14,8 @@ from dadt.train.trained import listed
 
 class OneBatch:
     """Recognizes optimizers of tensors that are created for one batch, with the same result on all ranks. For the first
-    optimizer of a kind, ranks exchange their findings, as their batches, and so the sizes of their tensors, may differ.
+    optimizer of a kind, ranks exchange what each has found, because the sizes of their tensors may differ like the
+    sizes of their batches.
     """
 
     def __init__(self) -> None:

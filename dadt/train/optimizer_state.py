@@ -22,7 +22,7 @@ DEPTH = 8
 _GROUPS = "param_groups"
 _NUMBERS = (bool, int, float)
 _NOT_REMEMBERED = ("params", "defaults")
-"""Attributes to skip, as they are compared and sent by other code."""
+"""Attributes that are left out of an optimizer's state, as other code compares and sends them."""
 
 
 class StatePlace(NamedTuple):
@@ -51,8 +51,8 @@ def encode(optimizer: Optimizer, *, without: Collection[str] = ()) -> bytes:
 
 
 def load(optimizer: Optimizer, data: bytes, *, without: Collection[str] = ()) -> None:
-    """Replace the optimizer's state by another rank's. data: result of `encode`. without: paths of numbers that stay
-    unchanged. Raises DadtError."""
+    """Replace the optimizer's state by another rank's. data: the other rank's encoded state. without: paths of numbers
+    that stay unchanged. Raises DadtError."""
     restore(optimizer, plain.decode(data) if data else {}, without=without)
 
 
@@ -69,15 +69,15 @@ def remembered(optimizer: Optimizer, *, without: Collection[str] = (), depth: in
 def restore(
     optimizer: Optimizer, content: Mapping[str, Any], *, without: Collection[str] = (), depth: int = DEPTH
 ) -> None:
-    """Replace the optimizer's state by a result of `remembered`. Raises Mismatch if this optimizer lacks a place for a
-    tensor."""
+    """Replace the optimizer's state by `content`, which `remembered` has returned for another optimizer. Raises
+    Mismatch if this optimizer lacks a place for a tensor."""
     state = content.get("state_dict")
     if state is not None:
         _load(optimizer, state)
     elif not _overrides(optimizer, "state_dict"):
         getattr(optimizer, "state", {}).clear()
     for path, each in _wrapped(optimizer, depth):
-        # Wrapped optimizers without known state keep the values that their owner has set.
+        # A wrapped optimizer for which `content` has no state keeps the values that its wrapper has set.
         if path in content.get("wrapped", {}):
             restore(each, content["wrapped"][path], depth=depth - 1)
     theirs = content.get("places", {})
@@ -166,7 +166,8 @@ def _within(owner: Any, path: str, numbered: Mapping[int, int], seen: set[int], 
 
 
 def _members(owner: Any, numbered: Mapping[int, int]) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
-    """Yield the name and value of each member, and a function that stores another value in its place."""
+    """Yield attributes or items of `owner`: for each its name, its value, and a function that stores another value in
+    its place."""
     if isinstance(owner, Optimizer):
         for name, value in list(vars(owner).items()):
             if name not in _NOT_REMEMBERED and not name.startswith(("_optimizer_", "_zero_grad", "_opt_called")):

@@ -78,7 +78,7 @@ class Optimizers:
 
     @property
     def trains_one(self) -> bool:
-        """Whether exactly one optimizer trains. Cheap, as each gradient asks for it."""
+        """Whether exactly one optimizer trains. Must be cheap, as it is read for each gradient."""
         return len(self._registered) == 1 or len(self) == 1
 
     def root_modules(self, optimizer: torch.optim.Optimizer) -> list[nn.Module]:

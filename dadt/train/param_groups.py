@@ -15,7 +15,7 @@ def group_values(optimizer: torch.optim.Optimizer, *, wait: bool = False) -> lis
     """Return each param_group's plain values (learning rate, momentum, betas, ...), with one-element tensors as
     numbers.
 
-    wait: include values of tensors on a GPU, which the host has to wait for; otherwise these are left out.
+    wait: whether to include values of tensors on a GPU, for which the host has to wait.
     """
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return [plain_values(group, wait=wait) for group in groups]
@@ -50,7 +50,7 @@ def _plain(value: Any, wait: bool) -> Any:
         return _OTHER if _OTHER in plain else tuple(plain) if isinstance(value, tuple) else plain
     if isinstance(value, np.generic):
         return value.item()
-    # exact types only, so that an Enum derived from str is not plain
+    # Only exact types count as plain values, so that an Enum derived from str does not.
     return value if type(value) in (type(None), bool, int, float, str) else _OTHER
 
 

@@ -13,8 +13,8 @@ class PredictionScope:
     """Counts the forwards and backwards under way on the training thread; calls on other threads have no effect."""
 
     def __init__(self, predictions: Callable[[], Sequence[Prediction]], on_training_thread: Callable[[], bool]) -> None:
-        """predictions: returns those of all training optimizers. on_training_thread: returns whether the caller runs on
-        the training thread."""
+        """predictions: returns the predictions of all training optimizers. on_training_thread: returns whether the
+        caller runs on the training thread."""
         self._predictions = predictions
         self._on_training_thread = on_training_thread
         self._passes = 0
@@ -44,8 +44,8 @@ class PredictionScope:
 
     @contextmanager
     def training_pass(self) -> Iterator[None]:
-        """Context of a training forward or a backward: the weights shown stay the same, even if an optimizer steps
-        meanwhile."""
+        """Context of a training forward or a backward. The parameters show the same weights until its end, even if an
+        optimizer steps meanwhile."""
         here = self._on_training_thread()
         self._passes += here
         try:

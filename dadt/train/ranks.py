@@ -80,19 +80,20 @@ class Ranks:
         self.mail: PointToPoint = NoPointToPoint()
         """Sends and receives messages between pairs of ranks."""
         self.background: Background
-        """Thread for computations between two operations of the engine."""
-        self.device: Device | None = None  # averages tensors in GPU memory, if it can
+        """Thread for computations between two operations of the C++ engine."""
+        self.device: Device | None = None  # averages tensors in GPU memory; None if host memory is used
         self.parted = False
         """Whether ranks have taken steps with gradients that were not averaged."""
         self.flights = Flights()
         self.gatherings = Gatherings()
         self.transaction: float | None = None
-        """Time (perf_counter) at which a block began that is repeated as a whole if ranks are lost; None outside of
-        one."""
+        """Time (perf_counter) at which the current block began, if it is one that is repeated as a whole when ranks are
+        lost; else None."""
         self.closing = False
-        """Whether this rank has begun to end its training, as the other ranks then do, too."""
+        """Whether this rank has begun to end its training; all other ranks are expected to end, too."""
         self.connect_anew: Callable[[CommError], None] = _give_up
-        """Called with an error: connects with the remaining ranks, or raises the error if no loss explains it."""
+        """Callback that connects with the remaining ranks after an error, or raises the error if no loss of ranks
+        explains it."""
         most = config.timeout + config.start_timeout
         self.reconnection = Reconnection(self.deaths, lambda error: self.connect_anew(error), most)
         self._stood_for = snapshots.shares(Path(config.resume)) if config.resume else 1
@@ -270,13 +271,14 @@ class Ranks:
         self._by_host(sent, lambda layout, at, i: engine.broadcast(layout, at, root, f"{name} {i}"))
 
     def average(self, tensors: Sequence[torch.Tensor], name: str, weight: float = 1.0) -> None:
-        """Overwrite the tensors with their means over ranks. weight: 0 on a rank whose values do not count; even those
-        must be finite numbers."""
+        """Overwrite the tensors with their means over ranks. weight: weight of this rank's values in the mean; 0 if
+        they do not count, but even then the values must be finite."""
         sent = [t for t in tensors if t.numel()]
         self._by_host(sent, lambda layout, at, i: self.engine.allreduce(layout, at, at, f"{name} {i}", weight))
 
     def _by_host(self, tensors: Sequence[torch.Tensor], launch: Callable[[Layout, list[int], int], Work]) -> None:
-        """Exchange the tensors in host memory, by way of contiguous copies for those that are elsewhere."""
+        """Exchange the tensors in host memory. Tensors that are elsewhere, such as on a GPU, are exchanged by
+        contiguous copies."""
         staged = [(t.data, t.data.to("cpu").contiguous()) for t in tensors]
         works: list[Work] = []
         for i, bucket in enumerate(split([host for _, host in staged], 2**30)):
@@ -294,8 +296,8 @@ class Ranks:
         self.flights.keep(exchange, self.step)
 
     def tell_waiting(self, what: str, waited: float) -> None:
-        """Report a wait outside the engine: this rank has waited `waited` seconds for other ranks while it did `what`.
-        All ranks count it as waiting, and the user is warned if it takes long."""
+        """Report that this rank has waited `waited` seconds for other ranks while it did `what`, for a wait outside the
+        C++ engine. The user is warned if the wait takes long."""
         self._stall.tell(what, waited, starts=self.step == 0 and self.generation == 0)
 
     def wait(self, work: Work | Averaging | Gathering) -> None:
@@ -307,7 +309,7 @@ class Ranks:
             except CommError as error:
                 if not isinstance(work, Gathering) or self.transaction is not None or self.closing:
                     raise
-                self.regroup(error)  # either another rank passes the result on, or the gathering is launched again
+                self.regroup(error)  # after regrouping, another rank sends the result, or the gathering begins again
 
     def _await(self, work: Work | Averaging | Gathering) -> None:
         begun = perf_counter()
@@ -322,7 +324,7 @@ class Ranks:
                 self._name_members(error)
                 if not isinstance(error, CommTimeout) or self._has_failed:
                     self._stall.overdue(work, perf_counter() - begun, error)
-                    if not self.survives:  # if ranks may be lost, Recovery names the ended rank
+                    if not self.survives:  # in jobs that survive a loss, Recovery names the ended rank
                         self.deaths.name(error)
                     raise
                 self._look(work, perf_counter() - begun, error)
@@ -345,8 +347,8 @@ class Ranks:
                 self.tell_waiting(what, waited)
 
     def _name_members(self, error: CommError) -> None:
-        """Raises a Mismatch again with rank numbers of the whole job in place of indices in the group; quoted names of
-        operations stay."""
+        """Raises a Mismatch again with a message that names ranks by their numbers in the whole job, not by their
+        indices in the group. Quoted names of operations stay unchanged."""
         if isinstance(error, Mismatch) and self.group is not self.world:
             text = _NAMED.sub(lambda found: f"rank {self.members[int(found[2])]}" if found[2] else found[1], str(error))
             raise Mismatch(text) from error

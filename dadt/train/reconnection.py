@@ -18,12 +18,13 @@ class Reconnection:
     """Reconnects one rank in the background. `begin` runs on the thread that learns of lost ranks, all other methods on
     the training thread.
 
-    Operations that the training thread runs together with all ranks (joining them, the last average) fail meanwhile;
-    the thread begins them again inside the same `within` block.
+    Operations that the training thread runs together with all ranks (such as the last average) fail meanwhile; the
+    training thread begins them again inside the same `within` block.
     """
 
     def __init__(self, deaths: Deaths, connect_anew: Callable[[CommError], None], most: float) -> None:
-        """connect_anew: connects with the remaining ranks, or raises the error. most: seconds this may take."""
+        """connect_anew: connects with the remaining ranks, or raises the error. most: maximum seconds that connecting
+        may take."""
         self._deaths = deaths
         self._connect_anew = connect_anew
         self._most = most
@@ -36,7 +37,7 @@ class Reconnection:
         self._count = 0
         """Number of times that this rank has reconnected."""
         self._within: int | None = None
-        """`_count` at the time when the training thread entered `within`, or None outside of it."""
+        """Value of `_count` when the training thread entered the context `within`, or None outside of this context."""
         self.pause = Pause()
 
     def begin(self, failure: CommError | None = None) -> None:
@@ -56,7 +57,7 @@ class Reconnection:
                 self._connect_anew(error)
             except Exception as found:  # noqa: BLE001 (raised on the training thread)
                 self._error = found
-            with self._changed:  # one lock, so that a thread that sees `_thread` gone also sees the new count
+            with self._changed:  # both change under one lock, so that no thread sees `_thread` gone and an old `_count`
                 self._count += self._error is None
                 done = self._error is not None or not self._deaths.outdated
                 if done:
@@ -84,8 +85,8 @@ class Reconnection:
             self._within = outer
 
     def wait(self, error: CommError) -> None:
-        """Called when an operation with all ranks has failed: wait until it can begin again. Raises the error if it
-        cannot."""
+        """Called when an operation with all ranks has failed: wait until the operation can begin again. Raises the
+        error if it cannot begin again."""
         before = self._within
         if self._count == before:
             self.begin(error)

@@ -31,8 +31,8 @@ REGROUP_SECONDS = 10.0
 
 
 class Recovery:
-    """Keeps `Ranks.connection` a connection with all ranks that train. In algorithms whose ranks do not wait for each
-    other, the thread of `Reconnection` calls it."""
+    """Connects this rank with all ranks that train, again after each loss of ranks. In algorithms whose ranks do not
+    wait for each other, reconnecting runs on the thread of `Reconnection`."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class Recovery:
         ranks.say(f"{size} of {whole} workers train on from step {ranks.step}, {seconds:.2f} s later{missing}")
 
     def _release(self, parts: Mapping[torch.optim.Optimizer, dict[str, Any]]) -> None:
-        """Detach all optimizers, so that the next forward attaches them again as in a job that resumes from a
-        checkpoint. parts: DADT's part of each optimizer's state, as Checkpoints saves it."""
+        """Detach all optimizers, so that the next forward attaches them again, like in a job that resumes from a
+        checkpoint. parts: DADT's part of each optimizer's state, in the form of a checkpoint."""
         for attachment in self._attachments:
             attachment.prediction.undo()
             self._batches.keep(attachment)
@@ -138,7 +138,7 @@ class Recovery:
             self._ask_to_reconnect(error)
         self._await_news(seconds or REGROUP_SECONDS)
         generation = deaths.enter(error, 0.0)
-        while ranks.world.joins and rank not in generation.members:  # a new worker receives older generations, too
+        while ranks.world.joins and rank not in generation.members:  # older groups do not include the new worker yet
             generation = deaths.enter(error, REGROUP_SECONDS)
         if rank not in generation.members:
             raise PeerLost(f"the others train on without this rank: {generation.text}") from error
@@ -154,8 +154,8 @@ class Recovery:
             self._ranks.tell_waiting("connecting anew", waited)
 
     def _may_have_passed(self, error: Exception) -> bool:
-        """Whether the error may come from a failed connection, which connecting again can repair. False if a rank did
-        not come to the start, as it is not waited for twice."""
+        """Whether the error may come from a failed connection, which connecting again can repair. False if a rank was
+        missing at the start of the job, since a second wait is not worthwhile."""
         ranks = self._ranks
         ours = isinstance(error, DadtError) and not isinstance(error, CommError | StartTimeout | Unproved)
         wanted = isinstance(error, CommTimeout) and ranks.config.on_stall == "abort"
@@ -163,9 +163,10 @@ class Recovery:
         return not (ours or wanted or starts)
 
     def _ask_to_reconnect(self, error: Exception) -> None:
-        """Ask the agent whether all ranks reconnect, and wait for its answer. Raises the error if they do not."""
+        """Ask the agent whether all ranks reconnect, and wait for its answer. Raises the error if ranks do not
+        reconnect."""
         ranks = self._ranks
-        assert ranks.control is not None  # ranks that survive losses have an agent, which reports them
+        assert ranks.control is not None  # jobs that survive losses of ranks have an agent on each host
         most = ranks.config.timeout + REGROUP_SECONDS
         anew, text = ranks.control.reconnect(str(error), most, ranks.generation)
         if text:

@@ -35,13 +35,15 @@ class Position:
     """How far one rank has trained, as it reports to all others after ranks were lost."""
 
     averaged: Sequence[int]
-    """For each attachment, the number of steps whose gradients are averaged; -1 if it has not joined yet."""
+    """For each managed optimizer, the number of steps whose gradients are averaged; -1 if it does not have the first
+    rank's state yet."""
     consumed: Sequence[bool]
-    """For each attachment, whether gradients are averaged but the optimizer has not stepped yet."""
+    """For each managed optimizer, whether gradients are averaged but the optimizer has not stepped yet."""
     rounds: Sequence[dict[str, list[int]]]
-    """For each attachment, how far the rank is in exchanges that belong to no step (the result of Algorithm.rounds)."""
+    """For each managed optimizer, how far the rank is in exchanges that belong to no step, such as the weight averages
+    of algorithm `local`."""
     gathered: int
-    """Number of gatherings before the first one that is incomplete on this rank."""
+    """Number of small allgathers that are complete on this rank, counted up to the first incomplete one."""
     repeatable: bool
     """Whether all exchanges under way can be launched again."""
     stuck: str
@@ -54,7 +56,7 @@ def regroup(
     ranks: Ranks, attachments: Attachments, replicas: Replicas, verification: Verification, *, equal: bool
 ) -> None:
     """Continue training with the ranks that are connected now. equal: whether all ranks have equal weights, or equal
-    anchors, after each exchange. Raises Mismatch if training cannot continue."""
+    anchors (last averaged weights), after each exchange. Raises Mismatch if training cannot continue."""
     for a in attachments:
         a.prediction.undo()
     mine = json.dumps(asdict(_mine(ranks, attachments))).encode()
@@ -136,8 +138,8 @@ def _stuck(ranks: Ranks, attachments: Attachments) -> str:
 
 
 def _settle(ranks: Ranks, told: Sequence[Position]) -> list[Gathering | Relaunched]:
-    """Complete gatherings that some ranks have completed, by passing their results on. Returns the gatherings to launch
-    again."""
+    """Complete allgathers that some ranks have completed, by sending their results to the other ranks. Returns the
+    operations to launch again."""
     most = max(p.gathered for p in told)
     least = min((p.gathered for p in told if not p.joins), default=most)
     if told[ranks.group.rank].joins:

@@ -66,7 +66,7 @@ class Replicas:
         counts = [each[3].items() for each in theirs]
         self._own_numbers[optimizer] = {name for each in counts for name, _ in each ^ counts[0]}
         if weights:
-            # How far this rank's weights moved does not predict rank 0's weights.
+            # The way that this rank's old weights moved does not predict rank 0's weights.
             attachment.prediction.forget()
             for tensors, what in self._parts(attachment):
                 self._ranks.broadcast(tensors, f"{what}{attachment.name}")
@@ -169,7 +169,8 @@ class Replicas:
         common = common or {}
         for other in self._attachments:  # root modules may contain other optimizers' parameters, too
             other.prediction.suspend()
-        # Also parameters that the optimizer does not train, such as a frozen part of the model.
+        # The root modules also contain parameters that the optimizer does not train, such as a frozen part of the
+        # model.
         roots = self._optimizers.root_modules(attachment.optimizer)
         parameters = [p for g in attachment.optimizer.param_groups for p in g["params"]]
         every = dict.fromkeys([*parameters, *(p for m in roots for p in m.parameters())])

@@ -43,7 +43,7 @@ class RestoredExchange:
     """Replaces, in a resumed training, an Exchange whose averages are stored in the checkpoint."""
 
     def __init__(self, attachment: Trained, state: dict[str, Any]) -> None:
-        """state: result of `flight`, from the checkpoint."""
+        """state: the averages of one exchange, as stored in a checkpoint."""
         parameters = list(numbers_of(attachment.optimizer))
         self.frozen = frozenset(id(parameters[i]) for i in state.get("frozen", ()))
         gradients = [(parameters[i], g) for i, g in state["gradients"].items()]
@@ -75,14 +75,14 @@ class RestoredExchange:
         return self.wait()
 
     def go_on(self) -> None:
-        """Does nothing, since an exchange in a checkpoint has no second half to launch."""
+        """Does nothing: an exchange from a checkpoint has no allreduce left to launch."""
 
     def wait(self) -> list[StepMetadata]:
         crc, value = self.schema.crc, self.value
         return [StepMetadata(crc, 0, 0, 0, 0, False, 1.0, value, n, loss=self._loss) for n in self._not_finite]
 
     def learned(self) -> dict[int, Any]:
-        """Return what the compression will learn in `receive`, by the bucket's index."""
+        """Return the compression's pending state updates, by the bucket's index."""
         return dict(self._learned)
 
     def norm(self) -> torch.Tensor:
@@ -100,7 +100,8 @@ class RestoredExchange:
 
 
 def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[str, Any]:
-    """Return the averages of an exchange in flight, which all ranks have launched. Waits for them; raises CommError."""
+    """Return the averages of an exchange in flight, for a checkpoint. All ranks must have launched the exchange. Waits
+    for the averages; raises CommError."""
     lanes = exchange.wait()
     indices = numbers_of(attachment.optimizer)
     places = {place: i for i, place in enumerate(places_of(attachment))}
@@ -117,8 +118,8 @@ def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[s
 
 
 def flights(attachment: Trained, exchange: Exchange | RestoredExchange | None) -> list[dict[str, Any]]:
-    """Return the result of `flight` as a list for a checkpoint; empty if no exchange is in flight, or if its second
-    half must still be launched by all ranks together."""
+    """Return the averages of the exchange in flight as a list for a checkpoint. The list is empty if no exchange is in
+    flight, or if all ranks must still launch the second allreduce of low-rank buckets."""
     if exchange is not None and exchange.halfway:
         attachment.ranks.say(
             "a checkpoint leaves out the gradient in flight: on a GPU --compression powersgd ends it in a step"
@@ -133,7 +134,8 @@ def by_index(value: Any, indices: dict[torch.Tensor, int]) -> Any:
 
 
 def by_parameter(value: Any, parameters: Sequence[torch.Tensor]) -> Any:
-    """Inverse of `by_index`: return tensors by their parameters."""
+    """Replace parameters' indices, the keys of nested dicts of tensors, by the parameters themselves. Inverse of
+    `by_index`."""
     if not isinstance(value, dict):
         return value
     return {parameters[i]: t for i, t in value.items() if i < len(parameters)}

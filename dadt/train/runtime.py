@@ -127,8 +127,8 @@ class Runtime:
     def claim(self) -> None:
         """Claim this rank for the whole job, and attach every optimizer registered so far.
 
-        Waits for the peers the first time, and whenever there are new optimizers. A second process that claims this
-        rank gets a DadtError.
+        Waits for the peers the first time, and whenever there are new optimizers. Raises DadtError if another process
+        has claimed this rank.
         """
         if self.replay.under_way:
             return
@@ -160,13 +160,13 @@ class Runtime:
             ranks.requests.checkpoint_signal.begin(*ranks.control.claim())
             self.reports.listen()
         timeline = ranks.timeline
-        if config.timeline and timeline is None:  # otherwise `dadt.init` has started the timeline
+        if config.timeline and timeline is None:  # `dadt.init` may have started a timeline already
             timeline = Timeline(config.timeline, ranks.world)
         if not ranks.alone:
             if ranks.world.joins:
                 self.recovery.enter(StartTimeout("the launcher did not let this rank into the job"))
             self.recovery.connect()
-            if ranks.generation:  # other ranks have trained already, so all compare how far they are
+            if ranks.generation:  # other ranks have trained already, so compare how far each rank is
                 self.recovery.regroup()
         if timeline is not None:
             timelines.record(ranks, timeline)
@@ -212,8 +212,8 @@ class Runtime:
         attachment.start(partial(self._join, attachment))
 
     def _join(self, attachment: Attachment) -> None:
-        """Load the state with which the optimizer starts: rank 0's, including what it has loaded, or in a running job
-        that of a rank that trains."""
+        """Load the state with which the optimizer starts: rank 0's, including state that rank 0 has loaded from a
+        checkpoint, or in a running job the state of a rank that trains."""
         if attachment.index < len(self.replicas.given):
             self.replicas.take_given(attachment)
             return
@@ -222,7 +222,7 @@ class Runtime:
         self.checkpoints.spread(attachment)
 
     def attachment(self, optimizer: torch.optim.Optimizer) -> Attachment | None:
-        """Return the optimizer's attachment, created now if necessary; None if DADT leaves the optimizer alone."""
+        """Return the optimizer's attachment, which is created if necessary; None if DADT leaves the optimizer alone."""
         if not self.optimizers.knows(optimizer):
             self.optimizers.register(optimizer)
         if self.script.explicit and optimizer in self.optimizers.left_alone:
@@ -258,6 +258,6 @@ class Runtime:
         ranks.requests.stepped()
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait for all ranks at the end, so that a rank that ends early is noticed, and stop the engine. Does nothing
-        if called again."""
+        """Wait for all ranks at the end, so that a rank that ends early is noticed, and stop the C++ engine. Does
+        nothing if called again."""
         self.departure.close(failed=failed)

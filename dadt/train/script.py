@@ -32,14 +32,15 @@ class Script:
     def is_distributed(self) -> bool:
         """Whether the script has distributed code of its own: it calls `dadt.init`, or has a process group and knows
         its rank. The script then divides its data and saves files itself."""
-        # Remembered after the script has destroyed its process group, as it still saves by rank then.
+        # The flag stays set after the script has destroyed its process group, as the script still saves by rank
+        # afterwards.
         self._distributed |= torch.distributed.is_available() and torch.distributed.is_initialized()
         return self.explicit or (self._distributed and self.knows_rank)
 
     @property
     def on_training_thread(self) -> bool:
-        """Whether optimizers were built or used on the current thread: its operations come in the same order on all
-        ranks. Those of other threads, such as one that reads batches ahead, do not."""
+        """Whether optimizers were built or used on the current thread. Operations of such a thread come in the same
+        order on all ranks, unlike those of other threads, such as one that reads batches ahead."""
         return threading.current_thread() in self._training_threads
 
     def trains_here(self) -> None:

@@ -53,8 +53,8 @@ class Stall:
         peers = self._peers()
         who = _standing(peers)
         ended = [p for p in peers if str(p["said"]).startswith("has ended")]
-        # A peer that ended after more steps than `steps_before` has launched this work before, so its bytes still
-        # arrive.
+        # A peer that ended after more than `steps_before` steps launched this operation before its end, so its data
+        # still arrives.
         if steps_before is not None and any(p["step"] <= steps_before for p in ended):
             raise Mismatch(f"rank {rank} is in {work.name}, {who}: the ranks do not run the same steps")
         if waited > config.timeout:
@@ -64,9 +64,9 @@ class Stall:
             self._tell(f"rank {rank} waits in {work.name}{parameters}: {who}", timeout)
 
     def tell(self, what: str, waited: float, starts: bool = False) -> None:
-        """Report a wait outside the engine: this rank has waited `waited` seconds for its peers while it did `what`.
-        starts: whether it connects for the first time. The warning has the same text on all ranks, so that the user
-        sees it once.
+        """Report a wait outside the C++ engine: this rank has waited `waited` seconds for its peers while it did
+        `what`. starts: whether the rank connects for the first time. The warning has the same text on all ranks, so
+        that the user sees it once.
         """
         peers = self._control.peers(starts) if self._control is not None else []
         if waited > self._config.stall_warning and what != self._told:

@@ -61,8 +61,8 @@ class ParameterListing:
         self._use(frozenset(id(p) for p in frozen if p.grad is not None or id(p) in left))
 
     def averaged(self, frozen: frozenset[int], averages: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Called when an exchange that included frozen parameters has arrived. frozen: their ids; those without an
-        average will not be used again."""
+        """Called when the averages of an exchange that included frozen parameters have arrived. frozen: ids of these
+        parameters; those without an average will not be used again."""
         self._idle = frozen and frozen.difference(id(p) for p, _ in averages)
 
     def let_go(self) -> None:

@@ -18,8 +18,8 @@ from dadt.train.ranks import Ranks
 from dadt.train.replicas import Replicas, checksum
 
 LOOK_AFTER = 2
-"""Number of steps after which a comparison's result is read. It has arrived by then, even with `pipe`, whose second
-step waits for an exchange launched after the comparison."""
+"""Number of steps after which a comparison's result is read. The result has arrived by that step, even with algorithm
+`pipe`, whose second step waits for an exchange launched after the comparison."""
 
 
 class Verdict(NamedTuple):
@@ -104,7 +104,8 @@ class Verification:
 
     def repair(self, attachment: Attachment, every: Sequence[Sequence[int]], when: str = "") -> None:
         """Replace replicas that differ by a copy of a right one. All ranks call this method with the same checksums.
-        Raises CommError, with nothing half done. when: text about since when replicas differ, if known."""
+        Raises CommError without having changed any replica. when: text that says since when replicas differ, if known.
+        """
         verdict = judge(every)
         if verdict.wrong:
             behind = self._ranks.group.rank in verdict.wrong

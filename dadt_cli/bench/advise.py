@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 KNOBS = ("executor", "sync_every")
 SHOWN = (2, 4, 8, 16, 64, 256, 1024)
-"""Numbers of hosts whose predictions fit on a screen; the JSON output has more of them."""
+"""Numbers of hosts whose predictions fit on a screen; the JSON output has more numbers of hosts."""
 STEPS = 5
-"""Number of progress bar steps, not counting those of --check."""
+"""Number of steps of the progress bar, except for the steps of --check."""
 
 
 @dataclass(frozen=True, slots=True)

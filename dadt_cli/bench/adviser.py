@@ -20,8 +20,8 @@ from dadt_cli.bench.training import Task, flags_of
 WARMUP = 2
 """Number of synchronous steps at the start of each training (--warmup-steps)."""
 LEAD = 1
-"""Uncounted steps at the start of each turn: they use up an exchange that was launched before the training was paused.
-"""
+"""Number of uncounted steps at the start of each turn: they use up an exchange that was launched before the training
+was paused."""
 STEPS_SECONDS = 3.0
 CHECK_SECONDS = 6.0
 """Approximate seconds to measure one algorithm and compression with --check."""
@@ -128,7 +128,7 @@ def measure(
     task: Task, location: Location, ranks: int, found: Sequence[ProbeResult], sync_every: int, tell: Progress
 ) -> MeasuredCosts:
     """Measure the compute time of each algorithm with the null executor, which transfers nothing, and combine it with
-    the probe's measurements."""
+    the measurements of `probe`."""
     compute = {}
     guess = sum(max(each.parts[part] for each in found) for part in range(3))
     for algorithm in cost.ALGORITHMS:
@@ -148,9 +148,9 @@ def check(
     hosts: int,
     tell: Progress,
 ) -> list[Checked]:
-    """Train in each way (algorithm and compression) on the available hosts, in turn with the same algorithm on the null
-    executor, which transfers nothing. Predictions use the compute time measured by the latter, so that prediction and
-    measurement see the same load of the machine.
+    """Train with each algorithm and compression on the available hosts, in turn with the same algorithm on the null
+    executor, which transfers nothing. The compute time on the null executor goes into the prediction, so that
+    prediction and measurement see the same load of the machine.
     """
     checked = []
     every = figures.sync_every
@@ -161,7 +161,8 @@ def check(
                 share = CHECK_SECONDS / CHECK_TURNS
                 steps = _steps(algorithm, share / cost.seconds(figures, way, hosts), every)
                 least = _steps(algorithm, share / 2 / figures.compute[algorithm], every)
-                # The steps of `local` before its first average belong to no round, so a whole round is left uncounted.
+                # A round of `local` is the steps between two averages. The steps before its first average belong to no
+                # round, so as many steps as a round has are left uncounted.
                 lead = every if algorithm == "local" else LEAD
                 with _party(task, location, ranks, [*way.options, "--sync-every", str(every)]) as party:
                     turns = [(_turn(alone, least, LEAD), _turn(party, steps, lead)) for _ in range(CHECK_TURNS)]
@@ -184,8 +185,8 @@ def _unpacked(figures: MeasuredCosts, algorithm: str, seconds: float) -> float:
 
 
 def _steps(algorithm: str, about: float, sync_every: int) -> int:
-    """Return the number of steps to measure: `about`, rounded, but at least LEAST_STEPS. For `local`, return whole
-    rounds of `sync_every` steps, since each round has one average."""
+    """Return the number of steps to measure: `about`, rounded, but at least LEAST_STEPS. For `local` it is a multiple
+    of `sync_every`, the number of steps between two averages."""
     count = max(LEAST_STEPS, round(about))
     return max(1, round(count / sync_every)) * sync_every if algorithm == "local" else count
 
@@ -210,8 +211,8 @@ def _share(found: Sequence[ProbeResult], part: int) -> float:
 
 
 def _slowest(tries: Sequence[probe.Times]) -> list[tuple[int, float]]:
-    """Return, for each message size, the median time over all tries; a try counts with the slowest rank's time. tries:
-    one list for each rank."""
+    """Return, for each message size, the median time over all tries, where the time of a try is that of the slowest
+    rank. tries: one list for each rank."""
     by_size: dict[int, list[float]] = {}
     for row in zip(*tries, strict=True):
         by_size.setdefault(row[0][0], []).append(max(seconds for _, seconds in row))

@@ -21,8 +21,8 @@ TENSORS = 60
 
 @dataclass(frozen=True, slots=True)
 class AllreduceRow:
-    """Results for one size. Seconds are those of the slowest rank; DADT's and Gloo's include packing separate tensors
-    and unpacking into them."""
+    """Results for one size. Seconds are those of the slowest rank; the seconds of DADT and Gloo include packing
+    separate tensors and unpacking into them."""
 
     bytes: int
     count: int
@@ -77,7 +77,7 @@ def measure(
         if size < 4 * TENSORS:
             raise ConfigError(f"--sizes {size}: give {4 * TENSORS} bytes or more, for {TENSORS} tensors")
     with BenchRanks(ranks, _worker, list(sizes), rounds) as workers:
-        workers.send(workers.receive())  # send the endpoints of all workers to every worker
+        workers.send(workers.receive())  # every worker receives the endpoints of all workers
         rows = []
         for size in sizes:
             progress(f"{size:,} bytes")

@@ -1,4 +1,4 @@
-"""`dadt bench`: how fast a model trains here and what communication costs."""
+"""`dadt bench`: measures how fast a model trains on this machine or these hosts, and what communication costs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 HOW = ("algorithm", "executor", "compression")
-"""Flags that affect only DADT's own contenders, not peers such as DDP."""
+"""Flags that affect only DADT's own contenders, not other libraries such as DDP."""
 KNOWN = (*HOW, "sync_every")
-"""Settings that affect a measurement, whether flags, variables or a file set them."""
+"""Settings that affect a measurement, whether set by flags, variables or a file."""
 
 ROUNDS = 10
 SECONDS = 300.0
@@ -58,7 +58,7 @@ class Bench(click.Group):
         return [*MODELS, "advise", *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name == "advise":  # imported only here, because advise itself imports this module
+        if name == "advise":  # imported only when needed, because the module of `advise` imports this module
             from dadt_cli.bench.advise import advise
 
             return advise

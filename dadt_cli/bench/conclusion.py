@@ -21,19 +21,21 @@ LEGEND = (
 
 
 def reference(rows: Sequence[TrainingRow]) -> TrainingRow:
-    """Return the row of the contender that all others are compared with: its relative speed is exactly 1."""
+    """Return the row of the contender that all other contenders are compared with, so that its relative speed is
+    exactly 1."""
     return next((row for row in rows if row.speed.low == row.speed.high == 1.0), rows[0])
 
 
 def legend(first: str, unit: str) -> str:
-    """Return a line of explanation for each column. first: name of the contender that others are compared with. unit:
-    unit of the rate, such as images."""
+    """Return a line of explanation for each column. first: name of the contender that other contenders are compared
+    with. unit: unit of the rate, such as images."""
     text = "\n".join(f"{name}: {meaning}" for name, meaning in LEGEND)
     return text.replace("NAME", first).replace("UNIT", unit)
 
 
 def conclusion(rows: Sequence[TrainingRow]) -> str:
-    """Return a sentence that compares the reference contender with the others; empty if there is nothing to compare."""
+    """Return a sentence that compares the reference contender with all other contenders; empty if there is nothing to
+    compare."""
     first = reference(rows)
     found = [_beside(first.name, row) for row in rows if row is not first and _is_rival(row, first)]
     if first.exposed is not None:
@@ -43,8 +45,8 @@ def conclusion(rows: Sequence[TrainingRow]) -> str:
 
 
 def _is_rival(row: TrainingRow, first: TrainingRow) -> bool:
-    """Whether `row` trains the same as `first` and exchanges data: neither plain copies that exchange nothing, nor the
-    null executor."""
+    """Whether the contender of `row` trains by the same method as the contender `first` and exchanges data: it is
+    neither a set of plain copies nor uses the null executor."""
     return first.ranks > 1 and row.name != "plain" and "null" not in row.options
 
 

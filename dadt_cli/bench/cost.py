@@ -45,8 +45,8 @@ ALGORITHMS = ("sync", "pipe", "local", "gossip")
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd:4")
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CLOSE = 0.95
-"""Settings whose rate is at least this share of the fastest one's count as nearly as fast; among them, the one that
-changes the training least is chosen."""
+"""Settings are nearly as fast as the fastest one if their rate is at least this share of its rate. Among these
+settings, the one that changes the training least is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class MeasuredCosts:
     link_costs: Mapping[str, LinkCost]
     """The costs of a `gossip` exchange at one of its two ends, by compression."""
     mail: float
-    """Processor seconds per byte of messages with one other worker: one byte sent and one received."""
+    """Processor seconds per byte of messages with one other worker: for one byte sent and one byte received."""
     busy: float
     """Share of a step in which computing uses all cores of a worker; 0 if a core is free for communication."""
     chunked: bool
@@ -218,8 +218,8 @@ def _pipe(figures: MeasuredCosts, compression: str, hosts: int) -> float:
 
 
 def _local(figures: MeasuredCosts, compression: str, hosts: int) -> float:
-    """Predict the seconds of a step of `local`. PowerSGD's second half starts only when the weights' average is
-    applied, so the training waits for this half."""
+    """Predict the seconds of a step of `local`. PowerSGD averages two factors, and the second one only when the average
+    of the weights is applied, so the training waits for the second."""
     compute, every = figures.compute["local"], figures.sync_every
     codec, low_rank = _codec(compression)
     exchange = _weights(figures, compression, hosts)
@@ -260,8 +260,8 @@ def _halves(bucket: BucketCost) -> tuple[int, int]:
 
 
 def _weights(figures: MeasuredCosts, compression: str, hosts: int) -> float:
-    """Return the seconds to average all gradients, or weights of the same size, at once; under PowerSGD, only its first
-    half."""
+    """Return the seconds to average all gradients, or weights of the same size, one bucket after the other; under
+    PowerSGD, only the first of its two factors."""
     codec, low_rank = _codec(compression)
     sizes = [_halves(bucket)[0] if low_rank else bucket.bytes for bucket in figures.buckets]
     return sum(allreduce(figures, size, codec, hosts) for size in sizes)
@@ -272,7 +272,7 @@ def _exchange(figures: MeasuredCosts, compression: str, hosts: int) -> float:
 
 
 def _second(figures: MeasuredCosts, hosts: int) -> float:
-    """Return the seconds to average PowerSGD's second half of all buckets."""
+    """Return the seconds to average the second of PowerSGD's two factors, for all buckets."""
     sizes = [_halves(bucket)[1] for bucket in figures.buckets]
     return sum(allreduce(figures, size, "none", hosts) for size in sizes if size)
 

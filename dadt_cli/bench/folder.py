@@ -1,4 +1,5 @@
-"""A temporary folder for the socket and logs of a measurement, removed however the measurement ends."""
+"""Creates a temporary folder for the socket and logs of a measurement, which is removed even if the measurement is
+killed."""
 
 from __future__ import annotations
 

@@ -55,15 +55,15 @@ class Worked:
 
 
 class Reception:
-    """The listening end to which workers connect. No process that connects can make it wait for long."""
+    """Socket to which workers connect. No process that connects can make the benchmark wait for long."""
 
     def __init__(self, listener: Listener, where: str, key: str) -> None:
         self._listener = listener
         self.where = where
         """The address that workers connect to."""
         self.key = key
-        # Accepted connections inherit this timeout, so a stranger who connects and sends nothing cannot block the
-        # benchmark.
+        # Accepted connections inherit this timeout, so an unknown process that connects and sends nothing cannot block
+        # the benchmark.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(TRY_SECONDS), 0))
 
     def accept(self, seconds: float) -> Connection | None:
@@ -115,5 +115,5 @@ def connect(where: str) -> Connection:
             socket.create_connection((name, int(port)), TRY_SECONDS).close()
             return Client((name, int(port)), "AF_INET", authkey=key)
         except (OSError, EOFError, AuthenticationError):
-            continue  # unreachable from here, or another machine has this address, too: try the next
+            continue  # this address is unreachable, or belongs to another machine, too: try the next one
     raise DadtError(f"{socket.gethostname()} reaches whoever measures at none of {names}, port {port}")

@@ -1,5 +1,5 @@
-"""The workers of one contender of a benchmark. They stay up while other contenders train, and train only in their own
-turn."""
+"""The workers of one contender of a benchmark. These workers stay up while other contenders train, and train only in
+their own turn."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Party:
         """The first message of each worker, ordered by rank."""
 
     def greet(self) -> None:
-        """Receive each worker's first message and order the workers by rank. Raises ConfigError if a worker refuses its
-        task."""
+        """Receive each worker's first message and order the workers by rank. Raises ConfigError if a worker cannot
+        train its task."""
         said = self._receive(self._lines, START_SECONDS)
         for each in said:
             if "refused" in each:
@@ -58,7 +58,7 @@ class Party:
 
     def train(self, lead: int, steps: int) -> list[Worked]:
         """Have all workers train `lead` uncounted and then `steps` counted steps, and return each rank's measurements.
-        Exchanges left over from earlier steps end in the uncounted ones."""
+        Exchanges left over from earlier steps finish within the uncounted steps."""
         for line in self._lines:
             line.send(asdict(StepOrder(lead, steps)))
         return [Worked(**each) for each in self._receive(self._lines, TURN_SECONDS)]
@@ -90,14 +90,14 @@ class Party:
 
     def _failure(self, what: str) -> DadtError:
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)  # the process prints the reason before it exits
+            self._process.wait(END_SECONDS)  # wait, since the process prints the reason before it exits
         return failure(self._name, what, self._said)
 
 
 @contextmanager
 def start(name: str, location: Location, ranks: int, options: Sequence[str], script: Sequence[str]) -> Iterator[Party]:
-    """Start a contender's workers and wait for their first messages. When the block ends, all processes started here
-    are ended.
+    """Start a contender's workers and wait for their first messages. When the block ends, all processes started in the
+    block are ended.
 
     options: those of `dadt run`. script: arguments of the trainer script.
     """

@@ -20,7 +20,7 @@ def parse_peers(text: str) -> list[str]:
 
 
 def absent(peer: str) -> str:
-    """Return why the peer's library cannot be used here; empty if it can."""
+    """Return why the peer's library cannot be used on this machine; empty if it can be used."""
     if peer != "horovod":
         return ""
     try:

@@ -25,7 +25,8 @@ DASHES = {"plain": ":", "null (limit)": "--"}
 """Line styles of the contenders that exchange nothing, by the contender's name."""
 INCHES = (8.0, 3.6)
 DOTS = 200
-"""Dots per inch: the image is twice as wide as the 800 pixels at which a README shows it, for sharp screens."""
+"""Dots per inch of the image, which is twice as wide as the 800 pixels at which a README shows it, for sharp screens.
+"""
 TEMPLATE = Path(__file__).with_name("plot.html")
 
 

@@ -55,20 +55,20 @@ class ProbeResult:
     threads: int
     executor: str
     alpha: float
-    """Seconds that a short message takes one way; 0 on ranks that sent none, since only one rank on each of two hosts
-    does."""
+    """Seconds that a short message takes one way; 0 on ranks that sent no such message, since only one rank on each of
+    two hosts does."""
     pairs: Times
     """Bytes and seconds of messages that two ranks sent each other at the same time; empty on all other ranks."""
     exchanges: dict[str, Times]
-    """Bytes and seconds of averagings over all ranks, by compression."""
+    """Bytes and seconds of each averaging over all ranks, by compression."""
     processor: dict[str, float]
     """Processor seconds of this process per byte averaged over all ranks, by compression."""
     packing: float
-    """Seconds per byte of an averaging by the null executor, which transfers nothing: the cost of packing."""
+    """Seconds per byte to average with the null executor, which transfers nothing: the cost of packing."""
     buckets: list[tuple[int, float]]
     """For each bucket of gradients its bytes, and the share of the backward pass after which the bucket is complete."""
     low_rank: list[tuple[int, int]]
-    """For each bucket the bytes of its two halves under PowerSGD; (0, 0) if PowerSGD leaves the bucket uncompressed."""
+    """For each bucket the bytes of PowerSGD's two factors; (0, 0) if PowerSGD leaves the bucket uncompressed."""
     low_rank_seconds: float
     link_costs: dict[str, LinkCost]
     """The costs of a `gossip` exchange at one of its two ends, by compression."""
@@ -86,8 +86,8 @@ class ProbeResult:
 
 
 def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SECONDS) -> ProbeResult:
-    """Measure this rank's share of what `dadt bench advise` needs; runs on all ranks at once. seconds: how long to
-    train for. Raises ConfigError for a model that cannot be trained."""
+    """Measure this rank's part of the figures that `dadt bench advise` needs; runs on all ranks at once. seconds: how
+    long to train for. Raises ConfigError for a model that cannot be trained."""
     runtime = worker.ask()
     if runtime.ranks.control is not None:
         runtime.ranks.control.claim()
@@ -144,14 +144,14 @@ class _Over:
 
 
 class _Ranks:
-    """Connections with all other ranks: one as in a training, and one by Gloo for messages between two ranks."""
+    """Connections with all other ranks: one as in a training, one by Gloo for messages between two ranks."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._world = world = runtime.ranks.world
         self._config = replace(runtime.ranks.config, timeout=TIMEOUT)
         hosts = [int(blob) for blob in runtime.ranks.meet.exchange("probe: host", str(world.cross_rank).encode())]
         self._peer = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 0)
-        """The first rank on another host than rank 0's, with which it measures the network; 0 if there is none."""
+        """Rank 0 measures the network with this rank, the first on another host; 0 if there is none."""
         self._numbers = count()
         self._connection: Connection = executors.connect(self._config, world, Apart(runtime.ranks.meet, "probe:"))
         still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
@@ -192,12 +192,12 @@ class _Ranks:
         return used
 
     def packing(self, size: int, device: torch.device) -> float:
-        """Return the seconds per byte of an averaging that transfers nothing: the cost of packing."""
+        """Return the seconds per byte to average without transferring anything: the cost of packing."""
         tries, _ = self._averagings(self._still, "none", [size], device)
         return statistics.median(seconds / size for _, seconds in tries)
 
     def exchanges(self, compression: str, most: int, device: torch.device) -> tuple[Times, float]:
-        """Return bytes and seconds of averagings of one tensor, and processor seconds per byte."""
+        """Return bytes and seconds of each averaging of one tensor, and processor seconds per byte."""
         return self._averagings(self._connection, compression, _sizes(most), device)
 
     def _averagings(
@@ -210,7 +210,7 @@ class _Ranks:
             parameter.grad = torch.randn_like(parameter)
             schema = BucketPlan([parameter], [], 1 << 40, over.device, 2, compression)
             for turn in range(REPEATS):
-                gradient = parameter.grad.clone()  # a copy, as the gradient lies in the bucket
+                gradient = parameter.grad.clone()  # a copy, as the gradient lies in the bucket, which is overwritten
                 parameter.grad = gradient
                 self._together()
                 before = time.process_time()
@@ -279,7 +279,7 @@ class _Ranks:
 
 
 class _Step:
-    """The model's training step, with each part measured separately."""
+    """One training step of the model, with each part measured separately."""
 
     def __init__(self, model: str, batch_size: int, device: torch.device, bucket_mb: float) -> None:
         workload = models.make(model)
@@ -385,7 +385,7 @@ def _run_and_waited() -> tuple[float, float]:
     try:
         ran, waited, _ = Path("/proc/self/schedstat").read_text().split()
     except OSError:
-        return time.thread_time(), 0.0  # kernels without schedstat do not count the time spent waiting
+        return time.thread_time(), 0.0  # kernels without schedstat do not count the time that a thread waits
     return 1e-9 * int(ran), 1e-9 * int(waited)
 
 

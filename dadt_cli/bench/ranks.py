@@ -25,8 +25,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds of each contender, round by round. The first `warmup` rounds are not counted.
 
-    contenders: functions to measure; one that returns a number has measured its seconds itself. before: called before
-    each turn with the contender's name and the number of the round, which is below 1 during warm-up.
+    contenders: functions to measure; a function that returns a number has measured its seconds itself. before: called
+    before each turn with the contender's name and the number of the round, which is below 1 during warm-up.
     """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1 - warmup, rounds + 1):

@@ -33,7 +33,7 @@ def interval(values: Sequence[float]) -> Interval:
     ordered = sorted(values)
     n = len(ordered)
     # The probability that the median lies outside the k-th smallest and k-th largest value is 2 P(binomial(n, 1/2) <
-    # k); the loop finds the largest k with at most 5 %.
+    # k). The loop finds the largest k for which this is at most 5 %.
     k = 0
     outside = 0.5**n
     while k + 1 < n / 2 and outside + math.comb(n, k + 1) * 0.5**n <= 0.025:

@@ -35,7 +35,7 @@ from dadt_cli.bench.models.workload import Batch, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RATE = 1e-5
-"""Learning rate, so low that values cannot overflow; what the model learns does not matter here."""
+"""Learning rate, so low that values cannot overflow. What the model learns does not matter in a benchmark."""
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
         try:
             while (turn := line.recv()) is not None:
                 line.send(asdict(training.work(StepOrder(**turn))))
-        except (EOFError, ConnectionError):  # the process that measures has ended
+        except (EOFError, ConnectionError):  # the process that measures has ended, so no more orders will come
             return
 
 
@@ -96,8 +96,8 @@ class BenchTraining:
         )
 
     def work(self, turn: StepOrder) -> Worked:
-        """Train uncounted steps, which finish exchanges left over from the last turn, then measured steps. Returns the
-        measurements."""
+        """Train uncounted steps, which finish exchanges left over from the last turn, and after them measured steps.
+        Returns the measurements."""
         with self._peer.turn():
             for _ in range(turn.lead):
                 self._step()
@@ -165,7 +165,7 @@ def join(tensor: torch.Tensor) -> None:
     slowed to the pace of --link."""
     config = Config.from_env()
     pace = pace_of(config.link)
-    # Simulated hosts share the GPUs of this machine, for which NCCL does not work.
+    # Simulated hosts share the GPUs of this machine, and NCCL does not work with shared GPUs.
     one_machine = pace or simulates_hosts(config.link, config.latency, config.simulate_hosts)
     with paced(pace):
         torch.distributed.init_process_group("gloo" if one_machine else library(tensor))
@@ -184,7 +184,7 @@ class Ddp(Plain):
         return wrapped, optimizer
 
     def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
-        """Register a hook that exchanges gradients in another way than DDP's default; none here."""
+        """Register a hook that exchanges gradients in another way than DDP's default. This class registers none."""
 
     def without_exchange(self, model: Any) -> AbstractContextManager[None]:
         without: AbstractContextManager[None] = model.no_sync()
@@ -203,8 +203,8 @@ class DdpBf16(DdpView):
 
 class DdpPowerSgd(DdpView):
     def hook(self, model: nn.parallel.DistributedDataParallel) -> None:
-        # The documentation of PowerSGD's hook starts with rank 1; 2 is the lowest start_powerSGD_iter, and the warm-up
-        # covers these steps.
+        # Rank 1 is the first example in the documentation of PowerSGD's hook. 2 is the lowest valid
+        # start_powerSGD_iter, and the warm-up covers the first 2 steps.
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
@@ -215,7 +215,7 @@ class Bare(Plain):
 
     DTYPE: torch.dtype | None = None
     BUCKET = 25 << 20
-    """Bytes of one bucket of gradients; equal to DDP's default."""
+    """Bytes of one bucket of gradients, which is also DDP's default."""
 
     def wrap(self, model: nn.Module, optimizer: Any, accumulate: int) -> tuple[nn.Module, Any]:
         first = next(model.parameters())
@@ -250,7 +250,7 @@ class Horovod(Plain):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        self._hvd.init()  # only for this turn: Horovod's thread wakes every millisecond even without work
+        self._hvd.init()  # started only for this turn, since Horovod's thread wakes every millisecond even without work
         yield
         self._hvd.shutdown()
 
@@ -325,10 +325,10 @@ def batches(workload: Workload, asked: argparse.Namespace) -> Iterator[Batch]:
     batches from a DataLoader."""
     if not asked.data:
         with torch.random.fork_rng(devices=[]):
-            # a seed per process: DADT warns if all ranks train on the same data
+            # Each process has a seed of its own, since DADT warns if all ranks train on the same data.
             torch.default_generator.manual_seed(os.getpid())
             batch = workload.batch(asked.batch_size)
-        # pinned memory, or the host would wait for each copy to the GPU
+        # The memory is pinned, since otherwise the host would wait for each copy to the GPU.
         if asked.device != "cpu" and torch.cuda.is_available():
             batch = tuple(part.pin_memory() for part in batch)
         return itertools.repeat(batch)

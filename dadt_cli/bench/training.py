@@ -1,5 +1,5 @@
-"""Measures how fast contenders train the same model. All stay up at once and train in turn, so that the machine's load
-affects all alike."""
+"""Measures how fast contenders train the same model. All contenders stay up at once and train in turn, so that the
+machine's load affects all of them equally."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dadt_cli.terminal.table import duration
 LEAST_ROUNDS = 6
 """Minimum number of rounds, even if the time limit has passed: fewer rounds give no 95 % interval."""
 LEAD = 1
-"""Uncounted steps at the start of each turn: they use up an exchange that was launched before the pause between turns.
-"""
+"""Number of uncounted steps at the start of each turn: they use up an exchange that was launched before the pause
+between turns."""
 WARMUP = 6
 WARMUP_STEPS = {"auto": 10}
-"""Values of --warmup-steps by algorithm, where they differ from the usual 2."""
+"""Values of --warmup-steps by algorithm, where they differ from 2, the usual value."""
 MOST = 16
-"""Maximum number of contenders, since all have their workers and memory at the same time."""
+"""Maximum number of contenders, since the workers of all contenders are in memory at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,14 @@ class TrainingRow:
     rates: list[Interval]
     """Units (such as images or tokens) per second of each rank, ordered by rank."""
     efficiency: Interval | None
-    """Rate of all ranks divided by the rate of as many copies of the script that exchange nothing; None if such copies
-    were not measured."""
+    """Rate of all ranks divided by the rate of equally many copies of the script that exchange nothing; None if such
+    copies were not measured."""
     exposed: Interval | None
-    """Share of a step by which it is longer than with the null executor, which transfers nothing: communication that
-    computing does not hide."""
+    """Share of a step's time that is added by communication that computing does not hide: the difference to a step with
+    the null executor, which transfers nothing."""
     speed: Interval
-    """Rate divided by that of the reference contender: the first of DADT's that does not use the null executor."""
+    """Rate divided by the rate of the reference contender, which is the first of DADT's contenders that does not use
+    the null executor."""
     memory: int
     """Peak bytes in use on the rank that uses the most: of the GPU, or of the process."""
     own: float
@@ -128,8 +129,8 @@ def alone() -> Contender:
 
 
 def copies(ranks: int) -> Contender:
-    """Return the contender that runs `ranks` copies of the script at once. They share cores, caches and memory but
-    exchange nothing; scaling efficiency is relative to them."""
+    """Return the contender that runs `ranks` copies of the script at once, which share cores, caches and memory but
+    exchange nothing. Scaling efficiency is relative to these copies."""
     return Contender("plain", ranks, plain=True)
 
 
@@ -149,8 +150,8 @@ def measure(
     seconds: float = math.inf,
     progress: Progress = lambda what: None,
 ) -> Measured:
-    """Measure all contenders: in each round every one trains `steps` counted steps, in an order that is reversed each
-    round. Rounds end before `seconds` would be exceeded, but not before LEAST_ROUNDS.
+    """Measure all contenders: in each round every contender trains `steps` counted steps, in an order that is reversed
+    each round. Rounds end before `seconds` would be exceeded, but not before LEAST_ROUNDS.
 
     Raises ConfigError for what cannot be measured, DadtError if a contender fails.
     """
@@ -158,8 +159,9 @@ def measure(
     begun = time.monotonic()
     with ExitStack() as stack:
         location, threads, guess = location or Location(), 0, 0.0
-        # Contenders with the most ranks start first, since a single worker shall get as many threads as each of theirs.
-        # DADT's start before plain ones, because the first one's memory is the estimate for the others.
+        # Contenders with the most ranks start first, since a single worker shall get as many threads as each of their
+        # workers. DADT's contenders start before plain ones, because the memory of the first contender is the estimate
+        # for all others.
         order = sorted(range(len(contenders)), key=lambda i: (-contenders[i].ranks, contenders[i].plain))
         started: dict[int, Party] = {}
         for at, i in enumerate(order):
@@ -258,5 +260,5 @@ def _start(stack: ExitStack, contender: Contender, task: Task, location: Locatio
 
 
 def flags_of(values: Mapping[str, object]) -> list[str]:
-    """Return the trainer's command-line arguments for these names and values."""
+    """Return the arguments of the trainer's command line that pass these names and values."""
     return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]

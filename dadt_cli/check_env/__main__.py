@@ -27,10 +27,10 @@ def main() -> None:
     subject = words.pop(0) if words and words[0] in SUBJECTS else ""
     asked = CheckOptions(**json.loads(words[0])) if words else CheckOptions()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries that print now write to stderr, so that stdout holds only JSON
+    os.dup2(2, 1)  # anything that libraries print goes to stderr, so that stdout holds only JSON
     with out:
         if not subject:
-            # Leave out variables that the agent sets for a worker; they would change the checks.
+            # Leave out variables that the agent sets for a worker, since they would change the results of the checks.
             env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
             if not env.get("OMP_NUM_THREADS"):
                 env.pop("OMP_NUM_THREADS", None)
@@ -41,7 +41,7 @@ def main() -> None:
             return
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if subject != "variables":
-            # Remove DADT's variables: neither a calling worker nor its settings may affect the checks.
+            # Remove DADT's variables, since neither a calling worker nor its settings may affect the checks.
             for name in [name for name in os.environ if name.startswith("DADT_")]:
                 del os.environ[name]
         for check in importlib.import_module(f"dadt_cli.check_env.{subject}").checks(asked):

@@ -18,7 +18,7 @@ class CheckOptions:
     """Options of `dadt check-env`, the same on all hosts."""
 
     full: bool = False
-    """Whether to run tests that take longer, too."""
+    """Whether to run also the checks that take longer."""
     hosts: int = 1
     peers: Sequence[str] = ()
     """Names and addresses of all hosts, if there are several."""
@@ -36,9 +36,9 @@ class Check:
     verdict: str
     value: str
     hint: str = ""
-    """The remedy for what was found, in one line; empty if nothing needs to be done."""
+    """The remedy for the problem found, in one line; empty if nothing needs to be done."""
     alike: str = ""
-    """The verdict if values differ between hosts; empty if they may differ. Checks for which this is set describe the
+    """The verdict if values differ between hosts; empty if they may differ. Checks with such a verdict describe the
     environment in a bug report."""
     subject: str = ""
 

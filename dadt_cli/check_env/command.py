@@ -60,7 +60,8 @@ def check_env(full: bool, as_json: bool, strict: bool, **given: Any) -> int:
 
     Each check passes, warns or fails, and says what to do. It changes nothing.
     """
-    # Only the hosts matter here, so settings of what is trained and how ranks start are replaced by neutral ones.
+    # Only the hosts matter for these checks, so settings of what is trained and how ranks start are replaced by neutral
+    # values.
     config = replace(config_of(given), np=1, nnodes=0, executor="auto", broadcast_executor="", allreduce_executor="")
     if config.launcher == "mpi":
         config = replace(config, launcher="auto")
@@ -114,7 +115,7 @@ def _of_name(found: HostChecks, subject: str, name: str) -> Iterator[CheckRow]:
         for check in checks:
             if (check.subject, check.name) == (subject, name):
                 owners.setdefault(check, []).append(host)
-    # A host that could not be checked has one row that says so, and is not missed in the rows of other checks.
+    # A host that could not be checked has one row that says so, so the rows of other checks do not mention it.
     asked = {host for host, checks in found.hosts.items() if subject not in SUBJECTS or is_checked(checks)}
     passed = [check for check in owners if check.verdict == PASS]
     left_out = passed[SHOWN_VALUES:]

@@ -62,7 +62,7 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
         yield gpu_links.checked()
         yield from _without_peers(gpus)
     if built_for is None:
-        return  # torch is not installed, which the subject `torch` reports
+        return  # torch is not installed, which the checks of the subject `torch` report
     if not built_for:
         yield fail("torch", "is built without CUDA, and leaves these GPUs alone", f"install one with CUDA: {INSTALL}")
         return

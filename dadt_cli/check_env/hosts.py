@@ -1,4 +1,4 @@
-"""Checks several hosts: each host by an agent that runs there, and the connections between hosts.
+"""Checks several hosts: each host by an agent on this host, and the connections between hosts.
 
 Agents start and their addresses are found as in `dadt run`. A host that `dadt run` would refuse is reported with the
 reason; all other hosts are checked.
@@ -52,7 +52,7 @@ SPARE_SECONDS = 15.0
 SKEW_SECONDS = 1.0
 """Difference in seconds between two hosts' clocks above which times in logs are misleading."""
 NOTHING_ELSE = {"terminal": None, "adopt": 0.0, "secret": ""}
-"""Entries of an agent's order that only workers of a script need, with values that mean none."""
+"""Entries of an agent's order that only the workers of a script need, with values that mean none."""
 OUT_LIMIT = 4 << 20
 ABSENT = "none"
 SAME = "install the same on all hosts, or let --python name the same environment"
@@ -276,7 +276,7 @@ def _parsed(out: bytes, error: str) -> tuple[list[Check], list[HostPair]]:
     try:
         told = json.loads(out)
         return [Check(**fields) for fields in told["checks"]], [HostPair(**fields) for fields in told["ways"]]
-    except (ValueError, TypeError, KeyError):  # no output, or that of another version of DADT
+    except (ValueError, TypeError, KeyError):  # no output, or the output of another version of DADT
         return [fail("checks", error, "run dadt check-env on that host").of("hosts")], []
 
 

@@ -16,8 +16,8 @@ from dadt_cli.check_env.check import Check, CheckOptions, fail, good, refused, w
 
 SHARED = Path("/dev/shm")
 LEAST_SHARED, ENOUGH_SHARED = 64 << 20, 1 << 30
-"""Bytes of /dev/shm below which the check fails or warns. Docker's default is 64 MiB, most of which one batch of images
-fills."""
+"""Bytes of /dev/shm below which the check fails, and below which it warns. Docker's default is 64 MiB, most of which
+one batch of images fills."""
 ENOUGH_FILES = 4096
 ENOUGH_PROCESSES = 1024
 LEAST_DISK = 1 << 30
@@ -72,7 +72,7 @@ def _processes() -> Check:
 
 
 def _locked_memory() -> Check:
-    """Check how much memory may be locked. Only RDMA needs it, since it locks its buffers into memory."""
+    """Check how much memory may be locked. Only RDMA needs locked memory, for its buffers."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY and rdma.devices():
         hint = "ulimit -l unlimited (docker run --ulimit memlock=-1): RDMA locks its buffers into memory"

@@ -13,7 +13,7 @@ from dadt.launch.ending.failure import size
 from dadt_cli.check_env.check import Check, CheckOptions, good, warn
 
 LEAST_FREE = 1 << 30
-"""Bytes of memory that should be free: torch alone needs a few hundred MiB in each worker."""
+"""Bytes of memory that should be free, since torch alone needs a few hundred MiB in each worker."""
 BUSY = 1.5
 """Processes waiting to run per core, above which the machine counts as busy."""
 

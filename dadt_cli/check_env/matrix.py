@@ -34,8 +34,8 @@ def judged(ways: Sequence[HostPair], names: Sequence[str], links: Sequence[float
 
 
 def as_pairs(ways: Sequence[HostPair], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the measurements as entries for the JSON output: for each pair the hosts it leads from and to, and all
-    that was measured."""
+    """Return the measurements as entries for the JSON output: for each pair the names of the two hosts, and all
+    measured values."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for way in sorted(ways, key=lambda way: (way.source, way.target)):
         entry = found.setdefault((way.source, way.target), {"from": names[way.source], "to": names[way.target]})
@@ -60,7 +60,7 @@ def _trip(trips: Sequence[HostPair], names: Sequence[str]) -> Check:
 
 
 def _jitter(trips: Sequence[HostPair], names: Sequence[str]) -> Check:
-    """Check the jitter of round trips between hosts. trips: measurements, those with the most jitter first."""
+    """Check the jitter of round trips between hosts. trips: measurements, the one with the most jitter first."""
     value = _range([_ms(way.jitter) for way in reversed(trips)])
     unsteady = [way for way in trips if (way.jitter or 0.0) > JITTER_SECONDS]
     if unsteady:

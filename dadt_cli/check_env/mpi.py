@@ -62,7 +62,8 @@ def _implementation(path: Path, is_chosen: bool) -> Check:
 
 
 def _chosen(name: str, chosen: str | None, others: bool) -> Generator[Check, None, bool]:
-    """Check the mpirun that `dadt run` would use: yields what is wrong with it, and returns whether there is one."""
+    """Check the mpirun that `dadt run` would use. Yields checks that describe what is wrong with this mpirun, and
+    returns whether an mpirun was found."""
     if chosen is not None:
         return True
     if name != "mpirun":

@@ -19,15 +19,16 @@ from typing import Any
 
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"!{TOKEN_BYTES}sII")
-"""First bytes of a connection: the job's token, the calling host's index, and the kind of measurement (ECHO, UP or
-DOWN)."""
+"""The first bytes that the calling host sends on a connection: the job's token, its own index, and the kind of
+measurement (ECHO, UP or DOWN)."""
 ECHO, UP, DOWN = range(3)
 WELCOME = b"!"
 STREAMS = 4
-"""Number of connections that carry data at the same time, since one alone does not fill a fast link."""
+"""Number of connections that carry data at the same time, since a single connection does not fill a fast link."""
 TRIPS, FEW_TRIPS, TRIPS_SECONDS = 200, 4, 0.5
 SPEED_SECONDS, WARM_SECONDS = 1.0, 0.3
-"""Seconds to measure the speed in each direction, and how many of them do not count, because TCP starts slowly."""
+"""Seconds to measure the speed in each direction, and how many of these seconds do not count, because TCP starts
+slowly."""
 BLOCK = 1 << 20
 START_SECONDS = 10.0
 """Seconds within which the processes of all hosts must listen."""
@@ -161,7 +162,7 @@ class _Host:
             return _receive(lines)
 
     def _call(self, other: int, kind: int) -> socket.socket:
-        """Connect to the other host, trying again until it listens. Raises OSError."""
+        """Connect to the other host, trying again until the host listens. Raises OSError."""
         address, port = self._order.addresses[other]
         while True:
             try:
@@ -173,7 +174,7 @@ class _Host:
                 time.sleep(AGAIN_SECONDS)
         try:
             line.sendall(HELLO.pack(self._token, self._order.index, kind))
-            line.settimeout(self._left())  # the other host may still be measuring with a third one
+            line.settimeout(self._left())  # the other host may still be measuring with a third host
             _exactly(line, len(WELCOME))
             _prepare(line)
         except OSError:
@@ -234,7 +235,7 @@ def _trips(line: socket.socket) -> tuple[float, float]:
         line.sendall(b".")
         _exactly(line, 1)
         found.append(time.perf_counter() - begin)
-    found.pop(0)  # the first round trip also waits for the other host to begin
+    found.pop(0)  # not counted, since the first round trip also waits for the other host to begin
     median = statistics.median(found)
     return median, max(0.0, statistics.quantiles(found, n=10)[-1] - median)
 
@@ -254,7 +255,7 @@ def _send(lines: Sequence[socket.socket]) -> None:
             while time.monotonic() < end:
                 line.sendall(block)
         except OSError:
-            pass  # the receiver closes the connection when it has received enough
+            pass  # the receiver closes the connection once it has measured for long enough
 
     _each(work, lines)
 

@@ -32,7 +32,7 @@ def of_host(
     """Check all subjects on this host, several at once, and return the checks in order. seen: called from several
     threads whenever a subject has ended."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    # The slowest subjects (groups of checks) start first, so that all are done sooner.
+    # The slowest subjects (groups of checks) start first, so that all subjects are done sooner.
     for subject in sorted(SUBJECTS, key=lambda subject: -SUBJECTS[subject]):
         waiting.put(subject)
     found: dict[str, list[Check]] = {}
@@ -70,7 +70,7 @@ def of_subject(subject: str, asked: CheckOptions, env: Mapping[str, str] = os.en
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=dict(env),
-            cwd="/",  # python -m searches the current folder first, where the user's files could hide modules
+            cwd="/",  # `python -m` searches the current folder first, where the user's files could hide modules
             start_new_session=True,
         )
     except OSError as error:
@@ -84,7 +84,7 @@ def of_subject(subject: str, asked: CheckOptions, env: Mapping[str, str] = os.en
         how = f"no answer within {seconds:g} s"
     else:
         how = _ending(process.returncode)
-    # a killed process may leave an incomplete last line
+    # A killed process may leave an incomplete last line, which is ignored.
     lines = [line for line in out.splitlines(keepends=True) if line.endswith(b"\n")]
     checks = [_parse(line).of(subject) for line in lines]
     if how:
@@ -106,7 +106,7 @@ def _parse(line: bytes) -> Check:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all processes that it has started. One that hangs in the kernel is left behind."""
+    """Kill a process and all processes that it has started. A process that hangs in the kernel is left running."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):

@@ -20,7 +20,8 @@ OTHERS = {
     "PE_HOSTFILE": ("Grid Engine", "dadt run -H with the hosts of $PE_HOSTFILE"),
     "KUBERNETES_SERVICE_HOST": ("Kubernetes", "dadt run --nnodes N --node-rank I --rendezvous host:port in each pod"),
 }
-"""Other schedulers by the variable that each one sets: the scheduler's name, and how to call `dadt run` under it."""
+"""Other schedulers by the variable that each scheduler sets: the scheduler's name, and how to call `dadt run` under it.
+"""
 
 
 def checks(asked: CheckOptions) -> Iterator[Check]:

@@ -1,4 +1,5 @@
-"""Checks for optional programs: some help to debug a job that hangs, others to bind a worker to cores and memory."""
+"""Checks for optional programs: some programs help to debug a job that hangs, others bind a worker to cores and
+memory."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ TOOLS = {
     "py-spy": ("--version", "pip install py-spy, to see where a process is that `dadt stacks` gets no answer from"),
     "gdb": ("--version", "apt-get install gdb, to see where C++ or CUDA hangs, or why a worker crashed"),
 }
-"""For each program the flag that prints its version, and a hint how to install it and what it is for."""
+"""For each program the flag that prints its version, and a hint that says how to install the program and what it is
+for."""
 ANSWER_SECONDS = 5.0
 NODES = Path("/sys/devices/system/node")
 SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")

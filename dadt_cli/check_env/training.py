@@ -1,4 +1,4 @@
-"""Checks whether training is distributed here, by a real job of two workers whose code does not import DADT."""
+"""Checks whether training is distributed on this host, by a real job of two workers whose code does not import DADT."""
 
 from __future__ import annotations
 

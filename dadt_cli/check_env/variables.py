@@ -25,8 +25,8 @@ RANKS = re.compile(
     r"|TORCHELASTIC_\w+|OMPI_COMM_WORLD_\w+|PMI_\w+|PMIX_RANK"
     r"|DADT_(RANK|LOCAL_RANK|CROSS_RANK|WORLD_SIZE|LOCAL_SIZE|JOB|AGENT)"
 )
-"""Names of variables by which launchers give a worker its rank and place. If they are left over in a shell, a script
-takes them for its own."""
+"""Names of variables by which launchers give a worker its rank and place. If such variables are left over in a shell, a
+script wrongly uses them as its own."""
 TUNING = re.compile(r"(NCCL|GLOO|UCX|FI|CUDA|CUBLAS|TORCH|PYTORCH)_\w+")
 SHOWN = 200
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -95,12 +95,12 @@ def _proxies(names: Sequence[str], hosts: Sequence[str]) -> Check:
 
 
 def _bypassed(host: str) -> bool:
-    """Whether no_proxy covers this host: by names and suffixes as Python reads them, or by networks as requests and
-    curl do."""
+    """Whether no_proxy covers this host: names and suffixes are read as Python does, and networks as requests and curl
+    do."""
     if proxy_bypass(host):
         return True
     for part in getproxies_environment().get("no", "").split(","):
-        with suppress(ValueError):  # a host name is no address, and a suffix no network
+        with suppress(ValueError):  # a host name cannot be parsed as an address, nor a suffix as a network
             if ipaddress.ip_address(host) in ipaddress.ip_network(part.strip(), strict=False):
                 return True
     return False

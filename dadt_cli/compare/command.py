@@ -57,7 +57,7 @@ class ComparedName:
     """The comparison of one name, which is in both files or in only one."""
 
     names: tuple[str, ...]
-    """Several names if both files use all of them for one tensor."""
+    """All names of the tensor, if both files use several names for one tensor."""
     kind: str
     difference: Difference
     sides: tuple[str | None, str | None]

@@ -30,8 +30,8 @@ class Difference:
     largest: float = 0.0
     """The largest difference of any element; may be infinite, and is nan if only one of two elements is nan."""
     relative: float | None = None
-    """The largest difference divided by the largest finite magnitude in the first tensor; None if this has no meaning.
-    """
+    """The largest difference divided by the largest finite magnitude in the first tensor; None if one of the two is
+    infinite, or the magnitude is 0."""
     count: int = 0
     """Number of elements that differ by more than the tolerance."""
     elements: int = 1
@@ -59,7 +59,8 @@ def difference(a: Any, b: Any, tolerance: float, ignore_dtype: bool = False) -> 
         return _between_tensors(a, b, what, tolerance)
     if _is_number(a) and _is_number(b):
         return _between_numbers(a, b, tolerance)
-    for empty in (Mapping, list | tuple):  # only empty containers get here, since others are compared item by item
+    # Only empty containers are compared as a whole; all other containers are compared item by item.
+    for empty in (Mapping, list | tuple):
         if isinstance(a, empty) and isinstance(b, empty):
             return Difference()
     if type(a) is not type(b):
@@ -95,7 +96,7 @@ def _between_numbers(a: Any, b: Any, tolerance: float) -> Difference:
 def _float(value: Callable[[], float]) -> float:
     try:
         return float(value())
-    except OverflowError:  # an integer too large for any float
+    except OverflowError:  # an integer may be too large to become a float
         return math.inf
 
 
@@ -111,9 +112,10 @@ def _between_tensors(a: Tensor, b: Tensor, what: str, tolerance: float) -> Diffe
         gap = _gap(x, y)
         if gap is None:
             continue
-        count += int((~(gap <= tolerance)).sum())  # written so that nan counts: it is never within the tolerance
+        # written with ~, so that nan counts: nan is never within the tolerance
+        count += int((~(gap <= tolerance)).sum())
         if not math.isnan(largest):
-            # If any element is nan, max() of the tensor is nan, too.
+            # If any element is nan, max() of the whole tensor is nan, too.
             most = gap.max().item()
             largest = most if math.isnan(most) else max(largest, most)
     if largest > 0.0 and math.isfinite(largest):
@@ -143,7 +145,7 @@ def _gap(x: Tensor, y: Tensor) -> Tensor | None:
     same |= x.isnan() & y.isnan()
     gap = (_wide(x) - _wide(y)).abs().masked_fill_(same, 0.0)
     if not (x.is_floating_point() or x.is_complex() or y.is_floating_point() or y.is_complex()):
-        # different integers may become equal as float64: their difference is at least 1
+        # Different integers may become equal as float64, so their difference counts as at least 1.
         gap = torch.where(same, gap, gap.clamp(min=1.0))
     return gap if gap.any() else None
 
@@ -170,7 +172,7 @@ def _flat(x: Tensor) -> Tensor:
         x = x.dequantize()
     try:
         _wide(x.new_empty(1))
-    except NotImplementedError:  # types of packed values cannot be converted: compare their bytes
+    except NotImplementedError:  # packed types cannot be converted to numbers, so their bytes are compared
         x = x.contiguous().view(torch.uint8)
     return x.reshape(-1)
 

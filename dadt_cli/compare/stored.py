@@ -38,7 +38,7 @@ class WeightFile:
     """The content of a file of weights. Names are dictionary keys and list indices, joined by /."""
 
     name: str
-    """The file as the user typed it, possibly with a part."""
+    """The file as the user typed it, possibly with `:PART` at the end."""
     whole: str
     """The file and the prefix that was removed from all names, such as last.pth:model/"""
     values: dict[str, Any]
@@ -98,7 +98,7 @@ def _content(path: Path) -> tuple[Any, Mapping[str, str]]:
     """Return the file's content, and a mapping from names left out of the file to the names stored instead. Raises
     ConfigError if the file cannot be read."""
     try:
-        # reading a pipe would wait for a writer
+        # Only regular files and folders are read, since reading a pipe would wait for a writer.
         if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
             raise ConfigError(f"{path}: is no file, but a pipe, a socket or a device")
         with path.open("rb") as file:
@@ -123,13 +123,14 @@ def _check_archive(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             parts = {name.partition("/")[2] for name in archive.namelist()}
             packed = any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:  # raised also for names that are not UTF-8
+    # ValueError is raised, among others, for names that are not UTF-8
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise ConfigError(f"{path}: is damaged or cut short ({error})") from error
     if "constants.pkl" in parts:
         raise ConfigError(f"{path}: is a TorchScript program; give a file of its state_dict")
     if "data.pkl" not in parts:
         raise ConfigError(f"{path}: {NEITHER}")
-    if packed:  # refused, since a small compressed file may expand to any size
+    if packed:  # such files are refused, since a small compressed file may expand to any size
         raise ConfigError(f"{path}: is a compressed archive, and torch.save writes none; unpack it, and zip it by -0")
 
 
@@ -146,7 +147,7 @@ def _torch(path: Path, mapped: bool) -> Any:
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # a damaged pickle can raise any exception
+    except Exception as error:  # a damaged pickle can raise an exception of any type
         raise ConfigError(f"{path}: {_damaged(error)}") from error
 
 
@@ -213,7 +214,7 @@ def _part(key: Any) -> str:
 
 
 def _tops(values: Mapping[str, Any]) -> str:
-    """Return the first parts of the names, in words; at most five of them."""
+    """Return the first parts of the names, which are divided by /, as words for a message; at most five parts."""
     tops = list(dict.fromkeys("".join(name.partition("/")[:2]) for name in values))
     return ", ".join(tops[:5]) + ", ..." * (len(tops) > 5)
 

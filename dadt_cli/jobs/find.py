@@ -85,7 +85,7 @@ def describe(trace: Trace) -> dict[str, Any] | None:
             raise DadtError(
                 f"job {trace.job}: its launcher (pid {line.pid}) does not answer -> dadt kill {trace.job}"
             ) from None
-    return None  # the launcher has ended before it answered
+    return None  # the launcher has ended before it answered the question
 
 
 def folder_of(job: str, log_dir: Path, file: str) -> tuple[Trace | None, Path]:

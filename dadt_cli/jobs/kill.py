@@ -16,7 +16,8 @@ from dadt_cli.jobs.find import find, jobs
 from dadt_cli.terminal import console
 
 HARD_SECONDS = 10.0
-"""Seconds after the job's grace period until its launcher is killed together with everything it started."""
+"""Seconds to wait after the job's grace period. Then the launcher is killed together with all processes that it
+started."""
 
 
 @click.command()

@@ -46,7 +46,7 @@ def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
 
 
 def _called_again(trace: Trace) -> CallerLine | None:
-    """Connect to the next attempt of a job that restarts; None once its launcher has ended."""
+    """Connect to the launcher of a job that restarts, for the next attempt; None once the launcher has ended."""
     while trace.launcher is not None and is_held(trace.launcher.parent):
         if (line := trace.call()) is not None:
             return line

@@ -130,7 +130,7 @@ def _ranks_here(trace: Trace) -> list[str]:
 
 
 def _state(trace: Trace) -> str:
-    # The launcher may still be starting, or be dead with its folder not yet removed: in both cases it answers no
+    # The launcher may still be starting, or have ended while its folder is not yet removed: in both cases it answers no
     # questions.
     silent = trace.launcher is not None and is_held(trace.launcher.parent)
     return "starting, or at its end" if silent else "no launcher on this machine"
@@ -142,7 +142,7 @@ def _script(trace: Trace) -> str:
         try:
             return _program(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1])
         except OSError:
-            continue  # the worker has just ended: try the next
+            continue  # this worker has just ended: try the next one
     return ""
 
 

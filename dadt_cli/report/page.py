@@ -105,7 +105,7 @@ def _moment(seconds: float | None) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
-        return ""  # seconds out of the range of any calendar
+        return ""  # seconds outside of the range of any calendar
 
 
 def _program(command: Sequence[str]) -> Sequence[str]:
@@ -120,7 +120,8 @@ def _ranks(report: Mapping[str, Any]) -> Table | None:
     rows = []
     failure = report.get("failure") or {}
     for rank in report.get("ranks", []):
-        # The launcher may have stopped the failed rank as it ended, so the code from the failure report counts.
+        # The failed rank may have been stopped by the launcher while it ended, so the exit code in the failure report
+        # counts, not this one.
         first = rank.get("rank") == failure.get("rank") and failure.get("exit_code") is not None
         wait, rate, memory = (rank.get(name) for name in ("wait_fraction", "samples_per_second", "peak_memory"))
         rows.append(
@@ -148,7 +149,7 @@ def _end(code: int | None) -> str:
 
 def _snapshots(record: JobRecord, running: bool) -> dict[str, Any] | None:
     """Return the steps of complete snapshots, and the command that resumes the job, even if its launcher was killed;
-    None if there are neither."""
+    None if there are no snapshots and no such command."""
     config = record.report.get("config") or {}
     root, came_from = (_path(config.get(name)) for name in ("snapshot_dir", "resume"))
     found = snapshots.whole(Path(root)) if root else []
@@ -161,7 +162,7 @@ def _snapshots(record: JobRecord, running: bool) -> dict[str, Any] | None:
 
 
 def _path(told: Any) -> str:
-    """Return the value if it can be a path, otherwise an empty text."""
+    """Return the value if it is valid as a path, otherwise an empty text."""
     return told if isinstance(told, str) and "\0" not in told else ""
 
 
@@ -216,7 +217,7 @@ def _is_borne(event: Mapping[str, Any]) -> bool:
 def _events(
     record: JobRecord, wanted: Callable[[Mapping[str, Any]], bool] = lambda event: True
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield for each event its time, its rank or host, its text, and whether it is a warning or a failure."""
+    """Yield for each event the time, the rank or host, the text, and whether the event is a warning or a failure."""
     begin = record.report.get("begin", 0.0)
     told = 0
     for event in filter(wanted, record.events):
@@ -257,7 +258,8 @@ def _event(event: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _hot_spots(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the page shows about where time went, from the timeline; if there is none, the reason why."""
+    """Return what the page shows about where time went, from the timeline; without a timeline, the reason why there is
+    none."""
     file = report.get("config", {}).get("timeline")
     if not isinstance(file, str) or not file:
         return {"why": "No timeline was recorded; dadt run --timeline FILE records one."}
@@ -294,7 +296,7 @@ def _settings(report: Mapping[str, Any]) -> Table | None:
     known: dict[str, Any] = {field.name: field.default for field in fields(Config)}
     rows = []
     for name, value in report.get("config", {}).items():
-        # Values come from JSON, which has lists in place of tuples.
+        # Values in the report come from JSON, which has lists in place of tuples.
         default = list(known[name]) if isinstance(known.get(name), tuple) else known.get(name)
         if name in known and value != default:
             rows.append([flag(name), ", ".join(map(str, value)) if isinstance(value, list) else str(value)])

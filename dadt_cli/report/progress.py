@@ -52,8 +52,8 @@ def _rates(record: JobRecord, moments: list[Moment], of: str) -> list[tuple[floa
     known = moments[:1] + [after for before, after in itertools.pairwise(moments) if after.clock > before.clock]
     every = max(1, len(known) // POINTS)
     known = [*known[:-1:every], known[-1]]
-    # Records reach the launcher with a delay; the one with the shortest delay gives the best estimate of the difference
-    # between clocks.
+    # Records reach the launcher with a delay. The record with the shortest delay gives the best estimate of the
+    # difference between the two clocks.
     offset = min(moment.time - moment.clock for moment in known) - record.report.get("begin", 0.0)
     return [
         (max(0.0, (a.clock + b.clock) / 2 + offset), max(0.0, getattr(b, of) - getattr(a, of)) / (b.clock - a.clock))
@@ -69,8 +69,8 @@ def _mean(moments: Sequence[Moment], of: str) -> float:
 def _silence(
     record: JobRecord, moments: Sequence[Moment], points: Sequence[tuple[float, float]], end: float
 ) -> list[tuple[float, float]]:
-    """Return points at rate zero from the rank's last step to the end, if the rank kept reporting without making steps;
-    otherwise none."""
+    """Return two points with rate zero, from the rank's last step to the end, if the rank kept reporting without making
+    steps; an empty list otherwise."""
     last = next((moment for moment in moments if moment.clock == moments[-1].clock), moments[-1])
     usual = (last.time - moments[0].time) / max(1, len(points))
     begin = last.time - record.report.get("begin", 0.0)
@@ -78,7 +78,7 @@ def _silence(
 
 
 def _last(record: JobRecord) -> float:
-    """Return the latest time in the record, in seconds since 1970; 0 if it has none."""
+    """Return the latest time in the record, in seconds since 1970; 0 if the record has no times."""
     times = [event["time"] for event in record.events] + [moments[-1].time for moments in record.series.values()]
     return max(times, default=0.0)
 

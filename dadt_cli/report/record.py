@@ -98,8 +98,8 @@ class JobRecord:
         return "\n".join(text.rstrip("\n").split("\n")[-TAIL_LINES:])
 
     def _read_report(self, running: bool) -> None:
-        """Read report.json. While the job runs, or if its launcher was killed, this is the launcher's last interim
-        report."""
+        """Read report.json. While the job runs, or if its launcher was killed, the file contains the launcher's last
+        interim report."""
         path = self.folder / "report.json"
         told = _of_events(self.events)
         try:
@@ -197,7 +197,7 @@ def _sound(value: Any, shape: Any, where: str, wrong: list[str]) -> Any:
 
 
 def _of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Derive from the events what report.json would contain."""
+    """Derive from the events a report like report.json, for a job that has no such file."""
     told: dict[str, Any] = {}
     ranks: dict[int, dict[str, Any]] = {}
     hosts: list[dict[str, Any]] = []
@@ -248,7 +248,7 @@ def _of_rank(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lost(events: list[dict[str, Any]]) -> list[Any]:
-    """Return the lost ranks without which the job continued."""
+    """Return the ranks that were lost while the job continued with the remaining ranks."""
     told = [event.get("lost") for event in events if event["kind"] == "regroup"]
     return [rank for ranks in told if isinstance(ranks, list) for rank in ranks]
 

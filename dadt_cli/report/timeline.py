@@ -87,7 +87,7 @@ def events(path: Path, torn: list[str]) -> Iterator[dict[str, Any]]:
                     why = ", as its rank was ended while it wrote, or still writes" if head == PART_HEAD else ""
                     torn.append(f"{path} is torn: it ends within line {number}{why}")
                     return
-            if head == HEAD:  # one rank's file has no end mark, since the rank may still be writing
+            if head == HEAD:  # one rank's file has no end mark, since the rank may still be writing to the file
                 torn.append(f"{path} is torn: its end, and what events stood before that, are not there")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error

@@ -108,8 +108,8 @@ def run(command: tuple[str, ...], module: bool, no_python: bool, dry_run: bool, 
             console.say(text, "warning")
         return live.show(watch, _title(where)) if shows else None
 
-    # Ray prints logs of lost nodes to sys.stdout, which is replaced; workers' output bypasses it, as it is written to
-    # file descriptors
+    # Ray prints logs of lost nodes to sys.stdout, so sys.stdout is replaced. Workers' output is written to file
+    # descriptors instead, and so is still shown.
     if config.launcher == "ray":
         sys.stdout = sys.stderr if config.verbose else io.StringIO()
     outcome = launch.run(the_plan, console, placed)
@@ -147,8 +147,8 @@ def _folder(command: Sequence[str], config: Config) -> Path:
 
 
 def _find_script(path: str, config: Config) -> None:
-    """Check that the script exists on this host, as it is most likely the same on other hosts; with --workdir, the
-    check is left to them. Raises ConfigError."""
+    """Check that the script exists on this host, where it most likely has the same path as on other hosts. With
+    --workdir, only the other hosts check this. Raises ConfigError if the script is missing."""
     script = Path(config.workdir) / path
     try:
         if script.is_dir() and not (script / "__main__.py").is_file():
@@ -163,14 +163,15 @@ def _find_script(path: str, config: Config) -> None:
 
 def _find_module(name: str, config: Config) -> None:
     """Check that the module exists. Only its top-level package is looked up, since looking up submodules would import
-    the package. Raises ConfigError if not."""
+    the package. Raises ConfigError if the module is missing."""
     top = name.partition(".")[0]
     if not top or "/" in name:
         raise ConfigError(f"-m {name}: give the name of a module, as in dadt run -np 2 -m package.train")
     try:
         installed = find_spec(top) is not None
     except ValueError:
-        installed = False  # raised for __main__, which is the running command itself, and for relative names
+        # find_spec() raises ValueError for __main__, which is this command itself, and for relative names
+        installed = False
     if not (installed or Path(top).exists() or Path(f"{top}.py").exists() or config.workdir):
         raise ConfigError(f"-m {name}: there is no module {top}, neither installed nor in {here()}")
 
@@ -211,7 +212,7 @@ def _size(where: Placed) -> str:
 
 
 def _finish(outcome: Outcome, where: Placed) -> int:
-    """Print how the job ended; if it failed, the failure comes last."""
+    """Print how the job ended. If it failed, the failure is printed last."""
     if outcome.stuck:
         pids = ", ".join(map(str, outcome.stuck))
         console.say(
@@ -236,8 +237,8 @@ def _finish(outcome: Outcome, where: Placed) -> int:
 
 
 def _missed(outcome: Outcome) -> str:
-    """Return a sentence about files of ranks that were not kept; empty if the first rank of each host wrote all
-    files."""
+    """Return a sentence about files that were not kept, since only ranks other than the first of their host wrote them;
+    empty if there are no such files."""
     found = [summary for summary in outcome.summaries.values() if summary.get("files_missed")]
     if not found:
         return ""

@@ -80,7 +80,7 @@ class Live:
         self._head = head
         self._pending = bytearray()
         self._drawn: list[int] = []
-        """Width of each row of the view that is now on the screen."""
+        """Width of each row of the view that is currently on the screen."""
         self._size = (0, 0)
         self._time = float("-inf")
         ours = os.fstat(STDERR).st_rdev
@@ -96,7 +96,7 @@ class Live:
             self._draw()
 
     def tick(self) -> float:
-        """Draw the view if it is due. Returns the seconds until the next drawing."""
+        """Draw the view if enough time has passed. Returns the seconds until the next drawing."""
         interval = DRAW_SECONDS if self._pending else IDLE_SECONDS
         due = self._time + interval - time.monotonic()
         if due > 0:
@@ -117,8 +117,8 @@ class Live:
         before, self._size = self._size, console.size()
         width, height = self._size
         rows = self._rows(width, height)
-        # If the size has changed, the old view is erased first: a row broken by a narrow terminal would be joined again
-        # when the terminal grows.
+        # If the size has changed, the old view is erased first, since a terminal that grows would join rows that it
+        # broke when it was narrow.
         above = ERASE + self._pending if self._pending or self._size != before else b""
         console.write(STDERR, self._home() + above + ERASE_LINE.join(_encoded(rows, width).split(b"\n")) + ERASE)
         self._pending.clear()
@@ -159,7 +159,7 @@ def _table(gauges: list[Gauge], watch: Watch, width: int) -> list[Text]:
     slowest = watch.slowest(time.monotonic())
     columns = _columns(gauges, slowest, len({gauge.host for gauge in watch.gauges}) > 1)
     widths = [max(map(len, column)) for column in columns]
-    # If space is short, columns are removed in this order, the least important first.
+    # If space is short, columns are removed in this order, the least important column first.
     for name in ("memory", "samples/s", "host", "waiting", "steps/s"):
         if sum(widths) + 2 * len(widths) + LINE_WIDTH < width:
             break
@@ -203,7 +203,8 @@ def _columns(gauges: list[Gauge], slowest: Gauge | None, hosts: bool) -> list[li
 
 
 def _note(gauge: Gauge, slowest: bool) -> str:
-    """Return the news about a rank, such as its end or its waiting; if there is none, the last line it printed."""
+    """Return the news about a rank, such as its end or its waiting; without news, the last line that the rank
+    printed."""
     member = gauge.member
     now = time.monotonic()
     silence = now - member.seen

@@ -1,4 +1,5 @@
-"""`dadt run --resume JOB`: combines the command line that started the job with the current one, which has priority."""
+"""`dadt run --resume JOB`: combines the command line that started the job with the current command line, which has
+priority."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from dadt_cli.terminal.file import DEFAULT
 from dadt_cli.terminal.options import settings_of
 
 HOSTS = ("hosts", "hostfile", "host_discovery_script", "simulate_hosts", "nnodes")
-"""Settings that say where workers run. If the current command line has any of them, all of the old ones are dropped."""
+"""Settings that say where workers run. If the current command line has any of these settings, all of them are dropped
+from the old command line."""
 FILES = frozenset(field.name for field in fields(Config) if field.metadata["metavar"] in ("FILE", "DIR"))
 
 
@@ -24,7 +26,7 @@ def as_started(
 ) -> tuple[tuple[str, ...], Config, bool, bool]:
     """Return the script with its arguments, and the settings of the job to resume. Raises ConfigError if the job cannot
     be resumed."""
-    if not command and _is_script(config.resume, config):  # --resume SCRIPT resumes the last job with this script
+    if not command and _is_script(config.resume, config):  # `--resume SCRIPT` resumes the last job that ran this script
         command, config = (config.resume,), replace(config, resume=resume.LAST)
     if command:
         return tuple(command), config, module, no_python
@@ -39,7 +41,7 @@ def as_started(
     if start.cwd != here():
         now = {name: str(Path(here(), value)) if name in FILES else value for name, value in now.items()}
         _go_to(start.cwd)
-        # Made absolute: the user sees this path from another folder.
+        # The path is made absolute, since the user sees it from another folder.
         kept["log_dir"] = str(Path(start.cwd, kept.get("log_dir", saved_start.LOG_DIR)))
     return tuple(start.words), Config(**{**kept, **now, "resume": str(snapshot)}), start.module, start.no_python
 
@@ -52,7 +54,7 @@ def _is_script(text: str, config: Config) -> bool:
     try:
         return text != resume.LAST and Path(config.workdir, text).is_file()
     except OSError:
-        return False  # for example, the name is too long for a path
+        return False  # the file system raises an error, for example if the name is too long for a path
 
 
 def _go_to(cwd: str) -> None:

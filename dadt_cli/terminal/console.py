@@ -22,7 +22,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ReaderGone(DadtError):
-    """Raised when the reader of our output has closed it, so that the training has no audience and ends."""
+    """Raised when the program that reads dadt's output has closed it. The training then ends, since nobody would see
+    its output."""
 
     exit_code = 141
 
@@ -45,19 +46,20 @@ _full: set[int] = set()
 
 
 def meanwhile(act: Callable[[], None]) -> None:
-    """Register a function to call regularly while the reader of our output accepts nothing (a pager, Ctrl-S)."""
+    """Register a function to call regularly while the program that reads dadt's output accepts nothing (a pager,
+    Ctrl-S)."""
     global _meanwhile
     _meanwhile = act
 
 
 def show_above(view: ScreenView | None) -> None:
-    """Print all further output above this view; None if there is no view any more."""
+    """Print all further output above this view. view: None if the view has ended."""
     global _view
     _view = view
 
 
 def size() -> tuple[int, int]:
-    """Return columns and rows of the terminal; 80 and 24 if it does not know its size or is closed."""
+    """Return columns and rows of the terminal; 80 and 24 if the terminal does not know its size or is closed."""
     try:
         width, height = os.get_terminal_size(STREAMS["err"])
     except OSError:
@@ -66,7 +68,7 @@ def size() -> tuple[int, int]:
 
 
 def bars_move() -> bool:
-    """Whether a live view shows workers' progress bars as they move."""
+    """Whether a live view is on the screen, which shows workers' progress bars as they move."""
     return _view is not None
 
 
@@ -79,8 +81,8 @@ def lines(stream: str, data: bytes) -> None:
 
 
 def write(stream: int, data: bytes) -> None:
-    """Write all bytes to a stream directly, not through the view, which calls this itself. If the stream's file is on a
-    full disk, output is lost but training continues."""
+    """Write all bytes to a stream directly, without passing through the live view. If the stream's file is on a full
+    disk, output is lost but training continues."""
     if stream in _full:
         return
     try:
@@ -98,22 +100,22 @@ def _put(stream: int, data: bytes) -> None:
     try:
         while rest:
             _attend()
-            # If select() reports room, a pipe accepts PIPE_BUF bytes at once, so os.write() does not block.
+            # Once select() reports room, a pipe accepts PIPE_BUF bytes at once, so os.write() does not block.
             while not select.select([], [stream], [], MEANWHILE_SECONDS)[1]:
                 _attend(blocked=True)
             rest = rest[os.write(stream, rest[: select.PIPE_BUF]) :]
     except OSError as error:
         if error.errno == errno.EPIPE:
             raise ReaderGone from error
-        # EIO means that the terminal was closed. It has sent SIGHUP, which ends the job unless nohup is used, so the
-        # error is ignored.
+        # EIO means that the terminal was closed. A closed terminal sends SIGHUP, which ends the job unless nohup is
+        # used, so the error is ignored.
         if error.errno != errno.EIO:
             raise
 
 
 def _attend(blocked: bool = False) -> None:
-    """Call the function registered by `meanwhile` if it is due. blocked: the reader accepts nothing; if the job must
-    end now, its remaining output is dropped."""
+    """Call the function registered by `meanwhile` if enough time has passed. blocked: the reader accepts nothing; if
+    the job must end now, its remaining output is dropped."""
     global _attended, _given_up
     now = time.monotonic()
     if _meanwhile is None or now - _attended < MEANWHILE_SECONDS:
@@ -151,7 +153,7 @@ def error(text: str) -> None:
 
 
 def text(text: str, stdout: bool = False) -> None:
-    """Print a text on stderr, or on stdout if it is the result that the command was called for."""
+    """Print a text on stderr, or on stdout if the text is the result that the command was called for."""
     _write(text, False, stream=1 if stdout else 2)
 
 
@@ -176,7 +178,7 @@ def _folded(text: str, to: TextIO | None = None) -> str:
 def _write(text: str, loud: bool, end: str = "\n", stream: int = 2) -> None:
     global _grows
     if _grows:
-        text, _grows = "\n" + text, False  # an unfinished line is on the screen: start a new one
+        text, _grows = "\n" + text, False  # the last line on the screen is unfinished: start a new one
     to = sys.stdout if stream == 1 else sys.stderr
     if loud and to.isatty():
         text = f"\x1b[1m{text}\x1b[0m"

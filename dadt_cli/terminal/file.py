@@ -17,7 +17,7 @@ from dadt.errors import ConfigError
 LIMIT = 1 << 16
 """Most bytes of a file of settings (--config)."""
 DEFAULT = "default"
-"""Source of a setting that neither flags, variables nor a file have set."""
+"""Source of a setting that is set by no flag, no variable and no file, and so has its default."""
 
 
 class Setting(NamedTuple):
@@ -29,7 +29,7 @@ class Setting(NamedTuple):
 
 def read(path: Path) -> dict[str, Setting]:
     """Return the settings in the file. Raises ConfigError if the file cannot be read or a setting is wrong."""
-    import yaml  # imported only here, since most users have no such file
+    import yaml  # imported only when needed, since most users have no settings file
 
     class Loader(yaml.SafeLoader):
         """A YAML loader that refuses aliases: a few lines of them can expand to more than fits in memory, and no
@@ -45,7 +45,8 @@ def read(path: Path) -> dict[str, Setting]:
     text = document.read(path, "--config", LIMIT)
     try:
         content = yaml.load(text, Loader)
-    except (ValueError, RecursionError) as error:  # raised for impossible dates, and for very deep nesting
+    # the YAML library raises these for impossible dates, and for very deep nesting
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -69,7 +70,8 @@ def read(path: Path) -> dict[str, Setting]:
             raise ConfigError(f"--config {path}: {other} and {key} are the same setting; give it once")
         try:
             found[name] = Setting(_value(path, str(key), value, defaults[name]), f"{path}: {key}")
-        except (ValueError, RecursionError) as error:  # raised for numbers with thousands of digits
+        # int() and float() raise these for numbers with thousands of digits
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--config {path}: {key}: is no value of a setting ({error})") from error
     return found
 
@@ -84,7 +86,8 @@ def _spellings() -> dict[str, str]:
 
 
 def _value(path: Path, key: str, value: Any, default: object) -> Any:
-    """Convert a value from the file to the type of the setting's default. Raises ConfigError if it does not fit."""
+    """Convert a value from the file to the type of the setting's default. Raises ConfigError if the value does not have
+    this type."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ConfigError(f"--config {path}: {key}: {value!r} is not true or false")
@@ -107,4 +110,4 @@ def _is_real(value: Any) -> bool:
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
-        return False  # an integer too large for a float
+        return False  # an integer may be too large to become a float

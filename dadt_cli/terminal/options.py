@@ -56,8 +56,8 @@ class Brief(click.Command):
         self.params.append(click.Option(["--help-all"], callback=self._help_all, help="Show all options.", **flag))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Accepts `-np2` for `-np 2`; for an unknown flag, such as another launcher's, the error
-        names the flag to use instead."""
+        """Parse the arguments. Accepts `-np2` for `-np 2`; for an unknown flag, such as a flag of another launcher, the
+        error names the flag to use instead."""
         try:
             found, following, _ = self.make_parser(ctx).parse_args(list(args))
         except click.NoSuchOption as error:
@@ -113,8 +113,8 @@ def knobs(function: F) -> F:
 
 
 def some_knobs(*names: str) -> Callable[[F], F]:
-    """Like `knobs`, for a command that needs only the named settings. All others come from variables and the settings
-    file."""
+    """Decorate a command with one flag for each of the named settings. All other settings come from variables and the
+    settings file."""
 
     def decorate(function: F) -> F:
         for field in [field for field in fields(Config) if field.name in names][::-1]:
@@ -132,7 +132,7 @@ def _config_file(function: F) -> F:
 
 def config_of(given: dict[str, Any]) -> Config:
     """Build the configuration. A flag has priority over a DADT_* variable, which has priority over the file that
-    --config names, then come the defaults.
+    --config names, which has priority over the defaults.
 
     Raises ConfigError if a value is wrong.
     """
@@ -150,7 +150,7 @@ def settings_of(given: Mapping[str, Any], variables: bool = True) -> dict[str, S
         settings[name] = Setting(value, HOROVOD_TIMELINE if horovods.get(name) == value else variable(name))
     for name in settings:
         if given.get(name) not in (None, ()):
-            # Hosts may be given by several flags; together they form one list.
+            # Hosts may be given by several flags, whose values together form one list.
             several = isinstance(given[name], tuple) and isinstance(settings[name].value, str)
             settings[name] = Setting(",".join(given[name]) if several else given[name], flag(name))
     if given.get("no_horovod"):
@@ -162,14 +162,14 @@ def settings_of(given: Mapping[str, Any], variables: bool = True) -> dict[str, S
 
 def _option(field: Field[Any]) -> Callable[[F], F]:
     name = flag(field.name)
-    # Short names such as -np and -x come first, then the name of the setting as a long flag.
+    # Short names such as -np and -x come first, followed by the name of the setting as a long flag.
     names = [*field.metadata["flags"], name]
     shown = _shown(field.default)
     text = field.metadata["help"] + (f"  [default: {shown}]" if shown else "")
     options: dict[str, Any] = {"default": None, "help": text, "hidden": field.metadata["advanced"], "cls": Option}
     if field.name in HOROVODRUN:
         names.append(HOROVODRUN[field.name])
-    if field.name == "resume":  # without a value, --resume means the last job
+    if field.name == "resume":  # `--resume` without a value means the last job
         options |= {"is_flag": False, "flag_value": LAST}
     if completion := _completion(field):
         options["shell_complete"] = completion

@@ -35,7 +35,7 @@ _ANSWERS = {
     "--map-by --bind-to": "give --mpi-args",
 }
 INSTEAD = {flag: answer for flags, answer in _ANSWERS.items() for flag in flags.split()}
-"""For each flag of other launchers, advice what to use instead."""
+"""For each flag of other launchers, advice about what to use instead."""
 PER_HOST = ("--nproc-per-node", "--npernode", "-N", "-ppn", "--num-gpus", "--num-processes")
 """Flags of other launchers that count workers; most of these flags count workers per host."""
 HOSTS = ("--nnodes", "--num-nodes", "--num-machines")
@@ -52,8 +52,8 @@ def command(arguments: Sequence[str], known: Collection[str]) -> str:
 
 
 def slip(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
-    """Suggest what was meant by a flag that `dadt run` does not have: a similar flag, or one of the script's placed
-    before the script. Empty if neither is likely. arguments: of the command. known: its flags."""
+    """Suggest what was meant by a flag that `dadt run` does not have: a similar flag, or a flag of the script that was
+    placed before the script. Empty if neither is likely. arguments: of the command. known: its flags."""
     if meant := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
         return f"did you mean {meant[0]}?"
     place = next((i for i, each in enumerate(arguments) if each.partition("=")[0] == name), len(arguments))
@@ -67,7 +67,7 @@ def slip(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
 
 def _workers_of(first: str) -> list[str]:
     """Return arguments that set the number of workers for a suggested command; empty if the command line begins with a
-    flag, which may set the number."""
+    flag, since that flag may set the number."""
     return [] if first.startswith("-") else ["-np", "2"]
 
 
@@ -81,7 +81,7 @@ def instead(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
     flag = spelt(name)
     if flag in known and flag != name:
         return f"give {flag}"
-    if "-np" not in known:  # the following flags make sense only for commands that start a job
+    if "-np" not in known:  # the flags below make sense only for commands that start a job
         return ""
     if flag in PER_HOST:
         return _workers(flag, _value(name, arguments), _hosts(arguments))
@@ -96,7 +96,7 @@ def spelt(name: str) -> str:
 
 
 def without_space(arguments: Sequence[str]) -> list[str]:
-    """Replace `-np2` by `-np 2`, since click would read the former as `-n p2`. arguments: those of `dadt`, without the
+    """Replace `-np2` by `-np 2`, since click would read `-np2` as `-n p2`. arguments: those of `dadt`, without the
     script's."""
     found: list[str] = []
     for argument in arguments:
@@ -113,7 +113,7 @@ def elastic(hosts: str) -> str:
 
 
 def _workers(flag: str, value: str, hosts: str) -> str:
-    if value and not value.isdigit():  # words such as gpu, cpu or auto
+    if value and not value.isdigit():  # the value may be a word such as gpu, cpu or auto instead of a number
         return (
             "give the number of all workers, -np N; hosts named without one, -H host1,host2, get a worker for each GPU"
         )
@@ -137,8 +137,8 @@ def _hosts(arguments: Sequence[str]) -> str:
 
 
 def _value(name: str, arguments: Sequence[str]) -> str:
-    """Return the value of a flag that dadt does not know. Only words that look like a number of workers count, since an
-    unknown flag may take no value; otherwise empty."""
+    """Return the value of a flag that dadt does not know; empty if the flag takes none. Only words that look like a
+    number of workers count as values, since an unknown flag may take no value."""
     for place, argument in enumerate(arguments):
         before, equals, value = argument.partition("=")
         if before == name:

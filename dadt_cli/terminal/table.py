@@ -28,7 +28,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str
 
 def fitting(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str], spare: Sequence[str]) -> list[str]:
     """Return the lines of a table for stdout. On a terminal that is too narrow, the columns in `spare` are dropped one
-    by one, then rows are cut off."""
+    by one; if the table is still too wide, its rows are cut off."""
     lines = table(head, rows, left)
     if not sys.stdout.isatty():
         return lines
@@ -52,7 +52,7 @@ def figure(value: float) -> str:
 
 
 def moment(at: float) -> str:
-    """Format a time: only the time of day if it is today, otherwise with the date."""
+    """Format a time: the time of day alone if the time is today, otherwise with the date."""
     then = time.localtime(at)
     today = time.localtime()[:3] == then[:3]
     return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M", then)

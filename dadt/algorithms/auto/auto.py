@@ -32,19 +32,20 @@ if TYPE_CHECKING:
     from dadt.train.restored import RestoredExchange
 
 TRIES = 3
-"""Number of synchronous steps in which each compression is tried. The first of them allocates buffers and is slow; the
-median of three ignores this."""
+"""Number of synchronous steps in which each compression is tried. A compression's first step is slow because it
+allocates buffers, but the median of three steps is not affected."""
 LATE = 8
-"""Number of steps measured after `pipe` was chosen: their median must confirm the time predicted for it."""
+"""Number of steps measured after `pipe` was chosen. Their median must confirm the time predicted for `pipe`."""
 
 
 class Auto(Algorithm):
-    """Chooses what `--algorithm auto` and `--compression auto` leave open, at the end of the synchronous warm-up steps.
+    """Chooses the algorithm or compression, where the user has set it to `auto`, at the end of the synchronous warm-up
+    steps.
 
-    The last warm-up steps try compressions, because their cost depends on the processor as well as on the network.
-    Beside the exchange of the last one, the ranks send each other their measured times, and all choose by the slowest
-    rank. Then `sync`, `pipe` or `local` takes over. The cost of `pipe` shows only in steps with late averages: if it is
-    chosen, its first steps are measured, and all ranks choose once more.
+    The last warm-up steps try compressions, because their cost depends on the processor as well as on the network. In
+    the very last one, the ranks send each other their measured times, and all make the same choice, by the times of the
+    slowest rank. The chosen `sync`, `pipe` or `local` takes over. The cost of `pipe` shows only in steps with late
+    averages: if `pipe` is chosen, its first steps are measured, and all ranks choose once more.
     """
 
     survives = True
@@ -55,7 +56,7 @@ class Auto(Algorithm):
         super().__init__(attachment)
         attachment.compression = given_compression(attachment) or "none"
         self._pipe, self._local = Pipe(attachment), Local(attachment)
-        """Algorithms that may be chosen. Until the choice, `Pipe` makes the steps, all of them synchronous."""
+        """Algorithms that may be chosen. Before the choice, `Pipe` makes the steps, all of them synchronous."""
         self._pipe.waits = True
         self._way: Choice | None = None
         """The chosen algorithm and compression; None before the choice."""
@@ -65,12 +66,12 @@ class Auto(Algorithm):
         self._told: Gathering | None = None
         """The collection of all ranks' measured times, until the choice has used it; None if there is none."""
         self._backwards = self._backwards_before = 0
-        """Number of backward passes in the last step, and the total number of backward passes up to its exchange."""
+        """Backward passes in the last step, and total backward passes up to the last step's exchange."""
         self._trained: tuple[Any, ...] = ()
         """Parameters that the script trained in the first step."""
         self._found: Mapping[Choice, float] = {}
-        """Predicted seconds per step of each choice after `pipe` was chosen, until its own steps are measured;
-        otherwise empty."""
+        """Predicted seconds per step of each choice, from the choice of `pipe` until the first steps of `pipe` are
+        measured; otherwise empty."""
         self._review = 0
         """Number of the step at which the measured times of `pipe` are compared with the predicted ones."""
         self._ends_of_steps: deque[float] = deque(maxlen=LATE + 1)
@@ -103,8 +104,8 @@ class Auto(Algorithm):
     # Measuring the synchronous steps ---------------------------------------------------------------------------
 
     def starting(self) -> None:
-        # Earlier optimizers of the script may have switched to `local`: their weights must be averaged before this one
-        # begins.
+        # Earlier optimizers of the script may have switched to `local`. Their weights must be averaged before this
+        # optimizer begins.
         self._local.starting()
 
     def before_step(self) -> None:
@@ -116,14 +117,15 @@ class Auto(Algorithm):
             untried = [name for name in compressions(a) if not record.moving(name)]
             self._until = a.step + max(LEAST_MEASURED - record.steps, TRIES * len(untried) + 1, a.warmup_steps - a.step)
             self._trained = a.trained
-        # The difference is 0 if ranks were lost and this step is repeated; keep the last count then.
+        # The difference is 0 if this step is repeated after a loss of ranks; in this case the previous count stays.
         self._backwards = (a.optimizers.script.backwards - self._backwards_before) or self._backwards
         self._backwards_before = a.optimizers.script.backwards
         self._try()
         record.computed()
         exchange = self._pipe.launch()
         if a.step + 1 >= self._until:
-            # Started while the exchange is still under way, so that this step can be repeated if ranks are lost.
+            # The times are gathered while the exchange is still under way, so that this step can be repeated if ranks
+            # are lost.
             self._gather("times", asdict(self._times))
         self._pipe.apply(exchange)
         record.exchanged(a.compression if a.compresses else "none", exchange.seconds)
@@ -137,18 +139,18 @@ class Auto(Algorithm):
         ranks.wait(self._told)
 
     def _try(self) -> None:
-        """Set the compression that this step tries."""
+        """Set the compression to try in the current warm-up step."""
         a = self.attachment
         tried = to_try(a)
-        # The times of the last warm-up step would be known only after the ranks' times were exchanged, so it tries
-        # nothing.
+        # The times of the last warm-up step would be known only after the ranks have exchanged their times, so this
+        # step tries nothing.
         number = len(tried) - max(self._until - a.step - 2, 0) // TRIES - 1
         self.tries = 0 <= number < len(tried)
         name = tried[number] if self.tries else a.compression
         self._compress(name)
 
     def _compress(self, name: str) -> None:
-        """Exchange with compression `name` from now on. The buckets stay, but the error feedback of the previous
+        """Use compression `name` in the following exchanges. The buckets stay, but the error feedback of the previous
         compression is dropped."""
         a = self.attachment
         if name != a.compression:
@@ -182,7 +184,7 @@ class Auto(Algorithm):
         config = a.ranks.config
         hidden = config.sync_every if config.fragments > 1 else (config.sync_every + 1) // 2
         sizes = [sum(t.numel() * t.element_size() for t in bucket.tensors) for bucket in a.schema.buckets]
-        # with several optimizers no bucket is sent before the step, so all count as one
+        # With several optimizers no bucket is sent before the optimizer step, so all buckets count as a single one.
         sizes = sizes if a.optimizers.trains_one else [sum(sizes)]
         shape = Shape([size / max(sum(sizes), 1) for size in sizes], config.sync_every, hidden)
         left = choice.ways(algorithms(a, may_part=times.may_part), list(times.exchange))
@@ -198,8 +200,8 @@ class Auto(Algorithm):
 
     @property
     def _measures(self) -> bool:
-        """Whether exchanges can be timed. Not with closures, whose gradients are not compressed, and not on GPUs, which
-        run asynchronously to the host."""
+        """Whether exchanges can be timed. They cannot with optimizer closures, whose gradients are not compressed, nor
+        on GPUs, which run asynchronously to the host."""
         return not self.attachment.has_closure and self.attachment.ranks.device is None
 
     def _choose_unmeasured(self) -> None:
@@ -239,8 +241,8 @@ class Auto(Algorithm):
             self._take(way)
 
     def _take(self, way: Choice) -> None:
-        """Train with this algorithm and compression from the next step on. All ranks call this together, while no
-        exchange is under way."""
+        """Train with the algorithm and compression `way` from the next step on. All ranks call this method together,
+        while no exchange is under way."""
         a = self.attachment
         self._way, self._told = way, None
         self._pipe.switch_note = note = {"way": list(way)}
@@ -291,7 +293,7 @@ class StepRecord:
         last exchange ended."""
 
     def computed(self) -> None:
-        """Call it once a step's gradients are computed."""
+        """Call when a step's gradients are computed, before their exchange."""
         now = process_time()
         if self._since:
             self._processor.append(now - self._since)
@@ -332,17 +334,17 @@ class StepRecord:
 
 
 def given_algorithm(a: Attachment) -> str:
-    """The algorithm that the user asks for; empty where it is to be chosen."""
+    """Return the algorithm that the user asks for; empty if `--algorithm auto` leaves the choice to DADT."""
     return "" if a.ranks.config.algorithm == "auto" else a.ranks.config.algorithm
 
 
 def given_compression(a: Attachment) -> str:
-    """The compression that the user asks for; empty where it is to be chosen."""
+    """Return the compression that the user asks for; empty if `--compression auto` leaves the choice to DADT."""
     return "" if a.ranks.config.compression == "auto" else a.ranks.config.compression
 
 
 def algorithms(a: Attachment, *, may_part: bool) -> list[str]:
-    """The algorithms to choose from. may_part: ranks may have weights of their own, as with `local`."""
+    """Return the algorithms to choose from. may_part: whether weights may differ between ranks, as under `local`."""
     config = a.ranks.config
     if given := given_algorithm(a):
         return [given]
@@ -353,13 +355,13 @@ def algorithms(a: Attachment, *, may_part: bool) -> list[str]:
 
 
 def compressions(a: Attachment) -> Sequence[str]:
-    """The compressions to choose from."""
+    """Return the compressions to choose from: the user's, or all that cost this optimizer no accuracy."""
     given = given_compression(a)
     return [given] if given else SHOWN[kind(a)].compressions
 
 
 def to_try(a: Attachment) -> list[str]:
-    """Return the compressions to try in warm-up steps: those that its other steps do not already measure."""
+    """Return the compressions to try in the last warm-up steps: those that earlier steps do not use already."""
     given = given_compression(a)
     if not given:
         return [name for name in compressions(a) if name != "none"]
@@ -367,7 +369,7 @@ def to_try(a: Attachment) -> list[str]:
 
 
 def kind(a: Attachment) -> str:
-    """The optimizer's kind, as a key of SHOWN: what is not SGD counts as Adam."""
+    """Return the optimizer's kind as a key of SHOWN: "sgd", or "adam" for every other optimizer."""
     return "sgd" if isinstance(a.optimizer, torch.optim.SGD) else "adam"
 
 

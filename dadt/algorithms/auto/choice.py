@@ -48,7 +48,7 @@ class HarmlessSettings(NamedTuple):
 SHOWN = {"sgd": HarmlessSettings(("none", "bf16", "int8"), 32), "adam": HarmlessSettings(("none", "int8"), 0)}
 """Settings, by kind of optimizer, that meet the accuracy target on all models in docs/results/accuracy.md with four
 workers. With Adam, bf16 misses the target on the GPT by a little, and `local` misses it on the GPT and the MLP by far.
-(DiLoCo's outer optimizer misses it with SGD.)
+(With SGD, DiLoCo's outer optimizer misses the target.)
 """
 
 
@@ -88,7 +88,8 @@ class Shape:
 
 
 def slowest(every: Sequence[Times]) -> Times:
-    """The slowest rank's value of each time: in a synchronous step all wait for the rank that computes longest."""
+    """Return the maximum of each time over all ranks: in a synchronous step all wait for the rank that computes
+    longest."""
     return Times(
         compute=max(each.compute for each in every),
         alone=max(each.alone for each in every),
@@ -109,7 +110,7 @@ def ways(algorithms: Sequence[str], compressions: Sequence[str]) -> list[Choice]
 
 
 def seconds(way: Choice, times: Times, shape: Shape) -> float:
-    """The seconds that a step is predicted to take in this way."""
+    """Return the predicted seconds of a training step with this choice of algorithm and compression."""
     exchange, handling, every = times.exchange[way.compression], times.handling[way.compression], 1
     if way.algorithm == "sync":
         hidden = times.compute + exchange - _overlapping(times, exchange, shape.shares)
@@ -133,7 +134,7 @@ def _overlapping(times: Times, exchange: float, shares: Sequence[float]) -> floa
     done, complete, backward = 0.0, 0.0, (1 - _FORWARD) / times.backwards
     for share in shares:
         complete += share
-        # The last bucket is sent only at the optimizer's step.
+        # The last bucket is sent only at the optimizer's step, so it is ready when all computing is done.
         ready = times.compute * (1 - backward * (1 - complete)) if complete < 1 - 1e-9 else times.compute
         done = max(done, ready) + exchange * share
     return done

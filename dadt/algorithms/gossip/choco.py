@@ -28,15 +28,15 @@ _ALIGNMENT = 64
 
 
 class Choco(PlainLinkState):
-    """Sends rounded differences from a shared reference. The first message has the unrounded weights: rounding would
-    move ranks apart that have equal weights."""
+    """Link state that sends rounded differences from a reference that both ranks share. The first message contains the
+    unrounded weights: rounding would move ranks apart whose weights are equal."""
 
     def __init__(self, name: str, snapshot: WeightSnapshot, codec: Codec) -> None:
         super().__init__(name, snapshot)
         self._codec = codec.core
         self._reference = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._places: list[slice] = []
-        """The place of each part in a message, in bytes."""
+        """Range of bytes of each part in a message."""
         end = 0
         for part in snapshot.parts:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -92,7 +92,7 @@ class Choco(PlainLinkState):
                 torch._foreach_copy_(reference, [_known(grain) for grain in reference])
 
     def _wire_bytes(self, part: Part) -> int:
-        """Bytes of a rounded part in a message: whole blocks, as the core writes and reads them."""
+        """Bytes of a rounded part in a message: whole blocks, as the C++ core writes and reads only whole blocks."""
         return -(-sum(part.sizes) // BLOCK) * self._codec.block_bytes
 
     def _values(self, part: Part, wire: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""A pair of neighbouring ranks that average their weights: one rank asks, the other answers. Each uses one thread per
-neighbour."""
+"""A pair of neighbouring ranks that average their weights: one rank asks, the other answers. Each rank uses one thread
+per neighbour."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 _SLICE = 1 << 28
 """Largest number of bytes in one message: some communication libraries count bytes in 32 bits."""
 _SEVERAL = 60.0
-"""Seconds of one wait for the neighbour's next request; the thread then waits again."""
+"""Seconds of one wait for the neighbour's next request. If no request comes, the thread waits again."""
 
 
 class MessageKind(enum.IntEnum):
     """Kind of a message between two neighbours."""
 
     FINISH = 0
-    """The sender will ask no more. The value is 0 because the null executor, which receives nothing, leaves 0."""
+    """The sender will ask no more. The value is 0 because memory for messages stays 0 under the null executor, which
+    receives nothing."""
     WEIGHTS = 1
     NOTHING = 2
-    """The answering rank cannot average: it has no weights yet, or of another layout, or does not know the earlier
-    exchanges. The asking rank then begins with a new state."""
+    """The answering rank cannot average, because it has no weights yet, has weights of another layout, or does not know
+    the earlier exchanges. The asking rank then begins with a new state."""
 
 
 class Head(NamedTuple):
@@ -120,11 +121,11 @@ class LinkEnd:
         weights: Callable[[], AbstractContextManager[WeightSnapshot | None]],
         state: Callable[[WeightSnapshot], LinkState],
     ) -> None:
-        """weights: returns the current weights for one exchange. state: creates the state of a first exchange with
-        those weights."""
+        """weights: called to get the current weights for one exchange. state: called with these weights to create the
+        state of the first exchange."""
         self.line = line
         self.plain = 0
-        """Bytes that `line` would have sent without compression."""
+        """Bytes of weights that would have been sent to the neighbour so far without compression."""
         self._weights = weights
         self._begin = state
         self._state: LinkState | None = None
@@ -135,7 +136,7 @@ class LinkEnd:
 
 
 class Asking(LinkEnd):
-    """The rank of a pair that asks: starts one exchange for each call of `order`."""
+    """The rank of a pair that asks for averages: starts one exchange for each call of `order`."""
 
     def __init__(
         self,
@@ -147,7 +148,8 @@ class Asking(LinkEnd):
         """ended: called after each exchange with this object and whether the weights were averaged."""
         super().__init__(line, weights, state)
         self.asked: float | None = None
-        """Time at which the exchange under way began; None if there is none. Set by the owner."""
+        """Time at which the running exchange with the neighbour began; None if no exchange runs. Set by the owner of
+        this object."""
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ended = ended
 
@@ -193,7 +195,7 @@ class Answering(LinkEnd):
     """The rank of a pair that only answers and never asks."""
 
     def run(self) -> None:
-        """Answer until the neighbour says that it is done."""
+        """Answer the neighbour's requests until the neighbour reports that it has finished."""
         while (question := self.line.receive_head(patient=True)).kind is not MessageKind.FINISH:
             self._answer(question)
         self._state = None
@@ -217,7 +219,8 @@ class Answering(LinkEnd):
         snapshot.give_back(mine, theirs)
 
     def _state_for(self, question: Head, snapshot: WeightSnapshot) -> LinkState | None:
-        """Return the state for this request, or None if the neighbour's state does not match this rank's."""
+        """Return the state shared with the neighbour for answering this request, or None if the neighbour's state does
+        not match this rank's."""
         if question.number == 0:
             self._state = self._begin(snapshot)
         state = self._state

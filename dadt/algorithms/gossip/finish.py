@@ -1,5 +1,4 @@
-"""The final barrier of `gossip`, where ranks train at different speeds: the only place where they wait for each
-other."""
+"""The final barrier of `gossip`, whose ranks train at different speeds and wait for each other only at this barrier."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ if TYPE_CHECKING:
     from dadt.train.ranks import Ranks
 
 _PATIENCE = 3.0
-"""Seconds of waiting after which a rank looks how far its peers are."""
+"""Seconds of waiting in the final barrier after which a rank finds out how many steps its peers have made."""
 
 
 def await_all(ranks: Ranks, tag: int) -> None:
-    """Wait until all ranks have called this, as long as any of them still makes steps.
+    """Wait until all ranks have called this function. There is no time limit while any rank still makes steps.
 
     Uses point-to-point messages, because a collective operation would time out after its first rank arrives. Raises
     PeerLost, or CommTimeout, which says where each rank is.

@@ -1,4 +1,5 @@
-"""AD-PSGD (arXiv:1710.06952): each rank trains at its own speed, and averages its weights with one other at a time."""
+"""AD-PSGD (arXiv:1710.06952): each rank trains at its own speed, and averages its weights with one other rank at a
+time."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _Place = tuple[int, int]
 _TAG = 100
 """The first tag of gossip's messages; each optimizer has two, for pairwise averages and for the end."""
 _IDLE_STEPS = 64
-"""After this many steps of other optimizers, an optimizer that made no step leaves weights that it shares with them to
-them."""
+"""Number of steps of other optimizers after which an idle optimizer no longer averages the weights that it shares with
+them; the other optimizers average these weights."""
 _MOST_COPIES = 24
 """Largest number of copies of the weights that compression may need, one per neighbour. `--topology exponential`
 reaches it at 4,096 ranks."""
@@ -62,7 +63,8 @@ class Gossip(Algorithm):
         place = ranks.mail, ranks.group, ranks.members
         self._pairing = Pairing(*place, config.topology, tag, config.timeout, config.compression)
         ranks.progress.senders.append(self._pairing)
-        # The optimizer may be garbage collected long before the process ends, at a different time on each rank.
+        # When the optimizer is garbage collected, at a different time on each rank, this rank stops asking for
+        # averages.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
         end = GossipFinalAverage(ranks, weakref.ref(attachment), self._pairing, tag + 1)
         attachment.events.on_end.append(end)
@@ -116,7 +118,7 @@ class GossipFinalAverage:
 
     def __call__(self) -> None:
         """Answer neighbours until all ranks have finished; then compute the exact average of all ranks' weights, unless
-        the optimizer is gone. Raises CommError."""
+        the optimizer was garbage collected. Raises CommError."""
         self._pairing.retire()
         await_all(self._ranks, self._tag)
         self._pairing.close()
@@ -148,7 +150,7 @@ class GossipFinalAverage:
 
     def _average(self, attachment: Attachment, tensors: list[torch.Tensor], whole: list[bool]) -> None:
         """Average the weights, and the buffers that training has changed on any rank. whole: for each rank, whether all
-        of its weights are finite; ranks where they are not take the average of the others."""
+        of its weights are finite; other ranks take the average of the ranks with finite weights."""
         attachment.changing_buffers.select()
         if not any(whole):
             return
@@ -212,7 +214,7 @@ def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
 
 
 def _median(ages: Counter[int]) -> int:
-    """The median; the greater one of the two in the middle."""
+    """Return the median of the ages; for an even number of ages, the greater of the two in the middle."""
     ordered = sorted(ages)
     up_to = accumulate(ages[age] for age in ordered)
     return next(age for age, count in zip(ordered, up_to, strict=True) if 2 * count > ages.total())

@@ -1,4 +1,4 @@
-"""State that two neighbours share from earlier exchanges, and so need not send again."""
+"""State that two neighbours share from earlier exchanges, so that they need not send all of their weights again."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class LinkState(abc.ABC):
     """
 
     def __init__(self, name: str, snapshot: WeightSnapshot) -> None:
-        """name: as given to --compression."""
+        """name: the value of --compression. snapshot: the weights of the first exchange."""
         self._name = name.encode()
         self.crc = zlib.crc32(self._name, snapshot.crc)
         """Checksum of compression and layout of the weights: ranks with equal checksums can exchange."""
         self.number = 0
-        """Exchanges that are complete so far."""
+        """Number of exchanges with the neighbour that are complete so far."""
 
     def fits(self, snapshot: WeightSnapshot) -> bool:
         """Whether the snapshot's weights have the layout that this state was created for."""
@@ -44,8 +44,8 @@ class LinkState(abc.ABC):
         """Write this rank's message into `message`. Returns the number of the step at which the snapshot was copied."""
 
     def settle(self, snapshot: WeightSnapshot, mine: torch.Tensor, theirs: torch.Tensor, step: int) -> None:
-        """Move this rank's weights half the way to the neighbour's, once both messages are here. mine: this rank's
-        message, written by `say` at step `step`. theirs: the neighbour's message; it is overwritten."""
+        """Move this rank's weights halfway to the neighbour's weights, after both messages have arrived. mine: this
+        rank's message, written by `say` at step `step`. theirs: the neighbour's message; it is overwritten."""
         self._settle(snapshot, mine, theirs)
         self.number += 1
         snapshot.moved(step)

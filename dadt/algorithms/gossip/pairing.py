@@ -54,12 +54,13 @@ class Pairing:
         timeout: float,
         compression: str = "none",
     ) -> None:
-        """mail, group, members: as in `connect`."""
+        """mail: sends messages between ranks. group: the ranks that average. members: the original numbers of the
+        group's ranks."""
         self.ages: Counter[int] = Counter()
         """Number of exchanges applied to the live weights, by the number of steps made since the weights were copied
         for the exchange."""
         self.asked = 0
-        """Exchanges that this rank has asked for and got."""
+        """Number of exchanges that this rank has asked for and that gave an average."""
         self.in_vain = 0
         """Number of exchanges without an average, because the neighbour had no weights of equal layout."""
         self._topology = topology
@@ -69,12 +70,13 @@ class Pairing:
         self._token: list[Any] = []
         self._parameters: list[weakref.ref[torch.Tensor]] = []
         self._replaced: list[tuple[WeightSnapshot, list[weakref.ref[torch.Tensor]]]] = []
-        """Snapshots of parameters that the script has replaced since; an exchange under way may still add to them."""
+        """Snapshots of parameters that the script has replaced by other parameters. Exchanges that began earlier may
+        still add to these snapshots."""
         self._step = 0
-        """Step boundaries so far: unlike the script's steps, they go forward only."""
+        """Number of step boundaries so far. Unlike the script's step count, this number never goes back."""
         self._error: Exception | None = None
         self._failed = 0.0
-        """Time of the error in `_error` (time.monotonic)."""
+        """Time at which the error in `_error` occurred, in seconds of time.monotonic."""
         self._lock = threading.Lock()
         self._fresh = False
         self._turn = 0
@@ -85,12 +87,13 @@ class Pairing:
         self._at_work = 0
         self._retired = self._forsaken = False
         self._sent_before = (0, 0)
-        """Bytes sent to neighbours over earlier connections, and what they would be without compression."""
+        """Bytes sent to neighbours over earlier connections, and bytes that would have been sent without compression.
+        """
         self.connect(mail, group, members)
 
     def connect(self, mail: PointToPoint, group: World, members: Sequence[int]) -> None:
-        """Average with the neighbours in this group from now on, over `mail`. Messages on the previous connection have
-        failed, so an average that was under way may have been applied by only one of its two ranks. members: the
+        """Connect to the neighbours in `group`, to average with them over `mail`. Messages on the previous connection
+        have failed, so an average that was under way may have been applied by only one of its two ranks. members: the
         original numbers of the group's ranks.
         """
         self.stop_threads()
@@ -101,7 +104,7 @@ class Pairing:
             self._edges = {
                 peer: self._edge(mail, peer) for peer in neighbours(self._topology, group.rank, len(members))
             }
-            # Daemons: a peer that never answers must not keep the process from ending.
+            # Daemon threads, so that a peer that never answers cannot keep this process from ending.
             self._threads = {
                 peer: threading.Thread(target=self._run, args=(edge,), name=f"dadt-gossip-{members[peer]}", daemon=True)
                 for peer, edge in self._edges.items()
@@ -126,7 +129,7 @@ class Pairing:
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Bytes to neighbours, and what they would be without compression."""
+        """Bytes sent to neighbours so far, and bytes that would have been sent without compression."""
         edges, (sent, plain) = self._edges.values(), self._sent_before
         return sent + sum(edge.line.sent for edge in edges), plain + sum(edge.plain for edge in edges)
 
@@ -160,19 +163,20 @@ class Pairing:
 
     @property
     def failure(self) -> CommError | None:
-        """The error that ended this rank's messages, once _EXPLAIN_SECONDS have passed since; None otherwise."""
+        """The error that ended this rank's messages, from _EXPLAIN_SECONDS after the error on; None otherwise."""
         explained = monotonic() - self._failed >= _EXPLAIN_SECONDS
         return self._error if isinstance(self._error, CommError) and explained else None
 
     def retire(self) -> None:
-        """Ask no neighbour any more, but continue to answer. May be called on any thread at any time; takes no lock."""
+        """Stop asking neighbours for averages, but continue to answer them. May be called on any thread at any time;
+        takes no lock."""
         self._retired = True
         for edge in self._asking.values():
             edge.retire()
 
     def forsake(self) -> None:
-        """Like `retire`, for weights that this rank no longer needs: their memory is freed when no neighbour asks for
-        them any more."""
+        """Stop asking neighbours for averages of weights that this rank no longer needs. The memory of the snapshot is
+        freed when no neighbour asks for averages any more."""
         self._forsaken = True
         self.retire()
         self._let_go()
@@ -193,7 +197,7 @@ class Pairing:
         self.stop_threads()
 
     def stop_threads(self) -> None:
-        """Wait at most _STOP_SECONDS for the threads to end, whose messages have failed."""
+        """Wait up to _STOP_SECONDS seconds for the background threads to end, whose messages have failed."""
         for edge in self._asking.values():
             edge.retire()
         deadline = monotonic() + _STOP_SECONDS
@@ -201,8 +205,8 @@ class Pairing:
             thread.join(max(0.0, deadline - monotonic()))
 
     def _take_over(self, snapshot: WeightSnapshot, parameters: Sequence[weakref.ref[torch.Tensor]]) -> bool:
-        """Add the differences of a replaced snapshot to the live parameters, since neighbours have moved by as much.
-        Returns whether exchanges still use the snapshot."""
+        """Add the differences of a replaced snapshot to the live parameters, since the neighbours have moved their
+        weights by the same amounts. Returns whether exchanges still use the snapshot."""
         with self._lock:
             used = snapshot.users > 0
         live = [ref() for ref in parameters]
@@ -275,7 +279,8 @@ class Pairing:
 
 
 def link_state(name: str, snapshot: WeightSnapshot, asks: bool) -> LinkState:
-    """The state for one end of an edge. name: as given to --compression; asks: this end asks, the other one answers."""
+    """Return the state that one rank of a pair shares with its neighbour. name: the value of --compression. asks:
+    whether this rank asks for averages; otherwise it answers."""
     family, _, rank = name.partition(":")
     if family == "powersgd":
         return PowerGossip(name, snapshot, int(rank), asks)

@@ -36,8 +36,8 @@ class Matrix(NamedTuple):
 
 
 class PowerGossip(LinkState):
-    """Sends products with rows and columns of each matrix in turn. Both ranks compute the movement themselves, so they
-    need processors of one kind to get equal results."""
+    """Link state that sends low-rank products of each matrix, alternately with its rows and with its columns. Each rank
+    computes the change of its weights itself, so both need the same kind of processor to get equal results."""
 
     def __init__(self, name: str, snapshot: WeightSnapshot, rank: int, asks: bool) -> None:
         super().__init__(name, snapshot)
@@ -77,7 +77,7 @@ class PowerGossip(LinkState):
             if base is None:
                 snapshot.add_to_tensor(index, half_way(own, other))
                 continue
-            # Both ranks compute this difference with equal sign, so that they get equal bases.
+            # Both ranks compute this difference with the same sign, so that they get equal bases.
             found = (other - own if self._asks else own - other).view(-1, rank)
             half = half_way(own, other).view(-1, rank)
             moved = base @ half.T if self._by_columns else half @ base.T
@@ -85,7 +85,7 @@ class PowerGossip(LinkState):
             self._bases[index] = _basis(found, self.number + 1)
 
     def _places(self) -> Iterator[slice]:
-        """The place of each tensor in the next message, in bytes."""
+        """Yield the range of bytes of each tensor in the next message."""
         end = 0
         for matrix, dtype in zip(self._matrices, self._dtypes, strict=True):
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -107,7 +107,8 @@ def _matrix(kind: TensorLayout, rank: int) -> Matrix:
 
 
 def _basis(found: torch.Tensor, number: int) -> torch.Tensor:
-    """Orthonormal columns that span those found; random ones, the same on all ranks, where there is nothing to span."""
+    """Return orthonormal columns that span the columns of `found`. Where these span too little or are not finite,
+    random columns, the same on all ranks, are added. number: changes the random columns."""
     basis = orthonormal(found) if bool(found.isfinite().all()) else torch.zeros_like(found)
     empty = basis.eq(0).all(0)
     if bool(empty.any()):

@@ -16,12 +16,12 @@ PART_BYTES = 1 << 20
 arithmetic stays in the CPU cache."""
 _ALIGNMENT = 64
 _GRAIN = 1 << 14
-"""Elements up to which torch computes in the calling thread alone: another team of threads would take cores from
-training."""
+"""Number of elements up to which torch computes in the calling thread alone. Larger operations would use more threads,
+which take processor cores from training."""
 
 
 class TensorPiece(NamedTuple):
-    """Elements of one tensor, in its memory's order."""
+    """A range of one tensor's elements, in the order of the tensor's memory."""
 
     tensor: int
     start: int
@@ -37,7 +37,8 @@ class TensorLayout(NamedTuple):
 
 
 class Part:
-    """Some pieces of one dtype and device, side by side in flat memory from byte `start` on."""
+    """Pieces of tensors of one dtype and device, side by side in the snapshot's contiguous memory from byte `start`
+    on."""
 
     def __init__(self, pieces: Sequence[TensorPiece], dtype: torch.dtype, device: torch.device, start: int) -> None:
         self.pieces = list(pieces)
@@ -51,7 +52,7 @@ class Part:
         """Whether this part has differences that the live weights have not received yet. Guarded by `lock`."""
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """This part of flat memory."""
+        """Return this part's range of the contiguous memory `memory`."""
         return memory[self.start : self.stop].view(self.dtype)
 
 
@@ -82,11 +83,12 @@ class WeightSnapshot:
         self._step = 0
         self._lock = threading.Lock()
         self._waiting: list[int] = []
-        """Step numbers of the copies whose exchanges have not reached the live weights yet. Guarded by `_lock`."""
+        """Step numbers at which the weights were copied for exchanges whose results the live weights have not received
+        yet. Guarded by `_lock`."""
         self._free: list[torch.Tensor] = []
-        """Guarded by the lock: memory for one message each, all of one size."""
+        """Unused memory for messages: one tensor for each message, all of one size. Guarded by `_lock`."""
         self.users = 0
-        """Number of exchanges that use this snapshot now. Guarded by the lock of its owner."""
+        """Number of exchanges that use this snapshot now. Guarded by the lock of the Pairing that owns the snapshot."""
 
     # Methods for the training thread ---------------------------------------------------------------------------
 
@@ -106,7 +108,7 @@ class WeightSnapshot:
                 self._publish_part(part, live)
         for tensor, flat in zip(tensors, flats, strict=True):
             if tensor.numel() and flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view(tensor.shape))  # a tensor with gaps in memory was flattened as a copy
+                tensor.copy_(flat.view(tensor.shape))  # `flat` is a copy if the tensor has gaps in memory
         return Counter(step - before for before in waiting)
 
     def hand_over(self, lives: Sequence[torch.Tensor | None]) -> None:
@@ -151,7 +153,8 @@ class WeightSnapshot:
     # Methods for any thread ------------------------------------------------------------------------------------
 
     def take(self, size: int) -> torch.Tensor:
-        """Memory for a message of `size` bytes, to be returned by `give_back`. Frees unused memory of other sizes."""
+        """Return memory for a message of `size` bytes, to be returned by `give_back`. Frees unused memory of other
+        sizes."""
         with self._lock:
             self._free = [message for message in self._free if len(message) == size]
             return self._free.pop() if self._free else torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -162,18 +165,18 @@ class WeightSnapshot:
 
     @property
     def step(self) -> int:
-        """The step at which the copy was taken."""
+        """Number of the step at which the weights were copied into the snapshot."""
         with self._lock:
             return self._step
 
     def read(self, part: Part, into: torch.Tensor) -> None:
-        """Read the copy's elements of this part into `into`."""
+        """Copy the snapshot's elements of `part` into the tensor `into`."""
         with part.lock:
             into.copy_(part.of(self._copy))
 
     def add(self, part: Part, difference: torch.Tensor) -> None:
-        """Add `difference` to the copy's elements of this part; the live weights receive it at the next step
-        boundary."""
+        """Add `difference` to the snapshot's elements of `part`; the live weights receive the difference at the next
+        step boundary."""
         with part.lock:
             for memory in (self._copy, self._added):
                 torch._foreach_add_(grains(part.of(memory)), grains(difference))
@@ -188,8 +191,8 @@ class WeightSnapshot:
         return flat
 
     def add_to_tensor(self, index: int, difference: torch.Tensor) -> None:
-        """Add `difference` to the copy's elements of tensor number `index`; the live weights receive it at the next
-        step boundary."""
+        """Add `difference` to the snapshot's elements of tensor number `index`; the live weights receive the difference
+        at the next step boundary."""
         for part, inside, piece in self._pieces[index]:
             with part.lock:
                 for memory in (self._copy, self._added):
@@ -197,13 +200,13 @@ class WeightSnapshot:
                 part.changed = True
 
     def moved(self, step: int) -> None:
-        """Record that the result of an exchange, based on the copy of step `step`, was added."""
+        """Record that the result of an exchange, with the weights copied at step `step`, was added to the snapshot."""
         with self._lock:
             self._waiting.append(step)
 
 
 def grains(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Pieces so short that torch computes with them in the calling thread."""
+    """Split the tensor into pieces so short that torch computes with each of them in the calling thread alone."""
     return list(torch.split(flat, _GRAIN))
 
 
@@ -225,7 +228,7 @@ def _parts(tensors: Sequence[torch.Tensor]) -> list[Part]:
 
 
 def _up_to(pieces: Sequence[TensorPiece], most: int) -> int:
-    """How many of the first pieces have at most `most` elements together; 1 at least."""
+    """Return how many pieces, from the first on, have at most `most` elements together; at least 1."""
     total = 0
     for count, piece in enumerate(pieces):
         total += piece.stop - piece.start
@@ -235,13 +238,13 @@ def _up_to(pieces: Sequence[TensorPiece], most: int) -> int:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in the order of its memory; a copy where that has holes."""
+    """Return the tensor's elements in the order of its memory; as a copy if the memory has gaps."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.contiguous().view(-1)
 
 
 def _shaped(flat: torch.Tensor, kind: TensorLayout) -> torch.Tensor:
-    """The inverse of `_flat`: a tensor of this layout, from its elements in the order of memory."""
+    """Return a tensor of layout `kind`, built from its elements in the order of memory; the inverse of `_flat`."""
     like = torch.empty_strided(kind.shape, kind.stride, device="meta", dtype=kind.dtype)
     dense = torch.empty_like(like).stride() == kind.stride
     return flat.as_strided(kind.shape, kind.stride) if dense else flat.view(kind.shape)

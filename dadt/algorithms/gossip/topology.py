@@ -16,14 +16,15 @@ def asks(rank: int) -> bool:
 
 
 def ring(rank: int, world_size: int) -> list[int]:
-    """The rank before and the rank behind."""
+    """Return the ranks before and after `rank`, in a ring or (with an odd number of ranks) in a row."""
     return _neighbours(rank, world_size, [1])
 
 
 def exponential(rank: int, world_size: int) -> list[int]:
-    """The ranks 1, 3, 5, 9, 17, ... away: few neighbours for each rank, and few hops between any two.
+    """Return the ranks at distances 1, 3, 5, 9, 17, ...: few neighbours for each rank, and few hops between any two
+    ranks.
 
-    (The bipartite one of Stochastic Gradient Push's code, arXiv:1811.10792.)
+    (The bipartite exponential graph in the code of Stochastic Gradient Push, arXiv:1811.10792.)
     """
     distances = [1] + [1 + 2**k for k in range(1, world_size.bit_length())]
     return _neighbours(rank, world_size, distances)
@@ -49,14 +50,15 @@ def neighbours(topology: str, rank: int, world_size: int) -> list[int]:
 def partner(topology: str, rank: int, world_size: int, number: int) -> int:
     """Return the neighbour with which an asking rank makes its exchange number `number`, counted from 0.
 
-    With an even number of ranks, asking ranks have different partners at equal numbers.
+    With an even number of ranks, no two asking ranks have the same partner in exchanges of the same number.
     """
     known = neighbours(topology, rank, world_size)
     return known[number % len(known)]
 
 
 def _neighbours(rank: int, world_size: int, distances: Iterable[int]) -> list[int]:
-    """The ranks at these distances, all odd, on both sides; never the rank itself."""
+    """Return the ranks at these distances from `rank`, on both sides, without the rank itself. All distances are
+    odd."""
     both = [rank + sign * distance for distance in distances if distance < world_size for sign in (1, -1)]
     if world_size % 2 == 0:
         return list(dict.fromkeys(other % world_size for other in both))

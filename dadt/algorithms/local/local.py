@@ -49,8 +49,8 @@ class Local(Algorithm):
         config = attachment.ranks.config
         self._every = config.sync_every
         self._delay = (self._every + 1) // 2
-        """Number of steps for which an exchange may run in the background. With a whole round, ranks would be apart for
-        two rounds."""
+        """Number of steps for which an exchange may run in the background: half a round. With a whole round, the ranks
+        would train apart for two rounds."""
         self._outer = Outer(config.outer_lr, config.outer_momentum)
         self._sync = Sync(attachment)
         """The algorithm of the synchronous steps before the first round."""
@@ -62,11 +62,12 @@ class Local(Algorithm):
         """Tensors that are averaged only once, by name. Stored until every rank must have received the average."""
         self._passed = 0
         self._steps = 0
-        """Steps that this rank has taken alone."""
+        """Number of steps that this rank has taken alone, without averaging gradients."""
         self._trained: tuple[Any, ...] = ()
         self._end = LocalFinalAverage(attachment)
         self._compression = config.compression
-        """How a round's progress is compressed; "none": not at all."""
+        """Name of the compression of the progress that a rank sends at the end of a round; "none" for no compression.
+        """
 
     @property
     def averages(self) -> bool:
@@ -133,7 +134,7 @@ class Local(Algorithm):
             fragment.replaced = True
 
     def settle(self) -> None:
-        """Set weights and buffers to their means over all ranks, now. All ranks call it."""
+        """Set weights and buffers to their means over all ranks immediately. All ranks call this method."""
         a = self.attachment
         self._settle(self._fragments.values())
         a.changing_buffers.select()
@@ -143,14 +144,14 @@ class Local(Algorithm):
     # Rounds of local steps and their exchange ------------------------------------------------------------------
 
     def begin(self, compression: str) -> None:
-        """Begin rounds of training alone, from weights that are equal on all ranks. compression: how progress is
-        compressed."""
+        """Begin rounds of training alone, from weights that are equal on all ranks. compression: name of the
+        compression of the exchanged progress."""
         a = self.attachment
         self._compression = compression
         self._divide()
         for module in a.modules:
-            # From here on the BatchNorm statistics of a rank belong to its own weights; averages of the last
-            # synchronous step would grow stale.
+            # Each rank's BatchNorm statistics will belong to its own weights, so averages of the last synchronous step,
+            # which would grow stale, are dropped.
             a.optimizers.buffers.forget(module)
         if not a.ranks.config.broadcast:
             self._settle(self._fragments.values())
@@ -179,17 +180,17 @@ class Local(Algorithm):
         return Fragment(name, tensors, outer, ranks, self.attachment.ranks.regroup, size, self._compression)
 
     def _average(self, what: str, tensors: list[torch.Tensor]) -> None:
-        """Set these tensors to their means over all ranks, now. All ranks call it."""
+        """Set these tensors to their means over all ranks immediately. All ranks call this method."""
         fragment = self._fragment(what, tensors, Outer(1.0, 0.0))
-        # Keep the previous one: a rank that has finished it may be one exchange ahead of a rank that has not and still
+        # Keep the previous average as well: a rank that has finished it may be one exchange ahead of a rank that still
         # needs it.
         self._passing = {**dict(list(self._passing.items())[-1:]), f"{what} {self._passed}": fragment}
         self._passed += 1
         self._settle([fragment])
 
     def _follow(self) -> None:
-        """Begin a new round on all ranks, after the script has added, frozen or moved parameters, which it does on all
-        ranks in this step."""
+        """Begin a new round on all ranks after the script has added, frozen or moved parameters. Scripts do so in the
+        same step on all ranks."""
         velocities = {key: row.velocity for f in self._fragments.values() for key, row in f.rows.items()}
         self._settle(self._fragments.values())
         new = [p for p in self.attachment.parameters if id(p) not in velocities]
@@ -241,7 +242,8 @@ class Local(Algorithm):
         if measure.exchange and measure.compute:
             steps = measure.exchange / measure.compute
             text += f"; an average takes as long as {steps:.2g} steps"
-            # With several fragments, exchanges of the others fill the time that one leaves unused.
+            # With several fragments, exchanges of other fragments fill the half of a round in which one fragment
+            # exchanges nothing.
             hidden = self._every if len(self._fragments) > 1 else self._delay
             if steps > hidden:
                 text += (
@@ -296,8 +298,8 @@ class Local(Algorithm):
     # State in checkpoints --------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. For an exchange still in flight, whose mean is unknown, it counts this
-        rank's own progress as the mean."""
+        """Return the state for a checkpoint. For an exchange still under way, whose mean is unknown, this rank's own
+        progress stands for the mean."""
         if not self._fragments:
             return {}
         numbers = _numbers(self.attachment.optimizer)
@@ -319,20 +321,21 @@ class Local(Algorithm):
         return anchors
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if "steps" not in state:  # an empty state, or one of --compression auto before its choice
+        if "steps" not in state:  # the state is empty, or `auto` saved it before it had made its choice
             return
         # A state that is loaded in the middle of training may differ between ranks, so all ranks take rank 0's.
         if self._steps:
             ranks = self.attachment.ranks
             name = f"local, the state that was loaded{self.attachment.name}"
             mine, state = state, {}
-            while not state:  # repeated if the group's first rank was lost meanwhile and another rank became the first
+            while not state:  # if the group's first rank is lost meanwhile, the new first rank's state is collected
                 state = ranks.collect(name, mine if ranks.group.rank == 0 else {})[0]
         self._divide()
         self._steps = state["steps"]
         numbers = _numbers(self.attachment.optimizer)
         for row in (row for fragment in self._fragments.values() for row in fragment.rows.values()):
-            # A parameter that was frozen at the checkpoint begins a round at its weights.
+            # A parameter that was frozen at the checkpoint has no anchor in the state; its round begins at its current
+            # weights.
             number = numbers[id(row.parameter)]
             if (anchor := state["anchors"].get(number)) is not None:
                 row.anchor.copy_(anchor)
@@ -352,12 +355,12 @@ class LocalFinalAverage:
         self.rounds = False
         """Whether this rank has taken steps alone."""
         self.trained: list[weakref.ref[torch.Tensor]] = []
-        """The parameters of the optimizer, still known after it is garbage collected."""
+        """The optimizer's parameters, still known after the optimizer is garbage collected."""
         self._ranks = attachment.ranks
 
     def __call__(self) -> None:
         a = self._attachment()
-        # a reference, as the optimizer may be garbage collected during the wait
+        # Keep the optimizer alive, since it could be garbage collected during the wait.
         optimizer = a._optimizer() if a is not None else None
         mine = a is not None and optimizer is not None and not a.algorithm.averages
         work = self._ranks.allgather(self._name, bytes([mine]))
@@ -367,7 +370,8 @@ class LocalFinalAverage:
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Each parameter's number by its id: frozen ones count, too, so that it is the same whatever is trained."""
+    """Return each parameter's number by its id. Frozen parameters are numbered too, so that the numbers do not depend
+    on which parameters are trained."""
     every = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
     return {key: number for number, key in enumerate(every)}
 

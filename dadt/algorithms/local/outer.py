@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from dadt.comm.executors.device import Averaging
 
 _OWN, _MEAN = 0, 1
-"""Indices of a bucket's flat buffers: the values that this rank sends, and the received mean."""
+"""Indices of a bucket's two buffers: one for the values that this rank sends, one for the received mean."""
 _LANE = struct.Struct("<IIII")
 
 
 class Told(NamedTuple):
-    """Numbers about an exchange that each rank sends to the other ranks with it."""
+    """Numbers about an exchange, which each rank sends to the other ranks together with its values."""
 
     layout: int
     """crc32 of the shapes and dtypes of the fragment's anchors (the weights that all ranks agree on)."""
@@ -52,7 +52,7 @@ class Outer:
     def moved(
         self, anchor: torch.Tensor, velocity: torch.Tensor | None, progress: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Anchor and velocity after one step. velocity: None where there is no momentum."""
+        """Return anchor and velocity after one step of the outer optimizer. velocity: None without momentum."""
         after = self.velocity(velocity, progress)
         step = progress if after is None else progress.add(after, alpha=self.momentum)
         return anchor.add(step, alpha=self.lr), after
@@ -71,8 +71,9 @@ class Fragment(BucketExchange):
     """Parameters that are exchanged together: `send` starts an exchange; `receive` and `merge` finish it some steps
     later.
 
-    Meanwhile the rank trains on from where its own progress alone would move the anchor. Its steps since then are added
-    on top of the anchor that all ranks have moved together.
+    During the exchange the rank trains on, starting where its own progress alone would move the anchor (the weights
+    that the ranks agree on). The steps that the rank takes meanwhile are added to the anchor that all ranks have moved
+    together.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class Fragment(BucketExchange):
         self.over = 0
         """Exchanges of this fragment that have ended on this rank."""
         self.absorbed = False
-        """Whether the last finished exchange changed only the velocity, because averaging the weights followed at once.
-        """
+        """Whether the last finished exchange changed only the velocity, because the weights themselves were averaged
+        right after it."""
         self.differ = False
         """Whether the ranks' param_group values differed in the last finished exchange."""
         self.replaced = False
@@ -123,11 +124,12 @@ class Fragment(BucketExchange):
 
     @property
     def under_way(self) -> bool:
-        """Whether an exchange is not merged yet."""
+        """Whether an exchange was sent whose mean is not merged yet."""
         return self.sent.number > self.over
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
-        """Return the parameters that this work exchanges; empty if it is none of this fragment's works."""
+        """Return the parameters that the operation `work` exchanges; empty if the operation does not belong to this
+        fragment."""
         index = next((i for i, mine in enumerate(self._works) if mine is work), None)
         return [] if index is None else [r.parameter for r in self._rows[index]]
 
@@ -184,13 +186,13 @@ class Fragment(BucketExchange):
         self._send(groups, settles=False)
 
     def settle(self, groups: int) -> None:
-        """Set weights to their mean over all ranks, now, and begin a round there. Progress that low-rank compression
-        has not sent yet is added to them, as no later exchange would send it. (With 8 or 16 bits it is only about a
-        thousandth.)
+        """Set the weights to their mean over all ranks immediately, and begin a round there. Progress that low-rank
+        compression has not sent yet is added to the weights, as no later exchange would send it. (With 8-bit or 16-bit
+        compression, unsent progress is only about a thousandth.)
         """
         self.receive()
         if self._works and not self.replaced and any(isinstance(form, LowRank) for form in self._forms):
-            self.merge()  # low-rank compression owes the progress that this merge leaves out
+            self.merge()  # low-rank compression stores the progress that this merge leaves out
         absorbs = bool(self._works)
         with torch.no_grad():
             for bucket, rows, form in zip(self._buckets, self._rows, self._forms, strict=True):
@@ -229,8 +231,8 @@ class Fragment(BucketExchange):
         return [t for _, _, row in self._places() for t in (row.anchor, row.velocity) if t is not None]
 
     def take(self, state: Sequence[torch.Tensor], *, absorbed: bool, differ: bool) -> None:
-        """Finish the exchange under way with the `state` of a rank that has finished it. absorbed, differ: the values
-        of that rank."""
+        """Finish the exchange under way with the `state` of a rank that has finished it. absorbed, differ: the
+        attributes of these names on this other rank."""
         values = iter(state)
         with torch.no_grad():
             for bucket, i, row in self._places():
@@ -263,13 +265,13 @@ class Fragment(BucketExchange):
             yield row, anchor, velocity
 
     def _places(self) -> Iterator[tuple[Bucket, int, OuterRow]]:
-        """Yield each row with its bucket and its index in the bucket."""
+        """Yield, for each parameter, its bucket, its index in the bucket, and its row."""
         for bucket, rows in zip(self._buckets, self._rows, strict=True):
             for i, row in enumerate(rows):
                 yield bucket, i, row
 
     def _start(self, bucket: Bucket, index: int, row: OuterRow) -> torch.Tensor:
-        """Return the weights at which this rank's round began. They are computed again, bitwise equal, to save
+        """Return the weights at which this rank's round began. The weights are computed again, bitwise equal, to save
         memory."""
         if not self._works:
             return row.anchor
@@ -322,7 +324,7 @@ def parts(parameters: Sequence[torch.Tensor], count: int) -> list[list[torch.Ten
 
 
 def _wide(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy, of 32 bits at least, with the parameter's order in memory."""
+    """Return a copy of the parameter with at least 32 bits per value and the same order of elements in memory."""
     narrow = parameter.dtype in (torch.float16, torch.bfloat16)
     wide = torch.empty_like(parameter.data, dtype=torch.float32 if narrow else parameter.dtype)
     return wide.copy_(parameter.data)

@@ -10,7 +10,7 @@ from typing import Any
 FACTOR = 20.0
 """A norm above this many times the usual one is too large. Single steps of a healthy training reach it."""
 PATIENCE = 5
-"""Steps in a row with too large a norm, after which gradients count as blowing up."""
+"""Number of successive steps with too large a norm after which the gradients count as diverging."""
 _LEAST = 20
 _MOST = 50
 _DRIFT = 1.01
@@ -18,7 +18,7 @@ _DRIFT = 1.01
 
 
 class Divergence:
-    """Knows the usual norm of the gradients, and counts those that are far above it."""
+    """Learns the usual norm of the gradients, and counts successive norms that are far above the usual one."""
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_MOST)
@@ -36,12 +36,12 @@ class Divergence:
         return {"norms": list(self._norms), "usual": self.usual, "above": self._above}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state` returned."""
+        """Restore the values that the method `state` returned for a checkpoint."""
         self._norms = deque(state["norms"], _MOST)
         self.usual, self._above = state["usual"], state["above"]
 
     def see(self, norm: float) -> bool:
-        """Note a norm that may be too large. Returns whether gradients are blowing up."""
+        """Check the norm of a step's gradients, which may be too large. Returns whether the gradients are diverging."""
         if not self.usual:
             if len(self._norms) < _LEAST:
                 self.learn(norm)

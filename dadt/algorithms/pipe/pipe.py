@@ -22,7 +22,8 @@ _PARTS, _PATIENCE = 4, 12
 """Points that each change of the set of trained parameters adds (each step subtracts one), and the points at which
 training falls back to synchronous steps."""
 _UNREAD = 3
-"""Largest number of norms not yet read from a GPU, which may still be computing them; for older ones the host waits."""
+"""Largest number of gradient norms not yet read from a GPU, which may still be computing them. If there are more, the
+host waits for the oldest."""
 _BLOWN_UP, _BARRED, _CHANGED = 1.0, 2.0, 3.0
 """Alarms that a rank sends to the other ranks: late gradients have grown too much; weights cannot be predicted; the
 script changes predicted weights."""
@@ -56,12 +57,12 @@ class Pipe(Algorithm):
         """Value of `_pending` before the current step's `before_step` changed it; None outside of `before_step`."""
         self._missed: bool | None = None
         """Set if other ranks have already averaged the coming step: True if they wait for this rank's gradients, False
-        if not; otherwise None."""
+        if they do not; otherwise None."""
         self._holds = False
         self._divergence = Divergence() if config.fall_back else None
         self._norms: deque[tuple[Later, bool]] = deque()
-        """Norms of recent averages, each with whether its gradients were late. A norm is read in a later step, when it
-        is computed."""
+        """Norms of recent averages, each with whether its gradients were late. A norm is read in a later step, when the
+        GPU has computed it."""
         self._blown_up = False
         """Whether a norm that was read shows that late gradients blow up."""
         self._changes = 0
@@ -146,7 +147,7 @@ class Pipe(Algorithm):
 
     def _catch_up(self, waits: bool) -> None:
         """Make a step that other ranks have already made: its gradients are applied in the next step, and nothing is
-        applied now. waits: whether the other ranks wait for this rank's gradients."""
+        applied in this one. waits: whether the other ranks wait for this rank's gradients."""
         self._missed = None
         exchange = self.attachment.new_exchange()
         if waits:
@@ -161,18 +162,18 @@ class Pipe(Algorithm):
         self.stepped()
 
     def begin(self) -> None:
-        """Called when the synchronous warm-up steps are over, at one step on all ranks."""
+        """Called when the synchronous warm-up steps are over, at the same step on all ranks."""
         self._warmed_up, self.waits = True, False
         self.attachment.measure.why = ""
 
     def _report(self) -> None:
         a = self.attachment
-        if a.index == 0 and a.step > 1 and a.ranks.device is None:  # the host does not see how long a GPU takes
+        if a.index == 0 and a.step > 1 and a.ranks.device is None:  # GPU times cannot be measured on the host
             exchange = sum(each.measure.exchange for each in a.siblings)
             a.ranks.say(a.measure.verdict(a.step, a.ranks.world.world_size, exchange))
 
     def step_synchronously(self, why: str) -> None:
-        """Train synchronously, like `sync`, from now on and permanently."""
+        """Train synchronously in all following steps, like the algorithm `sync`."""
         a = self.attachment
         a.measure.why = why
         a.prediction.end()
@@ -191,7 +192,7 @@ class Pipe(Algorithm):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if "synchronous" not in state:  # a state of `local`, which `auto` had chosen: no exchange was in flight
+        if "synchronous" not in state:  # `auto` had chosen `local`, which has no exchange in flight
             self._pending = None
             return
         if state["synchronous"]:
@@ -204,7 +205,7 @@ class Pipe(Algorithm):
             self.attachment.measure.load_state(state["measured"])
         self._pending = RestoredExchange(self.attachment, state["in_flight"][-1]) if state["in_flight"] else None
         self._norms.clear()
-        # a checkpoint of an older DADT version
+        # A checkpoint of an older DADT version contains a single norm instead of a list.
         before = [(state["norm"], state["late"])] if state.get("norm") is not None else []
         for value, late in state.get("norms", before):
             self._norms.append((Later(torch.tensor(value, dtype=torch.float64, device="cpu")), late))
@@ -213,9 +214,11 @@ class Pipe(Algorithm):
             self._divergence.load_state(state["divergence"])
 
     def apply(self, exchange: Exchange) -> None:
-        """Make this step synchronous: wait for the exchange that it has launched, and apply its averages at once."""
+        """Make this step synchronous: wait for the step's exchange, which has been started, and apply its averages at
+        once."""
         a = self.attachment
-        # If the script begins to use closures late, the exchange in flight is older than the closure's gradients.
+        # If the script begins to use closures late, the exchange in flight is older than the closure's gradients, so it
+        # is dropped.
         self._pending = None
         lanes = exchange.receive()
         self._launched = None
@@ -231,8 +234,8 @@ class Pipe(Algorithm):
         a = self.attachment
         oldest, self._pending = self._pending, exchange
         if a.ranks.survives and not isinstance(oldest, Exchange):
-            # Keeps every rank less than two steps ahead of any other: after a loss, a rank two steps behind could not
-            # catch up.
+            # This allgather keeps every rank less than two steps ahead of any other: after a loss, a rank two steps
+            # behind could not catch up.
             a.ranks.wait(a.ranks.allgather(f"{exchange.name}, the first late one", b""))
         if oldest is None:
             self._launched = None
@@ -259,13 +262,13 @@ class Pipe(Algorithm):
             self._hold()
 
     def _hold(self) -> None:
-        """Apply nothing in this step."""
+        """Let this step apply no gradients, so that it changes no weights."""
         self._holds = True
         self.attachment.zero_gradients()
 
     def _count_changes(self, before: Exchange | RestoredExchange, latest: Exchange) -> None:
-        """Count whether the trained parameters changed. All ranks train equal parameters, as their exchanged metadata
-        ensures, so all count alike."""
+        """Count whether the trained parameters have changed since the exchange `before`. All ranks count alike, as
+        their exchanged metadata ensures that they train the same parameters."""
         self._changes = max(self._changes - 1, 0)
         if before.schema is not latest.schema or before.frozen != latest.frozen:
             old = {id(p) for p in before.parameters} - before.frozen
@@ -282,7 +285,8 @@ class Pipe(Algorithm):
         lanes = exchange.receive()
         a.agree(lanes, exchange)
         if _CHANGED in (alarm, *(lane.value for lane in lanes)):
-            # true weights may contain what each rank computed from its predicted weights, so all ranks take rank 0's
+            # The weights may contain values that each rank computed from its own predicted weights, so all ranks take
+            # rank 0's.
             a.replicas.take_first(a, weights=True)
         a.deliver(exchange)
 
@@ -315,7 +319,7 @@ class Pipe(Algorithm):
         value = norm.read()
         if not late:
             self._divergence.learn(value)
-        # with a GradScaler, a step with an infinite norm was skipped and does not count
+        # With a GradScaler, a step with an infinite norm was skipped by the optimizer, so its norm does not count.
         elif value - value == 0 or self.attachment.scale is None:
             self._blown_up |= self._divergence.see(value)
 
@@ -326,7 +330,7 @@ _WHY = {
     _BARRED: "weights could not be predicted",
     _CHANGED: "the script changes predicted weights",
 }
-"""Why ranks went back to synchronous steps, in a few words; `_reason` says it at length."""
+"""Short texts, by alarm, that say why ranks went back to synchronous steps."""
 
 
 def _trains(oldest: Exchange | RestoredExchange) -> bool:

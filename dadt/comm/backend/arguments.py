@@ -1,5 +1,5 @@
 """Converts the arguments that torch.distributed passes to a backend (nested lists of tensors, options, split sizes)
-into those of DADT's operations."""
+into arguments of DADT's operations."""
 
 from __future__ import annotations
 

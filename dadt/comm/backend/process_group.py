@@ -1,5 +1,5 @@
-"""The process group of torch.distributed's backend `dadt`: torch's calls as operations of DADT's engine and
-executors."""
+"""The process group of torch.distributed's backend `dadt`: runs the collectives that torch calls on DADT's executors,
+through the C++ engine."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         splits: Sequence[int],
         opts: Any = None,
     ) -> BackendWork:
-        """output_splits, splits: rows received from and sent to each rank; equally many if empty."""
+        """output_splits, splits: number of rows received from and sent to each rank; equal parts if empty."""
         outputs, tensors = rows(output, output_splits, self._size), rows(tensor, splits, self._size)
         return self._run([output], opts, [operation.all_to_all(tensors, self._size, outputs)])
 
@@ -352,7 +352,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         try:
             self._group.close(min(self._timeout, CLOSE_SECONDS))
         except CommError:
-            pass  # callers that wait for the pending operations get this error themselves
+            pass  # an operation failed; the callers that wait for it get the error themselves
         self._deliveries.close(CLOSE_SECONDS)
         if self._inner is not None:
             self._inner._get_backend(torch.device("cuda")).shutdown()

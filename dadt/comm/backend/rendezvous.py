@@ -72,7 +72,7 @@ class GroupRendezvous:
         StartTimeout."""
         deadline = time.monotonic() + self._timeout
         pause = PAUSES[0]
-        # Polls, because the store's own wait() prints a warning whenever it times out.
+        # Poll, because the store's own wait() prints a warning whenever it times out.
         while not self._store.check(list(keys)):
             if time.monotonic() >= deadline:
                 missing = [each for each in keys if not self._store.check([each])]
@@ -119,7 +119,7 @@ class GroupRendezvous:
         try:
             self._store.set(self._key("waits", self._rank), str(call))
         except RuntimeError:
-            pass  # the store ended with the rank that serves it; ranks that wait get that error from the executor
+            pass  # the rank that serves the store has ended; waiting ranks get this error from the executor
 
     def absent(self, call: int) -> list[int]:
         """Return the ranks that have not reported, within ROLL_CALL_SECONDS, a wait in call number `call` or a later
@@ -130,7 +130,7 @@ class GroupRendezvous:
             while (missing := [r for r in range(self._size) if self._last(r) < call]) and time.monotonic() < deadline:
                 time.sleep(pause)
                 pause = min(2 * pause, PAUSES[1])
-        except RuntimeError:  # the store ended, with the rank that serves it
+        except RuntimeError:  # raised if the rank that serves the store has ended
             return []
         return missing
 
@@ -161,6 +161,6 @@ def _address(everyone: Sequence[dict[str, str]], rank: int) -> str:
     own = everyone[rank]["own"]
     if own and not ipaddress.ip_address(own).is_loopback:
         return own
-    # This is the store's host, which may know itself only by its loopback address; other hosts connected to it under a
-    # usable one.
+    # The rank's host is the store's host, which may know itself only by its loopback address; other hosts connected to
+    # it under a usable one.
     return next((each["store"] for each in everyone if each["machine"] != everyone[rank]["machine"]), own)

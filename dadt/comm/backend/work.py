@@ -56,7 +56,7 @@ class BackendWork(Work):
         self._parcels = list(parcels)
         self._outputs = outputs
         self._limit = limit
-        self._lock = threading.RLock()  # reentrant: callbacks of the future may use this work handle again
+        self._lock = threading.RLock()  # must be reentrant: callbacks of the future may use this work handle again
         self._settled = False
         self._error: BaseException | None = None
         self._future: Future[Any] | None = None
@@ -167,8 +167,8 @@ class BackendWork(Work):
                 waitable.wait(min(PATIENCE, left / 2))
                 return
             except CommTimeout:
-                # either the operation has finished just now, or its own deadline failed it: wait(0) raises the stored
-                # error
+                # The operation has either finished just now or failed at its own deadline; wait(0) raises the error of
+                # a failed operation.
                 if waitable.done:
                     waitable.wait(0.0)
                     return

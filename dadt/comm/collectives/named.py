@@ -1,5 +1,5 @@
-"""Collectives on named tensors: ranks submit them in any order from any thread; rank 0 negotiates one order for all
-ranks, and small ones are fused."""
+"""Collectives on named tensors: ranks submit tensors in any order from any thread; rank 0 negotiates one order for all
+ranks, and small tensors are fused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 6),
-    # milliseconds; keepalive probes are not sent while data is unacknowledged, so this limit covers that case
+    # Milliseconds until unacknowledged data ends a connection; keepalive probes are not sent in this case.
     (socket.TCP_USER_TIMEOUT, 40_000),
 )
 """TCP options that detect the loss of a peer's host within 40 s."""
@@ -61,7 +61,8 @@ class Named:
         meet: Meet,
         dump: Callable[[], None] | None = None,
     ) -> None:
-        """Connect to all ranks. The connection's engine must have no other user. Raises StartTimeout or CommError.
+        """Connect to all ranks. Nothing else may use the C++ engine of the connection. Raises StartTimeout or
+        CommError.
 
         dump: called when a tensor stalls, to write the stacks of all ranks to files; if None, each rank prints its own
         stacks.
@@ -123,8 +124,10 @@ class Named:
         return Pending(ticket, call)
 
     def join(self) -> _core.Ticket:
-        """Announce that this rank submits no more tensors; from then on it adds nothing to the allreduces of other
-        ranks, until all have joined. The returned ticket is done then, and names the rank that joined last."""
+        """Announce that this rank submits no more tensors: until all ranks have joined, it adds nothing to the
+        allreduces of other ranks. The returned ticket is done when all ranks have joined, and names the rank that
+        joined last.
+        """
         return self._negotiation.join()
 
     def set_step(self, step: int) -> None:
@@ -132,8 +135,8 @@ class Named:
         self._negotiation.set_step(step)
 
     def abort(self, reason: str, lost: bool = False) -> None:
-        """Fail all pending and future operations on all ranks, with this reason. lost: whether the reason is a lost
-        rank. May be called from any thread."""
+        """Fail all pending and future operations on all ranks; `reason` becomes the text of the errors. lost: whether a
+        rank was lost. May be called from any thread."""
         self._negotiation.abort(reason, lost)
         if lost:
             self._connection.abort(reason, lost)
@@ -155,7 +158,7 @@ class Named:
 
     def _listen(self) -> None:
         """Body of the watch thread: prints which tensors rank 0 reports as stalled, and dumps stacks when rank 0 orders
-        it."""
+        a dump."""
         while (notices := self._negotiation.notices(3600.0)) is not None:
             for notice in notices:
                 if notice.stall is not None:

@@ -40,7 +40,7 @@ def broadcast_bytes(among: ProcessSet, data: bytes, root: int, name: str) -> byt
 
 
 def broadcast_object(among: ProcessSet, value: Any, root: int, name: str) -> Any:
-    """Return the root's object on all ranks. Raises DadtError if the set's ranks have no secret to prove, or if the
+    """Return the root's object on all ranks. Raises DadtError if the ranks of the set have no common secret, or if the
     root cannot pickle the object."""
     _check(among)
     data, error = _dumped(value) if among.rank == root else (b"", None)
@@ -51,8 +51,8 @@ def broadcast_object(among: ProcessSet, value: Any, root: int, name: str) -> Any
 
 
 def allgather_object(among: ProcessSet, value: Any, name: str) -> list[Any]:
-    """Return every rank's object, ordered by rank within the set. Raises DadtError if the set's ranks have no secret,
-    or if a rank cannot pickle its object."""
+    """Return every rank's object, ordered by rank within the set. Raises DadtError if the ranks of the set have no
+    common secret, or if a rank cannot pickle its object."""
     _check(among)
     mine, error = _dumped(value)
     every = gather_bytes(among, mine, name)
@@ -62,8 +62,8 @@ def allgather_object(among: ProcessSet, value: Any, name: str) -> list[Any]:
 
 
 def _dumped(value: Any) -> tuple[bytes, Exception | None]:
-    """Pickle the value. If that fails, returns empty bytes and the error: the rank then still takes part in the
-    collective, so the others do not wait in vain."""
+    """Pickle the value. If this fails, returns empty bytes and the error, so that the rank still takes part in the
+    collective and other ranks do not wait for it."""
     import cloudpickle  # type: ignore[import-untyped]
 
     try:
@@ -79,7 +79,7 @@ def _loaded(data: bytes, rank: int) -> Any:
 
 
 def _check(among: ProcessSet) -> None:
-    """Raise DadtError if the ranks of the set had no secret to prove to each other."""
+    """Raise DadtError if the ranks of the set had no common secret by which to prove that they belong to the job."""
     if not among.proved:
         raise DadtError(
             "objects travel as pickles, which run code where they are read, and the ranks of this job met without a "

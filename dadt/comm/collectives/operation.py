@@ -28,7 +28,7 @@ Piece = tuple[int, int]
 
 
 class Work(Protocol):
-    """An operation in progress: either the engine's own work or the ticket of a named tensor."""
+    """An operation in progress: either a work handle of the C++ engine or the ticket of a named tensor."""
 
     @property
     def done(self) -> bool: ...
@@ -46,7 +46,7 @@ class Operation:
     signature: str
     """Text that describes the operation and must be equal on every rank."""
     kind: str
-    """Kind of engine operation that carries it out: "allreduce", "broadcast" or "exchange"."""
+    """Operation of the C++ engine that does the work: "allreduce", "broadcast" or "exchange"."""
     layout: _core.Layout | None = None
     inputs: Sequence[int] = ()
     outputs: Sequence[int] = ()
@@ -209,7 +209,7 @@ def barrier(size: int) -> Operation:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's values, contiguous in host memory; no copy if they are. Raises TypeError if sparse."""
+    """Return the tensor's values in contiguous host memory, copied only if necessary. Raises TypeError if sparse."""
     if tensor.layout != torch.strided:
         raise TypeError(f"the tensor is {tensor.layout}: give a dense one, or see coo_all_reduce")
     detached = tensor.detach().resolve_conj().resolve_neg()
@@ -220,7 +220,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_target(output: torch.Tensor) -> torch.Tensor:
-    """Return contiguous host memory for a result with the output's shape: the output itself if it is that."""
+    """Return host memory for a result with the output's shape: the output itself if contiguous in host memory."""
     own = output.detach()
     if own.device.type == "cpu" and own.is_contiguous() and not own.is_conj() and not own.is_neg():
         return own
@@ -287,7 +287,7 @@ def _receive(call: Operation, outputs: Sequence[torch.Tensor] | None, like: torc
 
 
 def _new(memory: Any, like: torch.Tensor, trail: tuple[int, ...], rows: int) -> torch.Tensor:
-    """Return the received bytes as a tensor with one row per row received. rows: their number if a row has no bytes."""
+    """Return the received bytes as a tensor with one row per received row. rows: number of rows if they are empty."""
     size = memoryview(memory).nbytes
     if size == 0:
         row = torch.Size(trail).numel()

@@ -30,8 +30,8 @@ class Pending:
         return self._work.done
 
     def wait(self, timeout: float) -> Any:
-        """Wait for and return the operation's result. Raises the engine's first error, or CommTimeout after `timeout`
-        seconds."""
+        """Wait for and return the operation's result. Raises the C++ engine's first error, or CommTimeout after
+        `timeout` seconds."""
         self._work.wait(timeout)
         with self._lock:
             if self._call is not None:
@@ -67,8 +67,8 @@ class OrderedGroup:
     def submit(self, call: Operation) -> Pending:
         """Start the operation without waiting for it."""
         self._calls += 1
-        # Ranks compare this name, which includes the call's number and signature: scripts may differ in the order of
-        # calls or in their arguments.
+        # All ranks compare the operation's name, which includes the call's number and signature: scripts may differ in
+        # the order of calls or in their arguments.
         engine = self._connection.engine_of(call.kind)
         work = start(engine, call, f"call {self._calls}, {call.signature}")
         self._kept.add(work, call)
@@ -92,7 +92,7 @@ class OrderedGroup:
 
 
 def start(engine: Engine, call: Operation, name: str) -> _core.Work:
-    """Submit the operation to an engine and return the core's work handle. name: text that all ranks compare."""
+    """Submit the operation to a C++ engine and return the engine's work handle. name: text that all ranks compare."""
     if call.kind == "exchange":
         return engine.exchange(call.sends, call.receives, name, unsure=True)
     assert call.layout is not None

@@ -32,7 +32,7 @@ class Waited(Protocol):
 
 class Handle(Generic[T]):
     """Handle of a pending operation. `wait` returns the result, any number of times and from any thread. Do not change
-    the operation's tensors before that."""
+    the operation's tensors before `wait` has returned."""
 
     def __init__(self, owner: ProcessSet, waited: Waited, finish: Callable[[Any], Any] | None = None) -> None:
         self._owner = owner
@@ -175,7 +175,7 @@ class ProcessSet:
         return Handle(self, self.named.submit(call, self.name(name), group, group_size), finish)
 
     def naming_ranks(self) -> _NamingRanks:
-        """Return a context manager that makes errors raised within say that ranks are counted within this set."""
+        """Return a context manager. Errors raised in its body get a note that ranks are counted within this set."""
         return _NamingRanks(self)
 
     def close(self, timeout: float, reason: str = "") -> None:
@@ -193,7 +193,8 @@ class ProcessSet:
 
 
 class _NamingRanks:
-    """Context manager that extends errors by how ranks are counted, since the core counts the ranks of a set from 0."""
+    """Context manager that adds a note to errors on how ranks are counted, since the C++ core counts the ranks of a set
+    from 0."""
 
     __slots__ = ("_owner",)
 

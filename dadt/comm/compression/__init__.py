@@ -1,5 +1,5 @@
-"""Compression of gradients and weights on their way between ranks. Each codec is one file here, and one line in this
-module."""
+"""Compression of gradients and weights on their way between ranks. Each codec is one file of this folder, and one line
+in this module."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Owing:
         return {"scale": self._scale, "forgets": self._forgets}
 
     def restore(self, own: dict[str, Any]) -> None:
-        """Restore the state that `observe` returned."""
+        """Restore the state of a snapshot. own: the value that `observe` returned."""
         self._scale, self._forgets = own["scale"], own["forgets"]
 
     def forget(self) -> None:
@@ -47,8 +47,8 @@ class Owing:
 
 
 class Feedback(Owing):
-    """The residual (compression error) of one rank in one bucket, as one float32 per value. The engine's thread reads
-    and writes it during an exchange."""
+    """The residual (compression error) of one rank in one bucket, as one float32 per value. The C++ engine's thread
+    reads and writes it during an exchange."""
 
     def __init__(self, codec: Codec) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Feedback(Owing):
         """Return the residual of `total` values on the device (None: host memory); zeros at the first call."""
         if self._owed is None:
             self._owed = torch.zeros(total, device=device or "cpu", dtype=torch.float32)
-        # restoring a snapshot may have put the residual on another device
+        # Restoring a snapshot may have put the residual on another device.
         if device is not None and self._owed.device != device:
             self._owed = self._owed.to(device)
         assert len(self._owed) == total, "a Feedback is of one bucket"

@@ -135,7 +135,8 @@ class LowRank(Owing):
 
 
 class Round:
-    """One averaging of one bucket by PowerSGD: `staged` is the input of the first allreduce, `then` that of the second.
+    """One averaging of one bucket by PowerSGD. `staged` is the input of the first allreduce, and `then` is the input of
+    the second.
 
     `halfway` may run on another thread, because it uses nothing that the start of the next averaging changes.
     """
@@ -162,8 +163,7 @@ class Round:
 
     @property
     def then(self) -> Staged:
-        """Input of the second allreduce. In host memory it may be read at once, before `halfway` has filled the
-        memory."""
+        """Input of the second allreduce. In host memory, the tensors may be taken before `halfway` has filled them."""
         return self.form.second.stage(list(self._own), self._turn)
 
     def halfway(self) -> None:

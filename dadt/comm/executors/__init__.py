@@ -21,10 +21,10 @@ FAMILIES = {"c10d": "dadt.comm.executors.c10d:connect", "hierarchical": "dadt.co
 
 
 def connect(config: Config, world: World, meet: Meet) -> Connection:
-    """Connect this rank to all peers, with engines over the configured executors.
+    """Connect this rank to all peers, with C++ engines that use the configured executors.
 
-    Raises ConfigError if an executor is not usable here, StartTimeout if peers do not join in time, and CommError if
-    they cannot be reached.
+    Raises ConfigError if an executor is not usable on this host, StartTimeout if peers do not join in time, and
+    CommError if they cannot be reached.
     """
     if "auto" in executors_of(config):
         config, _ = choose(config, places(world, meet, "host"))
@@ -41,7 +41,7 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
 
 
 def connect_one(name: str, config: Config, world: World, meet: Meet) -> Connection:
-    """Connect the executor of this name, which then serves all operations."""
+    """Connect the executor of this name, which then serves all operations of the connection."""
     family, _, member = name.partition(":")
     module, _, function = (EXECUTORS.get(name) or FAMILIES[family]).partition(":")
     given = (config, world, meet) if name in EXECUTORS else (member, config, world, meet)

@@ -1,5 +1,5 @@
-"""The interface of executors written in Python: blocking collectives on flat tensors in host memory. The core's own
-executors are C++."""
+"""The interface of executors written in Python: blocking collectives on flat tensors in host memory. The C++ core has
+executors of its own."""
 
 from __future__ import annotations
 
@@ -74,22 +74,22 @@ class Compressing(Protocol):
     """An executor that decides itself which parts of an allreduce are worth compressing."""
 
     def allreduce_compressed(self, flat: torch.Tensor, codec: Codec, owed: int, keep: float) -> tuple[int, int]:
-        """Sum the float32 or float64 tensor in place. owed, keep: address and factor of the residual, as for
-        Engine.allreduce. Returns the bytes that this rank has sent, and those that it would have sent uncompressed."""
+        """Sum the float32 or float64 tensor in place. owed: address of the residual (compression error). keep: factor
+        for the residual. Returns the bytes that this rank has sent, and bytes that it would have sent uncompressed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """This rank's connection with its peers: an engine for collectives in one order, and `mail` for messages between
-    two ranks."""
+    """This rank's connection with its peers: a C++ engine for collectives, which all ranks submit in the same order,
+    and `mail` for messages between two ranks."""
 
     engine: Engine
     mail: PointToPoint
     close: Callable[[], bool]
-    """Called after the engine is closed. Returns whether the memory of all operations, failed ones included, is no
+    """Called after the C++ engine is closed. Returns whether the memory of all operations, failed ones included, is no
     longer in use; if not, the memory must stay allocated."""
     broadcaster: Engine | None = None
-    """Engine for broadcasts if another executor serves them, else None."""
+    """C++ engine for broadcasts if they use another executor than other operations; else None."""
     device: Device | None = None
     """Device that averages tensors in its own memory; None if tensors travel through host memory."""
 
@@ -98,12 +98,12 @@ class Connection:
     """
 
     def engine_of(self, kind: str) -> Engine:
-        """Return the engine for operations of this kind, such as "broadcast"."""
+        """Return the C++ engine for operations of this kind, such as "broadcast"."""
         return self.broadcaster or self.engine if kind == "broadcast" else self.engine
 
     def abort(self, reason: str, lost: bool) -> None:
-        """Fail all pending and future operations. lost: whether the reason is a lost peer. Does not block; may be
-        called from any thread."""
+        """Fail all pending and future operations. reason: text of their errors. lost: whether a peer was lost. Does not
+        block; may be called from any thread."""
         for engine in {self.engine, self.engine_of("broadcast")}:
             engine.abort(reason, lost)
         self.mail.abort()
@@ -118,7 +118,7 @@ class Connection:
 
     @property
     def failed(self) -> bool:
-        """Whether one of the connection's engines has an error."""
+        """Whether one of the connection's C++ engines has an error."""
         return self.engine.error is not None or (self.broadcaster is not None and self.broadcaster.error is not None)
 
 
@@ -145,7 +145,8 @@ def beside(host: Connection, device: Device) -> Connection:
             device.close(failed=host.engine.error is not None)
         finally:
             ended = host.close()
-        # only the host connection counts here: CUDA reuses a device's freed memory only after its stream has passed
+        # Only the answer of the host connection matters: CUDA reuses freed GPU memory only after the operations on its
+        # stream.
         return ended
 
     return replace(host, device=device, close=close)

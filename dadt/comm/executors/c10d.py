@@ -98,7 +98,7 @@ _INSTALL = {
 
 def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config) -> C10d:
     """Connect these ranks of the world, which are renumbered in the given order, and let all prove that they belong to
-    the job. Raises the errors of `proof.prove`."""
+    the job. Raises Unproved or PeerLost if a rank does not prove this."""
     own = name_of(name, ranks)
     devices = Backend.backend_capability.get(name, ["cpu"])
     device = None if "cpu" in devices else torch.device(devices[0], _index(devices[0]))
@@ -127,8 +127,8 @@ def group(name: str, store: Any, world: World, ranks: Sequence[int], timeout: fl
     if name == "gloo":
         return gloo_group(store, world.address or "127.0.0.1", rank, size, timeout, own)
     made = _other_group(name, PrefixStore(own, store), rank, size, timeout)
-    # NCCL's group reads its store at its first operation, but torch keeps only the C++ half of a store alive; the
-    # finalizer keeps the Python half.
+    # NCCL's group reads its store at its first operation, but torch keeps only a store's C++ object alive; the
+    # finalizer keeps the Python object alive.
     weakref.finalize(made, lambda _: None, store).atexit = False
     return made
 
@@ -145,8 +145,8 @@ def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: fl
 
 @contextmanager
 def _threads_give_way() -> Iterator[None]:
-    """Context manager whose new threads are scheduled as batch threads. They do not interrupt a computing thread for
-    every few packets, and then handle more packets at once, which halves the kernel's work."""
+    """Context manager that gives threads started within it batch scheduling. Such threads do not interrupt a computing
+    thread for every few packets; they handle more packets at once, which halves the kernel's work."""
     usual = os.sched_getscheduler(0) == os.SCHED_OTHER and _schedule(os.SCHED_BATCH)
     try:
         yield
@@ -165,7 +165,7 @@ def _schedule(policy: int) -> bool:
 
 
 def _other_group(name: str, store: Any, rank: int, world_size: int, timeout: float) -> Any:
-    """Create a process group as torch.distributed does, but without registering it there."""
+    """Create a process group as torch.distributed does, but without registering the group with torch.distributed."""
     seconds = datetime.timedelta(seconds=timeout)
     if plugin := Backend._plugins.get(name.upper()):
         if not plugin.extended_api:
@@ -199,7 +199,8 @@ class C10d:
         self._world_size = world_size
         self._device = device
         self._aborted = False
-        # reports no failure: every message ends by itself, if need be with an error, and may be released then
+        # The function always reports no failure: every message ends by itself, possibly with an error, and its memory
+        # may be released afterwards.
         self._kept = KeepAlive(lambda: False)
         self._messages: weakref.WeakSet[C10dMessage] = weakref.WeakSet()
         self._waiters = Waiters("dadt-message")
@@ -227,7 +228,7 @@ class C10d:
         options = AllreduceOptions()
         options.reduceOp = _REDUCE[reduction]  # type: ignore[assignment]
         moved = flat if self._device is None else flat.to(self._device)
-        if flat.dtype == torch.int16:  # convert, since neither Gloo nor NCCL supports int16
+        if flat.dtype == torch.int16:  # neither Gloo nor NCCL supports int16
             moved = moved.to(torch.int32)
         self._group.allreduce([moved], options).wait()
         if moved is not flat:
@@ -266,8 +267,8 @@ class C10d:
             message.finish()
 
     def _exchange_at_once(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """Exchange in one operation. A device runs one message at a time, so two ranks that both receive first would
-        hang."""
+        """Exchange with all ranks in one operation. Since a device runs one message at a time, two ranks that both
+        receive first would hang."""
         lengths = [[len(tensor) for tensor in tensors] for tensors in (receives, sends)]
         moved = torch.empty(sum(lengths[0]), dtype=torch.uint8, device=self._device)
         self._group.alltoall_base(moved, torch.cat(list(sends)).to(self._device), *lengths, AllToAllOptions()).wait()
@@ -309,7 +310,7 @@ class C10d:
         self._kept.add(message, message)
         with self._lock:
             self._messages.add(message)
-        if self._aborted:  # abort() may have run on another thread since _check()
+        if self._aborted:  # another thread may have called abort() since _check()
             message.give_up(_GIVE_UP_SECONDS)
         return message
 
@@ -334,8 +335,8 @@ class C10d:
             end()
 
     def _hang_up(self) -> None:
-        """End all waits in Gloo. Its own abort does not end waits that have begun, but a wait that times out closes all
-        connections. A wait for a lost peer fails at once without closing any, so every peer is tried."""
+        """End all waits in Gloo. Gloo's own abort does not end waits that have begun, but a wait that times out closes
+        all connections. A wait for a lost peer fails at once without closing any connection, so every peer is tried."""
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for offset in range(1, self._world_size):
             with suppress(Exception):  # the receive is meant to time out, and the group may already have ended

@@ -1,5 +1,5 @@
-"""Messages over torch.distributed. Threads of DADT's own wait for them, because a wait in Gloo that times out closes
-all connections."""
+"""Messages over torch.distributed. Threads of DADT's own wait for the messages, because a wait in Gloo that times out
+closes all connections."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class C10dMessage:
 
     def _await(self, ended: threading.Event) -> None:
         try:
-            # longer than the group's timeout, since a wait that times out would close the connections
+            # Wait longer than the group's timeout, since a wait that times out would close all connections.
             self._work.wait(_LONG)
             self._fill()
         except Exception as error:  # noqa: BLE001 (raised where it is waited for)

@@ -76,8 +76,8 @@ def spread(executor: Executor, parts: Parts, rank: int, sum: Sum, every: torch.T
 def allreduce(
     executor: Executor, rank: int, ranks: int, flat: torch.Tensor, codec: _core.Codec, owed: int, keep: float
 ) -> None:
-    """Sum float32 values over ranks in place, compressed by `codec` on the way. owed, keep: address and factor of the
-    residual, as for Engine.allreduce."""
+    """Sum float32 values over ranks in place, compressed by `codec` on the way. owed: address of the residual
+    (compression error). keep: factor for the residual."""
     parts = Parts(codec, flat.numel(), ranks)
     wire, received = (torch.empty(parts.bytes * ranks, dtype=torch.uint8, device="cpu") for _ in range(2))
     _core.compress(codec, flat.data_ptr(), parts.total, wire.data_ptr(), owed, keep)

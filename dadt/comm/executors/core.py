@@ -32,14 +32,14 @@ def null(config: Config, world: World, meet: Meet) -> Connection:
     engine = _core.Engine(executor, world.rank, world.world_size, config.timeout)
     if world.world_size > 1:
         return Connection(engine, NoPointToPoint(), lambda: True)
-    # a single rank gets correct results from this executor, and can send messages to itself
+    # With a single rank, the null executor's results are correct, and the rank can send messages to itself.
     mail = _shared_mail(config, world, meet)
     return Connection(engine, mail, _ended(mail))
 
 
 def _ended(mail: SharedMemoryMessages) -> Callable[[], bool]:
-    """Return the function that closes a connection: it closes the messages. It always returns True, since only the
-    engine's own thread uses operations' memory."""
+    """Return the function that closes a connection by closing its messages. This function always returns True, since
+    only the C++ engine's own thread uses the memory of operations."""
 
     def close() -> bool:
         mail.close()

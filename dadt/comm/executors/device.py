@@ -1,4 +1,4 @@
-"""Averages tensors in the memory of their device, on a separate stream. The host does not wait for the device."""
+"""Averages tensors in the memory of their device, on a separate CUDA stream. The host does not wait for the device."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ class Starter(Protocol):
     """An executor for tensors on a device, which starts operations without waiting for them."""
 
     means: bool
-    """Whether `start` returns means of floating-point and complex numbers, which saves a division; otherwise it returns
-    sums."""
+    """Whether `start` returns means of floating-point and complex numbers, which saves a division; if not, sums."""
 
     def start(self, flat: torch.Tensor) -> Any:
-        """Start a sum over ranks, or a mean if `means`, in place. The returned work's `wait` makes the current stream
-        wait, not the host."""
+        """Start a sum over ranks, or a mean if `means`, in place. The returned work's `wait` makes the current CUDA
+        stream wait, not the host."""
 
     def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
         """Start to exchange equal parts of bytes with each rank, in rank order. The returned work's `wait` makes the
-        current stream wait."""
+        current CUDA stream wait, not the host."""
 
     def gather(self, mine: torch.Tensor, all: torch.Tensor) -> Any:
-        """Start to gather equal parts from all ranks, in rank order. The returned work's `wait` makes the current
-        stream wait."""
+        """Start to gather equal parts from all ranks, in rank order. The returned work's `wait` makes the current CUDA
+        stream wait, not the host."""
 
     def abort(self) -> None: ...
 
@@ -61,8 +60,9 @@ class Device:
         world_size: int,
         survives: bool = False,
     ) -> None:
-        """executor: for tensors on the device. engine: for step metadata and weights. survives: whether training
-        continues when ranks are lost; if so, the host waits for each average, since an aborted one would look finished.
+        """executor: sums tensors on the device. engine: C++ engine that exchanges the step metadata and the weights of
+        ranks. survives: whether training continues when ranks are lost; if so, the host waits for each average, since
+        an aborted average would look finished.
         """
         self._survives = survives
         self._lock = threading.Lock()
@@ -89,9 +89,10 @@ class Device:
         coding: Coding | None = None,
         **beside: Any,
     ) -> Averaging:
-        """Compute the weighted mean of `values` over ranks into `flat`, after what is already on the current stream.
-        places: parts of `flat`, one for each value; a value of None counts as zeros. coding: compression state and
-        residual factor. beside: name, weight, lane and plain, as for `Engine.allreduce`.
+        """Compute the weighted mean of `values` over ranks into `flat`, after the work already queued on the current
+        CUDA stream. places: parts of `flat`, one for each value; a value of None counts as zeros. coding: compression
+        state and residual factor. beside: arguments for `Engine.allreduce`: name, weight, step metadata (lane), bytes
+        without compression (plain).
         """
         ready, began, ended = self._event(), self._event(timing=True), self._event(timing=True)
         ready.record(self._module.current_stream(self.device))
@@ -124,8 +125,8 @@ class Device:
         began: Any,
         ended: Any,
     ) -> None:
-        """Sum the values over ranks on this object's stream, after the event `ready`. The events `began` and `ended`
-        enclose the communication.
+        """Sum the values over ranks on the CUDA stream of this object, after the event `ready`. The events `began` and
+        `ended` enclose the communication.
 
         sums: receives the sums; `flat` itself, or a tensor of the same length.
         """
@@ -139,14 +140,14 @@ class Device:
             if absent:
                 torch._foreach_zero_(absent)
             if weight == 0:
-                flat.zero_()  # multiplying by the weight 0 would keep infinities and NaN
+                flat.zero_()  # multiplying infinities and NaN by the weight 0 would not remove them
             if sums is not flat:
                 sums.copy_(flat)
             if weight not in (0, 1):
                 sums.mul_(weight)
             began.record(self._stream)
             if coding is None:
-                self._executor.start(flat).wait()  # makes the stream wait, not the host
+                self._executor.start(flat).wait()  # wait() makes the CUDA stream wait, not the host
             else:
                 self._sum_compressed(sums, *coding)
             ended.record(self._stream)
@@ -154,18 +155,19 @@ class Device:
                 self.on_computed(name, began, ended)
             keep = coding[1] if coding is not None and isinstance(coding[1], torch.Tensor) else flat
             for tensor in (flat, sums, keep, *(value for _, value in moved)):
-                # keeps the allocator from reusing the memory before this stream has finished with it
+                # Keep the allocator from reusing the memory before the CUDA stream of this object has finished with it.
                 if tensor.is_cuda:
                     tensor.record_stream(self._stream)
 
     def _sum_compressed(self, flat: torch.Tensor, feedback: Feedback, keep: torch.Tensor | float) -> None:
-        """Sum by compressed parts: each rank sums one part, in float32 and in rank order, and sends the sum to all.
-        This moves as many bytes as a ring, without rounding at every hop."""
+        """Sum by compressed parts: each rank sums one part, in float32 and in rank order, and sends the sum to all
+        ranks. This moves as many bytes as a ring allreduce, without rounding at every hop."""
         codec, size, total = feedback.codec, self._world_size, flat.numel()
         blocks = -(-total // (BLOCK * size)) * size
         owed = feedback.owed(total, flat.device)
         owed.mul_(keep)
-        # Divided before the sum, since the sum may exceed the range of 16-bit floats while the mean does not.
+        # Values are divided before the sum, since the sum may exceed the range of 16-bit floats while the mean does
+        # not.
         values = torch.zeros(blocks, BLOCK, device=flat.device, dtype=torch.float32)
         values.view(-1)[:total] = flat.to(torch.float32) / size + owed
         wire = codec.encode(values)
@@ -185,8 +187,8 @@ class Device:
         flat.copy_(codec.decode(wire).view(-1)[:total] * size)
 
     def _count(self, flat: torch.Tensor, coding: Coding | None, plain: int) -> None:
-        """Add the bytes of one average to `sent`. A ring and a sum by parts send equally many. plain: bytes before
-        compression; negative: the size of `flat`."""
+        """Add the bytes of one average to `sent`. A ring allreduce and a sum by parts send equally many bytes. plain:
+        bytes before compression; negative: the size of `flat`."""
         size, ranks = flat.numel() * flat.element_size(), self._world_size
         moved = size
         if coding is not None:
@@ -232,14 +234,14 @@ class Device:
             if monotonic() >= deadline:
                 raise CommTimeout(f"{name}: {self.device} was not done within {timeout:g} s")
             sleep(LOOK_SECONDS)
-        # checked last: as long as no abort has begun, the event can only mean a finished average
+        # The abort is checked last: as long as none has begun, the event can only mean a finished average.
         if self._abortion is not None:
             raise PeerLost(f"{name}: the average on {self.device} was given up")
 
 
 class Averaging:
-    """Work handle of one average, like the engine's. After `wait`, the current stream waits for the average and divides
-    it by the sum of weights."""
+    """Work handle of one average on a device, used like the C++ engine's work handles. After `wait`, the current CUDA
+    stream waits for the average and divides it by the sum of weights."""
 
     def __init__(
         self,
@@ -281,8 +283,8 @@ class Averaging:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the device took, if it is done and a CUDA device; else seconds of the engine's accompanying
-        operation."""
+        """Seconds that the device took, if it is a CUDA device and has finished; else seconds of the C++ engine's
+        operation that exchanged the metadata."""
         if self._module is torch.cuda and self._ended.query():
             return float(self._began.elapsed_time(self._ended)) / 1e3
         return self._work.seconds
@@ -292,8 +294,8 @@ class Averaging:
         return self._work.waited
 
     def wait(self, timeout: float) -> None:
-        """Wait for the peers, and for the device only if there is a `confirm` function. Raises what the engine's Work
-        raises."""
+        """Wait for the peers, and for the device only if there is a `confirm` function. Raises the errors of the C++
+        engine's operations."""
         self._work.wait(timeout)
         if self._tensors is not None:
             if self._confirm is not None:

@@ -12,7 +12,7 @@ import torch
 from dadt.errors import CommError, Mismatch
 
 _BODY = 1 << 29
-"""First of the tags for message bodies, one for each message in flight. Callers' tags are below it."""
+"""First tag for message bodies; every message in flight has a tag of its own. Callers' tags are below this number."""
 _HEADS = torch.int64
 _LONGEST = 1 << 40
 """Most bytes of a message. A larger announced length is refused, because the receiver would allocate this much memory.
@@ -50,7 +50,7 @@ class FramedMessages:
 
 
 class SentMessage:
-    """A message being sent, with the methods of torch.distributed's Work that class Message uses."""
+    """A message being sent, with the methods of torch.distributed's Work that class C10dMessage uses."""
 
     def __init__(self, works: list[Any], head: torch.Tensor, rank: int) -> None:
         self._works = works
@@ -66,7 +66,7 @@ class SentMessage:
 
 
 class ReceivedMessage:
-    """A message being received, with the methods of torch.distributed's Work that class Message uses."""
+    """A message being received, with the methods of torch.distributed's Work that class C10dMessage uses."""
 
     def __init__(self, group: Any, work: Any, head: torch.Tensor, tensor: torch.Tensor, peer: int | None) -> None:
         self._group = group

@@ -3,7 +3,7 @@ network once.
 
 An allreduce runs in chunks. The ranks of a host reduce a chunk, each obtaining one shard; the ranks that own the same
 shard reduce it across hosts, all shards in parallel; then each host's ranks gather the shards. While one chunk crosses
-the network, the host's engine thread reduces the next one and gathers the previous one.
+the network, the thread of the host's C++ engine reduces the next chunk and gathers the previous one.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def _joiner(cross: str, config: Config, world: World, meet: Meet) -> Callable[[S
         return mpi.joiner(config, world, meet)
     name = cross.removeprefix("c10d:")
     c10d.check(name)
-    numbers = count()  # keeps group names unique: with one rank on each host, both groups have the same ranks
+    numbers = count()  # these numbers keep group names unique if both groups have the same ranks
     return lambda ranks: c10d.join(name, Apart(meet, f"group {next(numbers)}"), world, ranks, config)
 
 
 def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: Meet) -> _core.Engine | None:
-    """Return an engine over shared memory among the ranks of this host; None if this rank is the only one."""
+    """Return a C++ engine over shared memory among the ranks of this host; None if this rank is alone on its host."""
     here = next(ranks for ranks in hosts if world.rank in ranks)
     executor = _core.ShmExecutor(here.index(world.rank), len(here))
     endpoints = meet.exchange("shm endpoint", executor.endpoint())
@@ -81,8 +81,8 @@ class Hierarchical:
         join: Callable[[Sequence[int]], Executor],
         timeout: float,
     ) -> None:
-        """hosts: for each host, its ranks in order of local rank. join: connects this rank with the given ranks, which
-        include it."""
+        """hosts: for each host, its ranks in order of local rank. join: connects this rank with the ranks of a list
+        that includes it."""
         self._hosts = hosts
         self._host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
         self._here = hosts[self._host]
@@ -209,12 +209,12 @@ class Hierarchical:
     # Failure and end of operations ------------------------------------------------------------------------------------
 
     def _wait(self, work: _core.Work | None) -> None:
-        """Wait for an operation of this host's engine, which counts the host's ranks from 0. Errors are raised with
-        global rank numbers instead."""
+        """Wait for an operation of the host's C++ engine, which counts the host's ranks from 0. Raises its errors with
+        global rank numbers."""
         if work is None:
             return
         try:
-            work.wait(2 * self._timeout)  # twice the timeout, as the operation fails by itself after one
+            work.wait(2 * self._timeout)  # twice the timeout, as the operation itself fails after one timeout
         except CommError as error:
             named = re.sub(r"\brank (\d+)\b", lambda found: f"rank {self._here[int(found[1])]}", str(error))
             raise type(error)(f"inside the host of ranks {_list(self._here)}: {named}") from error

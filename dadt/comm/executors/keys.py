@@ -1,4 +1,5 @@
-"""A torch Store for libraries that need one, without a server: keys and values travel as those of the rendezvous do."""
+"""A torch Store for libraries that need one, without a server: its keys and values travel over the rendezvous of the
+ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Keys(Store):
-    """One rank's torch Store on top of a Meet. Waits are limited by the Meet's timeout; a library's own timeout is
-    ignored. Methods may be called from any thread."""
+    """One rank's torch Store, whose keys and values travel over a Meet (rendezvous of ranks). Waits are limited by the
+    Meet's timeout; a library's own timeout is ignored. Methods may be called from any thread."""
 
     def __init__(self, meet: Meet, rank: int, size: int) -> None:
         """rank, size: this rank's number in the library's group, and the size of the group."""
@@ -64,8 +65,8 @@ class Keys(Store):
         return self
 
     def _alike(self, key: str) -> list[str]:
-        """Return the unknown keys of all ranks that match this key but for the rank. Gloo asks for them one by one, and
-        fetching all at once saves requests to the launcher."""
+        """Return the keys that differ from `key` only in the rank and that this rank does not know yet. Gloo asks for
+        these keys one by one, and fetching all at once saves requests to the launcher."""
         of_all = key.rpartition("/")[0]
         if f"{of_all}/{self._rank}" not in self._known:
             return [key]

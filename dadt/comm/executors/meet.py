@@ -28,7 +28,7 @@ class Meet(Protocol):
 
     @property
     def secret(self) -> bytes:
-        """Secret that only these ranks know; empty if there is none."""
+        """Secret that only the ranks of this rendezvous know; empty if there is none."""
 
     @property
     def outdated(self) -> bool | None:
@@ -51,7 +51,8 @@ class Meet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A Meet that uses another Meet and prefixes its keys with a name, so that they are distinct."""
+    """A rendezvous (Meet) over another one. Prefixes each key with a name, so that the keys of several groups are
+    distinct."""
 
     meet: Meet
     name: str
@@ -79,7 +80,8 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class AllRanks:
-    """The Meet of all ranks of a world, which exchanges bytes over this rank's connection to its agent or store."""
+    """The rendezvous (Meet) of all ranks of a world, which exchanges bytes over this rank's connection to its agent or
+    store."""
 
     world: World
     control: WorkerLine | None

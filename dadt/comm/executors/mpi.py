@@ -86,7 +86,7 @@ def _joined(mpi: Any, ranks: Sequence[int], timeout: float) -> Mpi:
     group = mpi.COMM_WORLD.Get_group().Incl(ranks)
     comm = mpi.COMM_WORLD.Create_group(group)
     group.Free()
-    # have MPI return error codes, which mpi4py raises as exceptions, instead of ending the process
+    # Make MPI return error codes, which mpi4py raises as exceptions, instead of ending the process.
     comm.Set_errhandler(mpi.ERRORS_RETURN)
     process.opened()
     return Mpi(mpi, comm, timeout)
@@ -107,7 +107,7 @@ class Mpi:
         """comm: the communicator, which must have no other user from now on."""
         self._mpi = mpi
         self._comm = comm
-        # a second communicator, so that callers' message tags cannot collide with other messages
+        # A second communicator for messages, so that callers' message tags cannot collide with other messages.
         self._mail = comm.Dup()
         self._highest_tag = comm.Get_attr(mpi.TAG_UB)
         self._timeout = timeout
@@ -272,7 +272,7 @@ class MpiMessage:
 
     def __init__(self, mpi: Mpi, tensor: torch.Tensor, request: Any, receives: bool) -> None:
         self._owner = mpi
-        self._tensor = tensor  # keeps the tensor's memory alive while MPI uses it
+        self._tensor = tensor  # the reference keeps the tensor's memory alive while MPI uses it
         self._request = request
         self._receives = receives
         self._status = mpi._mpi.Status()

@@ -52,8 +52,8 @@ class MpiProcess:
         MPI."""
         if self._mpi is not None:
             return self._mpi
-        # If the script imported mpi4py, mpi4py finalizes MPI at exit. Otherwise DADT does, and not after failures: a
-        # failed rank would wait in MPI_Finalize for peers that wait for it.
+        # If the script imported mpi4py, mpi4py finalizes MPI at exit. Otherwise DADT finalizes MPI, but not after
+        # failures: a failed rank would wait in MPI_Finalize for peers that wait for this rank.
         ours = "mpi4py.MPI" not in sys.modules
         mpi_library.choose()
         try:
@@ -83,15 +83,15 @@ class MpiProcess:
         self._open += 1
 
     def closed(self, failed: bool) -> None:
-        """Count one communicator fewer. failed: it was aborted, so its ranks are in unknown states and MPI must not be
-        finalized."""
+        """Count one communicator fewer. failed: whether the communicator was aborted; its ranks are then in unknown
+        states, so MPI must not be finalized."""
         self._open -= 1
         self._failed |= failed
         if self._exiting:
             self._end()
 
     def _exit(self) -> None:
-        """Finalize MPI at exit, or when the last communicator is closed after this."""
+        """Finalize MPI when the interpreter exits, or later, when the last open communicator is closed."""
         self._exiting = True
         self._end()
 

@@ -72,8 +72,8 @@ class ThreadedDevice(Device):
     def __init__(
         self, executor: mpi.Mpi, engine: _core.Engine, device: torch.device, rank: int, world_size: int
     ) -> None:
-        """executor: must have no other user. engine: carries the ranks' weights and step metadata through host
-        memory."""
+        """executor: nothing else may use it. engine: C++ engine that carries the ranks' weights and step metadata
+        through host memory."""
         super().__init__(Blocking(executor), engine, device, rank, world_size)
         self._orders: queue.SimpleQueue[tuple[Future[None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._summed: Future[None] = Future()
@@ -111,8 +111,8 @@ class ThreadedDevice(Device):
 
 
 class ThreadedAveraging(Averaging):
-    """Work handle of one average over MPI. `wait` waits for MPI's thread; then the current stream has the sum, divided
-    by the weights."""
+    """Work handle of one average over MPI. `wait` waits for MPI's thread; then the sum, divided by the sum of weights,
+    is on the current CUDA stream."""
 
     def __init__(self, summed: Future[None], *of_device: Any) -> None:
         super().__init__(*of_device)
@@ -136,8 +136,8 @@ class ThreadedAveraging(Averaging):
 
 
 class Blocking:
-    """MPI's blocking calls in place of a Starter's asynchronous ones: each is done when it returns, so `wait` does
-    nothing."""
+    """MPI's blocking calls with the interface of Starter, whose calls are asynchronous. Each call is done when it
+    returns, so `wait` does nothing."""
 
     means = False
 

@@ -1,7 +1,7 @@
-"""NCCL executor: GPU tensors are averaged where they are, by a process group and a stream of DADT's own.
+"""NCCL executor: GPU tensors are averaged where they are, by a process group and a CUDA stream of DADT's own.
 
-Step metadata and weights travel through host memory, over the executor that a job without GPUs would use; this executor
-also checks that all ranks are present.
+Step metadata and weights travel through host memory, over the executor that a job without GPUs would use, which also
+checks that all ranks are present.
 """
 
 from __future__ import annotations

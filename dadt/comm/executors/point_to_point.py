@@ -21,7 +21,8 @@ class SharedMemoryMessages:
 
     def __init__(self, mailbox: _core.Mailbox) -> None:
         self._mailbox = mailbox
-        # reports no failure: the core does not touch the memory of failed messages, so it can be released
+        # The function always reports no failure: the C++ core does not touch the memory of failed messages, so the
+        # memory can be released.
         self._kept = KeepAlive(lambda: False)
         self._closed = False
 

@@ -2,7 +2,7 @@
 their ports.
 
 Over its connection with each peer, a rank sends a random number and answers the peer's number with a MAC under the
-job's secret. Nothing else that arrives over the connection is used before that.
+job's secret. Nothing else that arrives over the connection is used before the proof is complete.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ def prove(
     timeout: float,
     strangers: Callable[[], str] = str,
 ) -> None:
-    """Prove to all ranks of a group that this rank belongs to the job, and check their proofs; called first of all.
-    Closes the executor on failure; does nothing without a secret.
+    """Prove to all ranks of a group that this rank belongs to the job, and check their proofs, before any other
+    communication. Closes the executor on failure; does nothing without a secret.
 
-    rank: this rank's place in `ranks`, the global ranks for error texts. library, name: of the group. strangers: names
-    connected processes that are not of the job. Raises Unproved, also after `timeout` seconds, and PeerLost, all of
-    which name ranks.
+    rank: this rank's place in `ranks`, the global ranks for error texts. library, name: the library that connects the
+    group, and the group's name. strangers: returns a text that names connected processes outside the job. Raises
+    Unproved, also after `timeout` seconds, and PeerLost; both name ranks.
     """
     if not secret or len(ranks) == 1:
         return
     try:
         proof = Proof(executor, secret, rank, len(ranks), name)
-        # In a thread, since libraries wait for as long as training would, which is longer than `timeout`.
+        # The proof runs in a thread, since libraries wait as long as training may, which is longer than `timeout`.
         threading.Thread(target=proof.run, name="dadt-proof", daemon=True).start()
         begun = monotonic()
         who, left = "", timeout
         while not (ended := proof.ended.wait(max(0.0, min(left, _LOOK_SECONDS)))) and left > 0:
-            # asked repeatedly: a library may close the connection before it reports its timeout
+            # Strangers are looked for repeatedly: a library may close their connections before it reports its timeout.
             who = strangers() or who
             left = begun + timeout - monotonic()
         late = not ended or ("imed out" in str(proof.error) and bool(proof.silent))
@@ -83,7 +83,8 @@ def prove(
         )
     except BaseException:
         executor.abort()
-        # a thread still inside the library when the interpreter ends would abort the process
+        # Wait for the thread: if it were still inside the library when the interpreter ends, it would abort the
+        # process.
         proof.ended.wait(_END_SECONDS)
         executor.close()
         raise

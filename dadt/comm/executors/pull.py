@@ -39,7 +39,7 @@ Lanes = tuple["Sequence[bytes]", float]
 
 
 def connect(executor: Executor, rank: int, world_size: int, timeout: float) -> Connection:
-    """Return a connection whose engine runs its operations on the executor, in a separate thread."""
+    """Return a connection whose C++ engine runs its operations on the executor, in a separate thread."""
     engine = _core.Engine(None, rank, world_size, timeout)
     # A daemon thread, so that a peer that never joins cannot keep this process from exiting.
     thread = threading.Thread(
@@ -65,7 +65,7 @@ def at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Puller:
-    """Runs the engine's operations on a Python executor, one at a time."""
+    """Runs the C++ engine's operations on a Python executor, one at a time."""
 
     def __init__(self, engine: _core.Engine, executor: Executor, rank: int, world_size: int) -> None:
         self._engine = engine
@@ -146,7 +146,7 @@ class Puller:
     def _allreduce_small(self, job: _core.Job, layout: _core.Layout) -> Lanes:
         """Gather all ranks' values on every rank, which then reduces them itself in rank order."""
         head = self._head(job, f"{layout.counts}")
-        data = -(-len(head) // 8) * 8  # rounded up to a multiple of 8, so that the values are aligned
+        data = -(-len(head) // 8) * 8  # a multiple of 8, so that the values behind the header are aligned
         size = data + layout.total * layout.dtype.itemsize
         mine, my_bytes, my_address = self._wire(size, "mine")
         every, all_bytes, address = self._wire(size * self._world_size, "every")
@@ -170,8 +170,8 @@ class Puller:
         return [h[_HEADER.size :] for h in heads], sum(weights)
 
     def _allreduce_compressed(self, job: _core.Job, layout: _core.Layout) -> Lanes:
-        """Average compressed values. Small buffers are gathered as in `_allreduce_small`; for larger ones, each rank
-        sums one part for all ranks. Step metadata travels with the first exchange."""
+        """Average compressed values. Small buffers are gathered on every rank; of larger ones, each rank sums one part
+        for all ranks. Step metadata travels with the first exchange."""
         size = layout.total * layout.dtype.itemsize
         small = size <= _SMALL or self._world_size == 1
         if not small and isinstance(self._executor, Compressing):
@@ -210,14 +210,14 @@ class Puller:
         return [h[_HEADER.size :] for h in heads], sum(weights)
 
     def _allreduce_by_executor(self, job: _core.Job, layout: _core.Layout, executor: Compressing) -> Lanes:
-        """Average with an executor that compresses between hosts itself. Step metadata travels before the values."""
+        """Average with an executor that compresses between hosts itself. Step metadata is sent before the values."""
         heads = self._gather(self._head(job, f"{layout.counts} as {job.codec.name}"))
         weights = self._weights(job, heads)
         total = sum(weights)
         mean = job.reduction.name == "mean"
         dtype = _TORCH[layout.dtype.name]
         flat = self._flat(dtype, layout.total)
-        # Scaled before the sum, since a sum may exceed the range of 16-bit floats where the mean does not.
+        # Values are scaled before the sum, since a sum may exceed the range of 16-bit floats where the mean does not.
         factor = (job.weight if total else 1.0) / ((total or self._world_size) if mean else 1.0)
         if dtype.itemsize > 2:
             job.pack(flat.data_ptr(), factor)
@@ -241,7 +241,7 @@ class Puller:
         tensors, each rank's at its own place, where other ranks have zeros."""
         lane = _HEADER.pack(zlib.crc32(job.name.encode()), len(job.lane), job.weight) + job.lane
         behind = len(lane) * self._world_size
-        # Decide by values that are equal on all ranks; `job.apart`, which may differ, only chooses the memory.
+        # Decide by values that are equal on all ranks; `job.apart` may differ and only chooses the memory.
         spread = 0 < job.spread_count <= job.room - behind
         count = job.spread_count if spread else layout.total
         dtype = _TORCH[layout.dtype.name]
@@ -254,14 +254,14 @@ class Puller:
         # Metadata bytes are integers up to 255, which every dtype represents exactly.
         tail[self._rank] = torch.frombuffer(bytearray(lane), dtype=torch.uint8).to(flat.dtype)
         mean = job.reduction.name == "mean"
-        # Divide first: a 16-bit sum may overflow. Other floats only by a power of two, where that is exact.
+        # Divide before the sum, since 16-bit sums may overflow; other floats only by a power of two, which is exact.
         halves = mean and dtype.is_floating_point and self._world_size & (self._world_size - 1) == 0
         before = 1.0 / self._world_size if layout.dtype.itemsize == 2 or halves else 1.0
         job.pack(flat.data_ptr(), before * job.weight, spread)
         self._executor.allreduce(flat, "sum")
         lanes = [bytes(row) for row in tail.to(torch.uint8).tolist()]
         total = sum(self._weights(job, lanes))
-        if total == 0:  # if all weights are 0, ranks count equally: sum again without weights
+        if total == 0:  # if all weights are 0, all ranks count equally: sum again without weights
             job.pack(flat.data_ptr(), before, spread)
             self._executor.allreduce(flat[:count], "sum")
         divisor = (total or self._world_size) if mean else 1.0
@@ -281,7 +281,7 @@ class Puller:
         return [weight for _, _, weight in read]
 
     def _tell_apart(self, job: _core.Job) -> None:
-        """Raise Mismatch that names two different operations. All ranks call this, as all have seen it."""
+        """Raise Mismatch that names two different operations. All ranks call this, as all have seen the difference."""
         own = f"{_describe(job)}, with a lane of {len(job.lane)} bytes" if job.lane else _describe(job)
         texts = [
             text.rstrip(b"\0").decode(errors="replace") for text in self._gather(own.encode()[:400].ljust(400, b"\0"))

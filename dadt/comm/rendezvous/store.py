@@ -44,7 +44,7 @@ IS_NOTE = schema.record(
 
 Tell = Callable[[Words], AbstractContextManager[Words]]
 """Context manager factory that passes rank 0's note (where to connect) to all ranks while its context lasts. On other
-ranks its value is rank 0's note."""
+ranks the context's value is rank 0's note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,8 @@ def _line_to(path: Path, world: World, deadline: float, timeout: float) -> tuple
 
 
 def _launcher_of(world: World) -> str:
-    """Return "<pid>-<start time>" of the nearest ancestor that has no rank: mpirun, or its daemon on this host."""
+    """Return "<pid>-<start time>" of the nearest ancestor process that is not a rank: mpirun, or its daemon on this
+    host."""
     variable = LAUNCHERS[world.launcher][0].encode() + b"="
     pid = os.getppid()
     while pid > 1 and any(entry.startswith(variable) for entry in _environment(pid)):
@@ -247,7 +248,7 @@ def _by_torch(master: tuple[str, int], world: World, timeout: float) -> Tell:
 
 def _read(store: Store, world: World, timeout: float) -> Words:
     deadline = time.monotonic() + timeout
-    while not store.check([NOTE]):  # polls, since the store's own wait prints a warning whenever it times out
+    while not store.check([NOTE]):  # poll, since the store's own wait prints a warning whenever it times out
         if time.monotonic() >= deadline:
             raise StartTimeout(f"rank 0 did not import dadt within {timeout:g} s: every rank must, with torch")
         time.sleep(RETRY_SECONDS)
@@ -255,8 +256,8 @@ def _read(store: Store, world: World, timeout: float) -> Words:
 
 
 def _checked(data: bytes) -> Words:
-    """Parse and validate rank 0's note, which might come from a foreign process at its address. Raises StartTimeout if
-    invalid."""
+    """Parse and validate rank 0's note, which might come from a foreign process at rank 0's address. Raises
+    StartTimeout if the note is invalid."""
     try:
         note = json.loads(data)
         if IS_NOTE(note):
@@ -272,7 +273,7 @@ def _at(host: str, port: int, world: World, timeout: float, *, serve: bool) -> S
     this rank is its server."""
     try:
         return TCPStore(host, port, None, serve, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=serve)
-    except RuntimeError as error:  # whatever the reason in torch's error, there is no store
+    except RuntimeError as error:  # whatever torch's error says, the store could not be created or reached
         if serve:
             raise ConfigError(f"rank 0 cannot serve at MASTER_PORT {port}: {error}; give another") from error
         raise StartTimeout(f"rank {world.rank} reaches no rank 0 at {host}:{port} ({error})") from error
@@ -312,7 +313,7 @@ def _broadcast(mpi: Any, note: Words, timeout: float) -> Words:
     while not request.Test():
         if time.monotonic() >= deadline:
             raise StartTimeout(f"some ranks did not import dadt within {timeout:g} s: every rank must, with torch")
-        time.sleep(RETRY_SECONDS)  # polls, since MPI has no wait with a deadline
+        time.sleep(RETRY_SECONDS)  # poll, since MPI has no wait with a deadline
     received: Words = json.loads(buffer)
     return received
 

@@ -1,4 +1,4 @@
-"""A worker's connection to the other ranks if mpirun, srun or torchrun started them: no agent exists then."""
+"""A worker's connection to the other ranks if they were started by mpirun, srun or torchrun, which have no agents."""
 
 from __future__ import annotations
 
@@ -190,8 +190,8 @@ class StoreClient(WorkerLine):
         return [self._peer(rank) for rank in range(self.world.world_size)]
 
     def dump(self) -> None:
-        """Print this rank's stacks on stderr. Other ranks cannot be asked for theirs, but those that wait as well print
-        their own."""
+        """Print this rank's stacks on stderr. Other ranks cannot be asked for their stacks, but ranks that wait as well
+        print theirs."""
         faulthandler.dump_traceback(all_threads=True)
 
     def saved(self, path: str, count: int, number: int) -> None:

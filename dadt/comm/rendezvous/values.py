@@ -46,8 +46,8 @@ ANSWERS = Speaker(
 
 
 class SharedValues(Protocol):
-    """Interface of the store, for its own process (Held) and for clients (Asked). Thread-safe. Raises PeerLost if the
-    storing process has ended, DadtError if a value is too large or missing."""
+    """Interface of the store, for its own process (LocalValues) and for clients (RemoteValues). Thread-safe. Raises
+    PeerLost if the storing process has ended, DadtError if a value is too large or missing."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -114,7 +114,8 @@ class Server:
     MPI_Init does until all ranks have called it."""
 
     def __init__(self) -> None:
-        """Start the process, which ends with this one or with `close`. Raises DadtError if it cannot be started."""
+        """Start the store's process, which ends with this process or with `close`. Raises DadtError if it cannot be
+        started."""
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -123,8 +124,8 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C in the terminal is meant for the ranks only
-                    cwd="/",  # python -m searches the current folder for modules first, and the user's own may be there
+                    start_new_session=True,  # Ctrl-C in the terminal must interrupt the ranks only
+                    cwd="/",  # python -m searches the current folder first, where the user may have modules
                 )
             except OSError as error:
                 self._line.close()
@@ -259,7 +260,7 @@ class RemoteValues:
             except (BrokenPipeError, EOFError):
                 raise PeerLost("rank 0, which holds what the ranks tell each other, is gone") from None
             except BaseException:
-                self._socket.close()  # close, so that a late answer is not read as that of the next request
+                self._socket.close()  # so that a late answer is not read as the answer to the next request
                 raise
         if answers[0].kind == "error":
             raise DadtError(answers[0]["message"])

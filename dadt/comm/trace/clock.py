@@ -46,7 +46,8 @@ def align(peers: TimelinePeers, world: World) -> ClockOffset:
         first = _PAIR.unpack(every[0])
         if round_number == 0:
             origin = first[0]
-        # the pairs received in this round are the entry and exit times of the previous one, on rank 0 and on this rank
+        # The pairs received in this round are the entry and exit times of the previous round, on rank 0 and on this
+        # rank.
         else:
             low, high = max(low, first[0] - mine[1]), min(high, first[1] - mine[0])
         mine = (entered, left)

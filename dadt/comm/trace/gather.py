@@ -1,5 +1,5 @@
-"""Exchange of bytes between ranks for the timeline, at the beginning and end of a job: over an engine, or for a single
-rank."""
+"""Exchange of bytes between ranks for the timeline, at the beginning and end of a job: over a C++ engine, or for a
+single rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TimelinePeers(Protocol):
 
 
 class Alone:
-    """The collectives in a job with a single rank."""
+    """The timeline's collectives in a job with a single rank."""
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:
         return [data]
@@ -31,7 +31,8 @@ class Alone:
 
 
 class Through:
-    """The collectives over an engine that has no other user meanwhile. timeout: seconds for all calls together."""
+    """The timeline's collectives over a C++ engine that nothing else uses meanwhile. timeout: seconds for all calls
+    together."""
 
     def __init__(self, engine: Engine, world_size: int, timeout: float) -> None:
         self._engine = engine

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 _MOST = 4096
-"""Most averages kept that the GPU has not finished yet; beyond this the oldest are dropped from the timeline."""
+"""Largest number of averages that wait until the GPU has finished them; beyond this the oldest are dropped from the
+timeline."""
 
 
 class GpuTrack:

@@ -1,4 +1,4 @@
-"""Merges the timeline parts of all ranks into one file, through the engine that they have trained with."""
+"""Merges the timeline parts of all ranks into one file, over the C++ engine with which the ranks have trained."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Timeline:
         self._thread.start()
 
     def record(self, connection: Connection, name: str) -> None:
-        """Record the operations of the connection's engines and GPU, each on a track of its own."""
+        """Record the operations of the connection's C++ engines and of its GPU, each on a track of its own."""
         self._record(connection.engine, name)
         if connection.broadcaster is not None:
             self._record(connection.broadcaster, f"{name}: broadcasts")
@@ -138,7 +138,8 @@ class Timeline:
                 return
             try:
                 self._file.write(data)
-                # so that a forked child does not inherit buffered data, which it would write a second time
+                # Flush, so that a forked child does not inherit buffered data, which the child would write a second
+                # time.
                 self._file.flush()
             except OSError as error:
                 self._error = f"{self.part} could not be written ({error.strerror})"

@@ -22,7 +22,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast the variables now, or after the first batch if the model is not built yet and has none."""
+        """Broadcast the variables when training begins, or after the first batch if the model is not built before and
+        so has no variables."""
         if self.model.built:
             self._broadcast()
 
@@ -72,15 +73,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         super().__init__()
         self._initial = initial_lr
         self._multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
-        # A constant multiplier changes the rate only once, so it need not be applied at each batch.
+        # A constant multiplier changes the learning rate only once, so the rate need not be set again at each batch.
         self._staircase = staircase or not callable(multiplier)
         self._first, self._last = start_epoch, end_epoch
-        # A TensorFlow graph keeps the momentum with which it was traced, so a change would have no effect.
+        # A TensorFlow graph keeps the momentum that the optimizer had when the graph was traced, so a change would have
+        # no effect.
         self._corrects = momentum_correction and keras.backend.backend() == "torch"
         self._steps = steps_per_epoch
         self._epoch = 0
         self._momentum: float | None = None
-        """Momentum before it was scaled for the current batch; None if it was not scaled."""
+        """Value of the momentum before it was scaled for the current batch; None if the momentum is not scaled."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
@@ -126,7 +128,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # One batch further, so that the multiplier reaches 1 in the last batch of the last warm-up epoch.
+            # Count the current batch as done, so that the multiplier reaches 1 in the last batch of the last warm-up
+            # epoch.
             epoch += 1.0 / self._steps_of_epoch()
             ranks = lifecycle.size()
             return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks

@@ -29,7 +29,7 @@ class KerasTraining(ABC):
         """Factor by which an optimizer's averaged gradients are multiplied, for each optimizer that the script has
         wrapped."""
         self._stepping: list[Any] = []
-        """Optimizers that are applying averaged gradients now, the innermost last."""
+        """Optimizers whose `apply` is running with averaged gradients, the innermost last."""
         self.fitting: list[Any] = []
         """Models whose `fit` is running, the innermost last."""
         self._warned: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -37,8 +37,8 @@ class KerasTraining(ABC):
 
     def install(self, keras: Any) -> None:
         """Patch Keras's methods for training and evaluation."""
-        # Both classes have an `apply` of their own. LossScaleOptimizer skips steps whose gradients are not finite: it
-        # examines the averages, so all ranks skip the same steps.
+        # Both classes have an `apply` of their own. LossScaleOptimizer skips steps whose gradients are not finite. It
+        # examines averaged gradients, so all ranks skip the same steps.
         for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
             self.average_at(kind)
         keras.Model.fit = self.fits(keras.Model.fit)
@@ -48,8 +48,8 @@ class KerasTraining(ABC):
 
     @abstractmethod
     def average_at(self, optimizers: Any) -> None:
-        """Patch `apply` of this optimizer class, which subclasses inherit: it averages gradients over all ranks before
-        it applies them."""
+        """Patch `apply` of this optimizer class, which subclasses inherit, so that gradients are averaged over all
+        ranks before they are applied."""
 
     def enlist(self, optimizer: Any, factor: int) -> None:
         """Train with this optimizer on all ranks, in a script that calls `dadt.init`. factor: number by which the
@@ -127,8 +127,8 @@ class KerasTraining(ABC):
         return run
 
     def _said_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the Keras method with its progress output turned off on all ranks but rank 0, since all ranks would
-        print the same."""
+        """Call the Keras method with its progress output turned off on all ranks but rank 0, since every rank would
+        print the same output."""
         if not self.runtime.ranks.world.rank:
             return original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs)
@@ -136,14 +136,14 @@ class KerasTraining(ABC):
         return original(*given.args, **given.kwargs)
 
     def _told_alike(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `on_epoch_end` so that callbacks receive equal logs on all ranks: those that stop training or change the
-        learning rate then do so on all ranks."""
+        """Wrap `on_epoch_end` so that callbacks receive equal logs on all ranks. Callbacks that stop training or change
+        the learning rate then do so on all ranks."""
         runtime = self.runtime
 
         @functools.wraps(original)
         def on_epoch_end(callbacks: Any, epoch: int, logs: Any = None) -> None:
             if self.fitting and logs:
-                # claims the rank for this process, which only a step of an optimizer would do otherwise
+                # This claims the rank for this process. Without it, only a step of an optimizer would claim the rank.
                 runtime.claim()
                 logs = averaged(
                     logs,
@@ -160,7 +160,7 @@ class KerasTraining(ABC):
 
     def _average_statistics(self, model: Any) -> None:
         """Average over ranks what layers record during training, such as the means of BatchNormalization."""
-        if self.runtime.replay.under_way:  # a replay receives the averages with the restored state
+        if self.runtime.replay.under_way:  # a replay takes these averages from the restored state
             return
         self.runtime.claim()
         variables = [v for v in model.non_trainable_variables if "float" in str(v.dtype)]
@@ -173,8 +173,8 @@ class KerasTraining(ABC):
 
 
 def inner_of(optimizer: Any) -> Any:
-    """Return the optimizer that applies gradients: the inner one if this optimizer only scales losses, otherwise this
-    one."""
+    """Return the optimizer that applies gradients: the inner optimizer if this one only scales losses, otherwise this
+    optimizer."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Patches Keras, on torch or TensorFlow, once a script has imported it or wraps one of its optimizers."""
+"""Patches Keras, on torch or TensorFlow, when a script has imported Keras or wraps one of its optimizers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _installed: list[KerasTraining] = []
 
 
 def hook() -> None:
-    """Call this once keras is imported, to make its training data-parallel. Does nothing if Keras's backend is none of
-    BACKENDS, or there is only one rank."""
+    """Make Keras's training data-parallel; called when keras has been imported. Does nothing if Keras's backend is none
+    of BACKENDS, or there is only one rank."""
     keras = importlib.import_module("keras")
     runtime = worker.runtime
     if keras.backend.backend() in BACKENDS and runtime is not None and not runtime.ranks.alone:

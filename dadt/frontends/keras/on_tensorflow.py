@@ -1,8 +1,8 @@
 """Keras on TensorFlow, in scripts that do not use DADT's API.
 
 TensorFlow computes in graphs, but DADT exchanges torch tensors. So where an optimizer applies gradients, the graph
-passes them to Python. There a torch optimizer over copies of the variables (a carrier) makes DADT's step, and its
-averages return to the graph. Weights are predicted within the graph.
+passes them to Python. In Python, a torch optimizer over copies of the variables (a carrier) makes DADT's step, and the
+averaged gradients return to the graph. Weights are predicted within the graph.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dadt.train.prediction.displacement import factors_by
 from dadt.train.runtime import Runtime
 
 ALGORITHMS = ("sync", "pipe")
-"""Algorithms that Keras on TensorFlow can use. Others average weights, but DADT has only copies of TensorFlow's
-weights."""
+"""Algorithms that Keras on TensorFlow can use. All other algorithms average weights, but DADT has only copies of
+TensorFlow's weights."""
 
 
 class TensorFlowCarrier(Carrier):
@@ -39,7 +39,8 @@ class TensorFlowCarrier(Carrier):
 
 
 class Mirror:
-    """Torch copies of an optimizer's variables, and the torch optimizer over them that averages their gradients."""
+    """Torch copies of an optimizer's variables, and the torch optimizer over these copies that averages their
+    gradients."""
 
     def __init__(
         self, runtime: Runtime, optimizer: Any, variables: Sequence[Any], wrapped: bool, displacement: Any
@@ -50,8 +51,8 @@ class Mirror:
         self.variables = list(variables)
         self.displacement = displacement
         self.error: DadtError | None = None
-        """The error that made the last step fail, for which TensorFlow raises one of its own; None if no step has
-        failed."""
+        """The error that made the last step fail, since TensorFlow raises an error of its own instead; None if no step
+        has failed."""
         self._parameters = [torch.nn.Parameter(to_torch(v)) for v in self.variables]
         self._carrier = TensorFlowCarrier(weakref.proxy(optimizer), list(self._parameters))
         self._begun = False
@@ -76,10 +77,10 @@ class Mirror:
         if not self._begun:
             self._begun = True
             for variable, parameter in zip(self.variables, self._parameters, strict=True):
-                # Takes rank 0's weights, which the first step has sent to all ranks.
+                # This variable takes the weights of rank 0, which the first step has sent to all ranks.
                 variable.assign(to_numpy(parameter))
         late = any(a.algorithm.predicts for a in self._runtime.attachments if a.optimizer is self._carrier)
-        if len(averages) < len(self._parameters):  # if averages come one step late, the first step has none
+        if len(averages) < len(self._parameters):  # if averages come one step late, the first step has no averages
             return [False, late, *(to_numpy(torch.zeros_like(p)) for p in self._parameters)]
         return [True, late, *map(to_numpy, averages)]
 
@@ -103,7 +104,7 @@ class TensorFlowTraining(KerasTraining):
         self._prediction.install(lambda: [m.displacement for m in self._every() if m.displacement])
         super().install(keras)
         trainer = importlib.import_module("keras.src.trainers.trainer").Trainer
-        # on the base class, since Keras checks whether a model's class overrides `compile`
+        # patched on the base class, since Keras checks whether a model's class overrides `compile`
         trainer.compile = self._without_xla(trainer.compile)
         iterator = importlib.import_module("keras.src.backend.tensorflow.trainer").TFEpochIterator
         iterator.reset = self._divided(iterator.reset)
@@ -129,15 +130,16 @@ class TensorFlowTraining(KerasTraining):
             raise ConfigError("--batch global: Keras on TensorFlow divides epochs, not batches; leave it out")
 
     def _displacement(self, optimizer: Any, variables: Sequence[Any]) -> Any:
-        """Return a Displacement that predicts the optimizer's variables; None if they are not predicted."""
+        """Return a Displacement that predicts the optimizer's variables; None if this optimizer's variables are not
+        predicted."""
         if self.runtime.ranks.config.algorithm != "pipe" or inner_of(optimizer).gradient_accumulation_steps:
             return None
         factors = predict_factors(self.runtime.ranks.config.predict) or factors_by(**momentum_of(optimizer))
         return self._prediction.Displacement(variables, *factors) if any(factors) else None
 
     def _others(self, mirror: Mirror) -> list[Any]:
-        """Return the Displacements of other Mirrors that predict some of the same variables: this Mirror's step makes
-        their predictions invalid."""
+        """Return the Displacements of other Mirrors that predict some of the same variables, whose predictions become
+        invalid by a step of this Mirror."""
         ids = set(map(id, mirror.variables))
         others = [m for m in self._every() if m is not mirror and ids & set(map(id, m.variables))]
         return [m.displacement for m in others if m.displacement]
@@ -221,7 +223,7 @@ class TensorFlowTraining(KerasTraining):
             if not self.runtime.script.explicit:
                 self._check()
                 if worker.streams is not None:
-                    # whole batches are divided among ranks, so all ranks must shuffle alike
+                    # whole batches are divided among ranks, so all ranks must shuffle data in the same order
                     worker.streams.enabled = False
             self._begun.append(False)
             try:
@@ -247,7 +249,7 @@ class TensorFlowTraining(KerasTraining):
             original(iterator)
             if self.runtime.script.explicit or not self._begun or self._begun[-1]:
                 return
-            self._begun[-1] = True  # iterators that this `fit` resets later read validation data
+            self._begun[-1] = True  # iterators that `fit` resets after the first one read validation data
             known = iterator._num_batches
             self.divide_steps(iterator)
             is_tuple = isinstance(iterator._distributed_dataset.element_spec, tuple)
@@ -258,7 +260,7 @@ class TensorFlowTraining(KerasTraining):
             if known is not None and known < ranks:
                 raise ConfigError(f"fit: an epoch of {known} batches cannot be divided among {ranks} workers")
             ordered = tf.data.Options()
-            ordered.deterministic = True  # otherwise each rank could read the batches in a different order
+            ordered.deterministic = True  # otherwise batches could be in another order on each rank
             data = iterator._distributed_dataset.with_options(ordered)
             iterator._distributed_dataset = data.window(ranks, drop_remainder=True).flat_map(mine)
             iterator._num_batches = None if known is None else known // ranks

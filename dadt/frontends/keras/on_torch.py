@@ -55,8 +55,8 @@ class TorchTraining(KerasTraining):
             carrier = self._carrier_of(optimizer, variables)
 
             def run() -> None:
-                """Apply the averaged gradients. If averages come one step late, the first step has none and applies
-                nothing."""
+                """Apply the averaged gradients. If averages come one step late, the first step has no averages and
+                applies nothing."""
                 gradients = [p.grad for p in parameters]
                 if (factor := self.factor_of(optimizer) or 1) != 1:
                     gradients = [None if g is None else g * factor for g in gradients]
@@ -69,7 +69,7 @@ class TorchTraining(KerasTraining):
                 carrier.step()
                 return None
             finally:
-                carrier.run = nothing  # a reference to `run` would keep the Keras optimizer alive
+                carrier.run = nothing  # a reference to the function `run` would keep the Keras optimizer alive
 
         optimizers.apply = apply
 

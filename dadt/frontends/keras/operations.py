@@ -29,7 +29,7 @@ def of_backend(tensor: torch.Tensor) -> Any:
 def allreduce(
     value: Any, reduction: str = "mean", *, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Any:
-    """Return the mean of the value over all ranks, or another reduction, as `dadt.all_reduce` does."""
+    """Return the mean of the value over all ranks, or another reduction of it (sum, min, max or product)."""
     return of_backend(collectives.all_reduce(tensor_of(value), reduction, name=name, process_set=process_set))
 
 

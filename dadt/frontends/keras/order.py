@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def draw() -> random.Random:
-    """Return a random number generator with the same seed on all ranks, unless the script calls `dadt.init`."""
+    """Return a random number generator whose seed is the same on all ranks, except in scripts that call `dadt.init`."""
     with nullcontext() if _is_explicit() or worker.streams is None else worker.streams.shared():
         return random.Random(random.getrandbits(31))
 
@@ -47,8 +47,8 @@ class _Shuffling:
 
 
 def _drawing(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of Keras's PyDataset adapter, to seed one generator for all epochs. This is done on the
-    training thread, since another thread may shuffle."""
+    """Wrap the constructor of Keras's PyDataset adapter, so that it seeds one random number generator for all epochs.
+    The training thread does this, since the data may be shuffled in another thread."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +88,8 @@ def _of_tensorflow(tf: Any) -> None:
 
 
 def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that shuffles: without a seed from the script, it gets one that is the same on all ranks."""
+    """Wrap a function that shuffles, so that it gets a seed that is the same on all ranks if the script gives no
+    seed."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

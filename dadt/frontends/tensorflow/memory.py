@@ -17,8 +17,8 @@ def to_torch(value: Any) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the tensor as a NumPy array, which shares the tensor's memory if that is on the host, and else is a
-    copy."""
+    """Return the tensor as a NumPy array, which shares the tensor's memory if the tensor is on the host, and otherwise
+    is a copy."""
     tensor = tensor.detach().cpu()
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()

@@ -36,7 +36,8 @@ def _part(name: str | None, what: str) -> str | None:
 
 
 def _call(function: Callable[..., Any], values: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
-    """Call a Python function from a graph. Returns its tensors, with the dtypes of `values` and these shapes."""
+    """Call a Python function from a graph. Returns the function's tensors, with the dtypes of `values` and the given
+    shapes."""
     results = tf.py_function(function, values, [value.dtype for value in values])
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
@@ -44,7 +45,7 @@ def _call(function: Callable[..., Any], values: Sequence[Any], shapes: Sequence[
 
 
 def allreduce_all(values: Sequence[Any], reduction: str, name: str | None) -> list[Any]:
-    """All-reduce dense tensors together in one operation, without gradients."""
+    """Reduce dense tensors over all ranks together in one operation, without gradients."""
 
     def run(*parts: Any) -> list[Any]:
         tensors = [to_torch(part) for part in parts]
@@ -54,7 +55,7 @@ def allreduce_all(values: Sequence[Any], reduction: str, name: str | None) -> li
 
 
 def allreduce(value: Any, reduction: str = "mean", *, name: str | None = None) -> Any:
-    """Return the mean of the tensor over all ranks, or its sum, min, max or product, as `dadt.all_reduce` does.
+    """Return the mean of the tensor over all ranks, or its sum, min, max or product.
 
     value: a tensor, variable, array or number; tf.IndexedSlices are made dense. The gradient of a mean is the mean of
     the gradients, and that of a sum their sum; others have none.

@@ -26,7 +26,7 @@ class Displacement:
         self._last = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables]
         self._older = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables] if older else []
         self.ahead = tf.Variable(False, trainable=False)
-        """Whether the next gradient comes late, so that weights are to be predicted."""
+        """Whether the next averaged gradients come late, so that weights are to be predicted."""
 
     def weights(self) -> list[Any]:
         return [tf.convert_to_tensor(v) for v in self._variables]
@@ -44,8 +44,8 @@ class Displacement:
         return list(zip(true, _list(tf.cond(self.ahead, put, lambda: list(true))), strict=True))
 
     def hide(self, shown: Sequence[tuple[Any, Any]]) -> None:
-        """Set the variables back to the true weights. Values that the forward pass has assigned meanwhile stay, such as
-        those of a spectral norm."""
+        """Set the variables back to the true weights. If the forward pass has assigned a value to a variable, as a
+        spectral norm does, this value stays."""
 
         def put() -> Any:
             for variable, (true, predicted), now in zip(self._variables, shown, self.weights(), strict=True):
@@ -65,7 +65,7 @@ class Displacement:
         whether the step was made, rather than left out."""
 
         def learn() -> Any:
-            # `_older` is empty if the factor `older` is 0
+            # `self._older` is empty if the factor `older` is 0
             for older, last in zip(self._older, self._last, strict=False):
                 older.assign(last)
             for last, w, now in zip(self._last, before, self.weights(), strict=True):
@@ -89,14 +89,14 @@ def install(displacements: Callable[[], Iterable[Displacement]]) -> None:
 def show_true_weights() -> None:
     """Put the true weights back, when a tape ends or when an optimizer steps within a tape."""
     shown, _local.shown = getattr(_local, "shown", []), []
-    # In reverse: if two share variables, the later one was predicted from the earlier one's prediction.
+    # In reverse order: if two optimizers share variables, the later prediction started from the earlier one.
     for each, weights in reversed(shown):
         each.hide(weights)
 
 
 def trace_once_more() -> None:
     """Have the running tf.functions traced again at their next call. Call this when an optimizer gets its variables
-    during a trace, since the trace's tape began without predicting them."""
+    during a trace, since the trace's tape began without predicting these variables."""
     for function in _calls():
         if not hasattr(function, ANEW):
             setattr(function, ANEW, function._clone(None))
@@ -156,5 +156,5 @@ def _watch_calls(function: Any) -> None:
 
 
 def _list(values: Any) -> list[Any]:
-    """Return values as a list: for a list of one, tf.cond returns its element alone."""
+    """Return the values as a list, since tf.cond returns a list of one element as the element alone."""
     return list(values) if isinstance(values, list | tuple) else [values]

@@ -29,8 +29,8 @@ class DistributedGradientTape:
         return self._tape.__exit__(*error)
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
-        """Return what tf.GradientTape.gradient does, reduced over all ranks. A source without a gradient on this rank
-        counts as zeros."""
+        """Return the gradients that tf.GradientTape.gradient computes, reduced over all ranks. A source without a
+        gradient on this rank counts as zeros."""
         found = self._tape.gradient(target, sources, output_gradients, **options)
         flat, places = tf.nest.flatten(found), tf.nest.flatten(sources)
         dense = [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for g, s in zip(flat, places, strict=True)]

@@ -36,9 +36,9 @@ def left_out(rank: Runtime) -> Division:
 
 
 def agree(rank: Runtime, name: str) -> Division:
-    """Return the division for the pass over the loader `name` that begins now, on all ranks between the same steps.
-    With `--redistribute` all ranks gather who takes part, and wait for it: one rank may know of a loss before another
-    does, but what is gathered is the same on all ranks.
+    """Return the division for a new pass over the loader `name`; called on all ranks between the same two steps. With
+    `--redistribute` all ranks gather which ranks take part, and wait for the result, because one rank may know of a
+    loss before another does.
     """
     if (
         rank.replay.under_way

@@ -1,5 +1,7 @@
 """Reproduces the random numbers that torch draws when a DataLoader's iterator is created. DADT may create torch's
-iterator only when the first batch is requested; what the script draws in between is then the same as without DADT."""
+iterator only when the first batch is requested, but draws its random numbers when the script creates the iterator, so
+that the script's later draws are the same as without DADT.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ from dadt.inject.data.samplers import DRAW_ONCE, Loader, inner_sampler
 
 
 class Drawn:
-    """The random draws of one DataLoader iterator: made when this object is created, and repeated with the same values
-    within `again`."""
+    """The random numbers drawn for one DataLoader iterator: drawn when this object is created, and drawn once more,
+    with the same values, in the context `again`."""
 
     def __init__(self, loader: Loader) -> None:
         sampler = inner_sampler(loader)
         given = (loader.generator, getattr(sampler, "generator", None))
         generators = {id(each): each for each in (torch.default_generator, *given) if isinstance(each, torch.Generator)}
         self._before = [(each, each.get_state()) for each in generators.values()]
-        _draw(loader.generator)  # the seed of the loader's worker processes
+        _draw(loader.generator)  # draws the seed of the loader's worker processes
         self._is_foreseen = not loader.num_workers or isinstance(loader.dataset, IterableDataset)
         """Whether the draws made here are all that torch's iterator would draw at its creation."""
         if not self._is_foreseen and type(loader.batch_sampler) in (BatchSampler, type(None)):
-            # Only for samplers known not to count their passes: with worker processes, torch draws the first indices at
-            # once.
+            # With worker processes, torch draws the first indices when it creates the iterator. These samplers can be
+            # iterated once more without harm, as they do not count their passes.
             self._is_foreseen = type(sampler) in (*DRAW_ONCE, SequentialSampler)
             if type(sampler) is RandomSampler and sampler.generator is None:
                 _draw(None)
@@ -39,8 +41,8 @@ class Drawn:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context in which the generators are set back to their states before the draws; afterwards they return to
-        their current states."""
+        """A context in which the same numbers are drawn once more: the generators have their states from before the
+        draws, and are set back afterwards if the script has drawn numbers meanwhile."""
         now = self._states()
         untouched = all(map(torch.equal, self._after, now))
         if untouched or self._is_foreseen:

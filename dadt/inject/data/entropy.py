@@ -257,8 +257,8 @@ _is_users = functools.lru_cache(maxsize=1024)(is_users)
 
 def _place(asker: FrameType) -> str:
     """Return the place in the script where a generator is asked for, as text that is the same on all ranks. Empty while
-    a batch of a map-style data set is read; not for an iterable one, which each rank reads completely and in the same
-    order.
+    a batch of a map-style data set is read, since ranks read different batches; an iterable data set is read completely
+    and in the same order by each rank.
     """
     lines, frame = [_line(asker)], asker.f_back
     while frame is not None:

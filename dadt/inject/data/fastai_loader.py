@@ -67,7 +67,7 @@ class FastaiLoaders:
         return not own and loader.indexed and loader.n is not None and bool(loader.bs)
 
     def _shares(self, loader: Any) -> bool:
-        """Return whether the pass that begins now gives each rank only its share, and record the loader's role."""
+        """Return whether a new pass over the loader gives each rank only its share, and record the loader's role."""
         role = self._loaders.role(loader)
         optimizers = self._runtime.optimizers
         trains = torch.is_grad_enabled() and (optimizers.trains() or not optimizers.registered)
@@ -97,7 +97,8 @@ class FastaiLoaders:
             pieces.extend(mine)
             return [index for piece in pieces for index in piece.index]
 
-        # set on the instance for the pass that begins here, so that an override in a subclass is covered, too
+        # Set on the instance, and deleted again when called, so that subclasses that override get_idxs are covered,
+        # too.
         loader.get_idxs = indices
         for number, batch in enumerate(iterate(loader)):
             self._runtime.batches.drew(source, pieces[number].samples, loader.bs)

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 FEW_BATCHES = 3
-"""Steps that a pass needs to be judged before its end: of a shorter pass, a script may fetch all batches before its
-first backward."""
+"""Minimum number of steps of a pass to judge before its end whether the script trains: in a shorter pass, a script may
+fetch all batches before its first backward."""
 
 
 class Order:
-    """Sampler that replaces a loader's own: draws from the random stream that all ranks share, as a single process
-    would."""
+    """Sampler that replaces a loader's own sampler: draws from the random stream that all ranks share, as a single
+    process would."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Order:
         seen: Callable[[StepShare], None] | None = None,
     ) -> None:
         """draws_on: whether the source may draw random numbers for every index, not only for the first. seen: called
-        with each Piece if the source yields Pieces, whose indices are passed on; None if the source yields indices."""
+        with each StepShare that the source yields, whose indices are passed on; None if the source yields indices."""
         self.source = source
         self.streams = streams
         self.draws_on = draws_on
@@ -128,7 +128,7 @@ class Feed:
             self._end()
             raise
         except Exception:
-            if self._pieces:  # without pieces the sampler itself has failed, and no samples were drawn
+            if self._pieces:  # empty if the sampler itself has failed, so that no samples were drawn
                 self._take()
             raise
         piece = self._take()

@@ -87,7 +87,7 @@ class Loaders:
         if self.runtime.script.explicit:
             return self.original_iter(loader)
         role = self.role(loader)
-        # Not deferred, as creating a data pipe's iterator draws more numbers than the base seed.
+        # A final role needs no deferral, and a data pipe's iterator draws more numbers than Drawn could repeat.
         if role.kind or isinstance(loader.dataset, IterDataPipe | MapDataPipe):
             return self._begin(loader, role)
         over = functools.partial(self._whole_over, role)
@@ -96,7 +96,7 @@ class Loaders:
         return Undecided(self.runtime, begin, lambda: self.length(loader), over)
 
     def _begin(self, loader: Loader, role: LoaderRole, drawn: Drawn | None = None, restored: int = 0) -> Iterator[Any]:
-        """Begin a pass. drawn: random numbers of an iterator made earlier. restored: `streams.restored` then."""
+        """Begin a pass. drawn: draws of an iterator created earlier. restored: `streams.restored` at its creation."""
         role.drawn = drawn
         kind = self._decide(loader, role)
         if kind == ALONE:
@@ -181,7 +181,7 @@ class Loaders:
         return ""
 
     def _guess(self, loader: Loader, role: LoaderRole) -> str:
-        """The role assumed for len(): a shuffled loader trains, else the first loader if it reads a stream."""
+        """Return the role assumed for len(): shuffled loaders train; without any, the first loader if iterable."""
         if has_distributed_sampler(loader):
             return ALONE
         if asked := self.asked(role):
@@ -216,7 +216,7 @@ class Loaders:
             )
 
     def _divide(self, loader: Loader, role: LoaderRole) -> Division:
-        """Return the division of the pass that begins. If it differs from the last one's, workers start again."""
+        """Return how a new pass is divided. If not as the last pass was, the loader's worker processes start again."""
         division = agree(self.runtime, role.name)
         if division.grows and not loader._auto_collation:
             self._ranks.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")
@@ -235,9 +235,9 @@ class Loaders:
         return Skipped(share, steps) if steps else share
 
     def _view(self, loader: Loader, role: LoaderRole, **changed: Any) -> Loader:
-        """Return an object like the loader except for attributes `changed`; it is the same in all passes of a role.
+        """Return an object like the loader except for the attributes `changed`; later passes use the same object.
 
-        It has its own torch iterator, so that persistent workers persist.
+        The object stores a torch iterator of its own, so that persistent workers live from one pass to the next.
         """
         view = role.views.get(role.gives_all)
         if view is None:
@@ -248,7 +248,7 @@ class Loaders:
         return view
 
     def _all(self, loader: Loader, role: LoaderRole) -> Iterator[Any]:
-        """Begin a pass that gives every rank all data, drawn from the stream that all ranks share."""
+        """Begin a pass that gives every rank all data, in an order drawn from the common random stream."""
         changed = {}
         if not isinstance(loader.dataset, IterableDataset):
             slot = sampler_slot(loader)
@@ -258,7 +258,7 @@ class Loaders:
             return self._iterator(view, role)
 
     def _iterator(self, view: Loader, role: LoaderRole) -> Iterator[Any]:
-        """Return torch's iterator over the view, or in a replay one that leaves out reading."""
+        """Return torch's iterator over the view, or in a replay an iterator that leaves out reading most batches."""
         with nullcontext() if role.drawn is None else role.drawn.again():
             if not self.runtime.replay.under_way or isinstance(view.dataset, IterableDataset):
                 return self.original_iter(view)
@@ -273,7 +273,7 @@ class Loaders:
             draws = draws_on(loader)
             feed = Feed(share, self.runtime, self.streams, role.name, draws, prefetches, steps[0], over)
         if loader.persistent_workers and loader.num_workers:
-            role.feed = feed  # torch uses one iterator object for all passes
+            role.feed = feed  # torch uses one iterator object for all passes of persistent workers
         self.schedules.begin()
         changed = {
             sampler_slot(loader): feed.order,
@@ -283,14 +283,14 @@ class Loaders:
         return feed.begin(lambda: self._iterator(self._view(loader, role, **changed), role))
 
     def _whole_over(self, role: LoaderRole, trained: bool) -> None:
-        """Called after a pass of undecided role: if the script has trained in it, the role becomes training."""
+        """Called after a pass of a loader of undecided role: if the script has trained in it, the loader trains."""
         if trained and role.is_doubted:
             role.kind, role.is_doubted = TRAINS, False
             role.views.clear()
             self._ranks.say(f"{role.name} trains, too: it gives each worker its share from here on")
 
     def _shortened(self, loader: Loader, share: Share) -> tuple[int, int]:
-        """Return the steps of a pass, and those without DADT; both are 0 if the sampler has no length."""
+        """Return the steps of a pass with DADT, and without DADT; both are 0 if the sampler has no length."""
         try:
             return len(share), self.original_len(loader)
         except (TypeError, NotImplementedError):
@@ -311,7 +311,7 @@ class Loaders:
             return
         remedy = "to give all of it, begin such a pass under torch.no_grad()"
         if not (role.has_trained or self.asked(role)):
-            # With no other loader that trains, it stays open: this pass may have been for statistics, or one big loss.
+            # Undecided if no other loader trains: the pass may have collected statistics, or summed up one big loss.
             role.kind = EVALUATES if self._another_trains() else ""
             role.views.clear()
             if role.kind:
@@ -343,14 +343,14 @@ class Loaders:
         return StreamFeed(batches, self.runtime, self.streams, role.name, nominal, steps, here, over)
 
     def _stream_over(self, loader: Loader, role: LoaderRole, steps: int) -> None:
-        """Record, at the end of a pass over a stream, that the pass had `steps` steps."""
+        """Record, at the end of a pass over an iterable data set, that the pass had `steps` steps."""
         if loader.num_workers:
             with suppress(TypeError, NotImplementedError):
                 role.steps = {len(cast(Sized, loader.dataset)): steps}
 
     def _stream_steps(self, loader: Loader) -> int:
-        """Return the number of steps of a pass over a stream: that of the last complete pass, or before it an estimate
-        in which each worker process of the loader yields its part of the samples."""
+        """Return the number of steps of a pass over an iterable data set: that of the last complete pass, or else an
+        estimate in which each worker process of the loader yields its part of the samples."""
         samples = len(cast(Sized, loader.dataset))
         if (known := self.role(loader).steps.get(samples)) is not None:
             return known

@@ -42,7 +42,8 @@ class Parting:
 
         @functools.wraps(manual_seed)
         def noted(seed: int) -> Any:
-            # a different seed is visible in the generator itself, and so is its removal, as by fork_rng
+            # Only the initial seed needs a record: any other seed is visible in the generator itself, also whether
+            # fork_rng has undone it.
             if seed == self._initial:
                 self._seeded.add(torch)
             return manual_seed(seed)
@@ -73,7 +74,7 @@ class Parting:
             np.random.seed(seed % 2**32)
         if not self._torch_is_seeded():
             in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            # the script has seeded the GPU generators, so only the CPU generator is reseeded
+            # True if the script has seeded the GPU generators, so that only the CPU generator is reseeded.
             of_gpus = in_use and torch.cuda.initial_seed() != self._initial
             (torch.default_generator.manual_seed if of_gpus else self._manual_seed)(seed)
 

@@ -32,7 +32,7 @@ class ReplayedPass:
         # An iterator without worker processes draws the same random numbers as one with workers.
         here = like(view, num_workers=0, timeout=0, persistent_workers=False, prefetch_factor=None)
         self._drawing: Any = iterate(here)
-        if view.num_workers:  # with workers, torch draws indices ahead, so the first index is drawn now
+        if view.num_workers:  # with workers, torch draws indices ahead, so the first index is drawn with the iterator
             indices: Any = self._drawing
             indices._sampler_iter = chain(list(islice(indices._sampler_iter, 1)), indices._sampler_iter)
         self._rest: Iterator[Any] | None = None

@@ -35,7 +35,8 @@ class LoaderRole:
         None."""
         self.has_trained = False
         self.is_doubted = False
-        """Whether the loader counts as evaluating in this pass, but will train from then on if a backward follows."""
+        """Whether the loader counts as evaluating in its latest pass, but will count as training in later passes if a
+        backward follows."""
         self.views: dict[bool, Loader] = {}
         """The loader's views, one for passes that give all data (key True), one for passes that give each rank its
         share (False)."""

@@ -103,7 +103,7 @@ class Ahead(Protocol):
 
 
 class Resumed(NamedTuple):
-    """Random streams loaded from a checkpoint, which become current when the streams are split again."""
+    """Random streams loaded from a checkpoint, from which random numbers are drawn after the next `split`."""
 
     shared: State
     own: State | None
@@ -132,8 +132,8 @@ class Streams:
         """How often the shared stream was replaced by its stored state of another time, as on resuming."""
         self._has_parted = False
         self._joined: dict[str, Any] = {}
-        """Generators that the script has seeded by `random.seed` or `numpy.random.seed` since ranks have streams of
-        their own, with the rank's state before. Until `split` they are the shared stream's, too."""
+        """Generators that the script has seeded by `random.seed` or `numpy.random.seed` after `split`, each with this
+        rank's state before the seed. Until the next `split` the shared stream uses their states, too."""
         self._reader = 0
         """Identifier of the thread that reads a batch of this rank's share; 0 if none does."""
         self.parting: Ahead | None = None
@@ -146,7 +146,7 @@ class Streams:
 
     @property
     def divided(self) -> bool:
-        """Whether ranks have random streams of their own by now (always False in a child process)."""
+        """Whether ranks have random streams of their own (always False in a child process)."""
         return self._shared is not None and os.getpid() == self._pid
 
     def numpy_state(self) -> bytes:
@@ -155,10 +155,10 @@ class Streams:
         return b"".join(np.asarray(field).tobytes() for field in state[1:])
 
     def split(self) -> None:
-        """Give this rank a random stream of its own from now on. Returns quickly if it already has one."""
+        """Give this rank a random stream of its own. Returns quickly if the rank already has one."""
         if not self.enabled or (self._shared is not None and not self._joined) or os.getpid() != self._pid:
             return
-        if self._drawing:  # inside a step that evaluates the model itself (a closure)
+        if self._drawing:  # the shared stream is in use, such as by a step whose closure evaluates the model
             return
         with self._lock:
             own: State | None = State.capture()
@@ -191,7 +191,7 @@ class Streams:
         return self._shared.having(State.capture(), self._joined) if self._joined else self._shared
 
     def state(self) -> dict[str, Any]:
-        """Return the state of both random streams for a checkpoint; empty until they are split."""
+        """Return the states of both random streams for a checkpoint; empty before `split`."""
         if not self.divided:
             return {}
         return {"shared": self._common.plain(), "own": State.capture().plain()}
@@ -201,7 +201,7 @@ class Streams:
         self.seeded_anew = set()
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, seeded_anew: Iterable[str]) -> None:
-        """Resume from these streams at the next `split`. Does nothing if they were split before: a script that returns
+        """Set the random streams that `split` will restore. Does nothing after the first `split`: a script that returns
         to its best weights continues with its data. own: this rank's stream; None for a new one."""
         if self.enabled and not self._has_parted:
             self._resumed = Resumed(State.from_plain(shared), None if own is None else State.from_plain(own))
@@ -326,7 +326,7 @@ class Streams:
         return seed
 
     def _patched_set_back(self, name: str, get: Callable[[], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a setstate function: setting the state from before a seed separates the ranks' streams again."""
+        """Return a setstate function: if it undoes the script's seed, ranks have streams of their own again."""
 
         @functools.wraps(original)
         def set_state(*args: Any, **kwargs: Any) -> Any:
@@ -357,8 +357,8 @@ class Streams:
         return manual_seed
 
     def _patched_get(self, original: Callable[[], torch.Tensor]) -> Callable[..., Any]:
-        """Return a replacement for torch.get_rng_state. A state that the script sets again later, as fork_rng does,
-        stands for both streams: otherwise `with fork_rng(): manual_seed(0)` in every epoch would shuffle alike."""
+        """Return a replacement for torch.get_rng_state. A state that the script restores later, as fork_rng does,
+        restores both streams: else `with fork_rng(): manual_seed(0)` in every epoch would repeat the shuffle."""
 
         def get_rng_state() -> torch.Tensor:
             state = original()
@@ -379,7 +379,7 @@ class Streams:
                 return
             if self._shared is not None:
                 self._shared = self._shared._replace(torch=kept)
-            elif self._left is not None:  # seeded meanwhile, as in fork_rng: restore this rank's stream
+            elif self._left is not None:  # the script has set a seed since, as in fork_rng: restore the rank's stream
                 self._shared = State.capture()._replace(torch=kept)
                 np.random.set_state(self._left.numpy)
                 random.setstate(self._left.random)

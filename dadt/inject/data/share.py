@@ -1,8 +1,8 @@
 """Divides one stream of samples into one share per rank, with the same number of steps on every rank.
 
-Every class here iterates over the single process's indices in the single process's order and yields the Pieces of one
-rank. All ranks walk the same indices, so together they lose no sample, and repeat only samples in a Piece that counts 0
-samples. Nothing here depends on torch: indices are whatever the sampler yields.
+Every class in this module iterates over the indices of a single process, in their order, and yields the StepShares of
+one rank. All ranks iterate over the same indices, so together they lose no sample, and repeat only samples in a
+StepShare that counts 0 samples. The module does not depend on torch: indices are whatever the sampler yields.
 
 A step has `shares` shares, one for each rank with which the job began. If fewer ranks (`size`) read, each reads more.
 """
@@ -35,11 +35,11 @@ def portion(total: int, rank: int, size: int) -> range:
 
 
 def part(batch: Sequence[Any], rank: int, size: int, nominal: int) -> StepShare:
-    """Return the contiguous portion of `rank` in a batch of at least one sample; a repeat of its beginning, counted as
-    0 samples, if no sample is left for this rank.
+    """Return the contiguous portion of `rank` in a batch of at least one sample; if no sample is left for this rank,
+    return the beginning of the batch, counted as 0 samples.
 
-    Fewer ranks share the batch rather than that one of them gets a single sample while ordinary batches, of `nominal`
-    samples, have more: BatchNorm cannot train on one sample.
+    If a portion would have a single sample, although ordinary batches (of `nominal` samples) have more, fewer ranks
+    share the batch: BatchNorm cannot train on one sample.
     """
     least = min(2, nominal)
     takers = min(size, max(1, len(batch) // least))
@@ -133,7 +133,7 @@ class Divided:
     """Divides each batch of the script among the ranks, which keeps the number of steps of a single process."""
 
     def __init__(self, batch_sampler: Iterable[Any], nominal: int, rank: int, size: int) -> None:
-        """nominal: the script's batch size; 0 if the batch sampler does not say."""
+        """nominal: the script's batch size; 0 if the batch sampler has none."""
         self.batch_sampler = batch_sampler
         self.rank = rank
         self.size = size

@@ -58,7 +58,7 @@ def _common(loaders: Shared, original: Callable[..., Any], concerns: Callable[[A
 
 
 def _is_of_data(loaders: Shared, given: Any) -> bool:
-    """Whether `given` is part of a data set that is divided among ranks, or has the length of one."""
+    """Whether `given` is part of a data set that is divided among ranks, or has the same length as such a data set."""
     try:
         size = given if isinstance(given, int) else len(given)
     except TypeError:

@@ -60,7 +60,8 @@ class EveryNth(IterableDataset[Any]):
 
 
 class EveryNthPipe(IterDataPipe[Any]):
-    """A rank's part of a data pipe. A pipe itself, because torch shuffles and shards pipes as a graph."""
+    """A rank's part of a data pipe. The part is a data pipe, too, because torch shuffles and shards pipes as a
+    graph."""
 
     def __init__(self, source: IterDataPipe[Any], split: Split) -> None:
         self.source = source
@@ -112,7 +113,7 @@ def first_dimension(data: Any) -> int:
 
 
 class Here(NamedTuple):
-    """In which process a stream is read, and whether the next pass continues it."""
+    """Whether a stream is read in this process, and whether the next pass may continue the stream."""
 
     in_process: bool
     """Whether the data set's code runs in this process, not in the loader's worker processes."""
@@ -126,11 +127,12 @@ class Batch(NamedTuple):
 
 
 class StreamFeed:
-    """Iterator over the batches of a stream, for a rank that trains on it.
+    """Iterator over the batches of an iterable data set (a stream), for a rank that trains on the data.
 
     Ranks ask each other who has another batch while the script works on the current one. If the stream continues
-    between passes, they ask only when the script requests the next batch, which otherwise would be lost to the next
-    pass. A rank that has run out repeats its last batch, counted as 0 samples, until all have run out.
+    between passes, they ask only when the script requests the next batch, since a batch fetched earlier would be lost
+    to the next pass. A rank that has run out of batches repeats its last one, counted as 0 samples, until all ranks
+    have run out.
     """
 
     def __init__(

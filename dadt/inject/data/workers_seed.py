@@ -25,7 +25,7 @@ def install(streams: Streams, pid: int) -> None:
         sampler, parting = inner_sampler(loader), streams.parting
         drawn = type(sampler) is RandomSampler and loader.generator is None and sampler.generator is None
         if drawn and parting is not None and parting.ahead and os.getpid() == pid:
-            parting.part()  # otherwise all ranks would read their data in the same order until the first step
+            parting.part()  # without reseeding, all ranks would read the same data until the first step
         original(self, loader)
         rank = loader.__dict__.get("_dadt_rank")
         if rank is None and loader.generator is None and streams.parting is not None and streams.parting.ahead:

@@ -1,8 +1,8 @@
 """Writes real files (rather than a rank's private copies), and reports them to the other ranks of the host.
 
-Where several ranks do the same, such as to rename a file that one of them has saved or to remove the oldest one, the
-first rank to arrive does it, and the others find it done. An operation counts as done if the rank's own file was
-removed since the rank wrote it; the n-th removal of a path is the same operation on every rank.
+If several ranks request the same operation, such as renaming a file that one of them has saved, the first rank to
+arrive performs the operation, and for the others it counts as done. An operation counts as done if the rank's own file
+was removed since the rank wrote it; the n-th removal of a path is the same operation on every rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ForGood:
         self._make(path, shared, lambda: link(source, given, **kwargs))
 
     def remove(self, path: str, shared: bool, act: Callable[[], Any]) -> None:
-        """Remove a real file or folder by calling `act`, unless another rank has already done it."""
+        """Remove a real file or folder by calling `act`, unless another rank has already removed it."""
         with self.journal.turn() if shared else nullcontext():
             if not (shared and self._is_done(path)) and self._do(act, path, shared, FileNotFoundError, self._is_done):
                 self._tell_removed(path)
@@ -91,9 +91,9 @@ class ForGood:
     def _do(
         self, act: Callable[[], Any], path: str, shared: bool, late: type[OSError], done: Callable[[str], bool]
     ) -> bool:
-        """Call `act`. Return whether this rank did it, and not a rank of another host just before, since ranks of
-        different hosts share no lock. late: the error that `act` raises in the latter case. done: returns whether
-        another rank has done it.
+        """Call `act` on a real file. Return False if a rank of another host has just done the same, since ranks of
+        different hosts share no lock. late: the error that `act` raises in this case. done: returns whether another
+        rank has done the operation on a path.
         """
         try:
             act()
@@ -104,8 +104,8 @@ class ForGood:
         return True
 
     def _is_done(self, path: str) -> bool:
-        """Whether another rank has already removed the path: either this rank's very file, or as many times as this
-        rank is about to."""
+        """Whether another rank has already removed the path: the file that this rank wrote or, if this rank wrote none,
+        the path more often than this rank did."""
         if kind(path) is None:
             done = self._comes_to(self.journal.is_gone, path)
         else:

@@ -54,8 +54,8 @@ class Scope:
         self._outside = (home, *(os.path.abspath(path) + os.sep for path in folders))
 
     def keeps(self, path: str) -> bool:
-        """Whether ranks get private copies of a path: not if it lies among temporary files or caches, unless the script
-        works there or one of its arguments names the folder."""
+        """Whether ranks get private copies of a path. Paths in temporary folders and caches get none, unless the script
+        works in the folder or one of its arguments names the folder."""
         inside = max((each for each in self._inside if path.startswith(each)), key=len, default="")
         if path.startswith(self._ours) or (path.startswith(self._outside) and not inside):
             return False
@@ -113,7 +113,7 @@ def _patch_writing(overlay: Overlay) -> None:
     _replace(shutil, "rmtree", overlay.rmtree(shutil.rmtree))
     _patch_open(overlay)
     closer: Any = getattr(tempfile, "_TemporaryFileCloser")  # noqa: B009
-    for name in ("close", "cleanup"):  # their default argument is the original `unlink`
+    for name in ("close", "cleanup"):  # both methods have the original `unlink` as default argument
         if (end := vars(closer).get(name)) is not None and end.__defaults__:
             end.__defaults__ = tuple(os.unlink if each is unlink else each for each in end.__defaults__)
 
@@ -177,7 +177,7 @@ def _patch_reading(overlay: Overlay) -> None:
 
     @functools.wraps(begin)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        overlay.held.hand_over()  # the new process may be given the paths of files that are open here
+        overlay.held.hand_over()  # the new process may receive paths of files that this process has open
         if kwargs.get("cwd") is not None and (known := overlay.path(kwargs["cwd"])) is not None:
             kwargs["cwd"] = overlay.where(known)
         begin(self, *args, **kwargs)

@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 2.0
 
 class WrittenJournal:
     """The record of the real files that the ranks of a host have written. Paths are absolute; sizes are in bytes, with
-    the special values of `written_files.line`."""
+    special values for a missing and a removed file."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class WrittenJournal:
         tell: Callable[[str, float], None] = lambda what, waited: None,
     ) -> None:
         """timeout: seconds that a rank waits for its turn. relay: sends a report to other hosts, and returns whether it
-        was sent. hear: returns the lines reported by this means since the last call, including those of this host; None
+        was sent. hear: returns the lines reported by the relay since the last call, including those of this host; None
         if lines of other hosts are written to the journal's file. tell: reports that the rank waits for its turn, and
         for how many seconds.
         """
@@ -137,7 +137,8 @@ class WrittenJournal:
 
     def _tell(self, size: int, path: str) -> None:
         if self._hear is not None and self._relay(path, size):
-            # the relay brings all ranks' lines into one order, so what another rank does in response comes later
+            # Not written to the file, since the relay reports the line to this host, too, and brings the lines of all
+            # ranks into one order.
             return
         os.write(self._file, line(self.rank, size, path))
         if self._hear is None:

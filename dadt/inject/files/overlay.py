@@ -30,7 +30,7 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Overlay(Tree):
-    """Functions with the names, arguments and errors of those in `os`, which respect private copies."""
+    """Functions with the names, arguments and errors of those in `os`, which use the rank's private copies."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Overlay(Tree):
         mark: str = ".dadt-",
         step: Callable[[], int] = lambda: 0,
     ) -> None:
-        """start: when the job began, in seconds since the epoch; later files in no journal are probably other ranks',
-        written without Python. mark: prefix of temporary folders. step: returns this rank's step."""
+        """start: when the job began, in seconds since the epoch; later files in no journal were probably written by
+        other ranks, without Python. mark: prefix of temporary folders. step: returns this rank's step."""
         super().__init__(root, keeps)
         self.writers = writers
         self.journal = journal
@@ -252,7 +252,7 @@ class Overlay(Tree):
             except FileNotFoundError:
                 if target is None or (source is not None and kind(source) is not None):
                     raise
-                return self.awaited(target, source)  # the first rank has renamed it already, or reports the error
+                return self.awaited(target, source)  # the first rank has renamed the file, or reports the error
             goal = dst if target is None else self._goal(target, kind(origin) == stat.S_IFDIR)
             try:
                 rename(origin, goal)
@@ -332,7 +332,7 @@ class Overlay(Tree):
                         os.makedirs(folder[len(self.tree) :] or os.sep, exist_ok=True)
 
     def take_over(self) -> None:
-        """Let this rank write real files from now on, in place of the first rank, whose files it now sees."""
+        """Let this rank write real files in place of the first rank, without private copies from before."""
         self._was_apart = False
         self.forget()
 
@@ -368,7 +368,7 @@ class Overlay(Tree):
         return sorted(found)
 
     def stand_in(self, given: Any) -> None:
-        """Create an empty private file for one not written in a replay, since scripts copy or measure it."""
+        """Create an empty private file in place of one that a replay does not write: scripts copy or measure it."""
         path = self.path(given)
         if path is not None and self.role(path) is WriteRole.APART and not self.exists(path):
             os.close(os_open(self.place(path), os.O_CREAT | os.O_WRONLY, 0o600))

@@ -88,13 +88,13 @@ class Saver:
         return save
 
     def regrouped(self) -> None:
-        """Called when ranks were lost. If this rank now writes real files, remove the incomplete files of ranks on a
-        lost host."""
+        """Called when ranks were lost. If this rank is the first of its host, remove the incomplete files of lost
+        ranks. The rank may also have to write real files in place of a lost host's rank."""
         if not self._ranks.first:
             return
         if self.writers.take_over() and self.overlay is not None:
             self.overlay.take_over()
-        # copied, because another thread may save meanwhile where ranks train independently
+        # Copied, because another thread may add a folder meanwhile if ranks train independently.
         for folder in list(self._folders):
             with suppress(OSError, ValueError):  # the folder may have been removed
                 for half in folder.glob(f"{self._marks}*"):
@@ -103,7 +103,7 @@ class Saver:
                         shutil.rmtree(half, ignore_errors=True)
 
     def take_over(self) -> None:
-        """Let this rank write real files from now on, in place of the first rank of its host."""
+        """Let this rank write real files in place of the first rank of its host."""
         self.writers.take_over()
         if self.overlay is not None:
             self.overlay.take_over()
@@ -148,8 +148,8 @@ class Saver:
         return write(f) if target is None else self._write_whole(target, write)
 
     def _is_copied(self, overlay: Overlay, path: str) -> bool:
-        """Whether this rank saves a private copy. A file to be put in place when it is closed does not count, since a
-        save writes it completely."""
+        """Whether this rank saves a private copy. A private copy that becomes the real file when it is closed does not
+        count, since a save writes the file completely."""
         return overlay.role(path, begins=True) is WriteRole.APART
 
     def _write_whole(self, path: Path, write: Write) -> Any:
@@ -176,8 +176,9 @@ class Saver:
     def _appears(self, control: WorkerLine, target: Path, count: int) -> bool:
         """Wait for the first local rank to write the file. Return False if this rank should write the file itself.
 
-        The first local rank may never save here, and may itself wait for this rank in an exchange, so unless it is
-        already writing, this rank waits only briefly. If the first rank was merely late, the file is written twice.
+        The first local rank may never make the same save, and may itself wait for this rank in an exchange. So this
+        rank waits only briefly, unless the first rank is already writing. If the first rank was merely late, the file
+        is written twice.
         """
         number, step, far = self._number, self._ranks.step, self.writers.is_far(str(target))
         patient = self._ranks.together and str(target) not in self._missed
@@ -219,8 +220,8 @@ def _target(f: str) -> Path | None:
 def _in_one_file(
     original: Callable[..., Any], saving: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Return Keras's save function wrapped by `saving`. With max_shard_size it may write several files; then each rank
-    writes them itself."""
+    """Return Keras's save function wrapped by `saving`, so that a file is saved only once. With max_shard_size Keras
+    may write several files; in this case each rank saves for itself."""
     once = saving(original)
 
     @functools.wraps(original)

@@ -92,8 +92,8 @@ class Tree:
         return self.where(path) != path and self.exists(path) and kind(path) is None
 
     def reveal(self, path: str) -> None:
-        """Delete the rank's own copy, or the mark that it has removed the file, so that the rank sees the real file
-        from now on."""
+        """Delete the rank's own copy, or the mark that the rank has removed the file, so that the rank sees the real
+        file again."""
         with self.real():
             private = self.tree + path
             if kind(private) == stat.S_IFDIR:

@@ -1,4 +1,4 @@
-"""Files that a rank writes as private copies until they are closed, because only then is it known whether the first
+"""Files that a rank writes as private copies until they are closed, because it is not known earlier whether the first
 rank writes them, too."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dadt.inject.files.writers import Writers
 
 BUFFER_BYTES = 1 << 17
 STEPS = 2
-"""Steps after which a file that is still open becomes the real file. Ranks are at most one step apart, so the first
-rank would have begun to write it by then."""
+"""Steps after which a file that is still open becomes the real file. Ranks are at most one step apart, so a first rank
+that writes the same file would have begun earlier."""
 
 
 class UntilClosed(io.FileIO):
@@ -39,9 +39,9 @@ class UntilClosed(io.FileIO):
 
 
 class HeldFiles:
-    """The files that this rank writes as private copies until they are closed. Once the real file is written, its copy
-    stays for a while, until it is known that the first rank does not write the same path at this moment; until then
-    each rank reads what it wrote.
+    """The files that this rank writes as private copies until they are closed. When a copy has become the real file,
+    the copy stays for up to STEPS more steps: if the first rank writes the same path, each rank still reads what it
+    wrote itself.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class HeldFiles:
         if raw is None or raw.closed or private == path or not self.put(private, path):
             return
         with self._tree.real():
-            self._tree.reveal(path)  # otherwise the file would exist under two names
+            self._tree.reveal(path)  # deletes the copy, so that the file does not exist under two names
             file = os_open(path, os.O_WRONLY | os.O_CLOEXEC)
             os.lseek(file, os.lseek(raw.fileno(), 0, os.SEEK_CUR), os.SEEK_SET)
             os.dup2(file, raw.fileno(), inheritable=False)

@@ -1,9 +1,9 @@
 """Decides which rank writes a path, for all code that writes, renames or removes files.
 
-A script that does not know of other ranks writes the same paths on all of them. Then the first rank of the host writes
-the real files, and each other rank writes private copies. Once the script has read its rank, the first rank still
-writes its own files, and files that only another rank writes become real, too. A script with a process group, or that
-calls `dadt.init`, is left alone. Hosts that share the working folder count as one host there.
+A script that does not know of other ranks writes the same paths on all of them. In this case the first rank of the host
+writes the real files, and each other rank writes private copies. Once the script has read its rank, the first rank
+still writes its own files, and files that only another rank writes become real, too. A script with a process group, or
+that calls `dadt.init`, is left alone. Hosts that share the working folder count as one host for the files in it.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Writers:
         return self._first and self.writer in (-1, self._rank)
 
     def take_over(self) -> bool:
-        """Called when ranks were lost and this rank is the first of its host. Return whether it is now also the first
-        of all hosts that share the working folder."""
+        """Called on the first rank of a host when ranks were lost. Return whether the rank has also become the first of
+        all hosts that share the working folder."""
         self._first = True
         return self._first_of_all
 
@@ -101,7 +101,8 @@ class Writers:
         return Mode.SHARED if runtime.script.knows_rank else Mode.ONE
 
     def role(self, path: str, *, copy: bool, begins: bool = False) -> WriteRole:
-        """Return how this rank writes an absolute path. copy, begins: as for `decide`."""
+        """Return how this rank writes an absolute path. copy: this rank has a private copy of the path, or has removed
+        the path privately. begins: the file is written from its beginning, completely, by Python's `open`."""
         return decide(self.mode, first=self.is_first(path), copy=copy, begins=begins)
 
     @property

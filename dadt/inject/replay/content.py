@@ -114,7 +114,7 @@ def _is_text_of_bytes(value: Any) -> bool:
 
 
 def _is_random(value: Any) -> bool:
-    """Whether a value contains the random streams `own`, `shared` or both, each as returned by `State.plain`."""
+    """Whether a value contains the random streams `own`, `shared` or both, each as plain values and tensors."""
     return (
         isinstance(value, dict)
         and {*value} in ({"own"}, {"shared"}, {"own", "shared"})
@@ -203,7 +203,8 @@ def _is_terms(value: Any) -> bool:
 
 
 def _is_owed(value: Any) -> bool:
-    """Whether a value is a list of tensors or a flat float32 tensor, which is later read as raw memory of floats."""
+    """Whether a value is a list of tensors, or a one-dimensional float32 tensor, which is later read as raw memory of
+    floats."""
     return _is_rows(value) or (
         _is_tensor(value) and value.dtype == torch.float32 and value.dim() == 1 and value.is_contiguous()
     )
@@ -244,7 +245,7 @@ _ALGORITHM = _with(before=_is_numbers, expected=_is_numbers, pause=_is_step, lef
 
 
 def _is_training(value: Any) -> bool:
-    """Whether a value is a dict as made by `Observation.own`."""
+    """Whether a value is a dict with everything that a snapshot records about one optimizer's training."""
     names = {"prediction", "barred", "owes", "in_flight", "follows", "algorithm"}
     return (
         isinstance(value, dict)

@@ -30,8 +30,8 @@ class CopyMemory:
         return free.pop() if free else torch.empty_like(like, device="cpu", requires_grad=False)
 
     def give_back(self, copies: list[torch.Tensor]) -> None:
-        """Store the memory of copies that are no longer needed for the next snapshot. Memory stored earlier and not
-        used since is freed."""
+        """Take back the memory of copies that are no longer needed, for use by the next snapshot. Memory taken back
+        earlier and not used since is freed."""
         self._free = {}
         for each in copies:
             self._free.setdefault(_kind(each), []).append(each)

@@ -2,8 +2,9 @@
 along.
 
 The new worker asks two or more times. Each time it receives, after a step, the values that the other ranks' scripts
-have read from tensors so far, and comes closer while they continue to train. The last time they wait: they give it
-their state, and all ranks connect again including the new one, as in a job that resumes from a snapshot.
+have read from tensors so far, and comes closer while they continue to train. At the last request the other ranks wait:
+they send the new worker their state, and all ranks, including the new one, connect again, as in a job that resumes from
+a snapshot.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Handover:
             parts = {o: part for o in r.optimizers if (part := r.checkpoints.save(o)) is not None}
         try:
             state = plain.encode(content, "what a new worker is given") if self._gives else b""
-        except DadtError as error:  # such as a scheduler whose state contains other than plain values
+        except DadtError as error:  # the state contains other than plain values, such as a custom scheduler's
             self._refuse(approach, str(error))
             return None
         return Ready(approach, bytearray(self._values.recorded), state, parts, self._begun)

@@ -16,15 +16,15 @@ from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 NEAR_SECONDS = 1.0
-"""If a new worker took fewer seconds than this to reach the step where the other ranks were, they wait for it the next
-time."""
+"""Seconds within which a new worker must have reached the other ranks' step, so that they wait for it at its next
+request."""
 ROUNDS = 10
 """Number of requests after which the other ranks wait for a new worker, however far behind it is."""
 
 
 class Newcomer:
-    """The goal (see Goal) of a new worker's replay: the current step of the other ranks. It moves on until they
-    wait."""
+    """The goal (see Goal) of a new worker's replay: the current step of the other ranks. The goal moves on until the
+    other ranks wait."""
 
     digest = ""
     is_exact = False
@@ -81,7 +81,8 @@ class Newcomer:
         state = plain.decode(given.numpy().tobytes())
         if "shared" in state["random"]:
             del state["random"]["own"]  # the stream belongs to the rank that sent the state; this rank gets its own
-        # module attributes may then differ between ranks, so the sending rank's values are not loaded
+        # If the script knows its rank, module attributes may differ between ranks, so the sending rank's values are not
+        # loaded.
         if self._runtime.script.knows_rank:
             del state["counts"]
         return state, state

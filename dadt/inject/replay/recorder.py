@@ -151,7 +151,7 @@ class Recorder:
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Pre-hook of optimizers' steps: complete the open snapshot before the step changes tensors that another thread
-        still copies. With a closure, the forward in it does so."""
+        still copies. If the step has a closure, the training forward in the closure completes the snapshot instead."""
         if not callable(args[1] if len(args) > 1 else kwargs.get("closure")):
             self.begins()
 
@@ -217,7 +217,8 @@ class Recorder:
             sha256 = snapshot.write(folder, rank, taken.content.content)
             snapshot.complete(folder, rank, sha256, taken.told)
             if not self._is_proven:
-                # read back once, so that values which cannot be loaded are found now, not when the snapshot is needed
+                # Read back once, so that values which cannot be loaded are found early, not when the snapshot is
+                # needed.
                 snapshot.read(folder, rank)
                 self._is_proven = True
             if taken.told["common"]:

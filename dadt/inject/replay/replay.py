@@ -200,7 +200,7 @@ class Replay:
         self._ranks.say(f"{why}: no snapshots are used, nor taken")
 
     def _goes_on(self) -> None:
-        """End the replay: from now on forwards, steps and output are real."""
+        """End the replay: later forwards, steps and output are real."""
         self.under_way = self._runtime.replay.under_way = self._values.replaying = False
         self._outputs.clear()
         self._zeros.clear()
@@ -220,7 +220,8 @@ class Replay:
                 self._runtime.replay.goal_step = self.goal.step
 
     def saw(self, given: Any) -> None:
-        """Called at each training forward. Raises NotResumed if the first batch after the replay is another one."""
+        """Called at each training forward. Raises NotResumed if the first batch after the replay is not the expected
+        one."""
         expected, self._expected = self._expected, ""
         if expected and not self.under_way and digest(given) != expected:
             raise NotResumed(
@@ -230,7 +231,7 @@ class Replay:
         self._announce()
 
     def ended(self) -> None:
-        """Called when the script ends: an error if it has not reached the snapshot."""
+        """Called when the script ends: end the process with an error if the replay has not reached the snapshot."""
         if self.under_way and not isinstance(getattr(sys, "last_value", None), BaseException):
             error = NotResumed(
                 f"the script has ended after {self._ranks.step} steps of {self.goal.step} that the snapshot"
@@ -248,7 +249,7 @@ class Replay:
             self._put_in_place(own, common)
         except DadtError:
             raise
-        except Exception as error:  # objects of any class may raise any error
+        except Exception as error:  # loading a state into an object of any class may raise any error
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise NotResumed(f"the state of the snapshot cannot be put in place ({what})") from error
         self._goes_on()
@@ -340,8 +341,8 @@ class Replay:
 
 
 def _pairs(objects: Mapping[int, Any], states: Mapping[int, Any]) -> list[tuple[Any, Any]]:
-    """Return the objects that exist here and have a state in the snapshot, each with its state, in the order in which
-    they were built."""
+    """Return the objects that have a state in the snapshot, each with its state, in the order in which they were
+    built."""
     return [(objects[number], states[number]) for number in sorted(objects.keys() & states.keys())]
 
 
@@ -375,7 +376,8 @@ def _detached(value: Any) -> Any:
 
 
 def _leaves_of(known: Any) -> Any:
-    """Return copies whose graph ends here, which unlike leaves may be changed in place, as some scripts do."""
+    """Return copies of recorded results without the autograd graph before them. Unlike leaf tensors, copies may be
+    changed in place, as some scripts do."""
 
     def fresh(pair: tuple[torch.Tensor, bool]) -> torch.Tensor:
         return pair[0].detach().requires_grad_(pair[1]).clone()

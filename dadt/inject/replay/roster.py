@@ -27,7 +27,7 @@ class Roster:
         self._scalers: list[weakref.ref[Any]] = []
 
     def install(self) -> None:
-        """Number all modules, schedulers and scalers built from now on, including copies of modules."""
+        """Number all modules, schedulers and scalers that are built after this call, including copies of modules."""
         for name in ("__init__", "__setstate__"):
             setattr(nn.Module, name, self._numbering(getattr(nn.Module, name)))
         for kind, built in ((LRScheduler, self._schedulers), (GradScaler, self._scalers)):

@@ -44,7 +44,7 @@ class Selections:
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # with it go its kernels
         self._given: dict[int, int] = {}
         """In a replay, the number of elements that each mask selects, by the mask's memory address, because a backward
-        asks again."""
+        counts the elements of its forward's mask again."""
 
     def install(self, *, replaying: bool) -> None:
         with warnings.catch_warnings():
@@ -97,7 +97,8 @@ class Selections:
             if torch._C._current_graph_task_id() != -1 or not values.heeds():
                 return original(keys, tensor, *args, **kwargs)
             if values.replaying:
-                # the size does not fit the values in a replay, which differ from the recorded ones
+                # In a replay tensors contain other values than recorded, so the output_size that the script passes
+                # would not fit them.
                 kwargs.pop("output_size", None)
             found = original(keys, tensor, *args, **kwargs)
             return fitted(found, values.counted(found.shape[dim], _MOST), dim)

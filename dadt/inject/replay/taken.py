@@ -32,7 +32,7 @@ class Taken:
     def take(self, frame: FrameType, *, common: bool) -> dict[str, Any]:
         """Return a copy in host memory of this rank's own state and, with `common`, of the state that all ranks share,
         for a new worker: values that differ between ranks are replaced by averages. frame: of the caller, below the
-        script's frames. If ranks are lost meanwhile, the remaining ranks repeat it.
+        script's frames. If ranks are lost meanwhile, the remaining ranks collect again.
         """
         while True:
             try:
@@ -84,7 +84,7 @@ class Taken:
         """Begin a snapshot, without waiting for other ranks or changing anything. frame: of the caller, below the
         script's frames."""
         if self._built != (built := self._roster.built):
-            gc.collect()  # objects built earlier may have become garbage
+            gc.collect()  # removes objects that have become garbage, so that the snapshot leaves them out
             self._built = built
         return SeenSnapshot(
             self._runtime, self._roster, self._own(frame), self._built_beside() if common else None, room
@@ -133,7 +133,7 @@ class SeenSnapshot:
             if self._common:
                 part = self._runtime.checkpoints.common(each.attachment, each.state(), self._predictions[number])
                 self.content["optimizers"][number][KEY] = part
-        self._training.clear()  # so that observations do not live as long as the snapshot
+        self._training.clear()  # not needed any more, while the snapshot exists until it is written
         return same
 
     def over(self) -> None:
@@ -149,7 +149,7 @@ def _averaged(runtime: Runtime, roster: Roster) -> Iterator[list[Any]]:
 
 def _official(runtime: Runtime, roster: Roster) -> Iterator[tuple[str, torch.Tensor]]:
     for module, _, official, own in runtime.buffers.observe():
-        # otherwise the module's buffers are the averaged ones already
+        # If `own` is not None, the module already shows the averaged buffers, and its own ones are stored aside.
         if own is None and (number := roster.number(module)) is not None:
             for name, value in official.items():
                 yield f"{number}.{name}", value

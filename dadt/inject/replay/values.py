@@ -93,7 +93,7 @@ class ReadValues:
 
         @functools.wraps(shown)
         def __repr__(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-            with self.aside():  # the number of reads in it depends on the tensor's values
+            with self.aside():  # how often torch reads values while it prints a tensor depends on the values
                 return shown(tensor, *args, **kwargs)
 
         setattr(torch.Tensor, "__repr__", __repr__)  # noqa: B010

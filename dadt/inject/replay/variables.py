@@ -24,8 +24,8 @@ def held(
     frame: FrameType | None, models: Collection[torch.Tensor], attributes: Iterable[tuple[str, torch.Tensor]] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in the local variables of all calls under way, with names that are the same whenever the script
-    reaches this point. models: the models' tensors, which are left out. attributes: tensors in attributes of modules,
-    with their names.
+    reaches the same place again. models: the models' tensors, which are left out. attributes: tensors in attributes of
+    modules, with their names.
     """
     known, kinds = set(map(id, models)), {(t.shape, t.dtype) for t in models}
 

@@ -1,4 +1,5 @@
-"""`python -m dadt.launch.agent`, which speaks frames on stdin and stdout, or on a socket that is its stdin."""
+"""Entry point of an agent process: `python -m dadt.launch.agent` exchanges frames with the launcher over stdin and
+stdout, or over a socket passed as stdin."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STDIN, FOLDER = "--stdin=", "--folder="
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getpgid(0) != os.getpid():
-        os.setsid()  # a group leader, such as a Slurm task, cannot call this and need not
+        os.setsid()  # setsid() fails in a group leader, such as a Slurm task, which does not need it
     if "--connect" in sys.argv[1:]:
         from dadt.launch.agent.connect import connect
 
@@ -30,7 +31,7 @@ def main() -> None:
             connect()
         except LaunchError as error:
             sys.exit(f"dadt: {error}")
-    # Frames use descriptors of their own, so that nothing printed in this process gets between them.
+    # Frames use descriptors other than 0 and 1, so that nothing printed in this process gets between frames.
     seal = handed_over()
     reader, writer = os.dup(0), os.dup(1 if seal is None else 0)
     with open(os.devnull) as null:  # noqa: PTH123
@@ -43,7 +44,7 @@ def main() -> None:
         launcher.flush()
         stdin = _given(STDIN)
         Agent(launcher, interrupts, int(stdin) if stdin else None, _given(FOLDER)).run()
-    gc.freeze()  # otherwise the garbage collection at exit visits every object that was imported, which takes long
+    gc.freeze()  # garbage collection at exit would visit every imported object, which takes long
 
 
 def _given(option: str) -> str:

@@ -69,8 +69,8 @@ class SignalProcess(NamedTuple):
 
 
 class FindHandlers(NamedTuple):
-    """Action: find out which of these processes live, and which have no handler for the checkpoint signal and would be
-    killed by it; then call `HostJob.save`."""
+    """Action: find out which of `processes` live, and which would be killed by the checkpoint signal because they have
+    no handler for it; then call `HostJob.save`."""
 
     processes: Mapping[int, Process]
     number: int
@@ -123,7 +123,7 @@ class NoteWritten(NamedTuple):
 
 
 class HearHosts(NamedTuple):
-    """Action: exchange heartbeats with these hosts from now on."""
+    """Action: exchange heartbeats with the agents of `hosts` from now on."""
 
     hosts: Sequence[Mapping[str, Any]]
 

@@ -23,7 +23,7 @@ from dadt.launch.start import environment
 
 PROBE_TICK_SECONDS = 0.01
 ADDRESS_SECONDS = 3.0
-"""How long a host without an address may take to get one."""
+"""Seconds to wait for a network address on a host that has none yet."""
 
 
 class Agent:
@@ -95,7 +95,8 @@ class Agent:
         return found
 
     def _await_order(self, *kinds: str) -> Frame | None:
-        """The next order of these kinds; None if the launcher is gone or a signal came."""
+        """Wait for the launcher's next order of one of these kinds. Returns None if the launcher is gone or a signal
+        came."""
         while not self._launcher.gone and not self._signal:
             self._launcher.select(TURN_SECONDS)
             self._beat()

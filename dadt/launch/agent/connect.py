@@ -16,27 +16,29 @@ from dadt.launch.child import PR_SET_PDEATHSIG
 from dadt.launch.hosts.slurm import forget_step
 
 REACH = "DADT_REACH"
-"""The variable with the launcher's addresses and the key, which ps would show on a command line."""
+"""Environment variable with the launcher's addresses and the job's key, which `ps` would show if it were passed on the
+command line."""
 NAME = "DADT_NODE"
-"""The variable with the host's name, set for an agent that Ray starts."""
+"""Environment variable with the host's name, set for an agent that Ray starts."""
 OVERHEARD = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that Slurm's --signal sends to all processes of a step, though they are meant for the workers."""
 CONNECT_SECONDS = 30.0
 
 
 def connect() -> None:
-    """Make a connection to the launcher this agent's standard input. Raises LaunchError."""
+    """Connect to the launcher, and make the connection this agent's standard input. Raises LaunchError."""
     if REACH not in os.environ:
         raise LaunchError(f"--connect: {REACH} does not say where the launcher is; dadt run starts agents by itself")
     reach = Reach.from_text(os.environ.pop(REACH))
     if near := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
-        # The launcher is where srun was started, and Slurm knows an address of that host.
+        # Slurm passes an address of the host where srun was started, on which the launcher runs; this address is tried
+        # first.
         reach = replace(reach, addresses=[near, *reach.addresses])
     name, parent = os.environ.pop(NAME, ""), os.getppid()
     told = {"name": name or os.environ.get("SLURMD_NODENAME", "")}
     forget_step(os.environ)
     for number in OVERHEARD:
-        # a handler that does nothing, since workers would inherit SIG_IGN
+        # The handler does nothing. SIG_IGN would not do, as workers would inherit it.
         signal.signal(number, lambda number, frame: None)
     connection, _, _ = dial(lambda: reach, told, time.monotonic() + CONNECT_SECONDS)
     if name:
@@ -50,7 +52,7 @@ def _end_with_actor(connection: SealedConnection, parent: int) -> None:
     end = connection.socket.dup()
 
     def hang_up(*_: object) -> None:
-        with suppress(OSError):  # the connection has ended already
+        with suppress(OSError):  # the connection may have ended already
             end.shutdown(socket.SHUT_RDWR)
 
     signal.signal(signal.SIGUSR2, hang_up)

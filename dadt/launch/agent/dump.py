@@ -1,4 +1,5 @@
-"""The Python stacks of a host's workers, which each writes to a file when it is asked."""
+"""Collects Python stack traces from a host's workers: each worker writes its own to a file when the agent asks for
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from dadt.control.schema import OUTPUT
 from dadt.launch.ending.processes import Process, is_alive, state
 
 ANSWER_SECONDS = 2.0
-"""How long a worker may take to answer while the job goes on."""
+"""Seconds that a worker may take to write its stack traces while the job continues."""
 STATES = {"T": "it is stopped", "t": "a debugger holds it", "D": "it hangs in the kernel (a device or a file server)"}
 
 Offers = Mapping[Process, tuple[int, int, Path]]
@@ -23,7 +24,7 @@ Offers = Mapping[Process, tuple[int, int, Path]]
 
 
 class Stack(NamedTuple):
-    """The stacks of all threads of one process; the text is empty if it did not write them in time."""
+    """The stack traces of all threads of one process; the text is empty if the process did not write them in time."""
 
     rank: int
     pid: int
@@ -31,8 +32,8 @@ class Stack(NamedTuple):
 
 
 class Dump:
-    """One request for the stacks of several processes. The caller calls `advance` until it is complete; it never
-    blocks. Processes append to their files."""
+    """A request to several processes for their stack traces, which each process appends to a file. The caller calls
+    `advance`, which never blocks, until the request is complete."""
 
     def __init__(self, offers: Offers, seconds: float) -> None:
         """Asks the processes that live, and waits at most `seconds` for their stacks."""
@@ -49,7 +50,8 @@ class Dump:
             _ask(path)
 
     def advance(self) -> None:
-        """Check the files. A dump has no end mark, so it is complete once it has stopped growing."""
+        """Read what the processes have written so far. The traces have no end mark, so a file counts as complete once
+        it stops growing."""
         sizes = {process: _size(path) for process, (_, _, path) in self._offers.items()}
         self._silent = {process for process in self._silent if sizes[process] == self._begins[process]}
         if time.monotonic() >= self._signals_at:
@@ -68,7 +70,7 @@ class Dump:
 
     def _text(self, process: Process, path: Path) -> bytes:
         try:
-            # A worker may have put a pipe or a symlink there, which must not block or mislead the agent.
+            # A worker may have put a pipe or a symlink at this path, which must not block or mislead the agent.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -80,7 +82,7 @@ class Dump:
 
 
 class HostInquiry:
-    """A question for the stacks of some ranks of this host, answered by one frame per rank."""
+    """The launcher's request for the stack traces of some ranks of this host, answered by one frame per rank."""
 
     def __init__(self, number: int, ranks: Sequence[int], offers: Offers) -> None:
         self._number = number
@@ -88,12 +90,13 @@ class HostInquiry:
         self._dump = Dump({process: offer for process, offer in offers.items() if offer[0] in ranks}, ANSWER_SECONDS)
 
     def advance(self) -> list[Frame]:
-        """Return the answers once all have arrived or time is up; empty until then."""
+        """Return the answers once all have arrived or time is up; before that, an empty list."""
         self._dump.advance()
         return [self._answer(rank) for rank in self._ranks] if self._dump.complete else []
 
     def _answer(self, rank: int) -> Frame:
-        """The answer for a rank, of which several processes may have offered their stacks."""
+        """Return the answer for a rank, with the stack traces of all of the rank's processes, as there may be
+        several."""
         stacks = [stack for stack in self._dump.stacks if stack.rank == rank]
         problems = [_problem(stack.pid) for stack in stacks if not stack.text]
         if not stacks:
@@ -110,7 +113,8 @@ def _problem(pid: int) -> str:
 
 
 def _ask(path: Path) -> None:
-    """Ask through the pipe that the worker has made; a worker that has none is signalled later."""
+    """Ask a worker for its stack traces through the named pipe that the worker has created. A worker without a pipe
+    gets a signal later."""
     try:
         pipe = os.open(path.with_suffix(ASK), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(pipe, "wb", 0) as asked:

@@ -29,7 +29,8 @@ class Entrances:
         accept: Callable[[int, Entrance], None],
         drop: Callable[[socket.socket], None],
     ) -> None:
-        """ranks: local rank of each rank. drop: closes a connection that has not proved itself, to make room."""
+        """ranks: local rank of each rank. drop: closes a connection whose process has not proved that it belongs to the
+        job, to make room for another."""
         self._folder = folder
         self._ranks = ranks
         self._launcher = launcher
@@ -40,7 +41,7 @@ class Entrances:
             self._watch(rank)
 
     def tend(self) -> None:
-        """Make sockets that are gone again; called all the time, it looks every LOOK_SECONDS."""
+        """Create removed sockets again. May be called at any time, but checks only every LOOK_SECONDS seconds."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -52,7 +53,7 @@ class Entrances:
             for rank in gone:
                 self._renew(rank)
         except (OSError, LaunchError):
-            return  # tried again later; meanwhile workers that connect get an error that their folder is gone
+            return  # a later call tries again; workers that connect before that get an error that their folder is gone
         if gone:
             text = (
                 f"{self._folder.path} was removed while the job runs, by a cleaner of /tmp or by hand, and was made "

@@ -1,4 +1,4 @@
-"""The file in which a worker says why it fails, as torchrun's workers do: `@record` writes there what was raised."""
+"""Reads a worker's error file, to which torch's decorator `@record` writes the exception that ended the worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dadt.control.frame import Frame
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LIMIT = 1 << 20
-"""Most bytes that are read of an error file."""
+"""Largest number of bytes to read from an error file."""
 FRAME = re.compile(
     r'^  File "(?P<file>.+)", line (?P<line>\d{1,9})(?:, in (?P<function>.+))?\n(?:    (?P<text>.*))?', re.MULTILINE
 )
@@ -83,7 +83,7 @@ class ErrorFile:
 
 
 def _frames(trace: str) -> list[dict[str, Any]]:
-    """Return the innermost stack frames of the user's code; of any code if there are none."""
+    """Return the innermost stack frames of the user's code; if the trace has none, the innermost frames of any code."""
     frames: list[dict[str, Any]] = [
         {
             "file": each["file"][:SHOWN],

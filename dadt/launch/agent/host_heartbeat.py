@@ -17,10 +17,11 @@ from dadt.control.frame import Frame
 from dadt.launch.agent.launcher_line import LauncherLine
 
 SIGN = struct.Struct(">IIQ")
-"""A heartbeat: index of the sending host, index of the receiving host, counter. Its HMAC-SHA256 follows."""
+"""Layout of a heartbeat: index of the sending host, index of the receiving host, counter. The HMAC-SHA256 of these
+bytes follows."""
 SIGN_BYTES = SIGN.size + hashlib.sha256().digest_size
 PURPOSE = b"dadt heartbeat"
-"""Keeps this key apart from other keys derived from the same secret."""
+"""Label that makes the heartbeats' key different from other keys derived from the job's secret."""
 BEATS = 8
 """Heartbeats sent within the timeout after which a host counts as silent."""
 MOST_AT_ONCE = 64
@@ -39,7 +40,7 @@ class OtherHost:
     """Counter of the host's last heartbeat; 0 before the first one."""
     silent: bool = False
     given_up: bool = False
-    """Whether it was reported that no heartbeat has ever come."""
+    """Whether the agent has reported that no heartbeat has ever come from this host."""
 
 
 class HostHeartbeat:
@@ -67,7 +68,7 @@ class HostHeartbeat:
         return self._socket.fileno()
 
     def begin(self, hosts: Sequence[Mapping[str, Any]]) -> None:
-        """Exchange heartbeats with these hosts from now on. hosts: index, address and port of each."""
+        """Begin to exchange heartbeats with `hosts`: index, address and port of each other host."""
         now, known, self._peers = time.monotonic(), self._peers, {}
         for host in hosts:
             if host["index"] != self._index:
@@ -75,14 +76,15 @@ class HostHeartbeat:
                 self._peers[place] = known.get(place) or OtherHost(host["index"], place, now)
 
     def read(self) -> None:
-        """Read the datagrams that have come, dropping those that are no peer's heartbeat, or an old one."""
+        """Read the datagrams that have arrived, and drop those that are not a heartbeat of another host, or are older
+        than the newest one."""
         for _ in range(MOST_AT_ONCE):
             try:
                 data, source = self._socket.recvfrom(SIGN_BYTES + 1)
             except BlockingIOError:
                 return
             except OSError:
-                continue  # an ICMP error about an earlier datagram
+                continue  # the socket reports an ICMP error about a datagram sent earlier
             peer = self._peers.get(source[:2])
             if peer is not None and len(data) == SIGN_BYTES:
                 self._hear(peer, data)
@@ -103,7 +105,8 @@ class HostHeartbeat:
         self._socket.close()
 
     def _excuse(self, now: float) -> None:
-        """Forgive silence while this process itself was away (stopped, or its machine asleep)."""
+        """Do not count time in which this process itself did not run (stopped, or its machine asleep) as silence of the
+        other hosts."""
         for peer in self._peers.values():
             if not peer.silent:
                 peer.heard_at = now
@@ -112,7 +115,7 @@ class HostHeartbeat:
         self._counter += 1
         for peer in self._peers.values():
             sign = SIGN.pack(self._index, peer.index, self._counter)
-            with suppress(OSError):  # the host is unreachable now, which its agent notices by the missing heartbeats
+            with suppress(OSError):  # if the host is unreachable, its agent notices the missing heartbeats
                 self._socket.sendto(sign + self._proof(sign), peer.place)
 
     def _hear(self, peer: OtherHost, data: bytes) -> None:

@@ -27,11 +27,11 @@ from dadt.launch.agent.stop import Stop
 from dadt.launch.ending.processes import Process
 
 NATURAL_SECONDS = 0.5
-"""How long processes left by successful workers may take to end by themselves."""
+"""Seconds that processes left by successful workers may take to end by themselves."""
 FAILURE_GRACE = 1.5
-"""Seconds from SIGTERM to SIGKILL, unless the launcher specifies them."""
+"""Seconds from SIGTERM to SIGKILL, unless the launcher's order specifies another number."""
 MOST_PATIENCE = 5.0
-"""Largest number of seconds that ranks may take to agree on a step."""
+"""Largest number of seconds that ranks may take to agree on a step, after which all of them save or are interrupted."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class HostJob:
 
     def told_to_end(self, caught: Collection[int], now: float) -> None:
         """Handle signals that ask this agent to end. After SIGTERM alone, scripts that can save a checkpoint do so
-        first; otherwise the workers are stopped at once."""
+        first. In all other cases the workers are stopped at once."""
         if caught == {SIGTERM} and self._checkpoint is not None and (self.stop is None or self._preempted):
             self.outbox.tell("preempted")
             self._save_and_stop(now, together=not self._checkpoint["alone"])
@@ -171,7 +171,7 @@ class HostJob:
         assert self._checkpoint is not None
         able = set(living) - set(heedless)
         patience = min(self._checkpoint["grace"] / 4, MOST_PATIENCE) if action.together else 0.0
-        # these ranks raise the signal themselves, all after the same step
+        # The ranks in `asked` raise the signal themselves, all after the same step.
         asked = self.registry.tell_to_save(able, patience)
         for rank in able - asked:
             self.outbox.put(SignalProcess(action.processes[rank], action.number))
@@ -183,7 +183,7 @@ class HostJob:
         return not self._shims.pending and all(worker.ended for worker in self.workers.values())
 
     def _begin_stop(self, order: Frame, now: float) -> None:
-        """Begin to stop the workers. A later order may only hasten the end."""
+        """Begin to stop the workers. If they are being stopped already, the order can only make the stop end sooner."""
         self._shims.dismiss()
         grace = order.get("grace", FAILURE_GRACE)
         if self.stop is None or self.stop.natural:

@@ -13,7 +13,7 @@ from dadt.errors import DadtError
 
 TURN_SECONDS = 0.5
 UNSENT_LIMIT = 4 << 20
-"""Workers are not read while this many bytes wait for the launcher."""
+"""Number of bytes waiting to be sent to the launcher above which the agent does not read the workers' output."""
 
 
 class LauncherLine:
@@ -24,7 +24,7 @@ class LauncherLine:
         """Orders that have come and were not carried out yet."""
         self.gone = False
         self.patience = float("inf")
-        """Seconds of silence after which the launcher is given up."""
+        """Seconds of silence after which the launcher counts as lost."""
         self._heard = time.monotonic()
         """Time (time.monotonic) when the launcher was last heard."""
         self.watch(link.reader, self._read)
@@ -55,8 +55,8 @@ class LauncherLine:
         return len(self._link.unsent) > UNSENT_LIMIT
 
     def take_leave(self) -> None:
-        """Send all remaining frames before the agent ends, as long as the launcher lives; a slow reader of the
-        launcher's output may delay it."""
+        """Send all remaining frames before the agent ends, unless the launcher is gone. If the launcher's output is
+        read slowly, this takes longer."""
         while self._link.unsent and not self.gone:
             self.select(TURN_SECONDS)
 

@@ -86,7 +86,7 @@ class Lines:
             self.read(number)
 
     def answer(self, number: int, frame: Frame) -> None:
-        """Send a frame on the line with that number, if it is still open."""
+        """Send a frame on connection `number`, if that connection is still open."""
         if (opened := self._open.get(number)) is None:
             return
         try:

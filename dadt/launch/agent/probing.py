@@ -31,7 +31,7 @@ class Probing:
         return self._marker.describe()
 
     def unmark(self) -> None:
-        """Remove the file that `mark` has made, if there is one; may be called again."""
+        """Remove the marker file, if this object has created one. May be called again."""
         if self._marker is not None:
             self._marker.remove()
 

@@ -1,4 +1,4 @@
-"""The actor of Ray's that runs the agent of its node. It is all of DADT that runs within Ray."""
+"""The Ray actor that runs the agent of its node. No other part of DADT runs inside Ray."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class RayActor:
         copied to this node. once: whether a GPU shared by several bundles is listed once. gpus: the GPUs of each bundle
         (Ray's group of resources for one worker).
         """
-        # Ray's own variables describe this actor's process. Ray sets OMP_NUM_THREADS from the CPUs reserved for the
-        # actor: none.
+        # Ray's own variables describe this actor's process. Ray sets OMP_NUM_THREADS from the number of CPUs reserved
+        # for the actor, which is 0.
         left_out, kept = ("RAY_", "DADT_", "OMP_NUM_THREADS"), ("RAY_USE_TLS", "RAY_TLS_", "RAY_AUTH_")
         env = {
             name: value for name, value in os.environ.items() if name.startswith(kept) or not name.startswith(left_out)
         } | dict(variables)
         given = [each for bundle in gpus for each in bundle]
-        # If the actor has no GPUs, Ray leaves all visible, so an empty list has to hide them.
+        # If the actor has no GPUs, Ray leaves all GPUs visible, so an empty list has to hide them.
         env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(given) if once else given)
         words = [python or sys.executable, "-u", "-m", "dadt.launch.agent", "--connect"]
         with subprocess.Popen(

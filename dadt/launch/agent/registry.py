@@ -23,7 +23,7 @@ KEPT = 64
 
 @dataclass(slots=True)
 class Line:
-    """One connection of a worker process."""
+    """The connection of one worker process to the agent."""
 
     number: int
     rank: int
@@ -93,7 +93,7 @@ class WorkerRegistry:
         """Number of times that each file was written by local rank 0, or by another host's rank that writes for this
         host, by path."""
         self._numbered: set[int] = set()
-        """The numbers of local rank 0's saves that are done."""
+        """Numbers of the finished saves of local rank 0."""
         self._far: set[int] = set()
         """Numbers of the finished saves of another host's rank that writes files for this host, too."""
         self._waits: list[SaveWait] = []
@@ -137,7 +137,7 @@ class WorkerRegistry:
             self._approaches.append(frame)
         if frame.kind == "regroup":
             self._regrouped = frame
-            self._approaches.clear()  # after a regroup, requests that are still open are sent again
+            self._approaches.clear()  # after a regroup, requests to join that are still open are sent again
             for rank in self._ranks.keys() & set(frame["firsts"]):
                 self.first, self._first_ended = self._ranks[rank], False
         for line in [line for line in self.lines.values() if line.listens]:
@@ -154,8 +154,8 @@ class WorkerRegistry:
             self._outbox.put(NoteWritten(frame["rank"], frame["size"], frame["path"]))
 
     def tell_to_save(self, ranks: Collection[int], patience: float) -> set[int]:
-        """Ask the processes that train as these ranks to save. Returns the ranks that were asked: the others do not
-        listen."""
+        """Ask the processes that train as these ranks to save. Returns the ranks that were asked; ranks that do not
+        listen cannot be asked."""
         self._told_to_save += patience > 0
         return self.tell_training(ranks, Frame("save", {"patience": patience}))
 
@@ -184,7 +184,7 @@ class WorkerRegistry:
         return bool(self._waits)
 
     def settle(self, first_step: int, now: float) -> None:
-        """Answer the ranks that need not wait for a file any longer. first_step: last step of the rank that writes this
+        """Answer the ranks for which waiting for a file has ended. first_step: last step of the rank that writes this
         host's real files."""
         self._first_step = first_step
         self._settle(now)

@@ -30,9 +30,10 @@ from dadt.launch.start.standard_input import NoInput
 from dadt.world import World
 
 NOTE = "DADT_SHIM"
-"""The variable with JSON {job, shares, reach, timeout}; not an argument, as it contains a key."""
+"""Environment variable with JSON {job, shares, reach, timeout}. These are no command-line arguments, as they contain a
+key."""
 MPI_VARIABLES = ("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "MPI_", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_")
-"""Prefixes of the variables by which MPI knows its ranks."""
+"""Prefixes of the environment variables by which MPI libraries recognize their ranks."""
 RETRY_SECONDS = 0.05
 
 
@@ -115,7 +116,8 @@ class Shim:
         with Path(order["out"]).open("wb", buffering=0) as out, Path(order["err"]).open("wb", buffering=0) as err:
             env = {**order["env"], **self._own, **_libraries(order["env"])}
             env |= mpi_library.variables(env, self._socket.parent)
-            # an attribute, so that its end of the terminal stays open as long as the worker runs
+            # Stored as an attribute, so that this process's end of the pseudo-terminal stays open while the worker
+            # runs.
             self._nothing = NoInput(order["terminal"])
             stdin = self._nothing.fileno()
             return spawn(order["command"], env, order["cwd"], stdin, out.fileno(), err.fileno(), close_fds=False)
@@ -137,14 +139,15 @@ class Shim:
 
 
 def _libraries(env: Mapping[str, str]) -> dict[str, str]:
-    """LD_LIBRARY_PATH with mpirun's folders on this host before those of the worker's environment."""
+    """Return LD_LIBRARY_PATH for a worker: the folders that mpirun has set on this host, then those of the worker's
+    environment."""
     own, given = (each.get("LD_LIBRARY_PATH", "").split(":") for each in (os.environ, env))
     folders = dict.fromkeys(folder for folder in [*own, *given] if folder)
     return {"LD_LIBRARY_PATH": ":".join(folders)} if folders else {}
 
 
 def _place(world: World, shares: list[int]) -> tuple[int, int]:
-    """The index of this rank's host, and its local rank there. Raises LaunchError."""
+    """Return the index of this rank's host, and the rank's local rank on that host. Raises LaunchError."""
     if world.world_size != sum(shares):
         raise LaunchError(f"mpirun started {world.world_size} ranks, and not {sum(shares)} as it was told")
     index = next(i for i in range(len(shares)) if world.rank < sum(shares[: i + 1]))
@@ -159,7 +162,7 @@ def _place(world: World, shares: list[int]) -> tuple[int, int]:
 
 
 def _wait_for(pid: int) -> tuple[int, int] | None:
-    """Exit status and peak memory in bytes of a child; None as long as it runs."""
+    """Return the exit status and peak memory in bytes of a child process; None while the process runs."""
     ended, status, usage = os.wait4(pid, os.WNOHANG)
     return (status, usage.ru_maxrss * 1024) if ended else None
 

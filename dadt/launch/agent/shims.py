@@ -27,18 +27,18 @@ class Shims:
         return bool(self._awaited) or self._lines.keys() > self._started
 
     def missing(self, now: float) -> str:
-        """A sentence that names the overdue shims; empty as long as none is."""
+        """Return a sentence that names the shims that are overdue; empty if none is."""
         if not self._awaited or now < self._deadline:
             return ""
         return f"mpirun did not start rank {', '.join(map(str, sorted(self._awaited)))} here in time"
 
     def dismiss(self) -> None:
-        """Give no order to the shims that come from now on."""
+        """From now on, give no orders to shims that connect."""
         self._awaited.clear()
         self._lines = {line: rank for line, rank in self._lines.items() if line in self._started}
 
     def shim(self, line: int, frame: Frame) -> None:
-        """Handle a shim's request for its order. A shim that comes too late gets none, and sees its connection
+        """Handle a shim's request for its order. A shim that comes too late gets no order, and its connection is
         closed."""
         rank = frame["rank"]
         if rank in self._awaited:

@@ -1,4 +1,4 @@
-"""How an agent starts the workers of its host, as the launcher has ordered."""
+"""Starts the workers of a host, as the launcher has ordered the agent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WorkerStart:
         return Worker.start(slot["rank"], slot["command"], self._env_of(slot), self.job["cwd"], stdin)
 
     def anew(self, rank: int) -> Worker:
-        """Start a new worker that joins in place of a lost one, with an empty standard input. Raises LaunchError if the
+        """Start a new worker for a rank whose worker was lost, with an empty standard input. Raises LaunchError if the
         command cannot be run."""
         slot = self._slot(rank)
         env = self._env_of(slot) | {"DADT_JOINS": "1"}

@@ -1,4 +1,5 @@
-"""Stopping a host's workers in phases: dump stacks, SIGTERM, SIGKILL, and then the processes that got away."""
+"""Stops a host's workers in phases: stack traces, SIGTERM, SIGKILL. SIGKILL goes to all processes of the job that are
+left on the host."""
 
 from __future__ import annotations
 

@@ -37,14 +37,15 @@ PROBE_TICK_SECONDS = 0.01
 STACK_SECONDS = 0.5
 """Seconds that workers may take to write their stack traces before they are stopped."""
 ADDRESS_SECONDS = 3.0
-"""How long a host without an address may take to get one."""
-COMMAND_NOT_RUN = 127  # as shells say for a command that cannot be run
+"""Seconds to wait for a network address on a host that has none yet."""
+COMMAND_NOT_RUN = 127  # exit code of shells for a command that cannot be run
 SHIM_KINDS = ("shim", "spawned", "unspawned", "ended")
 """Kinds of frames that shims send, which describe the worker's process instead of the sending process."""
 
 
 class Supervisor:
-    """Single-threaded, with one selector for the launcher, signals, and the workers' pipes and control lines."""
+    """Runs the workers of one host in a single thread, with one selector for the launcher, signals, and the workers'
+    pipes and connections."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Supervisor:
         self._shims: dict[int, Worker] = {}
         """Worker that each shim starts or is to start, by the number of the shim's connection."""
         self._inquiries: list[HostInquiry] = []
-        """Stacks for which the launcher waits."""
+        """The launcher's requests for stack traces that are not answered yet."""
         self._dump: Dump | None = None
         """Collection of the stack traces that workers write before they are stopped; None if none is in progress."""
         self._output = WorkerOutput(launcher)
@@ -254,7 +255,7 @@ class Supervisor:
             case actions.ResetStep(rank):
                 self._pulse.write(self._host.ranks[rank], -1)
             case actions.RemoveHalves(folder, mark):
-                with suppress(OSError):  # the file system may be what has failed
+                with suppress(OSError):  # removing files may fail, for example on a broken file system
                     for half in Path(folder).glob(f"{mark}*"):
                         shutil.rmtree(half, ignore_errors=True)
             case actions.NoteWritten(rank, size, path):

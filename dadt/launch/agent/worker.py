@@ -62,7 +62,7 @@ class Worker:
             pass  # all processes of the group have ended
 
     def end(self, status: int) -> None:
-        """Record the exit status, as os.wait4 gives it."""
+        """Record the worker's exit status, in the format of os.wait4."""
         self.ended = True
         self.returncode = os.waitstatus_to_exitcode(status)
         if self._process is not None:

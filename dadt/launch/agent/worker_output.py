@@ -1,4 +1,4 @@
-"""The output of a host's workers, on its way to the launcher."""
+"""Forwards the output of a host's workers to the launcher."""
 
 from __future__ import annotations
 

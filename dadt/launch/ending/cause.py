@@ -89,8 +89,8 @@ class Cause:
         """Record an exception of this rank. The exception ends the process unless it was raised in a thread other than
         the main one."""
         known = self._records.get(rank)
-        # The main thread's exception ends the process, so it replaces another thread's. Otherwise the first exception
-        # counts.
+        # The main thread's exception ends the process, so it replaces another thread's. Among all others, the first
+        # exception counts.
         if known is None or (known.thread and not record.thread):
             self._records[rank] = record
         if record.secondary and record.type != "Mismatch" and self._held is None:
@@ -105,7 +105,7 @@ class Cause:
         in its output."""
         self.endings[ending.rank] = ending
         if ending.code == 0:
-            self._records.pop(ending.rank, None)  # exit code 0: the exception did not end the process after all
+            self._records.pop(ending.rank, None)  # exit code 0 shows that the exception did not end the process
         elif ending.rank not in self._records and ending.code == UNCAUGHT and not ending.stopped:
             tail = self._tails[ending.rank]
             said = self._said.get(ending.rank)
@@ -146,7 +146,8 @@ class Cause:
         if self._held is not None and self._held.rank in self.endings:
             held = self.endings[self._held.rank]
             gave_up = cause is not None and cause[1] is not None and cause[1].secondary
-            # if no rank gave up because of the held one, that rank recovered and is not the cause
+            # If no rank gave up waiting for the rank that could not continue, that rank has recovered and is not the
+            # cause.
             if gave_up or (cause is None and held.stopped):
                 cause = held, None
         if cause is not None and self._lost_at < _time(*cause):

@@ -132,8 +132,8 @@ class Endings:
         member = self._rendezvous.members[frame["rank"]]
         self._membership.failed(member, record.type)
         why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
-        # Before the first step all ranks are likely to raise the same error, and a Mismatch is raised by all; so losing
-        # this rank would not help the others.
+        # A Mismatch is raised by all ranks, and before the first step all ranks are likely to raise the same error, so
+        # training without this rank would not help the others.
         alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
         if not alike and self._termination.goes_on and self._membership.lose([member.rank], why, now):
             self._membership.expect_end(member.rank, now)
@@ -194,7 +194,7 @@ class Endings:
             self._termination.preempt(preemption, now)
 
     def end(self, event: Event) -> None:
-        """Note that all workers of a host have ended, or that its agent has given up ending them."""
+        """Record that all workers of a host have ended, or that the host's agent has given up ending them."""
         node = event.node
         if number := event.frame["signal"]:
             text = f"the agent of this host (pid {node.report['pid']}) was told to end by signal {number}"
@@ -202,8 +202,8 @@ class Endings:
         node.works = False
 
     def turn(self, now: float) -> None:
-        """Fail the job if all living ranks are unable to continue while the others have ended, so that no other rank
-        waits for them and reports it."""
+        """Fail the job if all living ranks are unable to continue while all other ranks have ended, as no rank is left
+        to wait for them and report the failure."""
         living = [member for member in self._rendezvous.members if not member.ended]
         if not living or len(living) == len(self._rendezvous.members) or not all(member.held for member in living):
             self._held_since = now

@@ -91,7 +91,8 @@ class Failure:
     last_words: str = field(default="")
     """The last line that the worker wrote to stderr, shown if there is no record of an exception."""
     blame: Blame | None = None
-    """The cause, if there is no record of an exception; otherwise the cause behind the recorded exception."""
+    """The cause of the failure, if there is no record of an exception. If there is a record, the cause of the recorded
+    exception."""
     torch_env: bool = False
     """Whether the script received torchrun's variables (RANK and others), with which it may set up distributed training
     of its own."""
@@ -126,8 +127,8 @@ class Failure:
 
     def lines(self) -> list[str]:
         if self.record is not None and self.record.type in EXIT_CODES:
-            return [self.record.message]  # a message of these exceptions is complete, and this worker is not to blame
-        # With a blame, the record belongs to a rank that only waited for the one to blame.
+            return [self.record.message]  # the exception's message is complete, and this worker is not to blame
+        # With a blame, the record belongs to a rank that only waited for the rank to blame.
         whole = self.blame is not None and self.record is not None
         who = f"all {self.alike} workers" if self.alike else f"worker {self.ending.rank}"
         head = self._verdict() if whole else f"{who} failed ({self._verdict()})"

@@ -119,7 +119,8 @@ def sweep(mark: str) -> list[int]:
         if now > begin + SWEEP_SECONDS:
             return left
         kill(left if now > begin + TRACKER_SECONDS else without_trackers(left), signal.SIGKILL)
-        # Polled, as the kernel reports the end of a process only to its parent, which this process is not.
+        # The processes are polled, as the kernel reports the end of a process only to its parent, which this process is
+        # not.
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     return []

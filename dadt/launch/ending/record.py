@@ -67,8 +67,8 @@ class ErrorRecord:
         return cls(type=name, message=raised.message, frames=raised.frames, around=raised.around, secondary=secondary)
 
     def _unwrapped(self) -> ErrorRecord:
-        """Return the original exception of another process, if this exception's message contains its traceback; else
-        this record."""
+        """Return the exception of another process, if this exception's message contains that exception's traceback;
+        else return this record."""
         if TRACEBACK not in self.message or (raised := innermost(self.message)) is None:
             return self
         inner = self._of(raised)
@@ -101,7 +101,7 @@ class ErrorRecord:
 
 
 def shortened(text: str) -> list[str]:
-    """Return the lines of a text, or only its first and last lines if it is long, so that what stands above it stays on
+    """Return the lines of a text, or only the first and last ones if the text is long, so that earlier output stays on
     the screen."""
     lines = ADVICE.sub("", text).split("\n")
     left_out = len(lines) - CAUSE_LINES

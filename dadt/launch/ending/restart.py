@@ -102,7 +102,7 @@ class Restarts:
         why = failed.lines()[0] if isinstance(failed, Failure) else str(failed)
         self._voice.say(f"{why}: restart {self._count} of {self._most}", "warning")
         self._report.restarts(self._count, why)
-        with suppress(OSError):  # if it fails, the next attempt overwrites the file
+        with suppress(OSError):  # if renaming fails, the next attempt overwrites the file
             (self._logs / SERIES).rename(self._logs / f"progress.{self._count - 1}.jsonl")
         return True
 
@@ -131,7 +131,8 @@ class Restarts:
             if waited > SILENT_SECONDS and what != told:
                 told = what
                 self._voice.say(f"waiting for hosts: {what}")
-            # Query again only after as long as the waiting had taken at the last query, so that the pauses double.
+            # Query again only after a pause as long as the wait had lasted at the last query, so that the waiting time
+            # doubles from query to query.
             every = min(max(ASK_SECONDS, self._discovery.asked - begin), LONGEST_PAUSE_SECONDS)
             idle = idle or self._begin_to_wait(stack)
             idle.wait(LOOK_SECONDS)
@@ -157,8 +158,8 @@ class Restarts:
         return f"{named} with room for {self._room(hosts):g} workers of {least}{failed}"
 
     def _room(self, hosts: Sequence[Host]) -> float:
-        """Return how many workers fit on these hosts. If only a host itself knows its slots, it counts as having enough
-        of them once all hosts are available, and as having one before."""
+        """Return how many workers fit on these hosts. A host that alone knows its number of slots counts as one slot
+        until all hosts are available, and as enough slots from then on."""
         unknown = float("inf") if len(hosts) == len(self._candidates.hosts) else 1
         return sum(host.slots or unknown for host in hosts)
 

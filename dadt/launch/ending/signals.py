@@ -61,7 +61,7 @@ def forwarded(config: Config) -> list[int]:
     """Return the numbers of the signals named in --forward-signals. Raises ConfigError."""
     names = filter(None, (part.strip() for part in config.forward_signals.split(",")))
     numbers = [_number(name, f"--forward-signals {config.forward_signals}") for name in names]
-    # ENDING_SIGNALS end the job instead, which sends the workers SIGTERM
+    # ENDING_SIGNALS are not forwarded: they end the job, in which case workers receive SIGTERM.
     return [number for number in numbers if number not in ENDING_SIGNALS]
 
 

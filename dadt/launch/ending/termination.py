@@ -18,12 +18,13 @@ LEAVE_SECONDS = 30.0
 """Seconds that a process whose script is over has to exit, if its exit code may explain why other ranks failed."""
 
 AGAIN_SECONDS = 2.0
-"""A second SIGTERM within this many seconds counts as the same: batch systems send it to `dadt run` and also to the
-shell script around it, which may forward it."""
+"""A second SIGTERM within this many seconds counts as a repetition of the first: batch systems send SIGTERM to `dadt
+run` and also to the shell script around `dadt run`, which may forward it."""
 
 
 class Termination:
-    """Has the agents stop their workers. A later reason can only make the end come sooner."""
+    """Ends the job by having all agents stop their workers. A later reason to end the job can only bring the end
+    forward."""
 
     def __init__(self, outbox: Outbox, watch: Watch, outcome: Outcome, grace: float, now: float) -> None:
         """grace: seconds from SIGTERM to SIGKILL when the user ends the job; after Ctrl-C also the seconds from SIGINT
@@ -59,7 +60,7 @@ class Termination:
 
     def end(self, number: int, who: str, now: float) -> float:
         """End the job for the user: gently, or at once if asked again. After Ctrl-C, workers receive SIGINT, and
-        SIGTERM if they do not end; otherwise SIGTERM. Returns the seconds until SIGKILL."""
+        SIGTERM if they do not end; after all other signals, they receive SIGTERM. Returns the seconds until SIGKILL."""
         if self._outcome.signal:
             self._hurry(who, now)
         else:

@@ -1,4 +1,4 @@
-"""The hosts that a job may use now; a host that failed is not used for a while."""
+"""Tracks the hosts that a job may use at the moment: a host that failed is paused for a while."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Candidates:
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = list(hosts)
-        """The hosts that there are now, in the order in which they are filled."""
+        """Hosts that exist at the moment, in the order in which workers are placed on them."""
         self._pauses: dict[str, HostPause] = {}
 
     def usable(self, now: float) -> list[Host]:
@@ -38,7 +38,8 @@ class Candidates:
         return [host for host in self.hosts if self._is_usable(host, now)]
 
     def due(self, now: float) -> float:
-        """Seconds until the next of the hosts that failed may be tried; infinite if none is to come."""
+        """Return the seconds until a host that was paused after a failure may be used again; infinite if no host is
+        paused."""
         away = (host for host in self.hosts if not self._is_usable(host, now))
         return min((self._pause(host).until - now for host in away), default=NEVER)
 

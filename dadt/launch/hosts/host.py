@@ -16,41 +16,42 @@ HOST = re.compile(
     r"(?:(?P<user>[^@\[\]:,\s]+)@)?(?:\[(?P<six>[\w:.%-]+)\]|(?P<name>[\w.-]+))(?::(?P<slots>[0-9]{1,9}))?"
 )
 SLOTS = re.compile(r"(slots|max[-_]slots)=([0-9]{1,9})")
-"""A hostfile's words for the number of workers of a host, and for Open MPI's upper limit of it."""
+"""Matches a hostfile's words slots=N, the number of workers of a host, and max_slots=N, Open MPI's upper limit of
+workers."""
 SHOWN = 400
-"""Most characters of a list of hosts that a message repeats."""
+"""Largest number of characters of a list of hosts that a message repeats."""
 EXAMPLES = "give hosts as host1:2,user@host2:2,[::1]:2"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """A machine, which gets one agent."""
+    """A machine on which workers of a job may run; each host has one agent."""
 
     name: str
-    """Name or address, without brackets."""
+    """Name or address of the host, without brackets."""
     user: str = ""
-    """User for SSH; empty for the one in SSH's configuration."""
+    """User name for SSH; if empty, SSH's configuration decides."""
     slots: int = 0
-    """Most workers on the host; 0 for one per GPU, or one without GPUs."""
+    """Largest number of workers on the host; 0 means one per GPU, or a single one without GPUs."""
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def is_local(self) -> bool:
-        """Whether the name is this machine's."""
+        """Whether the host's name is a name of the machine on which this process runs."""
         return self.name in ("localhost", "127.0.0.1", "::1", socket.gethostname()) and not self.user
 
 
 def parse(text: str) -> list[Host]:
-    """The hosts of -H. Raises ConfigError."""
+    """Return the hosts that the flag -H lists. Raises ConfigError."""
     where = f"-H {_brief(text)}"
     return _without_duplicates([_host(part.strip(), where) for part in text.split(",")], where)
 
 
 def read(path: Path) -> list[Host]:
-    """The hosts of a hostfile, which may name a host in several lines, as PBS and LSF do, a line for each slot. Raises
-    ConfigError."""
+    """Return the hosts of a hostfile, which may name a host in several lines: PBS and LSF write one line for each slot.
+    Raises ConfigError."""
     hosts = _lines(document.read(path, "--hostfile"), f"{path},")
     if not hosts:
         raise ConfigError(f"--hostfile {path}: names no host; a line is `host slots=N`")
@@ -64,7 +65,7 @@ def parse_lines(text: str, source: str) -> list[Host]:
 
 
 def _lines(text: str, source: str) -> list[Host]:
-    """A host for each line."""
+    """Return one host for each line of a text, even if several lines name the same host."""
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -119,12 +120,12 @@ def choose(hosts: Sequence[Host], include: str, exclude: str, changing: bool = F
 
 
 def with_slots(host: Host, slots: int) -> Host:
-    """The host with this many slots, unless it has a number already."""
+    """Return the host with `slots` slots, unless its number of slots is set already."""
     return host if host.slots else replace(host, slots=slots)
 
 
 def _brief(text: str) -> str:
-    """The text, shortened to SHOWN characters."""
+    """Return the text, cut to SHOWN characters if it is longer."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

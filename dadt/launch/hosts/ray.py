@@ -47,7 +47,8 @@ IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayHost(Host):
-    """A node of Ray's, with a slot for each of the job's bundles on it."""
+    """A node of a Ray cluster, with a slot for each of the job's bundles (resources of one worker) that Ray has placed
+    on the node."""
 
     group: str
     """Name of the placement group."""
@@ -81,7 +82,7 @@ def reserve(config: Config, say: Callable[[str], None] = lambda text: None) -> l
     except failures(ray) as error:
         release(name)
         raise ConfigError(f"--launcher ray: {_words(error)}") from error
-    except BaseException:  # also for Ctrl-C, since in a notebook this process goes on and would keep the resources
+    except BaseException:  # includes Ctrl-C, as in a notebook this process continues and would keep the resources
         release(name)
         raise
 
@@ -118,8 +119,8 @@ def _await(ray: Any, group: Any, wanted: str, most: float, say: Callable[[str], 
 
 
 def hosts_of(group: str) -> list[RayHost]:
-    """The nodes that have bundles of the group now. This process's node comes first, so that rank 0 runs here. Raises
-    ConfigError where Ray does not tell."""
+    """Return the nodes that have bundles of the group now. This process's node comes first, so that rank 0 runs on it.
+    Raises ConfigError if Ray cannot report the nodes."""
     ray = ray_module()
     try:
         _check_connected(ray)
@@ -134,7 +135,7 @@ def hosts_of(group: str) -> list[RayHost]:
     found = [
         RayHost(name=names[node], slots=len(bundles), group=group, node=node, bundles=tuple(bundles))
         for node, bundles in places.items()
-        if node in names  # a node without a name is lost
+        if node in names  # nodes that are lost have no name
     ]
     return sorted(found, key=lambda host: (host.node != mine, host.bundles))
 
@@ -147,7 +148,7 @@ def end_of_node(node: str, seconds: float) -> str:
             found = next((each for each in ray.nodes() if each["NodeID"] == node), None)
         except failures(ray):
             found = None
-        if found is None:  # the cluster is gone as a whole, or this process has let go of it
+        if found is None:  # the cluster as a whole is gone, or this process has disconnected from it
             return ""
         if not found["Alive"]:
             why = found.get("DeathReasonMessage") or found.get("DeathReason") or "without a reason"
@@ -168,7 +169,7 @@ def release(group: str) -> None:
         _check_connected(ray)
         ray.util.remove_placement_group(ray.util.get_placement_group(group))
     except failures(ray):
-        pass  # the group is gone already, or the whole cluster is
+        pass  # the placement group is gone already, or the whole cluster is
 
 
 def connect(config: Config) -> Any:
@@ -185,7 +186,7 @@ def connect(config: Config) -> Any:
     former = signal.getsignal(signal.SIGTERM)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's warnings say at length what its error says in one line
+            warnings.simplefilter("ignore")  # Ray's exception says in one line what Ray's warnings say at length
             ray.init(
                 address,
                 log_to_driver=False,
@@ -216,13 +217,14 @@ def failures(ray: Any) -> tuple[type[Exception], ...]:
 
 
 def _check_connected(ray: Any) -> None:
-    """Raises ConnectionError where the connection is over: Ray would begin a cluster of its own."""
+    """Raise ConnectionError if the connection to Ray has ended, as Ray would start a cluster of its own at the next
+    call."""
     if not ray.is_initialized():
         raise ConnectionError("the connection with the cluster is over")
 
 
 def _knock(address: str) -> None:
-    """Raises ConfigError where nobody listens: Ray would try for minutes."""
+    """Raise ConfigError if nobody listens at the address, as Ray would try to connect for minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not (host and colon and port.isdigit()):
         return
@@ -237,7 +239,7 @@ def _knock(address: str) -> None:
 
 
 def own_node(ray: Any) -> str:
-    """Ray's id of the node on which this process is; empty if it is on none (ray://)."""
+    """Return Ray's id of the node on which this process runs; empty if the process runs outside the cluster (ray://)."""
     if ray.util.client.ray.is_connected():
         return ""
     node: str = ray.get_runtime_context().get_node_id()
@@ -268,7 +270,7 @@ def ignore_threads(elsewhere: dict[str, str], named: Mapping[str, str]) -> None:
 
 
 def _shipped(config: Config) -> dict[str, Any]:
-    """Ray's runtime environment, which takes the current folder to all nodes."""
+    """Return the runtime environment for Ray, which makes Ray copy the current folder to all nodes."""
     if not config.ship or config.workdir or IN_JOB in os.environ:
         return {}
     folder, logs = Path(here()), Path(here(), config.log_dir)
@@ -284,8 +286,8 @@ def _alive(ray: Any) -> list[dict[str, Any]]:
 
 
 def _names(ray: Any) -> dict[str, str]:
-    """The names of the nodes that are alive, by id. Where several share a name, as on one machine, the end of the id is
-    added."""
+    """Return the names of the nodes that are alive, by id. If several nodes share a name, as on one machine, the end of
+    the id is added."""
     alive = {node["NodeID"]: node["NodeName"] for node in _alive(ray)}
     times = Counter([*alive.values(), *_given.values()])
     for node, name in alive.items():
@@ -299,7 +301,8 @@ def _fits(has: Mapping[str, float], bundle: Mapping[str, float]) -> int:
 
 
 def _named(resources: Mapping[str, float]) -> str:
-    """The resources as text, such as `2 CPU and 1 GPU`; without what Ray counts for itself."""
+    """Return the resources as text, such as `2 CPU and 1 GPU`, without memory and the resources that Ray adds for each
+    node."""
     own = {key: value for key, value in resources.items() if not key.startswith("node:") and "memory" not in key}
     parts = [f"{value:g} {key}" for key, value in sorted(own.items())]
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "nothing"
@@ -313,7 +316,7 @@ def _cluster(ray: Any) -> str:
 
 
 def _words(error: Exception) -> str:
-    """The text of an error of Ray's on one line, cut to MOST_LETTERS."""
+    """Return the text of one of Ray's errors on one line, cut to MOST_LETTERS characters."""
     return textwrap.shorten(str(error), MOST_LETTERS) or type(error).__name__
 
 
@@ -324,14 +327,14 @@ class Surveyed:
     name: str
     resources: str
     versions: Mapping[str, str]
-    """The versions of Python and of what a job needs there, by name; empty text for what is not installed. No entries
-    for a node that does not answer."""
+    """Versions of Python and of packages that a job needs on the node, by name. The text is empty for a package that is
+    not installed. There are no entries for a node that does not answer."""
 
 
 def survey(config: Config) -> list[Surveyed]:
     """Ask all nodes for their resources and software versions. Raises ConfigError if there is no cluster."""
 
-    # a nested function, which Ray sends to nodes by value, since DADT may not be installed there
+    # This function is nested so that Ray sends its code to the nodes, where DADT may not be installed.
     def versions() -> dict[str, str]:
         import importlib.metadata
         import platform

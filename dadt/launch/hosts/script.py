@@ -1,4 +1,4 @@
-"""`--host-discovery-script`: a program of the user's that prints the hosts that there are now."""
+"""Runs the user's program named by `--host-discovery-script`, which prints the hosts that exist at the moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dadt.launch.hosts import host
 from dadt.launch.hosts.host import Host
 
 SECONDS = 10.0
-"""Most seconds that the script may take."""
+"""Largest number of seconds that the discovery script may take."""
 CHUNK = 1 << 16
 SHOWN = 400
 """Largest number of characters of the script's last error line that a message repeats."""
@@ -29,8 +29,8 @@ def hosts(path: Path) -> list[Host]:
     where = f"--host-discovery-script {path}"
     with Path(os.devnull).open("rb") as nothing:
         try:
-            # The script is killed when the thread that starts it ends; this thread waits for it, so it dies only with
-            # this process.
+            # The script is killed when the thread that starts it ends. This thread waits for the script, so the script
+            # dies early only with this process.
             pipes = (subprocess.PIPE, subprocess.PIPE)
             process = spawn([str(path)], os.environ, here(), nothing.fileno(), *pipes)
         except LaunchError as error:
@@ -49,8 +49,8 @@ def hosts(path: Path) -> list[Host]:
 
 
 def _read(process: subprocess.Popen[bytes], where: str) -> tuple[bytes, bytes]:
-    """Return everything that the script prints on stdout and stderr. Waits for its end. Raises ConfigError if it takes
-    or prints too much."""
+    """Return everything that the script prints on stdout and stderr. Waits for the script's end. Raises ConfigError if
+    the script runs too long or prints too much."""
     deadline = time.monotonic() + SECONDS
     assert process.stdout is not None and process.stderr is not None
     data = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}

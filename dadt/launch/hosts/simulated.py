@@ -1,7 +1,6 @@
-"""Hosts that are simulated on this one: each has its own network behind a link of a given speed to a switch.
-
-They are unnamed network namespaces, held open by this process and by the processes in them. The kernel removes them
-with all interfaces when the last of these processes ends, so nothing can be left behind.
+"""Simulated hosts on this machine: each has its own network behind a link of a given speed to a switch. They are
+unnamed network namespaces, held open by this process and by the processes in them. When the last of these processes
+ends, the kernel removes the namespaces with all interfaces, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dadt.errors import ConfigError, LaunchError
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "taskset": "util-linux"}
 PREFIX = "sim"
 MOST_HOSTS = 200
-"""Most simulated hosts: fewer than their /24 network has addresses."""
+"""Largest number of simulated hosts: fewer than the addresses in their /24 network."""
 CLONE_NEWNET = 0x40000000
 SECONDS = 30.0
 BURST_BYTES = 64 * 1024
@@ -32,7 +31,7 @@ BURST_SECONDS = 1e-3
 QUEUE = "50ms"
 """Packets that would wait longer than this are dropped, as a switch does."""
 PACKETS = 100_000
-"""Most packets under way on a link with latency."""
+"""Largest number of packets under way on a link with latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +49,13 @@ def wanted(config: Config) -> bool:
 
 
 def link_of(config: Config) -> SimulatedLink:
-    """The link that the flags describe. Raises ConfigError."""
+    """Return the simulated link that the configuration describes. Raises ConfigError."""
     return SimulatedLink(rate_of(config.link), latency_of(config.latency))
 
 
 def hosts_and_slots(config: Config) -> dict[str, int]:
-    """The simulated hosts by name, and how many workers each gets. Raises ConfigError if the flags do not allow it."""
+    """Return the number of workers of each simulated host, by the host's name. Raises ConfigError if the flags do not
+    allow simulated hosts."""
     asked = next(flag for flag, value in _flags(config).items() if value)
     named = config.hosts or config.hostfile or config.host_discovery_script
     if named or config.nnodes or config.launcher not in ("auto", "local"):
@@ -74,7 +74,8 @@ def hosts_and_slots(config: Config) -> dict[str, int]:
 
 
 def check_machine(asked: str) -> None:
-    """Raises ConfigError if this process cannot make networks. asked: the flag that needs them."""
+    """Raise ConfigError if this process cannot create network namespaces: it is not root, or a program is missing.
+    asked: the flag that needs networks."""
     if os.geteuid() != 0:
         raise ConfigError(f"{asked}: networks can be made by root only -> sudo -E, or a container with --privileged")
     for program, package in PROGRAMS.items():
@@ -98,7 +99,7 @@ class Network:
             raise
 
     def add(self) -> list[str]:
-        """Add a host. Returns the words to put before a command line so that it runs there."""
+        """Add a host. Returns words that, put before a command line, make the command run on the new host."""
         number = len(self._hosts) + 1
         host = _namespace()
         self._hosts.append(host)
@@ -119,7 +120,8 @@ class Network:
         self._switch, self._hosts = -1, []
 
     def _limit(self, namespace: int, device: str, latency: float) -> None:
-        """Limit the traffic that leaves by the device."""
+        """Limit the speed of the traffic that leaves through a network device, and delay the traffic by `latency`
+        seconds."""
         parent = "root"
         if latency:
             delay = ["netem", "delay", f"{1e6 * latency:.0f}us", "limit", str(PACKETS)]
@@ -153,10 +155,10 @@ def _flags(config: Config) -> dict[str, str]:
 
 
 def _namespace() -> int:
-    """A descriptor of a new network namespace. Raises ConfigError if that is not allowed."""
+    """Return a descriptor of a new network namespace. Raises ConfigError if creating one is not allowed."""
     made: list[int] = []
 
-    def make() -> None:  # runs in a thread, so that this one keeps its namespace
+    def make() -> None:  # runs in a thread of its own, as the calling thread must keep its namespace
         library = ctypes.CDLL(None, use_errno=True)
         if library.unshare(CLONE_NEWNET) == 0:
             made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))

@@ -1,4 +1,4 @@
-"""Places for workers on hosts, and the assignment of ranks to them."""
+"""Places for workers on hosts, and the assignment of ranks to these places."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dadt.errors import ConfigError
 from dadt.world import World
 
 SHOWN = 16
-"""Most hosts whose slots a message lists."""
+"""Largest number of hosts whose slots a message lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """A slot for one worker: its rank, its host, and its part of the host."""
+    """A place for one worker: its rank, its host, and its share of the host's GPUs and CPU threads."""
 
     rank: int
     world_size: int
@@ -22,13 +22,13 @@ class Slot:
     local_size: int
     cross_rank: int = 0
     host: str = ""
-    """Name of the host; empty for this host in a job of one host."""
+    """Name of the host; empty in a job that runs on this host only."""
     address: str = ""
-    """Address at which other hosts reach this one; empty in a job of one host."""
+    """Address at which other hosts reach the slot's host; empty in a job of one host."""
     gpu: str | None = None
-    """Value for CUDA_VISIBLE_DEVICES; None leaves it as it is."""
+    """Value of CUDA_VISIBLE_DEVICES for the worker; None leaves the variable unchanged."""
     threads: int = 1
-    """CPU threads per parallel region."""
+    """Number of CPU threads that the worker may use, such as in OpenMP's parallel regions."""
 
     def world(self, job: str) -> World:
         return World(
@@ -48,9 +48,9 @@ class HostRoom:
 
     host: str = ""
     slots: int = 0
-    """The number the user gave; 0: one per GPU, or one without GPUs."""
+    """Number of slots that the user has set for the host; 0 means one per GPU, or a single one without GPUs."""
     gpus: Sequence[str] = ()
-    """GPUs to give one each to the workers; empty if workers get none, or see all."""
+    """GPUs of which each worker gets one of its own; empty if workers get no GPU, or see all GPUs."""
     cores: int = 1
     machine: str = ""
     """An id that is equal for two names of one machine; empty if unknown."""
@@ -61,10 +61,8 @@ class HostRoom:
 
 
 def share_out(count: int, rooms: Sequence[HostRoom]) -> list[int]:
-    """How many of `count` workers each host gets, filling hosts in order. count: 0 for one worker per slot.
-
-    Raises ConfigError if there are too few slots, or too few GPUs for them.
-    """
+    """Return how many of `count` workers each host gets, filling hosts in order. count: 0 for one worker per slot.
+    Raises ConfigError if there are too few slots, or too few GPUs for the workers."""
     places = [room.places for room in rooms]
     if count > sum(places):
         offers = ", ".join(f"{room.host or 'this host'}:{room.places}" for room in rooms[:SHOWN])
@@ -90,7 +88,7 @@ def share_out(count: int, rooms: Sequence[HostRoom]) -> list[int]:
 
 
 def _check_owners(rooms: Sequence[HostRoom], shares: Sequence[int]) -> None:
-    """Raises ConfigError if a machine has two names, so that one of its GPUs would get two workers."""
+    """Raise ConfigError if a machine has two names, so that one of its GPUs would get two workers."""
     owners: dict[tuple[str, str], HostRoom] = {}
     for room, share in zip(rooms, shares, strict=True):
         for gpu in room.gpus[:share] if room.machine else ():

@@ -1,4 +1,4 @@
-"""The hosts of a Slurm allocation, and its variables."""
+"""Finds the hosts of a Slurm allocation, and selects Slurm's environment variables for agents and workers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from dadt.errors import ConfigError, LaunchError
 from dadt.launch.hosts.host import Host
 
 KEPT = re.compile(r"SLURM_(JOB|ARRAY_|SUBMIT_|CLUSTER_|WORKING_CLUSTER|CONF|RESTART_COUNT|TMPDIR|PROTOCOL)|SLURMD_")
-"""The variables that identify the job. Others are options of srun (with an inherited --cpus-per-task an agent would
-get the cores of one worker) or describe a step (in which a worker must not take itself for a task)."""
+"""Matches the Slurm variables that identify the job, which are kept. All others are options of srun (with an inherited
+--cpus-per-task an agent would get the cores of one worker) or describe a step (of which a worker must not consider
+itself a task).
+"""
 SCONTROL_SECONDS = 30.0
 
 
 def slurm_hosts(env: Mapping[str, str]) -> list[Host] | None:
-    """The nodes of the current allocation; None outside of one. Raises ConfigError."""
+    """Return the nodes of the current Slurm allocation; None outside of an allocation. Raises ConfigError."""
     nodes = env.get("SLURM_JOB_NODELIST")
     if "SLURM_JOB_ID" not in env or not nodes:
         return None
@@ -59,11 +61,11 @@ def _expand(nodes: str) -> list[str]:
 
 
 def _slots(env: Mapping[str, str], count: int) -> list[int]:
-    """Slots of each node: its tasks if some node has several. Otherwise 0 (one per GPU), as users of launchers that
-    start a process per GPU commonly ask for one task per node."""
+    """Return the slots of each node: its number of tasks if some node has several tasks. If none has, return 0 (one per
+    GPU) for all, as users of launchers that start a process per GPU commonly ask for one task per node."""
     text = env.get("SLURM_TASKS_PER_NODE", "")
     if "SLURM_NTASKS" not in env or not text:
-        return [0] * count  # without a number of tasks, Slurm counts cores
+        return [0] * count  # unless a number of tasks was asked for, Slurm counts cores as tasks
     try:
         tasks = tasks_per_node(text)
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""Launchers, which start the agents of a job's hosts. Each is a file here and a line in dadt/config/extensions.py."""
+"""Launchers, which start the agents of a job's hosts. Each launcher is a module of this package, and has a line in
+dadt/config/extensions.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ UNNAMED = {"simulated": "dadt.launch.launchers.simulated:launcher", "manual": "d
 
 
 def launcher_of(request: AgentRequest) -> Launcher:
-    """The launcher for a request. Its module is imported here, as the SSH library takes long to import."""
+    """Return the launcher for a request. The launcher's module is imported by this call, as the SSH library takes long
+    to import."""
     module, _, function = {**LAUNCHERS, **UNNAMED}[_name(request)].partition(":")
     made: Launcher = getattr(import_module(module), function)(request)
     return made

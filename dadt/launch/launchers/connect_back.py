@@ -1,4 +1,4 @@
-"""Launcher's side of agents that connect to the launcher, rather than being connected to by it."""
+"""Accepts agents that connect to the launcher, for launchers that cannot connect to their agents."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SocketChannel:
         try:
             self._connection.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # the agent has closed the connection first
+            pass  # the agent has closed the connection already
 
     def end(self, timeout: float) -> str:
         if self._end is None:

@@ -24,7 +24,7 @@ F_SETPIPE_SZ = 1031
 
 
 class LocalLauncher:
-    """Starts agents on this host, whatever the host's name says."""
+    """Starts agents on this machine, whatever the host's name says."""
 
     extends = True
 
@@ -38,7 +38,7 @@ class LocalLauncher:
         return f"{self._python} -u -m dadt.launch.agent"
 
     def close(self) -> None:
-        pass  # an agent ends with its channel
+        pass  # nothing to do: an agent ends when its channel does
 
     def _start(self) -> Future[Channel]:
         future: Future[Channel] = Future()
@@ -54,7 +54,8 @@ class LocalChannel:
     """An agent that leads its own session, so Ctrl-C does not reach it."""
 
     def __init__(self, python: str, place: Sequence[str] = (), more: Mapping[str, str] | None = None) -> None:
-        """place: words before the command line, a program that execs it. more: further variables. Raises OSError."""
+        """place: words before the agent's command line, such as a program that runs the agent elsewhere. more:
+        additional environment variables. Raises OSError."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         with standard_input.of_launcher() as passed:
             self._process = subprocess.Popen(
@@ -64,7 +65,8 @@ class LocalChannel:
                 stdout=subprocess.PIPE,
                 start_new_session=True,
                 env={**env, **(more or {})},
-                # `python -m` first looks for modules in the current folder, where the user may have one of equal name
+                # `python -m` first looks for modules in the current folder, where the user may have a module of the
+                # same name.
                 cwd="/",
             )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -72,7 +74,7 @@ class LocalChannel:
             try:
                 fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
             except OSError:
-                pass  # this user's pipe memory is used up, and a small pipe will do
+                pass  # this user's limit of pipe memory is reached; a small pipe works as well
         self._python = python
         self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), schema.AGENT, noisy=True)
 

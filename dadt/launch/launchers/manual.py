@@ -1,4 +1,5 @@
-"""The launcher for jobs started by hand: `dadt run` is called on each host, and the others connect to node 0."""
+"""The launcher for jobs started by hand: the user calls `dadt run` on each host, and all other hosts connect to
+node 0."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from dadt.launch.launchers.node_rendezvous import rendezvous_of
 from dadt.launch.start.startup import Voice
 
 END_SECONDS = 10.0
-"""How long this host's agent may take to end after the job."""
+"""Seconds that this host's agent may take to end after the job."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -77,8 +78,8 @@ class HandLauncher:
         return f"by hand there: dadt run --nnodes {self._config.nnodes} --node-rank {rank} --rendezvous ..."
 
     def close(self) -> None:
-        # Closed before other nodes learn that the job is over, so that their next job does not find this one's
-        # rendezvous.
+        # Close the listener before other nodes learn that the job is over, so that their next job does not find this
+        # job's rendezvous.
         if self._listener is not None:
             self._listener.close()
             self._meeting.close()
@@ -113,7 +114,8 @@ class HandLauncher:
 
 
 def join(config: Config, command: Sequence[str], voice: Voice) -> int:
-    """`dadt run` on a node other than 0: run its agent until the job is over. Returns the job's exit code."""
+    """Run `dadt run` on a node other than node 0: run this node's agent until the job is over. Returns the job's exit
+    code."""
     name = f"node{config.node_rank}"
     hello = {"node": name, **claims(config, command)}
     meeting = rendezvous_of(config)
@@ -130,15 +132,15 @@ def join(config: Config, command: Sequence[str], voice: Voice) -> int:
 
 
 def claims(config: Config, command: Sequence[str]) -> dict[str, object]:
-    """The settings that must be the same on all nodes, by name."""
-    # The Python is left out, as its path may differ between hosts.
+    """Return the settings that must be the same on all nodes, by name."""
+    # The path of Python is left out, as it may differ between hosts.
     program = " ".join(command[1:] if len(command) > 1 else command)
     return {"--nnodes": config.nnodes, "-np": config.np, "--accelerators": config.accelerators, "the script": program}
 
 
 def _follow(watcher: SealedConnection, agent: subprocess.Popen[bytes], interrupts: Interrupts, voice: Voice) -> int:
-    """Wait for the job's result from node 0 and return the exit code. Ctrl-C ends the whole job: the signal goes to the
-    agent, which reports it to the launcher."""
+    """Wait for the job's result from node 0 and return the exit code. Ctrl-C ends the whole job: the signal is passed
+    to the agent, which reports it to the launcher."""
     link = Link(watcher.socket.fileno(), watcher.socket.fileno(), schema.VERDICT, seal=watcher.seal)
     caught = 0
     with selectors.DefaultSelector() as selector:
@@ -172,7 +174,8 @@ def _tell(connection: SealedConnection, verdict: Frame) -> None:
 
 
 def _is_gone(connection: SealedConnection) -> bool:
-    """Whether the other side has hung up. It sends nothing while it waits, so anything to read is the end."""
+    """Whether the other side has closed the connection. The other side sends nothing while it waits, so anything to
+    read means the end."""
     return bool(select.select([connection.socket], [], [], 0)[0])
 
 
@@ -196,7 +199,8 @@ def _agent(config: Config, connection: SealedConnection) -> subprocess.Popen[byt
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
                 env=env,
-                # `python -m` first looks for modules in the current folder, where the user may have one of equal name
+                # `python -m` first looks for modules in the current folder, where the user may have a module of the
+                # same name.
                 cwd="/",
                 preexec_fn=end_with_us,
             )

@@ -43,7 +43,7 @@ SHOWN_LINES = 5
 NO_WAY = re.compile(
     r"ssh: |Host key verification failed|.*Permission denied \(|kex_exchange|Connection (closed|reset) by"
 )
-"""Errors of SSH after which MPICH waits forever."""
+"""Matches SSH errors after which MPICH waits forever."""
 NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zero exit code. Per user-direction")
 
 
@@ -52,7 +52,7 @@ def launcher(request: AgentRequest) -> Launcher:
 
 
 class MpiLauncher:
-    """Starts all agents by one mpirun, whose output explains failures."""
+    """Starts all agents of a job by one mpirun, whose output explains failures."""
 
     extends = False
 
@@ -155,11 +155,12 @@ class Mpirun:
         self._thread = threading.Thread(target=self._read, name="dadt-mpirun", daemon=True)
 
     def listen(self) -> None:
-        """Begin to read. Call it once `ended` may be called, as mpirun may end at once."""
+        """Begin to read mpirun's output. Call this once `ended` may be called, as mpirun may end at once."""
         self._thread.start()
 
     def why(self, seconds: float) -> str:
-        """Why an agent is gone or has not come, if that becomes known within `seconds`; else empty."""
+        """Return why an agent is gone or has not come, if the reason becomes known within `seconds` seconds; else an
+        empty text."""
         if not self._over.wait(seconds) or self._process.returncode == 0:
             return ""
         ours = [line.removeprefix("dadt: ") for line in self._said if line.startswith("dadt: ")]
@@ -195,12 +196,12 @@ class Mpirun:
 
 
 def located(name: str) -> str | None:
-    """The path of a program in PATH or beside Python, where pip installs it; None if there is none."""
+    """Return the path of a program in PATH or beside Python, where pip installs programs; None if there is none."""
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
 def find(name: str) -> tuple[str, str]:
-    """The path of mpirun and its flavour, a key of FLAVOURS. Raises ConfigError."""
+    """Return the path of mpirun and its flavour, a key of FLAVOURS. Raises ConfigError."""
     path = located(name)
     if path is None:
         where = "" if "/" in name else f" in PATH ({os.environ.get('PATH', '')}) or beside {sys.executable}"
@@ -219,7 +220,7 @@ def find(name: str) -> tuple[str, str]:
 
 
 def said_version(path: str) -> str:
-    """What the program at `path` prints for --version. Raises ConfigError."""
+    """Return what the program at `path` prints for --version. Raises ConfigError."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, timeout=VERSION_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -228,7 +229,8 @@ def said_version(path: str) -> str:
 
 
 def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host], shares: Sequence[int]) -> list[str]:
-    """The command line of mpirun. Ranks go host by host and are not bound to cores, which `dadt run` shares out."""
+    """Return the command line of mpirun. Ranks are placed host by host and are not bound to cores, as `dadt run`
+    assigns cores to workers."""
     shim = [config.python or sys.executable, "-u", "-m", "dadt.launch.agent.shim"]
     places = [(_name(host), share) for host, share in zip(hosts, shares, strict=True)]
     extra = mpi_arguments(config.mpi_args)
@@ -249,7 +251,7 @@ def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host],
 
 
 def ssh_variables(config: Config, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that pass --ssh-port and similar options to mpirun's own SSH."""
+    """Return environment variables that pass --ssh-port and similar options to mpirun's own SSH."""
     options = ["-o", "BatchMode=yes"]
     if config.ssh_port:
         options += ["-p", str(config.ssh_port)]
@@ -270,7 +272,8 @@ def _name(host: Host) -> str:
 
 
 def _shares(config: Config, hosts: Sequence[Host]) -> list[int]:
-    """Workers per host, which mpirun must know before an agent can report its GPUs. Raises ConfigError."""
+    """Return the number of workers per host, which mpirun must know before an agent can report its GPUs. Raises
+    ConfigError."""
     if six := [host.name for host in hosts if ":" in host.name]:
         raise ConfigError(f"--launcher mpi: mpirun does not take {', '.join(six)} for a host; give its name")
     if vague := [host.name for host in hosts if not host.slots]:

@@ -1,4 +1,4 @@
-"""The usual launcher: this host's agent is a child process, and those of other hosts are started by SSH."""
+"""The usual launcher: the agent of this machine is a child process, and agents of other hosts are started by SSH."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ssh(request: AgentRequest) -> Launcher:
 
 
 class NearbyLauncher:
-    """Uses LocalLauncher for the names of this host, and SSH for all others."""
+    """Uses LocalLauncher for hosts that are this machine, and SSH for all others."""
 
     extends = True
 

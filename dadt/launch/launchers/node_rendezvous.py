@@ -19,7 +19,7 @@ ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+)):(?P<por
 FILE = "file://"
 FILE_LIMIT = 1 << 16
 ASK_SECONDS = 2.0
-"""How long to wait for an answer of a launcher that may be using the same file."""
+"""Seconds to wait for an answer of a launcher that may be using the same file."""
 
 
 class PortRendezvous:
@@ -32,7 +32,7 @@ class PortRendezvous:
         return self._reach
 
     def open(self, reach: Reach) -> None:
-        pass  # nothing to write, as the user gives the address to all nodes
+        pass  # nothing to write, as the user gives node 0's address to all nodes
 
     def close(self) -> None:
         pass
@@ -48,10 +48,12 @@ class FileRendezvous:
         self._name = f"--rendezvous {FILE}{path}"
 
     def find(self) -> Reach:
-        """Read the file of node 0. Raises Unreached while there is none, and LaunchError if it is not from node 0."""
+        """Read the file that node 0 has written. Raises Unreached while the file does not exist, and LaunchError if it
+        cannot be read or another user may have written it."""
         try:
             self._check_folder()
-            # A symlink could lead to a file of somebody else's choice, and a pipe would block until it has a writer.
+            # A symlink could lead to a file of somebody else's choice, and opening a pipe would block until the pipe
+            # has a writer.
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 self._check_file(os.fstat(descriptor))
@@ -73,7 +75,7 @@ class FileRendezvous:
         if self._path.parent.is_dir():
             self._check_folder()
         self._refuse_used()
-        # The file appears atomically, as others may read it at any time.
+        # The new file replaces the old one atomically, as other nodes may read the file at any time.
         fresh = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
         try:
             descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -95,7 +97,8 @@ class FileRendezvous:
             pass  # the file was removed or replaced meanwhile
 
     def _check_folder(self) -> None:
-        """Raises LaunchError if everyone may replace files in the folder, so that the file could be anybody's."""
+        """Raise LaunchError if every user may replace files in the folder, as the file could then be somebody
+        else's."""
         mode = self._path.parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             folder = self._path.parent
@@ -111,7 +114,8 @@ class FileRendezvous:
             raise LaunchError(f"{self._name}: others may {may} it, and it holds the job's key; remove it")
 
     def _refuse_used(self) -> None:
-        """Raises LaunchError if a launcher answers at the file's address. Otherwise a killed launcher left the file."""
+        """Raise LaunchError if a launcher answers at the address in the file. If none answers, the file was left behind
+        by a killed launcher."""
         if not os.path.lexists(self._path):
             return
         try:
@@ -123,7 +127,7 @@ class FileRendezvous:
 
 
 def rendezvous_of(config: Config) -> PortRendezvous | FileRendezvous:
-    """The rendezvous that --rendezvous names. Raises ConfigError."""
+    """Return the rendezvous that the flag --rendezvous names. Raises ConfigError."""
     text = config.rendezvous
     if text.startswith(FILE):
         path = Path(text.removeprefix(FILE))

@@ -27,12 +27,12 @@ from dadt.launch.ssh.report import SshReport
 from dadt.launch.ssh.route import Route
 
 STDERR_BYTES = 1 << 16
-"""Bytes kept of stderr, enough for everything that `ssh -v` prints about a connection."""
+"""Number of bytes stored from the end of stderr, enough for everything that `ssh -v` prints about a connection."""
 FORCE_SECONDS = 1.0
 SSH_FAILED = 255
 OPTIONS = (
     "BatchMode=yes",
-    "LogLevel=DEBUG1",  # names the keys that ssh tries, and the host's key
+    "LogLevel=DEBUG1",  # makes ssh print the keys that it tries, and the host's key
     "ConnectionAttempts=1",
     "ClearAllForwardings=yes",
     "ForwardAgent=no",
@@ -78,7 +78,7 @@ class OpensshLauncher:
         with self._gates.passed(route.jumps[0] if route.jumps else route.where, deadline):
             channel = OpensshChannel(self._command_line(ssh, host, route), self._python, self._processes)
             if self._attempts.closed:
-                channel.end(0.0)  # `close` may have run before this process was in the set that it kills
+                channel.end(0.0)  # `close` may have run before the set of processes that it kills contained this one
                 raise LaunchError("given up")
             has_output = channel.await_output(deadline)
         report = channel.report()
@@ -108,7 +108,7 @@ class OpensshLauncher:
 
 
 class OpensshChannel:
-    """An `ssh` that leads its own session, so Ctrl-C does not reach it."""
+    """processes: the launcher's set of running `ssh` processes, from which its `close` ends them."""
 
     def __init__(self, command: list[str], python: str, processes: set[subprocess.Popen[bytes]]) -> None:
         """processes: the set of running processes, so that `close` can end them."""

@@ -12,7 +12,7 @@ from dadt.launch.hosts.host import Host
 
 PLAIN = re.compile(r"[\w@%+=:,./~-]+")
 STDERR_BYTES = 4096
-"""Bytes kept of the other side's standard error."""
+"""Number of bytes stored from the end of the remote agent's standard error."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 NO_PROGRAM = ("command not found", "no such file or directory", "not found", "unknown command")
@@ -22,10 +22,9 @@ NO_AGENT = re.compile(r"No module named '?dadt\.")
 
 
 def command(python: str) -> str:
-    """A command line that sh, csh and fish understand alike; everything else travels in frames.
-
-    It starts with cd, as `python -m` looks for modules in the current folder first, which would be the home folder.
-    Raises ConfigError.
+    """Return the command line that starts an agent, which sh, csh and fish understand alike; everything else that the
+    agent needs is sent in frames. The command starts with cd, as `python -m` first looks for modules in the current
+    folder, which would be the home folder. Raises ConfigError.
     """
     if not PLAIN.fullmatch(python):
         if set("'!\\\n") & set(python):
@@ -35,7 +34,7 @@ def command(python: str) -> str:
 
 
 def shown(config: Config, host: Host, command: str) -> str:
-    """The equivalent `ssh` command line, for users to read."""
+    """Return the equivalent `ssh` command line, for users to read."""
     words = ["-F", config.ssh_config] if config.ssh_config else []
     words += ["-p", str(config.ssh_port)] if config.ssh_port else []
     words += ["-i", config.ssh_identity_file] if config.ssh_identity_file else []
@@ -43,10 +42,8 @@ def shown(config: Config, host: Host, command: str) -> str:
 
 
 def explain(code: int | None, noise: bytes, stderr: bytes, python: str) -> str:
-    """How an agent ended, as a text to follow the host's name; empty if it ended well.
-
-    code: its exit code (-n: signal n; None: an unknown signal). noise: output on stdout before its first frame.
-    """
+    """Return how an agent ended, as a text to follow the host's name; empty if it ended well. code: the agent's exit
+    code (-n: signal n; None: an unknown signal). noise: output on stdout before the agent's first frame."""
     if code == 0:
         return ""
     text = stderr.decode(errors="replace")

@@ -55,7 +55,8 @@ class SlurmLauncher:
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         forget_step(env)
-        # SLURM_OVERLAP shares the nodes with the step that this process may be in; srun before 20.11 ignores it.
+        # SLURM_OVERLAP lets this step share the nodes with the step in which this process may run; srun before 20.11
+        # ignores the variable.
         env |= {REACH: self._listener.reach(self._config.network_interface).to_text(), "SLURM_OVERLAP": "1"}
         try:
             self._step = SlurmStep(self._srun(hosts), env, self._python, self._give_up)
@@ -82,16 +83,18 @@ class SlurmLauncher:
             f"--ntasks={count}",
             "--ntasks-per-node=1",
             f"--nodelist={','.join(host.name for host in hosts)}",
-            # Where training goes on without a host, its agent's end must not end the others.
+            # If training may continue without a lost host (--min-np), the end of one agent must not end the other
+            # agents.
             *(["--kill-on-bad-exit=0", "--no-kill"] if self._config.min_np else ["--kill-on-bad-exit=1"]),
-            "--wait=0",  # an agent whose workers end early must not end the others
+            "--wait=0",  # an agent whose workers end early must not end the other agents
             "--export=ALL",
             "--cpu-bind=none",
             "--mem=0",
             "--mpi=none",
             "--input=none",
             "--label",
-            # `python -m` first looks for modules in the current folder, where the user may have one of equal name
+            # `python -m` first looks for modules in the current folder, where the user may have a module of the same
+            # name.
             "--chdir=/",
             self._python,
             "-u",
@@ -109,7 +112,7 @@ class SlurmLauncher:
         return self._step.why(self._index(name), seconds)
 
     def _give_up(self, step: SlurmStep) -> None:
-        """srun has ended, so agents that have not connected will not."""
+        """Handle the end of srun: agents that have not connected before never will."""
         for host in self._hosts:
             if not self._arrivals.has(host.name):
                 self._arrivals.refuse(host.name, LaunchError(step.why(self._index(host.name), 0.0)))
@@ -121,7 +124,8 @@ class SlurmLauncher:
 def ranks_of_mpi(
     srun: str, names: Sequence[str], shares: Sequence[int], extra: Sequence[str], command: Sequence[str]
 ) -> list[str]:
-    """The srun command line for ranks of the MPI that mpi4py loads here. Raises ConfigError."""
+    """Return the srun command line that starts ranks of the MPI library that mpi4py loads on this machine. Raises
+    ConfigError."""
     kind = "pmix" if mpi_library.loaded().startswith("Open MPI") else "pmi2"
     return [
         srun,
@@ -132,7 +136,7 @@ def ranks_of_mpi(
         f"--nodelist={','.join(names)}",
         "--distribution=block",
         "--kill-on-bad-exit=1",
-        "--wait=0",  # a rank that ends early must not end the others
+        "--wait=0",  # a rank that ends early must not end the other ranks
         "--export=ALL",
         "--cpu-bind=none",
         "--mem=0",
@@ -150,13 +154,13 @@ class SlurmStep:
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], python: str, ended: Callable[[SlurmStep], None]
     ) -> None:
-        """ended: called by another thread. Raises OSError if there is no srun."""
+        """ended: called in another thread when srun has ended. Raises OSError if there is no srun."""
         self._python = python
         self._ended = ended
         self._said: dict[int, deque[str]] = {}
-        """Task number to the last lines that the task has printed."""
+        """The last lines that each Slurm task has printed, by task number."""
         self._verdicts: dict[int, str] = {}
-        """Task to how it ended, in the words of srun."""
+        """How each Slurm task ended, in the words of srun, by task number."""
         self._complaints: deque[str] = deque(maxlen=TAIL_LINES)
         self._news = threading.Condition()
         self._over = False
@@ -174,20 +178,22 @@ class SlurmStep:
         self._thread.start()
 
     def why(self, task: int, seconds: float) -> str:
-        """Why this agent is gone or has not come, if that becomes known within `seconds`; else empty."""
+        """Return why the agent with this task number is gone or has not come, if the reason becomes known within
+        `seconds` seconds; else an empty text."""
         with self._news:
             self._news.wait_for(lambda: self._over or task in self._verdicts, seconds)
             said = [line for line in self._said.get(task, ()) if not line.startswith("slurmstepd")]
             steps = [line for line in self._said.get(task, ()) if line.startswith("slurmstepd")]
             verdict = self._verdicts.get(task, "")
             complaint = self._complaints[-1] if self._complaints else ""
-        # preferred to the last line, since lines about the cancelled step follow
+        # A line about execve() says why the agent could not be started; srun's last line would only say that the step
+        # was cancelled.
         if failed := [line for line in steps if "execve()" in line]:
             reason = failed[-1].rpartition(": ")[2]
             return f"{self._python} cannot be run there ({reason}) -> --python PATH"
         if said and "No module named" in said[-1]:
             return f"dadt is not installed for {self._python} there -> pip install it, or --python PATH"
-        # An agent's last output is lost if srun ends the step at that moment.
+        # If srun ends the whole step while an agent prints, the agent's last output is lost.
         lost = verdict.startswith("Exited") and any(words for other, words in self._said.items() if other != task)
         if not said and (verdict == "Terminated" or lost):
             return "srun ended the agent, because another node's had failed, or the job was cancelled"
@@ -233,7 +239,7 @@ class SlurmStep:
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Expand srun's lists of tasks: "0,2-3" is 0, 2, 3."""
+    """Yield the numbers in one of srun's lists of tasks: "0,2-3" gives 0, 2, 3."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

@@ -21,7 +21,7 @@ from dadt.launch.ssh.connection import Connector, SshConnection
 
 OPEN_SECONDS = 15.0
 STATUS_SECONDS = 5.0
-"""How long the exit code may take to come after the end of the agent's output."""
+"""Seconds to wait for the agent's exit code after the end of its output."""
 FORCE_SECONDS = 1.0
 
 
@@ -72,7 +72,7 @@ class SshChannel:
         self._lost: str | None = None
         """Why the connection was lost before the agent ended; None if it was not."""
         self._ours, self._theirs = socket.socketpair()
-        self._writer = self._ours.dup()  # a selector takes each descriptor only once
+        self._writer = self._ours.dup()  # a selector takes each descriptor only once, so writing needs a second one
         self.link = Link(self._ours.fileno(), self._writer.fileno(), schema.AGENT, noisy=True)
         self._errors = threading.Thread(target=self._carry_errors, name="dadt-ssh-err", daemon=True)
         self._out = threading.Thread(target=self._carry_out, name="dadt-ssh-out", daemon=True)
@@ -116,7 +116,8 @@ class SshChannel:
             pass  # the connection is lost, which the end of the agent's output reports
 
     def _carry_out(self) -> None:
-        """Read to the last byte even if nobody takes it any more, as unread bytes block the whole connection."""
+        """Copy the agent's output until its end, even if the launcher no longer reads it, as unread bytes block the
+        whole connection."""
         try:
             self._pass_on()
             self._errors.join()

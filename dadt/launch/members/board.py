@@ -1,4 +1,4 @@
-"""A key-value store in the launcher, with which the ranks of a job exchange values, and the ranks that wait for
+"""A key-value store in the launcher, through which the ranks of a job exchange values, and the ranks that wait for
 keys."""
 
 from __future__ import annotations

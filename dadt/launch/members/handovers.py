@@ -35,10 +35,9 @@ class NewcomerQuestion:
 
 
 class Handovers:
-    """Passes questions of new workers (frames `approach`) to the ranks that train, and one rank's answer back.
-
-    At its last question all ranks stop to wait for the new worker, which may then join only the current generation of
-    ranks.
+    """Passes questions of new workers (frames `approach`) to the ranks that train, and one rank's answer back. When a
+    new worker asks its last question, all ranks stop to wait for the worker, which may then join only the current
+    generation of ranks.
     """
 
     def __init__(self, outbox: Outbox, kill: Callable[[int, float], None], patience: float) -> None:
@@ -50,7 +49,8 @@ class Handovers:
         self._count = 0
         self._asked: dict[int, NewcomerQuestion] = {}
         self.awaited: tuple[int, int] | None = None
-        """The new worker's rank for which the others wait now, and their generation; None if they wait for nobody."""
+        """The rank of the new worker for which all other ranks wait now, and the number of their generation; None if
+        they wait for nobody."""
         self._until = 0.0
 
     def ask(self, event: Event, reply: Reply) -> None:

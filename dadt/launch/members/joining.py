@@ -57,7 +57,7 @@ class Joining:
         candidates: Candidates,
         outbox: Outbox,
     ) -> None:
-        """nodes, slots: those of the job; a new host's entries replace the lost host's in both lists."""
+        """nodes, slots: lists of the job's hosts and places, in which a new host's entries replace the lost host's."""
         self._config = config
         self._nodes = nodes
         self._slots = slots

@@ -35,7 +35,7 @@ class Member:
     """Number of the newest generation that this rank was part of. Each time that ranks connect again begins a
     generation."""
     images: int = 0
-    """How many replacements of processes (exec) during training this rank has taken part in; ranks that do so together
+    """How often this rank's process was replaced (exec) during training. Ranks that replace their processes together
     have the same number."""
     finished: bool = False
     """Whether the rank's script is over, so that its process only waits for the other ranks."""

@@ -81,8 +81,8 @@ class Membership:
         self._overdue: dict[int, float] = {}
         """Lost ranks whose processes have not exited yet, with the time at which each will be killed."""
         self._left: dict[int, str] = {}
-        """Ranks that exited with code 0 before their training was complete, with the text about each. They are lost
-        only once another rank waits, as all ranks may be about to exit in the same way."""
+        """Ranks that exited with code 0 before their training was complete, each with a text about the exit. They count
+        as lost only once another rank waits, as all ranks may be about to exit in the same way."""
         self._requests: dict[int, ReconnectRequest] = {}
         """Unanswered requests of ranks whose connections have failed, by rank."""
         self._trials: list[str] = []
@@ -90,7 +90,7 @@ class Membership:
         self._tried_at = -1
         """The highest step of any rank when all ranks last connected again."""
         self._apart = config.algorithm == "gossip"
-        """Whether ranks train without waiting for each other, as in gossip."""
+        """Whether ranks train without waiting for each other, as with the algorithm `gossip`."""
         self._replacements = Replacements(outbox, self._hears) if replaces(config) else None
         self._handovers = Handovers(outbox, self.kill, patience)
         self._handed = 0
@@ -202,7 +202,7 @@ class Membership:
 
     def exited(self, member: Member, goes_on: bool, now: float) -> None:
         """Record that a rank's process has ended. goes_on: whether the job is not being ended."""
-        self._overdue.pop(member.rank, None)  # else a new worker would be killed at its deadline
+        self._overdue.pop(member.rank, None)  # the deadline must not kill a new worker of this rank
         self._requests.pop(member.rank, None)
         if self._handovers.ended(member.rank) and goes_on:
             self._begin_anew(f"rank {member.rank} ({member.place}) has ended before it could join", now)
@@ -333,8 +333,8 @@ class Membership:
         return self._cut(now) or (f"{held} did not connect"[: schema.TEXT] if held else "")
 
     def _give_up_held(self, here: Sequence[Member], since: float, now: float) -> None:
-        """If no rank waits for another, give up on ranks that were suspended for too long, and on the last one that
-        makes no step when all others have finished: then all wait for each other."""
+        """If no rank waits for another, give up on silent ranks that were suspended for too long. Also give up on a
+        silent rank if it alone has not finished, as all others then wait for its end."""
         others_ended = sum(member.finished for member in here)
         for member in [member for member in here if not member.finished and member.acted < since]:
             if member.held or 0 < others_ended == len(here) - 1:
@@ -344,8 +344,8 @@ class Membership:
             self._give_up_cut_off(here, since, now)
 
     def _connect_anew(self, now: float) -> None:
-        """Have all ranks connect again if a connection failed, every rank waits and no loss is known, once each agent
-        has sent a frame since: it would have reported a rank that ended."""
+        """Have all ranks connect again if a connection failed, every rank waits and no loss is known. Does nothing
+        until each agent has sent a frame since, as an agent would report a rank that ended."""
         here = self._here
         first = min(self._requests.values(), key=lambda request: request.begun, default=None)
         if first is None or not here or now - first.begun < EXPLAIN_SECONDS:
@@ -360,16 +360,16 @@ class Membership:
             self._trials.clear()
         self._tried_at = step
         new = [member.rank for member in here if member.joined and member.step < 0]
-        if new:  # all went well before the new ranks joined, so they are given up
+        if new:  # connecting worked before the new ranks joined, so give them up
             self._lose_running(new, f"{first.why}: since {ranks(new)} joined, connecting fails", now)
-        elif len(here) < len(self._rendezvous.present):  # some have exited, so all cannot connect again
+        elif len(here) < len(self._rendezvous.present):  # some ranks have exited, so not all can connect again
             self._answer_all(False, "", now)
         elif len(self._trials) == TRIALS:
             self._least = 0  # as the failure affects all ranks alike, no rank is given up from now on
             text = f"{self._trials[0]}; since then all ranks have connected anew {TRIALS} times in vain"
             self._answer_all(False, text, now)
         else:
-            # The report that a stranger answered at a rank's address explains more than those of other ranks.
+            # The report that a foreign process answered at a rank's address says more than other ranks' reports.
             why = next((each.why for each in self._requests.values() if Unproved.answered in each.why), first.why)
             self._trials.append(why)
             self._begin_anew(why, now)
@@ -388,13 +388,13 @@ class Membership:
         return (member.waits(now) or member.finished) and not member.held
 
     def _lose_running(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
-        """Remove ranks that still run, as `lose` does, and kill their processes. Returns whether training continues."""
+        """Remove ranks that still run from the job, and kill their processes. Returns whether training continues."""
         goes_on = self.lose(ranks, why, now, it)
         for rank in ranks if goes_on else ():
             self.kill(rank, now)
         return goes_on
 
     def _left_without(self, ranks: Collection[int]) -> int:
-        """Return the number of ranks that train, or have finished training, not counting these."""
+        """Return how many ranks train, or have finished training, apart from `ranks`."""
         present = self._rendezvous.present
         return sum(not (member.rank in ranks or (member.ended and not member.finished)) for member in present)

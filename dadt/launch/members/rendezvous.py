@@ -25,7 +25,8 @@ class KeyExchange:
     """Time (time.monotonic) at which the first value under this key arrived."""
     blobs: dict[int, bytes] = field(default_factory=dict)
     complete: Frame | None = None
-    """Answer that all ranks receive; replaced by the empty OVER once all have it, to free the memory."""
+    """Answer that all ranks receive; replaced by the empty frame OVER once all ranks have received it, to free the
+    memory."""
     waits: list[tuple[float, float, Reply]] = field(default_factory=list)
     """For each waiting rank: its deadline, its timeout in seconds, and the function that answers it."""
     told: bool = False

@@ -30,8 +30,8 @@ def replays(config: Config) -> bool:
 
 
 class Replacements:
-    """Starts a new worker for each lost rank whose process has ended, while its host is there and reaches the hosts of
-    the other ranks."""
+    """Starts a new worker for each lost rank whose process has ended, as long as the rank's host is in the job and
+    reaches the hosts of the other ranks."""
 
     def __init__(self, outbox: Outbox, hears: Callable[[int, float], bool]) -> None:
         """hears: called with a lost rank and the time. Returns whether the rank may be replaced: heartbeats pass

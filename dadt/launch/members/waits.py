@@ -1,6 +1,6 @@
 """Tracks which ranks wait for other ranks; every kind of wait counts here.
 
-A rank that waits in an exchange, while a library connects it, for a file, or for a new worker asks the launcher every
+A rank that waits in an exchange, for a library to connect it, for a file, or for a new worker asks the launcher every
 few seconds how the other ranks are. A rank that waits in the launcher has asked a question, which is answered once all
 ranks have come.
 """

@@ -1,2 +1,2 @@
-"""The launcher's knowledge of each rank (progress, output, waits), and what it feeds: console, journal, series and
-metrics."""
+"""The launcher's records of each rank (progress, output, waits), and what is written from them: console, journal,
+series and metrics."""

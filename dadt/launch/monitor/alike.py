@@ -35,7 +35,8 @@ class PrintedLine(NamedTuple):
 
 
 class Alike:
-    """Unshown lines of all ranks on one stream (out or err). The order of the lines of each rank is preserved."""
+    """Lines of all ranks on one stream (out or err) that have not been shown yet. The order of the lines of each rank
+    is preserved."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._waiting: dict[int, deque[PrintedLine]] = {rank: deque() for rank in ranks}
@@ -84,8 +85,8 @@ class Alike:
         return rank if since + MOMENT_SECONDS <= now else None
 
     def _of(self, rank: int, others: list[int]) -> Iterator[tuple[list[int], bytes]]:
-        """Yield the first line of this rank alone if some other rank has not printed it; otherwise yield the lines that
-        other ranks have printed before it."""
+        """If some other rank has not printed this rank's first line, yield this line alone. If all others have printed
+        the line, yield the lines that they have printed before it."""
         line = self._waiting[rank][0].meaning
         if not all(any(line == other.meaning for other in self._waiting[each]) for each in others):
             yield [rank], self._next([rank])

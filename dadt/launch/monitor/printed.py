@@ -67,7 +67,7 @@ class PrintedRow:
             self.drawn = self.state = b""
 
     def erase(self, whole: bool) -> None:
-        """Erase the text from before the cursor returned to the row's beginning, or the whole row."""
+        """Erase the whole row, or only the text that was drawn before the cursor returned to the row's beginning."""
         self.drawn, self.state, self.is_bar = b"" if whole else self.drawn, b"", True
 
 
@@ -98,8 +98,8 @@ class Printed:
         return [*self._parse(data, now), *self._cut(), *self.tick(now, every)]
 
     def tick(self, now: float, every: float = BAR_SECONDS) -> list[bytes]:
-        """Return the lines that are due by now: rows that have ended, and progress bars that were not returned for
-        `every` seconds."""
+        """Return the lines that are due at time `now`: rows that have ended, and progress bars that were not returned
+        for `every` seconds."""
         lines = []
         while self._ends() <= now:
             lines += self._end_first()
@@ -127,8 +127,10 @@ class Printed:
         return lines
 
     def _ends(self) -> float:
-        """Return the time at which the first row counts as ended. While the cursor is hidden, a row ends only once the
-        cursor returns to no row above its own."""
+        """Return the time at which the first row counts as ended. While the cursor is hidden, the row ends only if the
+        cursor has since moved up to a row below it, or HIDDEN_SECONDS after the cursor left the row if it never moved
+        up.
+        """
         left = self._rows[0].left if self._cursor else NEVER
         if not self._hidden or left < self._raised:
             return left + LEFT_SECONDS
@@ -174,7 +176,7 @@ class Printed:
         if row.is_bar or self._hidden:
             yield from self._down(now)
             return
-        # An ordinary line: bars above it will not be drawn again, so they have ended.
+        # The row is an ordinary line. Bars above it will not be drawn again, so they have ended.
         while self._cursor:
             yield from self._end_first()
         # if the row was returned as a bar before, this newline only ends the bar, and no empty line is shown

@@ -16,8 +16,8 @@ from dadt.launch.monitor.watch import Gauge, Watch
 SECONDS = 0.5
 """Seconds between two samples at the beginning of the job."""
 MOMENTS = 8192
-"""Most samples stored of each rank in a job of one or two ranks. With more ranks each has fewer, so that the total
-stays the same."""
+"""Most samples stored of each rank in a job of one or two ranks. With more ranks, fewer samples are stored of each, so
+that the total stays the same."""
 LEAST = 256
 """Number of samples stored of each rank, however many ranks there are."""
 

@@ -21,7 +21,7 @@ class Stacks:
     def write(self, rank: int, text: bytes) -> None:
         path = stacks_path(self._logs, rank)
         try:
-            # append, as the stacks of an earlier stall say more than those at the end
+            # Append to the file, as stacks of an earlier stall say more than those at the end of the job.
             with private_files.open_file(path, "ab", inner=True) as file:
                 file.write(b"\n" * bool(file.tell()) + text)
         except OSError as error:

@@ -28,7 +28,7 @@ ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 class View(Protocol):
-    """Interface of what shows or records a Watch while the job runs."""
+    """Interface of objects that show or record the figures of a Watch while the job runs."""
 
     def tick(self) -> float:
         """Show or record what is new, if it is due. Returns the seconds until the next call."""
@@ -119,7 +119,7 @@ class Gauge:
 
     @property
     def last(self) -> Mark | None:
-        """The newest progress mark of this rank; None if there is none."""
+        """The newest mark of this rank's progress; None if there is none."""
         return self._marks[-1] if self._marks else None
 
     def mark(self, step: int, numbers: Mapping[str, Any], now: float) -> None:

@@ -1,4 +1,4 @@
-"""Connecting to many hosts in a pool of threads, with a second attempt where that may help."""
+"""Connects to many hosts in a pool of threads, with a second attempt after errors that may be temporary."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ RETRY_SECONDS = (0.3, 1.5)
 
 
 class Transient(LaunchError):
-    """An error that another attempt, a little later, may not meet."""
+    """An error that may not occur again if the connection is tried a little later."""
 
 
 class Attempts:
-    """Makes attempts in a few daemon threads, so that one that hangs does not keep the process from ending."""
+    """Runs attempts to connect in a few daemon threads, so that an attempt that hangs does not keep the process from
+    ending."""
 
     def __init__(self, attempt: Callable[[Host, float], Channel]) -> None:
-        """attempt: takes the host and the deadline (time.monotonic), and raises LaunchError."""
+        """attempt: called with a host and a deadline (time.monotonic); connects to the host, or raises LaunchError."""
         self._attempt = attempt
         self._waiting: queue.SimpleQueue[tuple[Host, Future[Channel]]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -71,7 +72,7 @@ class Attempts:
 
 
 def left(deadline: float, limit: float) -> float:
-    """The seconds until the deadline, at most `limit`. Raises LaunchError if the deadline has passed."""
+    """Return the seconds until the deadline, at most `limit`. Raises LaunchError if the deadline has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise LaunchError("timeout: not connected within --start-timeout")

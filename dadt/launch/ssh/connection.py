@@ -1,4 +1,5 @@
-"""Connecting to a host's sshd, through other hosts if need be: find the route, dial, check the key, log in."""
+"""Connects to a host's sshd, through other hosts if needed: finds the route, dials, checks the host's key, and logs
+in."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ RSA = ("rsa-sha2-512", "rsa-sha2-256")
 Jump = tuple[str, ...]
 """The hosts through which a host is reached, in order, as ProxyJump names them."""
 Note = Callable[[str], None]
-"""Takes a note for the user about a host, a text to follow its name."""
+"""Called with a note for the user about a host: a text to follow the host's name."""
 
-# Without a handler, Python would print Paramiko's log with tracebacks between our lines.
+# Without a handler, Python would print Paramiko's log, with tracebacks, between DADT's own lines.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class SshConnection:
-    """A connection that is logged in."""
+    """An SSH connection on which the log-in has succeeded."""
 
     def __init__(self, transport: paramiko.Transport, proxy: Proxy | None) -> None:
         self.transport = transport
@@ -53,15 +54,16 @@ class SshConnection:
 
 
 class Jumps:
-    """Connections to jump hosts. One serves all hosts behind it, as its sshd would refuse too many log-ins."""
+    """Connections to jump hosts. All hosts behind a jump host share one connection to it, as its sshd would refuse too
+    many log-ins."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._futures: dict[Jump, Future[SshConnection]] = {}
 
     def find(self, jumps: Jump, deadline: float, connect: Callable[[], SshConnection]) -> SshConnection:
-        """Return the connection to these jump hosts: the existing one, the one under way, or a new one if it was lost.
-        Raises LaunchError."""
+        """Return the connection to these jump hosts: the existing one, the one that is being made, or a new one if the
+        old one was lost. Raises LaunchError."""
         with self._lock:
             future = self._futures.get(jumps)
             is_ours = future is None or _is_lost(future)
@@ -75,7 +77,7 @@ class Jumps:
             raise LaunchError(f"timeout: ProxyJump {','.join(jumps)} is not connected within --start-timeout") from None
 
     def close(self) -> None:
-        """Close all connections, and those being made once they exist."""
+        """Close all connections; a connection that is still being made is closed once it exists."""
         with self._lock:
             futures = list(self._futures.values())
         for future in futures:
@@ -111,13 +113,15 @@ class Connector:
         self._jumps.close()
 
     def connect(self, host: Host, deadline: float, note: Note) -> SshConnection:
-        """Connect and log in. Raises LaunchError, or its subclass Transient if another attempt may succeed."""
+        """Connect to a host and log in. Raises LaunchError, or its subclass Transient if another attempt may
+        succeed."""
         config = self._config
         route = routes.find(config, host.name, host.user, config.ssh_port, config.ssh_identity_file)
         return self._connect(route, deadline, note, ())
 
     def _connect(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> SshConnection:
-        """before: the jumps that need this connection, to find circles."""
+        """Connect to the host of a route and log in. before: the chains of jump hosts that need this connection, to
+        detect circles."""
         over = self._find_jump(route, deadline, note, before) if route.jumps else None
         with self._gates.passed(",".join([*route.jumps, route.where]), deadline):
             return self._log_in(route, over, deadline, note)

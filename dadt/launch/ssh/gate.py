@@ -1,4 +1,4 @@
-"""A limit of simultaneous log-ins per server, as an sshd refuses connections while ten have not logged in yet."""
+"""Limits simultaneous log-ins at each server, as an sshd refuses connections while ten have not logged in yet."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dadt.launch.ssh.attempt import left
 
 LOGINS = 6
-"""Log-ins at once; fewer than the default MaxStartups allows, as others may log in as well, and an sshd counts a
-log-in for a little longer than its client does."""
+"""Largest number of simultaneous log-ins at one server. It is smaller than the default MaxStartups allows, as other
+users may log in as well, and an sshd counts a log-in for a little longer than its client does."""
 
 
 class Gates:

@@ -1,4 +1,4 @@
-"""Host keys in known_hosts files, read and written as OpenSSH does."""
+"""Reads and writes host keys in known_hosts files, in OpenSSH's format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HostKey:
 
 @dataclass(frozen=True, slots=True)
 class KnownHostLine:
-    """A line of known_hosts."""
+    """A line of a known_hosts file, with the key that it contains."""
 
     names: str
     key: HostKey
@@ -77,7 +77,7 @@ class KnownHosts:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of the known keys, to ask the host for first."""
+        """Kinds of the known keys, which the client asks the host for first."""
         return [entry.key.kind for entry in self._entries + self._portless]
 
     def check(self, key: HostKey, policy: str) -> str:
@@ -110,7 +110,7 @@ def changed(fingerprint: str, entry: KnownHostLine, name: str) -> str:
 
 
 def read_line(file: Path, number: int) -> KnownHostLine | None:
-    """A line of known_hosts by its number from 1."""
+    """Return the line of a known_hosts file with this number, counted from 1; None if the line contains no key."""
     return next((entry for entry in _read([file]) if entry.line == number), None)
 
 
@@ -119,7 +119,7 @@ def _read(files: Iterable[Path]) -> Iterator[KnownHostLine]:
         try:
             lines = file.read_text(errors="replace").splitlines()
         except OSError:
-            continue  # missing, or not readable by this user
+            continue  # the file is missing, or this user may not read it
         for number, line in enumerate(lines, 1):
             words = line.split()
             marker = words.pop(0) if words and words[0].startswith("@") else ""
@@ -134,11 +134,11 @@ def _read(files: Iterable[Path]) -> Iterator[KnownHostLine]:
 
 
 def _append(file: Path, line: str) -> None:
-    """Append a whole line, unless it is there already, even if others append at the same time."""
+    """Append a whole line, unless the file contains it already, even if other processes append at the same time."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with file.open("a+b") as known:
         if not file.is_file():
-            return  # a device such as /dev/null, to which nothing is written
+            return  # the path is a device such as /dev/null, to which nothing is written
         fcntl.flock(known, fcntl.LOCK_EX)
         known.seek(0)
         text = known.read()
@@ -147,5 +147,5 @@ def _append(file: Path, line: str) -> None:
 
 
 def _glob(pattern: str) -> str:
-    """Escape brackets, which are not ranges here but surround names with a port."""
+    """Escape brackets for fnmatch: in known_hosts they do not mean ranges, but surround names with a port."""
     return pattern.replace("[", "[[]")

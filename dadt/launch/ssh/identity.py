@@ -1,4 +1,4 @@
-"""The user's keys, from the SSH agent and from files, tried one by one."""
+"""Logs in to a host with the user's keys, from the SSH agent and from files, tried one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dadt.launch.ssh.route import Route
 
 
 class Identities:
-    """The user's keys, and what was tried with each."""
+    """The user's keys for one host, and which of them were refused, locked by a passphrase or unusable."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -30,7 +30,7 @@ class Identities:
         self._unusable: list[str] = []
 
     def log_in(self, transport: paramiko.Transport) -> None:
-        """Log in. Raises LaunchError if no key is accepted."""
+        """Log in over the transport. Raises LaunchError if the host accepts no key."""
         user = self._route.user
         try:
             transport.auth_none(user)
@@ -94,13 +94,13 @@ class Identities:
 
 
 def _public(file: Path) -> bytes | None:
-    """The public key in the file itself, or in the .pub file beside it; None if there is none."""
+    """Return the public key in the file itself, or in the .pub file beside it; None if there is none."""
     for candidate in (file, file.with_name(f"{file.name}.pub")):
         try:
             words = candidate.read_text(errors="replace").split(maxsplit=2)
             return base64.b64decode(words[1], validate=True)
         except (OSError, IndexError, binascii.Error):
-            continue  # missing, or not a public key
+            continue  # the file is missing, or contains no public key
     return None
 
 

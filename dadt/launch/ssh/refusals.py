@@ -97,6 +97,6 @@ def agent_keys(count: int) -> list[str]:
 
 
 def login(route: Route) -> str:
-    """The words that follow `ssh` or `ssh-copy-id`, for users to type."""
+    """Return the words that follow `ssh` or `ssh-copy-id` in a command for users to type."""
     port = "" if route.port == SSH_PORT else f"-p {route.port} "
     return f"{port}{route.user}@{route.host}"

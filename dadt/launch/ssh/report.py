@@ -1,4 +1,4 @@
-"""The output of `ssh -v`, and the reason of a failure found in it."""
+"""Finds the reason of a failed SSH connection in the output of `ssh -v`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dadt.launch.ssh.route import Route
 OWN_LINE = re.compile(
     r"debug\d: |OpenSSH_|Authenticated |Transferred: |Bytes per second: |Warning: Permanently added |Killed by signal 1"
 )
-"""Lines of ssh about itself. All others come from the other side, or say why it failed."""
+"""Matches lines in which `ssh -v` describes its own work. All other lines come from the remote side, or say why ssh
+failed."""
 SERVER_KEY = re.compile(r"Server host key: (\S+) (SHA256:\S+)")
 OFFENDING = re.compile(r"Offending (?:\S+ )?key(?: for IP)? in (.+):(\d+)")
 OFFERED = re.compile(r"Offering public key: (?P<name>.+) (?P<kind>[\w-]+) (?P<print>SHA256:\S+)(?P<from>.*)")
@@ -28,7 +29,7 @@ EARLY = ("kex_exchange_identification", "Connection closed by", "Connection rese
 
 
 class SshReport:
-    """The standard error of one `ssh -v`."""
+    """What one run of `ssh -v` has written to standard error."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -46,19 +47,21 @@ class SshReport:
 
     @property
     def last_words(self) -> str:
-        """The last line, preferably one that says more than that the connection was closed."""
+        """The last line from the remote side or about a failure, preferably one that says more than that the connection
+        was closed."""
         lines = [line.strip() for line in self.others.splitlines() if line.strip()]
         telling = [line for line in lines if not line.startswith(EARLY)] or lines
         return telling[-1] if telling else ""
 
     def notes(self) -> list[str]:
-        """Notes for the user on success: that an unknown host key was accepted."""
+        """Return notes for the user after a successful log-in: that an unknown host key was accepted."""
         if "Warning: Permanently added" not in self._text:
             return []
         return [f"its host key was not known ({self._fingerprint()}): added to known_hosts"]
 
     def failure(self, route: Route) -> LaunchError:
-        """Why the log-in failed. The first reason in the text counts, as those of jump hosts come first."""
+        """Return the error that says why the log-in failed. The first reason in the text counts, as reasons from jump
+        hosts come first."""
         text = self._text
         if found := RESOLVE.search(text):
             kind = Transient if "Temporary failure" in found[2] else LaunchError

@@ -25,10 +25,10 @@ Settings = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """One host, and how to reach it."""
+    """A host, and the SSH settings for reaching it."""
 
     host: str
-    """The name that the user gave."""
+    """Name of the host, as the user has given it."""
     hostname: str
     port: int
     user: str
@@ -58,7 +58,7 @@ class Route:
 
 
 def find(config: Config, host: str, user: str = "", port: int = 0, identity: str = "") -> Route:
-    """The route to a host. user, port, identity: override the configuration. Raises LaunchError."""
+    """Return the route to a host. user, port, identity: override the SSH configuration. Raises LaunchError."""
     if identity and not Path(identity).expanduser().is_file():
         raise LaunchError(f"there is no private key {identity} -> give the right path with -i")
     ssh = shutil.which("ssh")
@@ -87,7 +87,7 @@ def find(config: Config, host: str, user: str = "", port: int = 0, identity: str
 
 
 def find_jump(config: Config, text: str) -> Route:
-    """The route to a host that ProxyJump names: [user@]host[:port]."""
+    """Return the route to a host that ProxyJump names in the form [user@]host[:port]."""
     found = JUMP.fullmatch(text)
     if found is None:
         raise LaunchError(f"ProxyJump {text} is not understood -> [user@]host[:port] in the SSH configuration")
@@ -95,7 +95,8 @@ def find_jump(config: Config, text: str) -> Route:
 
 
 def _of_ssh(ssh: str, config: Config, host: str, user: str) -> Settings:
-    """The settings from OpenSSH, which knows all of its own configuration: Include, Match, canonical names."""
+    """Return the SSH settings for a host from the program `ssh`, which knows all of OpenSSH's configuration: Include,
+    Match, canonical names."""
     options = ["-F", config.ssh_config] if config.ssh_config else []
     options += ["-l", user] if user else []
     try:
@@ -119,7 +120,8 @@ def _of_ssh(ssh: str, config: Config, host: str, user: str) -> Settings:
 
 
 def _of_files(config: Config, host: str) -> Settings:
-    """The settings without OpenSSH, as far as Paramiko understands them: it has no Include."""
+    """Return the SSH settings for a host without the program `ssh`, as far as Paramiko understands the configuration
+    files: it does not know Include."""
     import paramiko
 
     files = [config.ssh_config] if config.ssh_config else ["~/.ssh/config", "/etc/ssh/ssh_config"]

@@ -20,8 +20,8 @@ END_SECONDS = 1.0
 
 
 def dial(route: Route, timeout: float, silence: float) -> socket.socket:
-    """Connect by TCP. silence: seconds without an answer after which the connection counts as lost. Raises
-    LaunchError."""
+    """Connect to the route's host by TCP. silence: seconds without an answer after which the connection counts as lost.
+    Raises LaunchError."""
     try:
         found = socket.getaddrinfo(route.hostname, route.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -44,7 +44,7 @@ def dial(route: Route, timeout: float, silence: float) -> socket.socket:
 
 
 def _watch(wire: socket.socket, silence: float) -> None:
-    """Let the kernel find out that the other side is gone, as no RST comes from a cut network."""
+    """Have the kernel detect that the other side is gone, as a network that was cut sends no RST."""
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence / 3)))
@@ -76,7 +76,7 @@ def tunnel(over: paramiko.Transport, route: Route, timeout: float) -> paramiko.C
 
 
 class Proxy:
-    """A ProxyCommand, whose input and output are the connection."""
+    """A running ProxyCommand, whose input and output serve as the connection to the host."""
 
     def __init__(self, route: Route) -> None:
         values = {"%": "%", "h": route.hostname, "n": route.host, "p": str(route.port), "r": route.user}

@@ -109,7 +109,7 @@ def missing(cwd: str, files: Sequence[str]) -> list[str]:
         if not Path(cwd).is_dir():
             return [f"there is no folder {cwd} -> make it, share it, or --workdir DIR"]
         absent = [file for file in files if not (Path(cwd) / file).exists()]
-    except OSError as error:  # for example, the folder belongs to another user
+    except OSError as error:  # the files cannot be looked at, for example in another user's folder
         return [f"{error.filename or cwd} cannot be looked at ({error.strerror}) -> allow it, or --workdir DIR"]
     return [f"there is no {file} in {cwd} -> copy it to that folder, or share the folder" for file in absent]
 
@@ -165,7 +165,7 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
     """Called by the agent: return the complete environment of a worker. socket: path of the agent's socket."""
     result = {**base, **given, "DADT_AGENT": str(socket)}
     result.setdefault("OMP_NUM_THREADS", result.pop("DADT_THREADS"))
-    # so that orders that depend on hashes, such as that of a set of strings, are the same on all ranks
+    # PYTHONHASHSEED makes orders that depend on hashes, such as that of a set of strings, the same on all ranks.
     if result.get("DADT_SEEDING") != "0":
         result.setdefault("PYTHONHASHSEED", str(max(0, int(result.get("DADT_SEED", 0))) % 2**32))
     if interface := result.pop("DADT_INTERFACE", ""):

@@ -22,7 +22,8 @@ from dadt.launch.start.plan import Plan
 def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
     """Return the fields of the `look` frame, which asks an agent to report about its host."""
     config = the_plan.config
-    # With --nnodes, the user starts `dadt run` on each host, and so has set up each host's environment.
+    # With --nnodes, the user starts `dadt run` on each host, so each agent has the environment that the user has set up
+    # on its host.
     has_own = node.is_child or config.nnodes
     return {
         "job": job,

@@ -65,8 +65,7 @@ class Plan:
 
     @property
     def timeline(self) -> Path | None:
-        """The file of --timeline, if it is known to be on this host. With Ray this is unknown, as Ray chooses the hosts
-        later."""
+        """Return the environment variables that the launcher adds for all workers alike."""
         first = next(iter(self.hosts), None)
         if not self.config.timeline or first is None or isinstance(first, ray.RayHost):
             return None

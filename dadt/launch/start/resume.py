@@ -62,7 +62,7 @@ def source(config: Config) -> tuple[Path, Path]:
     logs = Path(config.log_dir).absolute()
     try:
         return _last(logs, config.snapshot_dir) if config.resume == LAST else _named(config.resume, logs, config)
-    except OSError as error:  # for example, the name is too long for the file system
+    except OSError as error:  # the path cannot be read, for example because the name is too long
         raise ConfigError(f"--resume {config.resume}: cannot be read ({error.strerror})") from error
 
 

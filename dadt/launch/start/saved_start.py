@@ -103,7 +103,7 @@ def read(logs: Path) -> SavedStart:
 def _own(path: Path) -> bytes:
     """Read the file. Raises OSError, ValueError if it is no regular file or is too large, and ConfigError if another
     user could have changed it."""
-    # O_NONBLOCK: opening a named pipe would block
+    # O_NONBLOCK, as opening a named pipe would block without this flag
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)

@@ -1,8 +1,6 @@
-"""Provides the standard input of a job's workers.
-
-Rank 0 reads the launcher's own standard input, if it runs on the launcher's host: a terminal (so that a debugger can be
-used), a pipe, or a file. All other ranks read nothing, from a pseudo-terminal of the same size if the launcher has a
-terminal, as scripts such as `stty size` look at it.
+"""Provides the standard input of a job's workers. Rank 0 reads the launcher's own standard input, if it runs on the
+launcher's host: a terminal (so that a debugger can be used), a pipe, or a file. All other ranks read nothing; if the
+launcher has a terminal, they get a pseudo-terminal of the same size, as some scripts ask for the size (`stty size`).
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ def _terminal(lines: int, columns: int) -> list[FileIO]:
     ends = [os.fdopen(end, "rb", 0) for end in os.openpty()]
     attributes = termios.tcgetattr(ends[1])
     attributes[3] &= ~termios.ICANON
-    # so that a read returns at once instead of waiting for input
+    # With VMIN and VTIME 0, a read returns at once instead of waiting for input.
     attributes[6][termios.VMIN] = attributes[6][termios.VTIME] = 0
     termios.tcsetattr(ends[1], termios.TCSANOW, attributes)
     fcntl.ioctl(ends[1], termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))

@@ -139,7 +139,8 @@ def agree(nodes: Sequence[Node], wanted: str, outbox: Outbox, now: float) -> Ste
     if absent := [node for node, report in zip(nodes, reports, strict=True) if wanted and not report["addresses"]]:
         raise LaunchError(f"--network-interface {wanted}: matches nothing on {'; '.join(map(_offer, absent))}")
     for node in nodes:
-        # Numbered by position in the list, which differs from node.index if hosts before it were left out.
+        # Targets are numbered by their position in `nodes`, which differs from node.index if earlier hosts were left
+        # out.
         targets = [target_of(place, reports[place]) for place, other in enumerate(nodes) if other is not node]
         outbox.send(node, Frame("probe", {"targets": targets}))
     answers, now = yield from _await_probes(nodes, now)

@@ -1,5 +1,5 @@
-"""Runs Python computations between two operations of an engine, on a thread beside the training, in the engine's
-order."""
+"""Runs Python computations between two operations of the C++ engine, on a separate thread, in the order of these
+operations."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from dadt._core import Engine, Work
     from dadt.comm.executors.device import Averaging
 
-_PATIENCE = 60.0  # seconds after which a wait checks whether the engine has failed
+_PATIENCE = 60.0  # seconds after which a wait checks whether the C++ engine has failed
 _END_SECONDS = 5.0
 
 Wait = Callable[["Work | Averaging"], None]
 
 
 class Background:
-    """One thread, started when first needed. The engine's errors and timeouts end its waits, and any failure ends the
-    thread.
+    """Runs computations on one thread, which is started when first needed. The C++ engine's errors and timeouts end the
+    thread's waits, and any failure ends the thread.
 
     Each operation that the thread releases already has its place in the engine's order, so the order is equal on all
     ranks, however late a thread runs.
@@ -36,8 +36,8 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def begin(self, call: Callable[[Wait], None]) -> None:
-        """Run `call(wait)` on the thread, after all earlier calls; `wait` returns when a work is done. Only the
-        training thread calls this."""
+        """Run `call(wait)` on the background thread, after all earlier calls. `wait(work)` returns when the operation
+        `work` is done. Only the training thread calls this method."""
         if self._thread is None:
             # A daemon thread, so that waiting for a peer that never comes does not keep the process from exiting.
             self._thread = threading.Thread(target=self._run, name="dadt-background", daemon=True)
@@ -45,7 +45,7 @@ class Background:
         self._calls.put((torch.get_num_threads(), call))
 
     def close(self) -> bool:
-        """Stop the thread; call it after the engine is closed. Returns whether the thread has ended."""
+        """Stop the thread; call this method after the C++ engine is closed. Returns whether the thread has ended."""
         if self._thread is None:
             return True
         self._calls.put(None)
@@ -60,7 +60,7 @@ class Background:
                     torch.set_num_threads(threads)  # the last bits of a matrix product depend on the number of threads
                 call(self._wait)
             except CommError:
-                return  # the training thread gets the engine's error when it waits for the later operations
+                return  # the training thread receives the C++ engine's error when it waits for a later operation
             except Exception as error:  # noqa: BLE001 (the training thread waits for what this was to release)
                 self._engine.abort(f"computing between two allreduces failed: {type(error).__name__}: {error}")
                 return

@@ -54,14 +54,15 @@ class BucketExchange:
         """The first allreduce of each bucket, in order."""
         self._second_works: list[Work | Averaging] = []
         self._rounds: list[tuple[int, Round]] = []
-        """Buckets that take two allreduces: the bucket's index and its state between them."""
+        """Buckets with low-rank compression, which take two allreduces: the bucket's index, and its state between them.
+        """
         self._alive: list[list[torch.Tensor | None]] = []
         """Tensors that must stay alive because operations under way read them."""
         self._under_way: list[tuple[Bucket, int]] = []
-        """Flat buffers that operations under way write to, each as a bucket and the index of its buffer."""
+        """Contiguous buffers that operations under way write to, each as a bucket and the index of its buffer."""
         self._submitted: list[tuple[list[Work | Averaging], tuple[Any, ...]]] = []
-        """Launched operations in order, until the result is used: the list that contains the work, and the arguments of
-        `_submit`."""
+        """Operations that may have to be launched again, in order: for each the list that contains its work object, and
+        the arguments of `_submit`."""
 
     @property
     def works(self) -> list[Work | Averaging]:
@@ -87,8 +88,8 @@ class BucketExchange:
         weight: float = 1.0,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Submit the first allreduce of the next bucket. into: index of the flat buffer for the mean. scale: loss scale
-        of the values."""
+        """Submit the first allreduce of the next bucket. into: index of the contiguous buffer that receives the mean.
+        scale: loss scale of the values."""
         name = f"{self.name}, bucket {index}"
         if isinstance(form, LowRank):
             plain = bucket.layout.total * bucket.layout.dtype.itemsize
@@ -108,8 +109,8 @@ class BucketExchange:
             works.append(self._submit(*operation))
 
     def renew(self) -> None:
-        """Called after a failure: allocate other flat buffers, as a library may still write to those of the failed
-        operations."""
+        """Called after a failure: allocate other memory for the buckets, as a library may still write to the failed
+        operations' memory."""
         for bucket, turn in self._under_way:
             bucket.renew(turn)
         self._under_way.clear()
@@ -140,7 +141,7 @@ class BucketExchange:
         held: bool = False,
     ) -> Work | Averaging:
         """Submit one allreduce. plain: bytes of the uncompressed values that it replaces, -1 if it is not compressed.
-        held: whether the engine waits for `release` before it begins the operation."""
+        held: whether the C++ engine waits for a call of `release` before it begins the operation."""
         self._alive.append(staged.values)
         self._under_way.append((bucket, into))
         device = self._peers.device
@@ -149,8 +150,8 @@ class BucketExchange:
             coding = None if feedback is None else (feedback, feedback.keep(scale))
             beside = {"name": name, "weight": weight, "lane": lane, "plain": plain}
             return device.average(staged.values, places, flat, coding, **beside)
-        # A bucket that is still being copied from a GPU gets its place in the engine's order now, so that the host can
-        # continue.
+        # A bucket that is still being copied from a GPU is submitted to the C++ engine before the copy ends, so that
+        # the host need not wait.
         ready, background, engine = staged.ready, self._peers.background, self._peers.engine
         comes = ready is not None and background is not None and not held and not ready.query()  # type: ignore[no-untyped-call]
         if ready is not None and not comes:
@@ -188,6 +189,6 @@ class BucketExchange:
         self._under_way.clear()
 
     def _let_go(self) -> None:
-        """Drop what is needed only to repeat the operations."""
+        """Free memory and arguments that only a repetition of the operations would need."""
         self._submitted.clear()
         self._alive.clear()

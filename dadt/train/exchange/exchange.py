@@ -47,16 +47,15 @@ class BucketPlan:
         turns: int = 2,
         compression: str = "none",
     ) -> None:
-        """device: averages tensors in GPU memory, if set. turns: flat buffers of each bucket; with 1 no exchange is
-        under way between steps, and a second one is allocated only if the first is in use. compression: of gradients.
-        """
+        """device: averages tensors in GPU memory, if not None. turns: buffers of each bucket; 1 if no exchange is under
+        way between steps, when a second one is allocated only if the first is in use. compression: of gradients."""
         self.parameters = list(parameters)
         places = {id(b): (m, n) for m, n, b in buffers}
         self.device = device
         direct = None if device is None else device.device
         self.buckets = split(self.parameters[::-1], max_bytes, direct, turns)
-        # Backward computes the gradients of the first parameters last, so their bucket is the last one. At least two
-        # turns for buffers: the script reads the newest averages while the next ones arrive.
+        # Buckets begin with the last parameters, as backward computes their gradients first. Module buffers have at
+        # least two turns (memory of one exchange): the script reads the newest averages while the next ones arrive.
         self.buffer_buckets = split([b for _, _, b in buffers], max_bytes, direct, max(2, turns))
         self.places = [places[id(b)] for bucket in self.buffer_buckets for b in bucket.tensors]
         """Module and buffer name of each averaged buffer, in the order of the buckets."""
@@ -68,7 +67,7 @@ class BucketPlan:
         self.turn = self.buffer_turn = 0
         self._late = turns > 1
         self._uses: dict[int, list[int]] = {}
-        """Reference counts of the storages of each turn's flat buffers while only the plan itself uses them."""
+        """Reference counts of the buckets' memory, by its index, while only this plan itself refers to it."""
         self.forms = forms(compression, self.buckets)
         """The compression of each bucket of gradients, None if a bucket is not compressed."""
 
@@ -77,7 +76,7 @@ class BucketPlan:
         self.forms = forms(name, self.buckets)
 
     def next_turn(self) -> None:
-        """Called when an exchange begins: choose the flat buffers that it will use."""
+        """Called when an exchange begins: choose the contiguous buffers that the exchange will use."""
         self.buffer_turn = (self.buffer_turn + 1) % max(2, self.turns)
         for _ in range(self.turns):
             self.turn = (self.turn + 1) % self.turns
@@ -92,7 +91,7 @@ class BucketPlan:
         self.turn = (self.turn + 1) % self.turns
 
     def look_for_moved(self) -> None:
-        """Allocate new flat buffers if tensors were moved out of them, where averages would not reach the tensors."""
+        """Allocate new memory for buckets if tensors were moved elsewhere, where averages would not reach them."""
         for bucket in self.buckets:
             for turn in range(self.turns):
                 if bucket.has_moved(turn):
@@ -110,8 +109,8 @@ class BucketPlan:
         return [*self.buckets, *(bucket for form in low_ranks for bucket in (form.first, form.second))]
 
     def _is_free(self, turn: int) -> bool:
-        """Whether the flat buffers of this turn are free: no `.grad` lies in them (one that the script zeroes in place
-        stays there), and the script has no other reference to gradients in them."""
+        """Whether the buckets' memory with index `turn` is free: no `.grad` lies in it (a gradient that the script
+        zeroes in place stays there), and the script has no other reference to gradients in it."""
         uses = self._uses_of(turn)
         if uses != self._uses.setdefault(turn, uses):
             return False
@@ -192,7 +191,7 @@ class Exchange(BucketExchange):
 
     @property
     def halfway(self) -> bool:
-        """Whether `go_on` must launch the second half of low-rank allreduces, at the same point on all ranks."""
+        """Whether low-rank buckets still need their second allreduce, which all ranks launch at the same point."""
         return bool(self._rounds) and not self._second_works
 
     @property
@@ -204,7 +203,7 @@ class Exchange(BucketExchange):
         )
 
     def give_back(self) -> None:
-        """Give the flat buffers to the next exchange. Only for the newest exchange, if it is discarded."""
+        """Let the next exchange use this exchange's memory. Call it only for the newest exchange, if discarded."""
         self.schema.turn = (self._turn - 1) % self.schema.turns
         self.schema.buffer_turn = self._buffer_turn - 1
 
@@ -213,13 +212,13 @@ class Exchange(BucketExchange):
         self.schema.__dict__.pop("addresses", None)
 
     def repeat(self) -> None:
-        """Launch the exchange again: the gradients as they were launched, the buffers with their current values."""
-        self._delivered.clear()  # these averages include a rank that is lost
+        """Launch the exchange again, with the gradients of the first launch and the buffers' current values."""
+        self._delivered.clear()  # averages that include a lost rank are not used
         buffers = iter(self.schema.buffers())
         for bucket in self.schema.buffer_buckets:
             staged = bucket.fill(list(islice(buffers, len(bucket.tensors))), self._buffer_turn)
             if staged.ready is not None:
-                staged.ready.synchronize()  # the repeated operations wait only for the original copies from the GPU
+                staged.ready.synchronize()  # repeated allreduces do not wait for this new copy from the GPU
         super().repeat()
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
@@ -233,7 +232,7 @@ class Exchange(BucketExchange):
         self.launch()
 
     def launch(self, lane: bytes = b"") -> None:
-        """Submit the next bucket's gradients as they are now. They must not change until the work is done."""
+        """Submit the next bucket's current gradients, which must not change until the operation is done."""
         index = len(self._works)
         staged = self._ahead.pop(index, None) or self._stage(index)
         self._inputs.append(staged.values)
@@ -257,19 +256,19 @@ class Exchange(BucketExchange):
         """Submit the buffers and all remaining gradients; the last bucket's allreduce carries this rank's metadata."""
         last = len(self.schema.buckets) - 1
         for index in range(len(self._works), last + 1):
-            # Stage all buckets first: copies from a GPU then run while earlier buckets are under way.
+            # Stage all buckets before any launch: copies from a GPU then run while earlier buckets are exchanged.
             self._ahead[index] = self._stage(index)
         while len(self._works) < last:
             self.launch()
         buffers = iter(self.schema.buffers())
         for i, bucket in enumerate(self.schema.buffer_buckets):
-            # Forwards may change the buffers meanwhile, so a copy in the flat buffer is averaged.
+            # A copy of the buffers is averaged, as forwards may change the buffers during the exchange.
             turn = self._buffer_turn
             staged = bucket.fill(list(islice(buffers, len(bucket.tensors))), turn)
             name, flags = f"{self.name}, buffers {i}", self._lane(staged)
             self._enqueue(self._buffer_works, bucket, staged, turn, name, flags, self.weight)
         self.launch(lane.pack())
-        # Only for host tensors: on a GPU, computations of the background thread would delay the script's own.
+        # The background thread computes only on host tensors: on a GPU it would delay the script's own work.
         background = self._peers.background
         if background is not None and self._rounds and all(r.form.bucket.of_host for _, r in self._rounds):
             self._second_works = [
@@ -278,14 +277,14 @@ class Exchange(BucketExchange):
             background.begin(partial(self._go_on_held, self._rounds, cast("list[Work]", self._second_works)))
 
     def _go_on_held(self, rounds: list[tuple[int, Round]], held: list[Work], wait: Wait) -> None:
-        """Compute and release the second allreduces of low-rank buckets, on the background thread."""
+        """Compute the inputs of low-rank buckets' second allreduces on the background thread, and release these."""
         for (index, round_), work in zip(rounds, held, strict=True):
             wait(self._works[index])
             round_.halfway()
             self._peers.engine.release(work)
 
     def receive(self) -> list[StepMetadata]:
-        """Wait for all averages. Returns each rank's metadata. All ranks call it between the same two exchanges."""
+        """Wait for all averages and return each rank's metadata. All ranks call this method at the same point."""
         begun = perf_counter()
         lanes = self.wait()
         self._let_go()
@@ -297,11 +296,11 @@ class Exchange(BucketExchange):
         return lanes
 
     def wait(self) -> list[StepMetadata]:
-        """Wait for all averages without the effects of `receive`: the compression learns nothing, and the exchange can
-        be repeated if ranks are lost. A single rank may call it."""
+        """Wait for all averages without updating the compression's state, so that the exchange can be repeated if ranks
+        are lost. A single rank may call this method."""
         self.go_on()
         self._await()
-        self._ahead_of_step.clear()  # otherwise the gradients would stay alive until the next exchange
+        self._ahead_of_step.clear()  # gradients would otherwise stay alive until the next exchange
         if not self._finished:
             self._finished = True
             for _, round_ in self._rounds:
@@ -317,12 +316,12 @@ class Exchange(BucketExchange):
         return lanes
 
     def learned(self) -> dict[int, list[Learned]]:
-        """Return, by the bucket's index, what the compression will learn in `receive`; call it after `wait`."""
+        """Return the compression's pending state updates, by the bucket's index; call this method after `wait`."""
         return {index: round_.learned() for index, round_ in self._rounds}
 
     def go_on(self) -> None:
-        """Launch the second allreduce of low-rank buckets, unless the background thread does so. All ranks call it
-        between the same two exchanges."""
+        """Launch the second allreduce of low-rank buckets, unless the background thread does so. All ranks call this
+        method at the same point."""
         if not self.halfway:
             return
         self._await()
@@ -348,7 +347,7 @@ class Exchange(BucketExchange):
         return norm if self.scale is None else norm.to(self.scale.device) / self.scale
 
     def _brought(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's averages as one flat tensor on the parameters' device."""
+        """Return the bucket's averages as one tensor with one dimension, on the parameters' device."""
         places = self._delivered[bucket] = bucket.deliver_all(self._turn)
         return torch.empty(0, dtype=bucket.dtype, device=bucket.device).set_(places[0].untyped_storage())
 
@@ -383,7 +382,7 @@ def hand_out(
 ) -> None:
     """Set each parameter's `.grad` to its average times `ratio`, and to None for parameters without an average. used:
     ids of frozen parameters that were already frozen when their gradients were read."""
-    # Skip parameters frozen meanwhile: the script expects them to stay unchanged.
+    # Skip parameters that were frozen during the exchange: the script expects them to stay unchanged.
     given = [(p, gradient) for p, gradient in averages if p.requires_grad or id(p) in used]
     if ratio is not None and given:
         for device in {gradient.device for _, gradient in given}:

@@ -58,7 +58,7 @@ def _crc(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _bytes(tensors: Sequence[torch.Tensor], most: int = 64) -> bytes:
-    layout = torch.contiguous_format  # otherwise a single value would keep its stride, which view() rejects
+    layout = torch.contiguous_format  # view() would reject the stride that a tensor with one value may have
     parts = [some_values(t, most).to("cpu", copy=True, memory_format=layout).view(torch.uint8) for t in tensors]
     return b"".join(part.numpy().tobytes() for part in parts)
 
@@ -69,8 +69,8 @@ def some_values(tensor: torch.Tensor, most: int = 64) -> torch.Tensor:
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """Return values from all over the tensor, at an odd distance: an even one would pick the same corner of every
-    image."""
+    """Return some values from all over the tensor, an odd number of elements apart: an even distance would pick the
+    same corner of every image."""
     return tensor.reshape(-1)[:: -(-tensor.numel() // _INPUTS) | 1]
 
 

@@ -57,15 +57,17 @@ class SentGradients:
 
 
 class Looks:
-    """Comparisons of gradients on a GPU. If a script did not change them in its first steps, it probably will not
-    later, so later results are read once they arrive; a change found then counts for a later step."""
+    """Comparisons of gradients on a GPU. A script that changes no gradients in its first steps probably will not do so
+    later, so the host waits only for the first results. Later results are read once they arrive, and a change then
+    counts for a later step.
+    """
 
     def __init__(self) -> None:
         self._number = 0
         self._coming: deque[Later] = deque()
 
     def find(self, sent: Sequence[SentGradients]) -> bool:
-        """Whether this comparison, or an earlier one whose result has arrived only now, has found a change."""
+        """Whether this comparison, or an earlier comparison whose result has just arrived, has found a change."""
         self._number += 1
         flags = [flag for each in sent for flag in each.differences()]
         if flags:

@@ -20,8 +20,8 @@ class StepMetadata:
     groups: int
     """crc32 of the optimizer's param_group values (learning rate and so on)."""
     fingerprint: int
-    """Fingerprint of local gradients and inputs in the first exchanges, later now and then of weights; 0 if none was
-    computed."""
+    """Fingerprint of local gradients and inputs in the first exchanges, and of weights in some later ones; 0 if none
+    was computed."""
     growth: int
     """crc32 of how often each gradient grew in this step, since buckets launched during backward depend on that."""
     redo: bool
@@ -81,8 +81,8 @@ METADATA_BYTES = _FORMAT.size
 
 def pack_flags(flags: Sequence[bool]) -> bytes:
     """Pack one bit per tensor: whether this rank has a gradient for it."""
-    # Converted at once: with a shift of one long number per flag, each flag would cost time proportional to their
-    # count.
+    # All flags are converted at once: a shift of one long number per flag would take time proportional to the square of
+    # their count.
     bits = int("".join("01"[flag] for flag in reversed(flags)) or "0", 2)
     return bits.to_bytes((len(flags) + 7) // 8, "little")
 

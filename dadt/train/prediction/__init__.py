@@ -1,5 +1,5 @@
-"""Prediction of the weights at which a late gradient will be applied, so that it is computed there. One module per
-method."""
+"""Prediction of the weights to which a late gradient will be applied, so that the gradient is computed at these
+weights. One module per method."""
 
 from __future__ import annotations
 

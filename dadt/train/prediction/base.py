@@ -21,7 +21,7 @@ class Holds(enum.Enum):
     """The current content of each parameter's extra buffer."""
 
     NOTHING = 0
-    """No values that are still of use."""
+    """The buffer contains no values that are still needed."""
     TRUE_WEIGHTS = 1
     """The true weights, while the parameters show predicted ones."""
     SUSPENDED = 2
@@ -142,7 +142,7 @@ class Prediction:
             rows = list(zip(mine, predicted, self._lent, strict=True))
             places = [b if lent else m for m, b, lent in rows]
             buffers = [m if lent else torch.empty_like(m) for m, _, lent in rows]
-        # All in one statement, as a signal handler's exception may interrupt between any two lines.
+        # All attributes are set in one statement, as a signal handler's exception may interrupt between two lines.
         self._predicted, self._places, self._buffers, self._holds = predicted, places, buffers, Holds.SUSPENDED
         self._norms = []
         self.resume()
@@ -167,8 +167,8 @@ class Prediction:
         self._norms = []
 
     def _undo_by_memory(self) -> bool:
-        """If all parameters use the memory of their predicted weights, give them their own back. Returns whether that
-        was so."""
+        """Give all parameters their own memory back if each uses the memory of its predicted weights. Returns whether
+        they did."""
         places, buffers, ahead = self._places, self._buffers, self._memory_ahead
         if not (self.applied and places is ahead.tensors and ahead.shown_by(self.parameters) and ahead.is_lent()):
             return False
@@ -180,8 +180,8 @@ class Prediction:
         return True
 
     def suspend(self) -> None:
-        """Show true weights like `undo`, but keep the predicted ones for `resume`: a forward or backward before the
-        step still needs them."""
+        """Show the true weights, but store the predicted ones so that `resume` can show them again: a forward or
+        backward before the step still needs them."""
         places, rows = self._places, self._rows
         if self.applied:
             lent = still_lent(rows)
@@ -232,7 +232,7 @@ class Prediction:
         if not norms or self._suspicion is not None:
             return
         found = self._norms_now()
-        if len(found) == len(norms):  # otherwise a signal handler has undone the prediction meanwhile
+        if len(found) == len(norms):  # lengths differ if a signal handler has undone the prediction
             before, now = torch.stack(norms), torch.stack(found)
             self._suspicion = Later(torch.any((before != now) & torch.isfinite(now)))
 
@@ -257,8 +257,8 @@ class Prediction:
         elsewhere = [row for row in rows if row.parameter.data_ptr() not in (row.true.data_ptr(), row.place.data_ptr())]
         self.undo()
         for p, _, place, _ in elsewhere:
-            # The script has moved changed predicted weights into other memory; without this copy it would train that
-            # memory.
+            # The script has moved predicted weights into other memory and changed them there. The true weights are
+            # copied into this memory, as the script trains it.
             if replaced(p.data, place):
                 p.data.copy_(place)
                 self._found = True
@@ -302,17 +302,17 @@ class Prediction:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a result of `state`; this base class has none and forgets all."""
+        """Continue from a checkpoint's content. This base class stores none, so it only drops what it knows."""
         self.forget()
 
     def observe(self) -> dict[str, Any]:
-        """Return this rank's own part of the prediction between two steps, with tensors in lists by parameter. Nothing
-        is changed; copy the tensors before the next step, as they are the prediction's own."""
+        """Return this rank's own part of the prediction between two steps, with tensors in lists by parameter. Changes
+        nothing. The tensors are not copies, so copy them before the next step."""
         return {"looks": self._count, "changed": self._found, "ahead": list(self._predicted) if self.suspended else []}
 
     def restore(self, own: Mapping[str, Any], common: Mapping[str, Any]) -> bool:
-        """Continue bit for bit from this rank's result of `observe` and any rank's result of `state`. Returns whether
-        the parameters are the ones observed."""
+        """Continue bit for bit from a snapshot. own: this rank's own part of the prediction; common: the part that all
+        ranks share. Returns whether `own` fits the parameters."""
         self.load_state(common)
         fits = _fits(self.parameters, own["ahead"])
         if fits and own["ahead"]:
@@ -321,8 +321,8 @@ class Prediction:
         return fits
 
     def join(self, averages: Tensors, scale: torch.Tensor | None) -> None:
-        """Replace what only this rank knew of the gradients in flight by their averages. scale: loss scale of the
-        averages."""
+        """Use the averages of the gradients in flight in place of this rank's own gradients, which other ranks do not
+        have. scale: loss scale of the averages."""
 
     def forget(self) -> None:
         """Called when a step was skipped or the script replaced the weights: drop what the next prediction would be

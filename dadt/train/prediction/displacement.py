@@ -22,7 +22,7 @@ class Displacement(Prediction):
 
     def __init__(self, parameters: Sequence[torch.Tensor], factors: Callable[[], tuple[float, float]]) -> None:
         """factors: returns the factors of the last displacement and of the one before. Called at each prediction, as a
-        schedule such as OneCycleLR may change the momentum from which they follow."""
+        schedule such as OneCycleLR may change the momentum from which the factors are computed."""
         super().__init__(parameters)
         self._factors = factors
         self.factor, self.older = factors()
@@ -32,11 +32,11 @@ class Displacement(Prediction):
 
     def _go_ahead(self) -> bool:
         factor, older = self._factors()
-        if bool(older) == bool(self.older):  # otherwise the second buffer would be missing or useless
+        if bool(older) == bool(self.older):  # the buffers fit only if the factor stays zero or stays nonzero
             self.factor, self.older = factor, older
         factor = self.factor
         if self.older:
-            # The sum overwrites the older displacement, whose role the last one takes over from the next step on.
+            # The sum is written over the older displacement; in the next step, the last displacement is the older one.
             torch._foreach_mul_(self._older, self.older)
             torch._foreach_add_(self._older, self._buffers, alpha=self.factor)
             self._buffers, self._older, factor = self._older, self._buffers, 1.0
@@ -131,7 +131,8 @@ def auto_factors(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
 
 
 def factors_by(momentum: float, nesterov: bool) -> tuple[float, float]:
-    """Return the factors of `auto_factors` for a result of `momentum_of`."""
+    """Return the factors of the last displacement and of the one before, for this momentum or first beta. nesterov:
+    whether it is Nesterov momentum."""
     if not momentum:
         return 0.0, 0.0
     return (1.0, 0.0) if nesterov else (2 * momentum, -momentum)

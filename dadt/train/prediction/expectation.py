@@ -78,11 +78,11 @@ class Expectation(Prediction):
         self._previous: Gradients = []
         """This rank's own gradients that were sent before the last ones; empty if not known."""
         self._previous_scale: torch.Tensor | float = 1.0
-        """Loss scale of the gradients in `_previous`."""
+        """Loss scale of the gradients that were sent before the last ones."""
         self._terms: list[Term] = []
         """Terms of the expected gradient, as long as their sum is not in the buffers."""
         self._versions: list[list[int]] = []
-        """Autograd versions of the gradients in `_terms`, from which a change is detected."""
+        """Autograd versions of the gradients in the expected gradient's terms, from which a change is detected."""
         self._in_place = False
         """Whether the script sets gradients to zero in place, so that averages in the same memory will be overwritten.
         """
@@ -150,22 +150,22 @@ class Expectation(Prediction):
             self._holds = Holds.AVERAGE
             return
         self._expect(1.0 if scale is None else scale)
-        # the GPU's kernel moves no weight by NaN or infinity, so the host need not wait to check for them
+        # The GPU's kernel ignores NaN and infinite gradients, so the host need not wait to check for them.
         if self._on_gpu:
             if self._in_place:
                 self._settle()
         elif changed or scale is not None:
             self._settle()
             if not _finite(self._buffers):
-                # A gradient scaler, or a script that checks norms, will skip these own gradients; or a fused optimizer
-                # has just skipped the averages by itself.
+                # A gradient scaler, or a script that checks norms, will skip the step of gradients that are not finite;
+                # or a fused optimizer has just skipped such a step by itself.
                 self.forget()
         elif self._in_place:
             self._settle()
 
     def _expect(self, scale: torch.Tensor | float) -> None:
-        """Set the terms of the expected gradient: own gradients, those sent before, and the averages in `.grad`. scale:
-        loss scale of the own gradients."""
+        """Set the terms of the expected gradient: the own gradients just sent, the own ones sent before, and the
+        averages in `.grad`. scale: loss scale of the gradients just sent."""
         gradients = self._gradients()
         average, terms = 1 - self.share, [(self._own, self.share * self._clip / scale)]
         if self._previous:
@@ -191,7 +191,7 @@ class Expectation(Prediction):
         return bool(self._terms) and _versions(self._terms) != self._versions
 
     def _settle(self) -> None:
-        """Compute the expected gradient into the buffers now, before the gradients in its terms change."""
+        """Compute the expected gradient into the buffers before the gradients in its terms change."""
         terms, self._terms = self._terms, []
         self._sum(self._buffers, *terms)
 
@@ -264,8 +264,8 @@ class Expectation(Prediction):
         counted = on_gpu and self._kernel.works
         groups = next_steps(optimizer, ahead, counted=counted) if optimizer is not None else ()
         for i, group in enumerate(groups):
-            # Column `without`, the gradients sent before, is not remembered: it is not needed any more, and its memory
-            # can be reused.
+            # Column `without` has the gradients sent before the last ones. It is not remembered, so that the memory of
+            # gradients that are not needed any more can be reused.
             seen = self._seen.setdefault(i, LastColumns(without=len(ParameterStep._fields)))
             if on_gpu:
                 moving = [(*step, *(rows[id(step.parameter)] or (step.expected,))) for step in group.steps]
@@ -273,7 +273,7 @@ class Expectation(Prediction):
             else:
                 self._foresee(group.factors, group.steps, rows, [float(weight) for weight in weights], seen)
         for p, b in zip(self.parameters, self._buffers, strict=True) if ahead or self._absent else ():
-            if id(p) in ahead or id(p) in self._absent:  # or the optimizer has not stepped this parameter yet
+            if id(p) in ahead or id(p) in self._absent:  # the optimizer skips this parameter or has never stepped it
                 b.copy_(p.data)
         return True
 
@@ -309,7 +309,7 @@ class Expectation(Prediction):
             self._terms, self._previous = [], []
             self._holds = Holds.KNOWN
             if not _finite(self._buffers):
-                self.forget()  # the optimizer will skip these averages when they arrive
+                self.forget()  # the optimizer will skip averages that are not finite
 
     def state(self) -> dict[str, Any]:
         known = self._holds is Holds.AVERAGE

@@ -17,9 +17,9 @@ _STEP = len(ParameterStep._fields)
 
 
 class Kernel:
-    """Computes next weights row by row. A row is a Step, whose `expected` tensor receives the next weights, followed by
-    the terms of the expected gradient, one of which may share the `expected` memory. If a result is NaN or infinite,
-    the weight stays as it is.
+    """Computes next weights row by row. A row contains the tensors of a ParameterStep, of which `expected` receives the
+    next weights, and then the terms of the expected gradient, one of which may share the memory of `expected`. If a
+    result is NaN or infinite, the weight stays as it is.
     """
 
     @cached_property

@@ -87,7 +87,7 @@ def _foresee(  # type: ignore[no-untyped-def]
             root = root / tl.sqrt(1.0 - tl.exp2(log_beta2 * count))
         move = move / (tl.sqrt(v * square + g * g * squared) * root + epsilon)
     ahead = move + w * keep
-    # The expected gradient may be NaN or infinite in a step that will be skipped: then the weight stays as it is.
+    # In a step that will be skipped, the expected gradient may be NaN or infinite; the weight then stays as it is.
     known = tl.abs(ahead) < float("inf")
     into = tl.load(table + rows + row).to(tl.pointer_type(DTYPE))
     tl.store(into + at, tl.where(known, ahead, w).to(DTYPE), mask=there)
@@ -98,7 +98,8 @@ class KernelLauncher:
         self._grids: dict[tuple[torch.device, tuple[int, ...]], Grid] = {}
 
     def foresee(self, group: Group, rows: Sequence[Row], weights: Sequence[torch.Tensor | float]) -> None:
-        """Compute next weights as `Kernel.foresee` does, for rows of one dtype and device."""
+        """Compute the next weights of these parameters, whose rows have one dtype and device. weights: one for each
+        term of the expected gradient."""
         first = rows[0][0]
         assert first is not None
         with torch.cuda.device(first.device):  # Triton launches on the current device

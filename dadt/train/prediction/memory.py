@@ -1,5 +1,5 @@
-"""Swaps parameters between their own memory and that of predicted weights, and finds out which other tensors share
-it."""
+"""Swaps parameters between their own memory and the memory of predicted weights, and finds out which other tensors
+share a memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Memory:
         self._plain = all(map(_may_lend, parameters))
         self._addresses = list(map(address, tensors)) if self._plain else []
         self._described = _describe(tensors) if self._plain else None
-        # These addresses stay valid while `tensors` keeps the storages alive.
+        # The storages' addresses stay valid while `tensors` keeps the storages alive.
         self._storages = [t.untyped_storage()._cdata for t in tensors] if self._plain else []
 
     def shown_by(self, parameters: Sequence[torch.Tensor]) -> bool:

@@ -26,7 +26,7 @@ class ParameterStep(NamedTuple):
 
     def ahead(self, factors: Factors) -> torch.Tensor:
         """Return the parameter's weights after the optimizer's next step, on any device, in any dtype and memory order.
-        The C++ core does the same faster for contiguous tensors on the CPU."""
+        The C++ core computes the same result faster for contiguous tensors on the CPU."""
         w, g, m, v = (None if t is None else _real(t.detach()) for t in self)
         assert w is not None and g is not None
         if factors["decay"]:
@@ -42,12 +42,13 @@ class ParameterStep(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Step counts stored on a GPU. The group's own factors are then those after infinitely many steps."""
+    """Step counts stored on a GPU, with what a kernel needs to compute each step's factors from them. The factors of
+    the Group itself are then those after infinitely many steps."""
 
     steps: list[torch.Tensor]
     log_beta1: float
     log_beta2: float
-    """log2 of Adam's second beta, as `log_beta1` is of its first; -inf for a beta of 0."""
+    """log2 of Adam's second beta; -inf for a beta of 0."""
     factors: Callable[[float], Factors]
     """Returns the factors after a number of steps."""
 
@@ -76,10 +77,10 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 def next_steps(
     optimizer: torch.optim.Optimizer, expected: dict[int, torch.Tensor], *, counted: bool = False
 ) -> Iterator[Group]:
-    """Yield the next steps, grouped by factors. Removes from `expected` (gradients by their parameters' ids) what it
-    yields; a parameter that Adam has not stepped yet stays in.
+    """Yield the parameters' next steps, grouped by factors. Removes each yielded parameter from `expected` (gradients
+    by their parameters' ids); a parameter that Adam has not stepped yet stays in it.
 
-    counted: do not read step counts stored on a GPU, since the host would have to wait.
+    counted: whether to leave step counts that are stored on a GPU unread, since the host would have to wait.
     """
     for group in optimizer.param_groups:
         steps: dict[float, list[ParameterStep]] = {}
@@ -121,11 +122,12 @@ def _taken(step: torch.Tensor | float, steps: Mapping[float, Any]) -> float:
 
 
 def _sgd(group: dict[str, Any], *, begun: bool) -> Factors:
-    """begun: whether momentum exists; if not, the next gradient becomes the momentum."""
+    """Return the factors of SGD's next step. begun: whether the momentum buffer exists; if not, the next gradient
+    becomes the momentum."""
     rate, momentum = float(group["lr"]), float(group["momentum"])
     new = 1 - group["dampening"] if begun else 1.0
     by_momentum, by_gradient = (momentum * momentum, 1 + momentum * new) if group["nesterov"] else (momentum, new)
-    sign = -1.0 if group["maximize"] else 1.0  # applies to the gradient, but not to the decay
+    sign = -1.0 if group["maximize"] else 1.0  # `maximize` flips the gradient, but not the weight decay
     return _factors(
         momentum=-rate * by_momentum, gradient=-rate * by_gradient * sign, decay=group["weight_decay"] * sign
     )

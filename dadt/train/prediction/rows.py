@@ -26,8 +26,8 @@ Kind = tuple[torch.dtype, torch.device]
 
 
 class LastColumns:
-    """Remembers the columns found to fit together in the last step: most of the next step's are the same objects, and
-    need no further check."""
+    """Remembers the columns that were found to have one dtype, device and memory order in the last step: most columns
+    of the next step are the same objects, and need no further check."""
 
     def __init__(self, without: int | None = None) -> None:
         """without: index of a column whose tensors must not be kept alive."""
@@ -37,7 +37,8 @@ class LastColumns:
         """Remembered columns, by the id of the first tensor in each."""
 
     def fit(self, columns: list[Column]) -> bool:
-        """Whether the tensors of each row fit together, and all rows have one dtype and device."""
+        """Whether the tensors of each row have one dtype, device and memory order, and all rows have one dtype and
+        device."""
         first = [t for t in columns[0] if t is not None]
         if not first or first[0].dtype not in _FLOATING:
             return False
@@ -56,7 +57,7 @@ class LastColumns:
 
 
 def grouped(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[list[Group], list[AnyRow]]:
-    """Split the rows into groups, by dtype, that the core's loops can process, and all other rows."""
+    """Split the rows into groups, by dtype, that the C++ core's loops can process, and all other rows."""
     kinds, others = by_kind(rows, seen)
     groups = []
     for (_, device), some in kinds.items():
@@ -68,7 +69,8 @@ def grouped(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[li
 
 
 def by_kind(rows: Iterable[AnyRow], seen: LastColumns | None = None) -> tuple[dict[Kind, list[AnyRow]], list[AnyRow]]:
-    """Split the rows into those whose tensors fit together, by dtype and device, and all other rows."""
+    """Split the rows into those whose tensors have one dtype, device and memory order, grouped by dtype and device, and
+    all other rows."""
     every = list(rows)
     if every and (seen or LastColumns()).fit(list(zip(*every, strict=True))):
         first = every[0][0]
@@ -90,7 +92,8 @@ def beside(tensor: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor |
 
 
 def in_core(row: Row) -> bool:
-    """Whether the core's loops can process this row: all its tensors are on the CPU and fit together."""
+    """Whether the C++ core's loops can process this row: all its tensors are on the CPU, with one dtype and memory
+    order."""
     return row[0] is not None and row[0].is_cpu and _fit(row)
 
 
@@ -101,7 +104,7 @@ def _fit(row: Row) -> bool:
     if first is None or first.dtype not in _FLOATING:
         return False
     dtype, device, stride = first.dtype, first.device, first.stride()
-    for t in row:  # a plain loop is fastest, and this runs several times per parameter and step
+    for t in row:  # a plain loop is fastest, which matters as it runs for each parameter and step
         if t is None or t is first:
             continue
         if t.dtype is not dtype or t.layout is not torch.strided or t.device != device:
@@ -112,8 +115,8 @@ def _fit(row: Row) -> bool:
 
 
 def _walks(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether the tensor's memory order has these strides. Strides of dimensions of size 1 do not matter: gradients of
-    1x1 convolutions often differ from their weights in those."""
+    """Whether the tensor's memory order has these strides. Strides of dimensions of size 1 do not matter: there,
+    gradients of 1x1 convolutions often differ from their weights."""
     mine = tensor.stride()
     return len(mine) == len(stride) and all(
         n == 1 or a == b for n, a, b in zip(tensor.shape, mine, stride, strict=True)

@@ -39,9 +39,9 @@ def show(rows: Sequence[ShownParameter], lent: Sequence[bool]) -> None:
         if by_memory:
             p.data = true
         elif p.data_ptr() != true.data_ptr():
-            # Moved: the parameter has its predicted weights in other memory, for example on another device, and gets
-            # the true ones. Otherwise the script shows other values for a while, such as averaged weights: only the old
-            # memory is restored, which the script may give back to the parameter.
+            # If the predicted weights were moved to other memory, for example to another device, the true weights are
+            # copied there. Otherwise the script shows other values for a while, such as averaged weights, and may give
+            # the old memory back to the parameter, so only the old memory is restored.
             if _moved(p.data, place):
                 copied.append((p.data, true))
             copied.append((place, true))

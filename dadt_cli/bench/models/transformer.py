@@ -76,9 +76,10 @@ def block(norm_first: bool) -> nn.TransformerEncoderLayer:
 
 
 def hidden(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Hide random tokens and return the loss of the model's guesses of them, as BERT is trained."""
+    """Hide random tokens and return the loss of the model's guesses of the hidden tokens, as in the training of
+    BERT."""
     chosen = torch.rand(tokens.shape, device=tokens.device) < MASKED
-    chosen[:, 0] = True  # always hide the first token: in a batch of few tokens, chance may hide none
+    chosen[:, 0] = True  # always hide the first token: in a batch of few tokens, random choice may hide none
     logits = logits_of(model, tokens.masked_fill(chosen, MASK))
     return nn.functional.cross_entropy(
         logits.flatten(0, 1), tokens.masked_fill(~chosen, IGNORED).flatten(), ignore_index=IGNORED
@@ -92,6 +93,6 @@ def following(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     made = model(tokens)
-    # models of the transformers library return an object that holds the logits
+    # Models of the transformers library return an object that contains the logits.
     logits: torch.Tensor = made if isinstance(made, torch.Tensor) else made.logits
     return logits

@@ -38,8 +38,8 @@ OURS = "dadt's definition"
 
 
 def installed(module: str, factory: Callable[[Any], nn.Module]) -> tuple[nn.Module | None, str]:
-    """Return a model built by a library, and words that say whose definition it is. The model is None if the library is
-    missing or broken."""
+    """Return a model built by a library, and words that say whose definition of the model it is. The model is None if
+    the library is missing or broken."""
     package = module.partition(".")[0]
     try:
         library = importlib.import_module(module)
@@ -49,7 +49,7 @@ def installed(module: str, factory: Callable[[Any], nn.Module]) -> tuple[nn.Modu
         if error.name == package:
             return None, f"{OURS} ({package} is not installed)"
         return None, f"{OURS} ({package} cannot be imported: {error})"
-    # for example, the library was built for another version of torch
+    # Besides a missing library, this covers one that is broken, such as a library built for another version of torch.
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return None, f"{OURS} ({package} cannot be imported: {str(error).splitlines()[0]})"
 

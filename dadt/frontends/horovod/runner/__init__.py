@@ -15,7 +15,7 @@ def run(
     hosts: str | None = None,
     **settings: Any,
 ) -> list[Any]:
-    """Call the function on `num_proc` workers and return the results by rank, as `dadt.run` does.
+    """Call the function on `num_proc` workers and return the results by rank.
 
     np: the former name of num_proc; one worker by default. hosts: "host1:2,host2:2"; by default this host. settings:
     those of `dadt.run`.

@@ -16,7 +16,7 @@ from dadt.frontends.tensorflow import operations, tape
 
 
 def __getattr__(name: str) -> Any:
-    """Names that this module does not define are the same as in Horovod's API for Keras."""
+    """Return an attribute that this module does not define from Horovod's API for Keras, where it is the same."""
     return getattr(_keras, name)
 
 
@@ -48,7 +48,7 @@ def allreduce(
 
 
 def grouped_allreduce(tensors: Iterable[Any], **options: Any) -> list[Any]:
-    """Return the tensors, each reduced over all ranks as by `allreduce`."""
+    """Return the tensors, each reduced over all ranks. options: those of `allreduce`."""
     return [allreduce(each, **options) for each in tensors]
 
 

@@ -1,5 +1,5 @@
-"""Adasum (arXiv 2006.02924), a way to combine gradients: adds up the parts in which they differ in direction, and
-averages the parts that they have in common."""
+"""Adasum (arXiv 2006.02924), a way to combine gradients: parts with different directions are added up, and parts with
+the same direction are averaged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def combined(gradients: list[Tensor]) -> Tensor:
 
 
 def _pair(a: Tensor, b: Tensor) -> Tensor:
-    """Return the Adasum of two tensors; their sum if one is zero."""
+    """Return the Adasum of two tensors, which is their sum if one of them is zero."""
     dot, of_a, of_b = (a * b).sum(), (a * a).sum(), (b * b).sum()
     return a * (1 - _ratio(dot, of_a)) + b * (1 - _ratio(dot, of_b))
 

@@ -33,8 +33,8 @@ class ReduceArguments:
 
     @property
     def how(self) -> tuple[ReduceOp, float, float, ProcessSet]:
-        """The operation, the factors before and after it, and the process set. Raises ValueError if both `op` and
-        `average` are set."""
+        """The reduction (op), the factors before and after the reduction, and the process set. Raises ValueError if
+        both `op` and `average` are set."""
         return chosen(self.op, self.average), self.prescale_factor, self.postscale_factor, self.process_set
 
 

@@ -48,7 +48,7 @@ class Averaging:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        """names: the name of each parameter. how: the operation, and the factors before and after it."""
+        """names: the name of each parameter. how: the reduction (op), and the factors before and after it."""
         self.passes = passes
         self.skips = False
         """Whether `step` uses the gradients as they are, since the script has called `synchronize` itself."""
@@ -57,7 +57,8 @@ class Averaging:
         self.parameters = [p for p in names if p.requires_grad] if trains else []
         self._optimizer, self._compression, self._how = weakref.ref(optimizer), compression, how
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
-        # Optimizers of two models may have parameters of the same names; a number tells them apart.
+        # Optimizers of two models may have parameters of the same names; a number in the names distinguishes the
+        # optimizers.
         number = next(_numbers[(process_set, *names.values())])
         self.names = {p: f"{name} of optimizer {number}" if number else name for p, name in names.items()}
         self._left = dict.fromkeys(self.parameters, passes)
@@ -65,8 +66,8 @@ class Averaging:
         self._group_of: dict[Tensor, int] = {}
         self._under_way: dict[int, list[Callable[[], None]]] = {}
         self._depth = 0
-        """Number of nested calls of `step`: an optimizer's `step` may call that of its base class, and the hooks run
-        for both."""
+        """Number of nested calls of `step`: an optimizer's `step` may call the `step` of its base class, and the hooks
+        run for both."""
         self._measure = Measure(Progress())
         self._hooks: list[Any] = []
 
@@ -116,7 +117,7 @@ class Averaging:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         first = optimizer.register_step_pre_hook(self._before_step)
         hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(first.id, last=False)  # runs first, so that other hooks of the step see averages
+        hooks.move_to_end(first.id, last=False)  # put first, so that the other hooks of the step see averaged gradients
         self._hooks += [first, optimizer.register_step_post_hook(self._after_step)]
         lifecycle.session().runtime.ranks.progress.measures.append(self._measure)
         weakref.finalize(self, _remove, self._hooks)
@@ -132,7 +133,8 @@ class Averaging:
         return bool(self._under_way)
 
     def drop(self) -> None:
-        """Begin the gradients of a step again: wait for pending exchanges, and expect all gradients once more."""
+        """Discard the averages of the current step: wait for pending exchanges, and expect every parameter's gradient
+        from backward again."""
         for wait in [wait for waits in self._under_way.values() for wait in waits]:
             with suppress(HorovodInternalError):
                 wait()
@@ -141,8 +143,8 @@ class Averaging:
         self._left = dict.fromkeys(self.parameters, self.passes)
 
     def synchronize(self) -> None:
-        """Wait until `.grad` of all parameters is the average. Parameters without a gradient take part, too, since
-        other ranks may have one."""
+        """Wait until `.grad` of every parameter is the average. Parameters without a gradient take part, too, since
+        other ranks may have a gradient for them."""
         begun = perf_counter()
         try:
             for number in range(len(self._groups)):
@@ -158,7 +160,7 @@ class Averaging:
         self.is_synchronized = True
 
     def _made(self, parameter: Tensor) -> None:
-        self._depth = 0  # a step that raised has not counted down
+        self._depth = 0  # a step that raised an exception has not reduced this count
         number = self._group_of[parameter]
         if number in self._under_way or self._left[parameter] <= 0:
             raise AssertionError(

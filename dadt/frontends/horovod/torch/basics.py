@@ -17,11 +17,12 @@ from dadt.frontends.horovod.torch.process_sets import ProcessSet
 from dadt.inject import worker
 
 _TOLD = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-"""Numbers of this rank that scripts also find in variables (HOROVOD_RANK and so on)."""
+"""Numbers of this rank that scripts also find in variables, such as HOROVOD_RANK."""
 
-# By default each worker sees one GPU. Scripts for Horovod expect to see all, and choose one by local_rank.
+# By default each worker sees one GPU. Scripts for Horovod expect to see all GPUs of the host, and choose one by
+# local_rank.
 environment.see_all()
-if worker.runtime is not None:  # some scripts read HOROVOD_RANK and so on before they call `init`
+if worker.runtime is not None:  # some scripts read variables such as HOROVOD_RANK before they call `init`
     _world = worker.runtime.ranks.world
     environment.tell_horovod({"RANK": _world.rank, "SIZE": _world.world_size, "CROSS_RANK": _world.cross_rank})
     environment.tell_horovod({"LOCAL_RANK": _world.local_rank, "LOCAL_SIZE": _world.local_size})
@@ -60,8 +61,8 @@ def shutdown() -> None:
 
 
 def _tell() -> None:
-    """Report on rank 0 that DADT takes the place of Horovod, and choose the GPU with this process's local rank, if
-    there is one."""
+    """Report on rank 0 that DADT takes the place of Horovod, and choose the GPU whose number is this process's local
+    rank, if there is such a GPU."""
     runtime, world = lifecycle.session().runtime, lifecycle.session().world
     if world.rank == 0 and getattr(sys.modules.get("horovod"), "__name__", "") == "dadt.frontends.horovod":
         how = lifecycle.session().config.algorithm
@@ -86,7 +87,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return whether MPI is used. DADT is not built with an MPI, but loads one for `--executor mpi`."""
+    """Return whether MPI is used. DADT is not built with an MPI library, but loads one for `--executor mpi`."""
     return mpi_enabled()
 
 
@@ -101,7 +102,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of NCCL as a number such as 22105, or 0 if torch has none."""
+    """Return the version of NCCL as a number such as 22105, or 0 if torch has no NCCL."""
     if not torch.cuda.is_available():
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
-"""Horovod's compression of tensors for a reduction, in the thread of the caller. DADT's own compression is chosen by
-`--compression`."""
+"""Horovod's compression of tensors for a reduction, which runs in the thread of the caller. DADT's own compression is
+chosen by `--compression`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Compressor:
-    """Makes a tensor smaller before it is sent."""
+    """Base class of compressors, which make a tensor smaller before it is sent."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -30,12 +30,12 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor as it is, and no context."""
+        """Return the tensor as it is, and None in place of a context."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor as it is."""
+        """Return the tensor unchanged, since `compress` did not change it."""
         return tensor
 
 

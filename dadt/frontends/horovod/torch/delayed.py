@@ -45,21 +45,21 @@ def wrap(
 
 
 class _Left:
-    """Has the parameters' names of an optimizer that DADT's own algorithm averages. Unlike an Averaging, it has nothing
-    to undo on `release`."""
+    """Holds the parameters' names of an optimizer whose gradients DADT's own algorithm averages. There is nothing to
+    undo in `release`."""
 
     def __init__(self, names: dict[Tensor, str]) -> None:
         self.names = names
 
     def release(self) -> None:
-        """Does nothing, as there is nothing to undo."""
+        """Does nothing, since DADT's own algorithm averages the gradients, and not this object."""
 
 
 class _Delayed(Distributed):
     """Methods that `wrap` adds to an optimizer."""
 
     def synchronize(self) -> None:
-        """Put the gradients that the step will use into `.grad`, for example to clip them."""
+        """Put the gradients that the step will use into `.grad`, so that the script can clip or change them."""
         worker.average(self)  # type: ignore[arg-type]
 
     @contextmanager

@@ -63,21 +63,21 @@ class _GroupedAllreduce(Function):
 
 @takes(COMPRESSED_ALLREDUCE)
 def allreduce(tensor: Tensor, asked: ReduceArguments) -> Tensor:
-    """Return the reduction of the tensors of all ranks, as allreduce_async does."""
+    """Return the reduction of the tensors of all ranks: a new tensor of the same shape and dtype."""
     sent, context = asked.compression.compress(tensor)
     return asked.compression.decompress(_applied(_Allreduce, sent, asked), context)
 
 
 @takes(ALLREDUCE)
 def allreduce_(tensor: Tensor, asked: ReduceArguments) -> Tensor:
-    """Like allreduce, but overwrites the tensor and returns it."""
+    """Reduce the tensors of all ranks, overwrite this rank's tensor with the result, and return it."""
     result: Tensor = synchronize(operations.start_allreduce(tensor, tensor, asked))
     return result
 
 
 @takes(COMPRESSED_ALLREDUCE)
 def grouped_allreduce(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
-    """Return the reductions of several tensors, as grouped_allreduce_async does."""
+    """Reduce several tensors over all ranks, and return the results: new tensors of the same shapes and dtypes."""
     sent = [asked.compression.compress(t) for t in tensors]
     results = _applied(_GroupedAllreduce, asked, *(t for t, _ in sent))
     return [asked.compression.decompress(t, context) for t, (_, context) in zip(results, sent, strict=True)]
@@ -85,7 +85,7 @@ def grouped_allreduce(tensors: Sequence[Tensor], asked: ReduceArguments) -> list
 
 @takes(ALLREDUCE)
 def grouped_allreduce_(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
-    """Like grouped_allreduce, but overwrites the tensors and returns them."""
+    """Reduce several tensors over all ranks, overwrite them with the results, and return them."""
     results: list[Tensor] = synchronize(operations.start_grouped_allreduce(tensors, tensors, asked))
     return results
 
@@ -113,7 +113,7 @@ class _Allgather(Function):
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Return the tensors of all ranks, joined along their first dimension, as allgather_async does."""
+    """Return the tensors of all ranks, joined along their first dimension by rank."""
     result: Tensor = _applied(_Allgather, name, process_set, tensor)
     return result
 
@@ -121,7 +121,8 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Return the tensors gathered from all ranks for each of several tensors, as grouped_allgather_async does."""
+    """Gather each of several tensors from all ranks. Returns, for each, the ranks' tensors joined along their first
+    dimension."""
     results = _applied(_Allgather, name, process_set, *tensors)
     return [results] if len(tensors) == 1 else list(results)
 
@@ -160,7 +161,7 @@ def broadcast(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Like broadcast, but overwrites the tensor and returns it."""
+    """Overwrite the tensor on all ranks with the root's tensor, and return it."""
     result: Tensor = synchronize(operations.broadcast_async_(tensor, root_rank, name, process_set))
     return result
 
@@ -214,13 +215,14 @@ class _Reducescatter(Function):
 
 @takes(COMPRESSED_REDUCESCATTER)
 def reducescatter(tensor: Tensor, asked: ReduceArguments) -> Tensor:
-    """Return this rank's part of the reduction, as reducescatter_async does."""
+    """Reduce the tensors of all ranks, and return this rank's part of the result: a slice of its first dimension."""
     return _reducescattered([tensor], asked)[0]
 
 
 @takes(COMPRESSED_REDUCESCATTER)
 def grouped_reducescatter(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
-    """Return this rank's parts of several reductions, as grouped_reducescatter_async does."""
+    """Reduce several tensors over all ranks, and return this rank's part of each result: a slice of its first
+    dimension."""
     return _reducescattered(tensors, asked)
 
 

@@ -1,4 +1,4 @@
-"""Operations that return handles. `gradients.py` has those that wait for the result.
+"""Horovod's operations that return handles at once. Operations that wait for their result are in `gradients.py`.
 
 Names, if given, are those of tensors: calls of the same operation with the same name belong together. Calls without a
 name are numbered, so all ranks make them in the same order. `synchronize` waits for a handle.
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     Finish = Callable[[Any], Any]
     How = tuple[ReduceOp, float, float, ProcessSet]
     Prepared = tuple[Operation, Finish | None]
-    """An operation, and the function that computes the caller's result from that of DADT's core, if one is needed."""
+    """An operation of DADT's core, and the function that computes the caller's result from the result of this
+    operation; None if both results are equal."""
 
 
 # Allreduce ------------------------------------------------------------------------------------------------------------
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 def allreduce_async(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
     """Start to reduce the tensors of all ranks; the result is a new tensor of the same shape and dtype.
 
-    average: deprecated, use op. op: Average (the default), Sum, Adasum, Min, Max or Product. prescale_factor,
+    average: deprecated in favour of op. op: Average (the default), Sum, Adasum, Min, Max or Product. prescale_factor,
     postscale_factor: factors before and after the reduction; averages of integers are truncated.
     """
     return start_allreduce(tensor, torch.empty_like(tensor, requires_grad=False), asked)
@@ -49,26 +50,29 @@ def allreduce_async(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
 
 @takes(ALLREDUCE)
 def allreduce_async_(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
-    """Like allreduce_async, but the result overwrites the tensor."""
+    """Start to reduce the tensors of all ranks, and return a handle. The result overwrites this rank's tensor."""
     return start_allreduce(tensor, tensor, asked)
 
 
 @takes(ALLREDUCE)
 def grouped_allreduce_async(tensors: Sequence[Tensor], asked: ReduceArguments) -> Handles:
-    """Like allreduce_async for several tensors: nothing moves before every rank has submitted all of them."""
+    """Start to reduce several tensors over all ranks, and return a handle for all results. Nothing is sent before every
+    rank has submitted all of the tensors."""
     return start_grouped_allreduce(tensors, [torch.empty_like(t, requires_grad=False) for t in tensors], asked)
 
 
 @takes(ALLREDUCE)
 def grouped_allreduce_async_(tensors: Sequence[Tensor], asked: ReduceArguments) -> Handles:
-    """Like grouped_allreduce_async, but the results overwrite the tensors."""
+    """Start to reduce several tensors over all ranks, and return a handle for all results, which overwrite the
+    tensors."""
     return start_grouped_allreduce(tensors, tensors, asked)
 
 
 def allreduce_together_(
     tensors: Sequence[Tensor], name: str, op: ReduceOp, factors: tuple[float, float], process_set: ProcessSet
 ) -> Handle[Sequence[Tensor]]:
-    """Start to reduce tensors of one dtype in place, in one operation: cheaper than a group. Not for Adasum."""
+    """Start to reduce several tensors of one dtype in place, in a single operation, which costs less than an operation
+    for each tensor. Adasum is not supported."""
 
     def prepare(among: Ranks) -> Prepared:
         sources = [scaled(t, factors[0]) for t in tensors]
@@ -86,7 +90,7 @@ def sparse_allreduce_async(
     """Start to sum or average the sparse tensors of all ranks. Returns a function that waits for the result, a
     coalesced tensor.
 
-    op: Average or Sum. Raises ValueError for another one.
+    op: Average or Sum. Raises ValueError for other reductions.
     """
     wanted = chosen(op, None)
     if wanted not in (ReduceOp.Average, ReduceOp.Sum):
@@ -112,7 +116,8 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handles:
-    """Like allgather_async for several tensors: nothing moves before every rank has submitted all of them."""
+    """Start to gather several tensors from all ranks, and return a handle for all results. Nothing is sent before every
+    rank has submitted all of the tensors."""
     return _submit_group("allgather", name, process_set, lambda among: [_allgather(t, among) for t in tensors])
 
 
@@ -127,7 +132,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Tensor]:
-    """Like broadcast_async, but overwrites the tensor of the other ranks with the root's."""
+    """Start to overwrite the tensor on all ranks with the root's tensor, and return a handle."""
 
     def prepare(among: Ranks) -> Prepared:
         root = among.number_of(root_rank, "root_rank")
@@ -145,8 +150,8 @@ def alltoall_async(
     """Start to send slices of the tensor to all ranks. The result is the received rows, by rank, and the number of rows
     from each rank.
 
-    splits: the number of rows for each rank, whole numbers; by default all get the same. Raises ValueError if these are
-    too few or too many.
+    splits: the number of rows for each rank, whole numbers; by default all ranks get the same number. Raises ValueError
+    if these are too few or too many.
     """
 
     def prepare(among: Ranks) -> Prepared:
@@ -167,15 +172,16 @@ def alltoall_async(
 def reducescatter_async(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
     """Start to reduce the tensors of all ranks and to give each rank its part of the result.
 
-    Parts are slices of the first dimension, by rank; if it cannot be divided evenly, the first ranks get one row more.
-    op: Average (the default), Sum, Min, Max or Product.
+    Parts are slices of the first dimension, by rank; if the dimension cannot be divided evenly, the first ranks get one
+    row more. op: Average (the default), Sum, Min, Max or Product.
     """
     return start_reducescatter(tensor, asked)
 
 
 @takes(REDUCESCATTER)
 def grouped_reducescatter_async(tensors: Sequence[Tensor], asked: ReduceArguments) -> Handles:
-    """Like reducescatter_async for several tensors: nothing moves before every rank has submitted all of them."""
+    """Start to reduce several tensors over all ranks and to give each rank its parts of the results. Nothing is sent
+    before every rank has submitted all of the tensors."""
     return start_grouped_reducescatter(tensors, asked)
 
 
@@ -189,9 +195,9 @@ def synchronize(handle: Handle[Any] | Handles) -> Any:
 
 
 def poll(handle: Handle[Any] | Handles) -> bool:
-    """Return whether an operation is done. If so, its result is in place."""
+    """Return whether an operation is done, so that `synchronize` would return its result without waiting."""
     if handle.done:
-        with suppress(DadtError):  # an error of the operation is raised by `synchronize`, not here
+        with suppress(DadtError):  # an error of the operation is raised by `synchronize`, not by `poll`
             handle.wait(0.0)
     return handle.done
 
@@ -207,7 +213,7 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks of the process set have called `barrier`."""
     prepared: Callable[[Ranks], Prepared] = lambda among: (operation.barrier(among.size), None)  # noqa: E731
     synchronize(_submit("barrier", None, process_set, prepared))
 
@@ -216,7 +222,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _named(verb: str, name: str | None) -> str | None:
-    """Prefix the name with the kind of operation, since operations of two kinds may have the same name."""
+    """Return the name with the kind of operation as prefix, since operations of different kinds may have the same
+    name."""
     return None if name is None else f"{verb}.{name}"
 
 
@@ -305,8 +312,8 @@ def _allgather(tensor: Tensor, among: Ranks) -> Prepared:
 
 
 def _signature(signature: str, op: ReduceOp, factors: tuple[float, float]) -> str:
-    """Return a text that must be the same on all ranks, with the op and factors: ranks may differ in these even where
-    the core's operation is the same."""
+    """Return a text that must be the same on all ranks: the signature of DADT's operation, with Horovod's op and
+    factors added, in which ranks may differ even where DADT's operation is the same."""
     return f"{signature} as {op.name} with factors {factors[0]:g}, {factors[1]:g}"
 
 

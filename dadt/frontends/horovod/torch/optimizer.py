@@ -65,7 +65,7 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    place.size()  # raises ValueError before `init`
+    place.size()  # place.size() raises ValueError before `init`
     names = named(optimizer, named_parameters)
     _check_groups(groups)
     undo(optimizer)

@@ -1,5 +1,5 @@
-"""This process's rank, local rank and so on, from `init` on. A forked child, such as a DataLoader's worker, still has
-them."""
+"""This process's rank, local rank and other numbers, which are set by `init`. A forked child, such as a DataLoader's
+worker, still has them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin() -> dict[str, int]:
 
 
 def end() -> None:
-    """Forget this rank's numbers (rank, local rank and so on), as at `shutdown`."""
+    """Forget this rank's numbers, such as its local rank, which are valid only until `shutdown`."""
     _numbers.clear()
 
 

@@ -32,7 +32,7 @@ class ProcessSet:
     @property
     def among(self) -> own.ProcessSet:
         """DADT's own process set of these ranks. Raises ValueError if the set was not added, or this process is not in
-        it."""
+        the set."""
         if self.process_set_id is None or self._own is None:
             raise ValueError(f"{self} is not known: give it to hvd.init or hvd.add_process_set first")
         if not self._own.included:
@@ -64,7 +64,7 @@ class _Global(ProcessSet):
 
     @property
     def among(self) -> own.ProcessSet:
-        place.size()  # raises ValueError before `init`
+        place.size()  # place.size() raises ValueError before `init`
         with horovods():
             return lifecycle.session().all
 
@@ -85,7 +85,7 @@ def begin(process_sets: Sequence[ProcessSet]) -> None:
 
 
 def end() -> None:
-    """Close all process sets except that of all ranks."""
+    """Close all process sets except the set of all ranks."""
     while _added:
         remove_process_set(_added[-1])
 

@@ -31,11 +31,12 @@ REDUCTIONS = {
     ReduceOp.Max: "max",
     ReduceOp.Product: "product",
 }
-"""The reduction in DADT's core for each ReduceOp. Averages are sums there, and are divided afterwards."""
+"""The reduction in DADT's core for each ReduceOp. The core sums the tensors for an average, and the sum is divided
+afterwards."""
 
 
 def chosen(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
-    """Return the reduction from `op`, or from Horovod's former argument `average`. Raises ValueError if both are
+    """Return the reduction chosen by `op`, or by Horovod's former argument `average`. Raises ValueError if both are
     given."""
     if op is not None and average is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -45,7 +46,8 @@ def chosen(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
 
 
 def factor_of(op: ReduceOp, postscale_factor: float, size: int) -> float:
-    """Return the factor by which the result of the core is multiplied. It includes 1 / size for an average."""
+    """Return the factor by which the sum or other reduction of DADT's core is multiplied. It includes 1 / size for an
+    average."""
     return postscale_factor / size if op is ReduceOp.Average else postscale_factor
 
 
@@ -62,7 +64,8 @@ def scale_(tensor: Tensor, factor: float) -> Tensor:
 
 
 def scale_all_(tensors: Sequence[Tensor], factor: float) -> Sequence[Tensor]:
-    """Multiply several tensors of one dtype in place, like scale_."""
+    """Multiply several tensors of one dtype in place. Integers are multiplied as float64 and truncated, half precision
+    as float32."""
     values = [t.detach() for t in tensors]
     if factor != 1.0 and values[0].is_floating_point():
         torch._foreach_mul_(values, factor)
@@ -73,5 +76,5 @@ def scale_all_(tensors: Sequence[Tensor], factor: float) -> Sequence[Tensor]:
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Return the tensor itself if the factor is 1, else a scaled copy."""
+    """Return the tensor itself if the factor is 1, otherwise a copy multiplied by the factor."""
     return tensor if factor == 1.0 else scale_(tensor.detach().clone(), factor)

@@ -1,4 +1,4 @@
-"""Broadcasts that give all ranks the same model, optimizer state and objects."""
+"""Functions that give all ranks the same model, optimizer state and objects."""
 
 from __future__ import annotations
 

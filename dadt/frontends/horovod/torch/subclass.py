@@ -11,8 +11,8 @@ T = TypeVar("T", bound=torch.optim.Optimizer)
 
 
 class Distributed:
-    """Base of the mixins whose methods are added to a script's optimizer, so that it trains on all ranks. The
-    optimizer's new class derives from a mixin and from its old class."""
+    """Base of the mixins whose methods are added to a script's optimizer, so that the optimizer trains on all ranks.
+    The optimizer's new class derives from a mixin and from its old class."""
 
     _averaging: Any
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Like torch.nn.BatchNorm of any number of dimensions, on CPU or GPU. Arguments are those of BatchNorm1d."""
+    """BatchNorm for inputs with any number of dimensions, on CPU or GPU, over the batches of all ranks. Arguments are
+    those of torch.nn.BatchNorm1d."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -82,8 +83,8 @@ class _Normalize(Function):
 
 
 def _statistics(values: Tensor, others: list[int]) -> tuple[Tensor, Tensor, float]:
-    """Return mean and variance of each channel over all ranks, and the number of values per channel. Squares are of
-    differences from the rank's own mean, so that little precision is lost where means are large."""
+    """Return mean and variance of each channel over all ranks, and the number of values per channel. Differences from
+    the rank's own mean are squared, so that little precision is lost where means are large."""
     count = values.numel() / values.shape[1]
     mean = values.mean(others) if count else values.new_zeros(values.shape[1])
     squares = (values - mean.view([1, -1, *[1] * (values.dim() - 2)])).square().sum(others)

@@ -88,7 +88,7 @@ class _Run:
 
     def _add(self, event: Event) -> None:
         if self._writer is None:
-            for folder in (self._folder.parent, self._folder):  # first the job's folder, then the rank's inside it
+            for folder in (self._folder.parent, self._folder):  # the job's folder first, then the rank's folder in it
                 if not folder.exists():
                     private_files.make_inner_folder(folder)
             # TensorBoard looks for files with this pattern, and orders the files of a run by the time in their names.
