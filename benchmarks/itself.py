@@ -47,11 +47,16 @@ def _connected(self: recovery.Recovery) -> Connection:
     return executors.connect_one(ranks.config.executor, ranks.config, ranks.group, ranks.meet)
 
 
+def exchange_alone() -> None:
+    """Have every Runtime that is made from now on exchange with itself, though it is the only rank."""
+    runtime.Ranks, recovery.Recovery._connected = Exchanging, _connected  # type: ignore[misc, method-assign]
+
+
 def hook(**settings: str) -> None:
     """Hook DADT into this process as into a worker of `dadt run`, with these settings."""
     from dadt.inject import worker
     from dadt.world import World
 
     os.environ.update({f"DADT_{name.upper()}": value for name, value in settings.items()})
-    runtime.Ranks, recovery.Recovery._connected = Exchanging, _connected  # type: ignore[misc, method-assign]
+    exchange_alone()
     worker.start(World())

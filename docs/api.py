@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,8 @@ def entry(name: str, value: Any) -> Iterator[str]:
     yield f"### {name}"
     if inspect.isclass(value) and issubclass(value, Exception):
         bases = [b.__name__ for b in value.__bases__ if b is not Exception]
-        yield (f"A {bases[0]}. " if bases else "") + _text(value.__doc__)
+        text = (f"A {bases[0]}. " if bases else "") + _text(value.__doc__)
+        yield "\n\n".join(textwrap.fill(paragraph, 120, break_on_hyphens=False) for paragraph in text.split("\n\n"))
         return
     if not (inspect.isclass(value) and name in ("Handle", "ProcessSet", "Config")):
         yield f"```python\n{_signature(name, value)}\n```"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 
 from dadt.train.attachment import Attachment
+
+_INDEX = attrgetter("index")
 
 
 class Attachments:
@@ -17,7 +20,7 @@ class Attachments:
         self._attached: weakref.WeakKeyDictionary[torch.optim.Optimizer, Attachment] = weakref.WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Attachment]:
-        return iter(sorted(self._attached.values(), key=lambda a: a.index))
+        return iter(sorted(self._attached.values(), key=_INDEX))
 
     def __len__(self) -> int:
         return len(self._attached)

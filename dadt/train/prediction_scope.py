@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from dadt.train.prediction.base import Prediction
+from dadt.train.script import Script
 
 
 class PredictionScope:
     """Counts the forwards and backwards under way on the training thread; calls on other threads have no effect."""
 
-    def __init__(self, predictions: Callable[[], Sequence[Prediction]], on_training_thread: Callable[[], bool]) -> None:
-        """predictions: returns the predictions of all training optimizers. on_training_thread: returns whether the
-        caller runs on the training thread."""
+    def __init__(self, predictions: Callable[[], Sequence[Prediction]], script: Script) -> None:
+        """predictions: returns the predictions of all training optimizers."""
         self._predictions = predictions
-        self._on_training_thread = on_training_thread
+        self._script = script
         self._passes = 0
         """Number of training forwards and backwards under way."""
         self._backwards = 0
@@ -46,7 +46,7 @@ class PredictionScope:
     def training_pass(self) -> Iterator[None]:
         """Context of a training forward or a backward. The parameters show the same weights until its end, even if an
         optimizer steps meanwhile."""
-        here = self._on_training_thread()
+        here = self._script.on_training_thread
         self._passes += here
         try:
             yield
@@ -60,11 +60,11 @@ class PredictionScope:
         """Context of a backward: shows the weights that its forward used, even if another optimizer has stepped since,
         as in GAN training."""
         mine = []
-        if not self._looks and self._on_training_thread():
+        if not self._looks and self._script.on_training_thread:
             mine = [prediction for prediction in self._predictions() if prediction.suspended]
         for prediction in mine:
             prediction.resume()
-        here = self._on_training_thread()
+        here = self._script.on_training_thread
         self._backwards += here
         try:
             with self.training_pass():
@@ -77,7 +77,7 @@ class PredictionScope:
     @contextmanager
     def true_weights(self, predictions: Sequence[Prediction]) -> Iterator[None]:
         """Context of a forward that trains nothing: shows true weights, also to gradients computed inside."""
-        here = self._on_training_thread()
+        here = self._script.on_training_thread
         mine = [prediction for prediction in predictions if prediction.applied]
         for prediction in mine:
             prediction.suspend()

@@ -65,9 +65,7 @@ class Runtime:
         self.batches = DrawnBatches(ranks, optimizers, attachments, self.replay)
         self.checkpoints = Checkpoints(ranks, optimizers, attachments)
         self.reports = AgentReports(ranks, attachments)
-        self.prediction_scope = PredictionScope(
-            lambda: [a.prediction for a in attachments], lambda: self.script.on_training_thread
-        )
+        self.prediction_scope = PredictionScope(lambda: [a.prediction for a in attachments], self.script)
         self.replicas = Replicas(ranks, optimizers, attachments, self.checkpoints.aside)
         self.verification = Verification(ranks, self.replicas)
         self.recovery = Recovery(

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.itself import Exchanging
+from benchmarks.itself import exchange_alone
 from dadt import algorithms
 from dadt.config import Config
+from dadt.train.runtime import Runtime
 from dadt.world import World
 
 BEFORE = 60
@@ -36,7 +37,8 @@ class Training:
         self.optimizer = MAKE[optimizer](self.model.parameters())
         self.clips = optimizer == "adamw"
         config = Config(executor=executor, algorithm=algorithm, warmup_steps=5, bucket_mb=0.01)
-        self.runtime = Exchanging(World(), config, None, algorithms.find)
+        exchange_alone()
+        self.runtime = Runtime(World(), config, None, algorithms.find)
         self.runtime.optimizers.register(self.optimizer)
         self.inputs = torch.randn(32, 64, device=device)
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import psutil
 
-from harness.patience import PATIENCE
+from harness.patience import FACTOR
 
 MARK = "DADT_TEST_SESSION"
+SETTLE_SECONDS = 20.0 * FACTOR
+"""How long what is about to end may take; what is there then was left behind."""
 SHARED_MEMORY = Path("/dev/shm")
 JOBS = Path(f"/tmp/dadt-{os.getuid()}")
 
@@ -27,7 +29,7 @@ class Session:
 
     def leftovers(self) -> list[str]:
         """What is there that was not, and belongs to nobody who still runs; empty if all is clean."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + SETTLE_SECONDS
         while (found := self._processes() + self._orphans()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return found
