@@ -54,8 +54,9 @@ class Fault:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts, as far as it ends."""
-        return 0.0
+        """How long it lasts; 0 if it does not pass."""
+        lasting: float = getattr(self, "lasting", 0.0)
+        return 0.0 if lasting == FOR_GOOD else lasting
 
     def _struck(self, job: SimulatedJob, text: str, **guilt: object) -> None:
         job.world.note("fault", text)
@@ -63,10 +64,6 @@ class Fault:
         near = frozenset({getattr(self, name) for name in ("host", "other") if hasattr(self, name)})
         struck = Struck(job.world.now, text, near=near, until=until, **guilt)  # type: ignore[arg-type]
         job.invariants.struck.append(struck)
-
-
-def lasts(seconds: float) -> float:
-    return 0.0 if seconds == FOR_GOOD else seconds
 
 
 def host_guilt(job: SimulatedJob, *hosts: int) -> dict[str, frozenset[int]]:
@@ -139,10 +136,6 @@ class WorkerStops(Fault):
     rank: int
     lasting: float
 
-    @property
-    def seconds(self) -> float:
-        return lasts(self.lasting)
-
     def strike(self, job: SimulatedJob) -> None:
         if (worker := job.worker(self.rank)) is not None:
             guilty = frozenset([self.rank]) if job.invariants.is_long(self.lasting) else frozenset()
@@ -158,10 +151,6 @@ class AgentStops(Fault):
     lasting: float
     whole: bool
     """Whether its workers stop, too, as where the machine sleeps."""
-
-    @property
-    def seconds(self) -> float:
-        return lasts(self.lasting)
 
     def strike(self, job: SimulatedJob) -> None:
         agent = job.agents[self.host]
@@ -179,10 +168,6 @@ class AgentStops(Fault):
 @dataclass(frozen=True, slots=True)
 class LauncherStops(Fault):
     lasting: float
-
-    @property
-    def seconds(self) -> float:
-        return self.lasting
 
     def strike(self, job: SimulatedJob) -> None:
         if job.launcher.process.alive:
@@ -207,10 +192,6 @@ class ControlCut(Fault):
     down: bool
     lasting: float
 
-    @property
-    def seconds(self) -> float:
-        return lasts(self.lasting)
-
     def strike(self, job: SimulatedJob) -> None:
         if job.hosts == 1:
             return
@@ -232,10 +213,6 @@ class DataCut(Fault):
     one_way: bool
     lasting: float
 
-    @property
-    def seconds(self) -> float:
-        return lasts(self.lasting)
-
     def strike(self, job: SimulatedJob) -> None:
         if job.hosts == 1:
             return
@@ -256,10 +233,6 @@ class LinkSlow(Fault):
     host: int
     late: float
     lasting: float
-
-    @property
-    def seconds(self) -> float:
-        return lasts(self.lasting)
 
     def strike(self, job: SimulatedJob) -> None:
         self._struck(job, f"each message of host{self.host} takes {self.late:.2f} s more for {self.lasting:.1f} s")
@@ -346,10 +319,6 @@ class HostPreempted(Fault):
 class StepSlow(Fault):
     rank: int
     lasting: float
-
-    @property
-    def seconds(self) -> float:
-        return self.lasting
 
     def strike(self, job: SimulatedJob) -> None:
         if (worker := job.worker(self.rank)) is not None:

@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def timeline(self) -> Path | None:
-        """Return the environment variables that the launcher adds for all workers alike."""
+        """The file of `--timeline` if it is known to lie on this host, else None, as before Ray places the workers."""
         first = next(iter(self.hosts), None)
         if not self.config.timeline or first is None or isinstance(first, ray.RayHost):
             return None
