@@ -85,7 +85,7 @@ class Steps:
         self._under_way.append((frame, optimizer, attachment))
         if attachment is None:
             return None
-        if attachment.step == 0 and keeps_elsewhere(optimizer):
+        if attachment.step == 0 and self._runtime.replay.possible and keeps_elsewhere(optimizer):
             self._optimizers.take_no_snapshots("they could not hold the state of such an optimizer")
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure) and self._ranks.together:

@@ -157,6 +157,10 @@ def unknown(action: NoReturn) -> NoReturn:
     raise AssertionError(action)
 
 
+PRINTS = (SayText, SayPart, PrintOutput, EndOutput, MoveOutput, WriteStacks, AnswerCaller)
+"""Actions that wait for whoever reads the output, or come after such in one rank's output."""
+
+
 class Outbox:
     """Queue of the actions that the launcher has decided on, to be carried out in their order."""
 
@@ -196,6 +200,6 @@ class Outbox:
     def take_quiet(self) -> Sequence[Action]:
         """Remove from the queue, and return, the actions that do not print anything and so need not wait for blocked
         output."""
-        quiet = [action for action in self._actions if isinstance(action, SendFrame | WriteJournal)]
-        self._actions = deque(action for action in self._actions if not isinstance(action, SendFrame | WriteJournal))
+        quiet = [action for action in self._actions if not isinstance(action, PRINTS)]
+        self._actions = deque(action for action in self._actions if isinstance(action, PRINTS))
         return quiet

@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ class Agents:
         self._channels: dict[Node, Channel] = {}
         self._launcher = launcher
         self._see = see
-        self._events: list[tuple[Node, Frame]] = []
+        self._events: deque[tuple[Node, Frame]] = deque()
         started = launcher.launch(list(hosts))  # launch() may raise, so nothing is open before it
         self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
@@ -80,7 +81,7 @@ class Agents:
         for node, why in self._contact.silent(time.monotonic()):
             self._lose(node, why, 0.0)
         while self._events:  # frames that the caller does not take are yielded by the next call
-            node, frame = self._events.pop(0)
+            node, frame = self._events.popleft()
             self._see(node.name, frame)
             yield node, frame
 
@@ -137,7 +138,7 @@ class Agents:
             self._finish(node, EXPLAIN_SECONDS)
             if (future := self._futures.pop(node, None)) is not None and not future.cancel():
                 future.add_done_callback(_hang_up)
-        self._events = [(node, frame) for node, frame in self._events if node in self.nodes]
+        self._events = deque(event for event in self._events if event[0] in self.nodes)
 
     def reach(self, node: Node) -> None:
         """Begin to start the agent of a host that replaces one whose agent is gone."""

@@ -116,8 +116,7 @@ class Attempt:
         self._output = Output(where.logs, hosts, config.output, self._voice.lines, self._warn, self._voice.bars_move)
         if self._number:
             self._output.note(f"dadt: restart {self._number}")
-        self._may_grow = replaces(config) and self._launcher.extends
-        candidates = self._discovery.candidates if self._may_grow else None
+        candidates = self._discovery.candidates if replaces(config) and self._launcher.extends else None
         facts = (self._agents.nodes, where.slots, where.logs, time.monotonic(), time.time(), candidates)
         self._job = job = Job(config, *facts)
         self._voice.meanwhile(self._attend)
@@ -134,7 +133,7 @@ class Attempt:
         self._carry_out()
         try:
             while not job.over:
-                if self._may_grow:
+                if job.grows:
                     self._discovery.poll()
                 for node, frame in agents.turn(self._patience()):
                     job.take(Event(node, frame, time.monotonic()))

@@ -180,6 +180,11 @@ class Job:
         return Unread(self._outcome.signal)
 
     @property
+    def grows(self) -> bool:
+        """Whether new hosts may still join in place of lost ones."""
+        return self._joining is not None and self._termination.goes_on
+
+    @property
     def over(self) -> bool:
         """Whether all workers have ended on all hosts, as far as this can be known."""
         return self.overdue or not any(node.works for node in self._nodes)

@@ -55,9 +55,11 @@ class Recovery:
         """Connect with all ranks of the group, after waiting for them. Raises StartTimeout, PeerLost or ConfigError."""
         while True:
             try:
-                return self._ranks.use(self._connected())
+                connection = self._connected()
+                break
             except Exception as error:  # noqa: BLE001 (a library may say in words of its own that a rank has ended)
                 self.enter(error)
+        self._ranks.use(connection)
 
     def _connected(self) -> Connection:
         ranks = self._ranks

@@ -27,7 +27,7 @@ NAME = "GPU links"
 
 def checked() -> Check:
     text, wrong = ask(["nvidia-smi", "topo", "-m"], SECONDS)
-    if "cannot be run" in wrong:
+    if wrong.startswith(" cannot be run"):
         return fail(NAME, f"nvidia-smi{wrong}", "`nvidia-smi topo -m` must work first")
     if wrong.startswith(":"):
         return warn(NAME, f"nvidia-smi topo -m{wrong}", "not every container may ask: run it on the host itself")

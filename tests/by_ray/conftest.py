@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness.machine import missing
-from harness.patience import await_that
+from harness.patience import SETTLE_SECONDS, await_that
 from ray_cluster import Cluster
 
 
@@ -30,8 +30,10 @@ def cluster(one_cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
     try:
         for words in ("dadt", "train.py"):
             left = one_cluster.processes(words)
-            await_that(lambda words=words: not one_cluster.processes(words), f"the end of {left}")
+            await_that(
+                lambda words=words: not one_cluster.processes(words), f"the end of {left}", seconds=SETTLE_SECONDS
+            )
     finally:
         for pid in one_cluster.of(one_cluster.head, "/dadt run "):  # of a test that failed
             os.kill(pid, signal.SIGKILL)
-    await_that(lambda: one_cluster.left() == "([], 0.0)", f"Ray's: {one_cluster.left()}")
+    await_that(lambda: one_cluster.left() == "([], 0.0)", f"Ray's: {one_cluster.left()}", seconds=SETTLE_SECONDS)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 from harness.run import is_running
 from ray_cluster import BIN, ENVIRONMENT, Cluster, RayRun
 
@@ -247,7 +247,7 @@ def test_a_job_of_rays(cluster: Cluster, tmp_path: Path) -> None:
     assert RayRun(cluster, tmp_path, [*waits, "--", *command], env).finish().code == 0
     await_that(lambda: len(list(tmp_path.glob("ready[0-9]"))) == 4, "workers")
     assert RayRun(cluster, tmp_path, [BIN / "ray", "job", "stop", "waits"], env).finish().code == 0
-    await_that(lambda: not cluster.workers(), "the end of the workers")
+    await_that(lambda: not cluster.workers(), "the end of the workers", seconds=SETTLE_SECONDS)
 
 
 CALL = """

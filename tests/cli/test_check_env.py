@@ -84,9 +84,9 @@ def test_a_torch_that_hangs_is_ended_with_its_children(
     monkeypatch.setitem(SUBJECTS, "torch", 2.0)
     code = f"""
         import os, subprocess, time
-        child = subprocess.Popen(["sleep", "99"])
+        child = subprocess.Popen(["sleep", "600"])
         open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
-        time.sleep(99)
+        time.sleep(600)
     """
     check = found("torch", **torch_of(code))
     assert (check.verdict, check.value) == ("fail", "no answer within 2 s")

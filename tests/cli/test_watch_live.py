@@ -11,7 +11,7 @@ import pytest
 from harness.run import DADT, FOLDERS, left_of
 
 pytest.importorskip("pyte")
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 from harness.terminal import Terminal
 
 STEPS = """\
@@ -55,8 +55,12 @@ def show(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     for terminal in terminals:
         terminal.close()
     for job in (tmp_path / "dadt-logs").glob("*"):
-        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}")
-        await_that(lambda job=job: not (FOLDERS / job.name).exists(), f"the end of {FOLDERS / job.name}")
+        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}", seconds=SETTLE_SECONDS)
+        await_that(
+            lambda job=job: not (FOLDERS / job.name).exists(),
+            f"the end of {FOLDERS / job.name}",
+            seconds=SETTLE_SECONDS,
+        )
 
 
 def has_view(lines: list[str]) -> bool:

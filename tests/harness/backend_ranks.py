@@ -55,7 +55,7 @@ class Ranks:
         results = []
         errors = []
         for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(2 * PATIENCE), f"rank {rank} is silent"
+            assert pipe.poll(PATIENCE), f"rank {rank} is silent"
             result, error = pipe.recv()
             results.append(result)
             errors += [f"rank {rank}:\n{error}"] if error else []

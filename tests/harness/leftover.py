@@ -11,11 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from harness.patience import FACTOR
+from harness.patience import SETTLE_SECONDS
 
 MARK = "DADT_TEST_SESSION"
-SETTLE_SECONDS = 20.0 * FACTOR
-"""How long what is about to end may take; what is there then was left behind."""
 SHARED_MEMORY = Path("/dev/shm")
 JOBS = Path(f"/tmp/dadt-{os.getuid()}")
 

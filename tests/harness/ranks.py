@@ -86,7 +86,7 @@ def spawn(world_size: int, body: Callable[..., Any], *args: Any, timeout: float 
             ours.send(endpoints)
         results = []
         for rank, (ours, _) in enumerate(pipes):
-            assert ours.poll(2 * PATIENCE), f"rank {rank} is silent"
+            assert ours.poll(PATIENCE), f"rank {rank} is silent"
             try:
                 result, error = ours.recv()
             except EOFError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import lightened
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 
 DADT = [str(Path(sys.executable).with_name("dadt"))]
 FOLDERS = Path(f"/tmp/dadt-{os.getuid()}")
@@ -86,9 +86,13 @@ def end(runs: list[Run]) -> None:
 def await_nothing_left(folder: Path) -> None:
     """Of the jobs that were started in this folder: no process and no folder."""
     for job in (folder / "dadt-logs").glob("*"):
-        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}")
+        await_that(lambda job=job: not left_of(job.name), f"the end of {left_of(job.name)}", seconds=SETTLE_SECONDS)
         folders = FOLDERS.glob(f"{job.name}*")
-        await_that(lambda job=job: not list(FOLDERS.glob(f"{job.name}*")), f"the end of {list(folders)}")
+        await_that(
+            lambda job=job: not list(FOLDERS.glob(f"{job.name}*")),
+            f"the end of {list(folders)}",
+            seconds=SETTLE_SECONDS,
+        )
 
 
 def left_of(job: str) -> list[str]:
@@ -112,4 +116,4 @@ def is_running(pid: int) -> bool:
 
 def await_end_of(*pids: int) -> None:
     """A process that dies has lost its environment, by which DADT finds it, some time before it is a zombie."""
-    await_that(lambda: not any(map(is_running, pids)), f"the end of {pids}")
+    await_that(lambda: not any(map(is_running, pids)), f"the end of {pids}", seconds=SETTLE_SECONDS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness.host_run import HostRun
 from harness.machine import Network, missing
-from harness.patience import await_that
+from harness.patience import SETTLE_SECONDS, await_that
 from harness.run import end
 
 
@@ -33,7 +33,11 @@ def hosts(network_possible: None, tmp_path_factory: pytest.TempPathFactory) -> I
     yield make
     try:
         for network in networks:
-            await_that(lambda network=network: not network.leftovers(), f"the end of {network.leftovers()}")
+            await_that(
+                lambda network=network: not network.leftovers(),
+                f"the end of {network.leftovers()}",
+                seconds=SETTLE_SECONDS,
+            )
     finally:
         for network in networks:
             network.close()

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from harness import ROOT
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 
 import dadt
 from dadt.config import Config
@@ -208,7 +208,9 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, whom, extra):
             assert "h1: " in result.err.splitlines()[-1]
         else:
             assert "killed by signal 9" in result.err
-    await_that(lambda: not any(host.leftovers() for host in network.hosts), f"{network.leftovers()}")
+    await_that(
+        lambda: not any(host.leftovers() for host in network.hosts), f"{network.leftovers()}", seconds=SETTLE_SECONDS
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -241,7 +243,7 @@ def test_a_cut_network_ends_both_sides(hosts, start):
     result = run.finish()
     assert result.code == 3
     assert re.search(r"h1: .*(no sign of life|connection)", result.err.splitlines()[-1]), result.err
-    await_that(lambda: not network[1].leftovers(), f"the end of {network[1].leftovers()}")
+    await_that(lambda: not network[1].leftovers(), f"the end of {network[1].leftovers()}", seconds=SETTLE_SECONDS)
     assert time.monotonic() - begin < Config().orphan_timeout
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import lightened
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 
 MPIRUNS = {"mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich"}
 WHERE = """
@@ -87,7 +87,7 @@ def test_kill_9_leaves_nothing_on_any_host(hosts, start, mpirun, tmp_path, who):
         os.kill(agents[0], signal.SIGKILL)
     result = run.finish()
     assert result.code != 0
-    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}")
+    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", seconds=SETTLE_SECONDS)
 
 
 @pytest.mark.sample(1)

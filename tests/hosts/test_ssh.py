@@ -13,7 +13,7 @@ import pytest
 from dialogue import BACKENDS, ask, launched, outcome
 from harness import TESTS
 from harness.machine import Network, new_key
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 
 Hosts = Callable[[int], Network]
 
@@ -136,7 +136,7 @@ def test_an_agent_ends_when_the_launcher_hangs_up(hosts: Hosts, backend: str) ->
         channel = future.result()
         ask(channel)
         channel.hang_up()
-        await_that(lambda: not network.leftovers(), "the end of the agent")
+        await_that(lambda: not network.leftovers(), "the end of the agent", seconds=SETTLE_SECONDS)
         assert channel.end(5.0) == ""
 
 

@@ -14,7 +14,7 @@ import pytest
 from dialogue import BACKENDS
 from harness.host_run import HostRun
 from harness.machine import Network
-from harness.patience import await_that
+from harness.patience import SETTLE_SECONDS, await_that
 from harness.run import Result
 
 Launch = Callable[..., Result]
@@ -119,12 +119,14 @@ def test_a_launcher_that_is_killed_leaves_nothing(
     hosts: Callable[[int], Network], start: Callable[..., HostRun], backend: str, tmp_path: Path
 ) -> None:
     network = hosts(2)
-    script = "import os, time; open('ready' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(99)"
+    script = "import os, time; open('ready' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(600)"
     run = start(network, script, "-np", "2", "-H", network.list(1), "--ssh-backend", backend, "train.py")
     run.wait_for("ready0", "ready1")
     run.process.kill()
-    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}")
-    await_that(lambda: not clients_of(network), f"the end of the SSH clients {clients_of(network)}")
+    await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", seconds=SETTLE_SECONDS)
+    await_that(
+        lambda: not clients_of(network), f"the end of the SSH clients {clients_of(network)}", seconds=SETTLE_SECONDS
+    )
 
 
 def clients_of(network: Network) -> list[int]:

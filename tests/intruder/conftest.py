@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness.machine import Network, missing
-from harness.patience import await_that
+from harness.patience import SETTLE_SECONDS, await_that
 
 
 @pytest.fixture
@@ -20,6 +20,6 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     network = Network(tmp_path_factory.mktemp("network"), 3)
     yield network
     try:
-        await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}")
+        await_that(lambda: not network.leftovers(), f"the end of {network.leftovers()}", seconds=SETTLE_SECONDS)
     finally:
         network.close()

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 from harness.run import DADT, FOLDERS, await_end_of, is_running, left_of
 
 from dadt.control import job_folder
@@ -99,11 +99,11 @@ def test_kill_9_of_dadt_run_leaves_nothing(start, extra):
     job, agent = run.job, run.agent
     run.process.kill()
     run.process.wait()
-    await_that(lambda: not left_of(job), "the end of the workers")
-    await_that(lambda: not is_running(agent), "the end of the agent")
+    await_that(lambda: not left_of(job), "the end of the workers", seconds=SETTLE_SECONDS)
+    await_that(lambda: not is_running(agent), "the end of the agent", seconds=SETTLE_SECONDS)
     await_end_of(*workers)
     # By the agent, or by what outlives it to tidy up.
-    await_that(lambda: not (FOLDERS / job).exists(), "the end of its folder")
+    await_that(lambda: not (FOLDERS / job).exists(), "the end of its folder", seconds=SETTLE_SECONDS)
 
 
 @pytest.mark.parametrize("extra", ["", IGNORE, DAEMON.format(IGNORE)])
@@ -178,7 +178,7 @@ def test_a_worker_dies_with_the_worker_that_started_dadt_inside_it(start, tmp_pa
     (inner,) = run.wait_for("ready0")
     run.process.send_signal(signal.SIGINT)
     assert run.finish().code == 130
-    await_that(lambda: not is_running(inner), "the end of the inner worker")
+    await_that(lambda: not is_running(inner), "the end of the inner worker", seconds=SETTLE_SECONDS)
 
 
 @pytest.mark.parametrize("target", ["launcher", "agent", "worker"])
@@ -203,8 +203,8 @@ if __name__ == "__main__":
     parents = [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in children]
     os.kill({"launcher": run.process.pid, "agent": run.agent, "worker": parents[0]}[target], signal.SIGKILL)
     run.finish()
-    await_that(lambda: not any(is_running(pid) for pid in children), "the end of the children")
-    await_that(lambda: not any(os.path.exists(name) for name in names), f"the end of {names}")
+    await_that(lambda: not any(is_running(pid) for pid in children), "the end of the children", seconds=SETTLE_SECONDS)
+    await_that(lambda: not any(os.path.exists(name) for name in names), f"the end of {names}", seconds=SETTLE_SECONDS)
 
 
 def test_the_folder_of_a_dead_job_is_removed_by_the_next(launch):
@@ -252,7 +252,7 @@ def test_a_prologue_does_not_outlive_the_job(start, tmp_path):
     (shell,) = run.wait_for("shell")
     run.process.send_signal(signal.SIGTERM)
     assert run.finish().code == 143
-    await_that(lambda: not is_running(shell), "the end of the prologue")
+    await_that(lambda: not is_running(shell), "the end of the prologue", seconds=SETTLE_SECONDS)
 
 
 SAVES = """
@@ -312,11 +312,15 @@ def test_a_job_outlives_the_removal_of_its_folder(start, tmp_path):
     own = [FOLDERS / run.job, FOLDERS / f"{run.job}.0"]
     for folder in own:
         take_away(folder, tmp_path)
-    await_that(lambda: (own[0] / "launcher").exists() and (own[1] / "agent.1").exists(), "the folders")
+    await_that(
+        lambda: (own[0] / "launcher").exists() and (own[1] / "agent.1").exists(), "the folders", seconds=SETTLE_SECONDS
+    )
     for folder in own:
         for path in folder.iterdir():
             take_away(path, tmp_path)
-    await_that(lambda: (own[0] / "launcher").exists() and (own[1] / "agent.1").exists(), "the sockets")
+    await_that(
+        lambda: (own[0] / "launcher").exists() and (own[1] / "agent.1").exists(), "the sockets", seconds=SETTLE_SECONDS
+    )
     job_folder.remove_stale()  # as each job does when it begins
     assert all(folder.exists() for folder in own)
     now: list[int] = []

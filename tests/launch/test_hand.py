@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.patience import await_that
+from harness.patience import SETTLE_SECONDS, await_that
 from harness.run import Result, Run, is_running
 
 from dadt.control.connection import Reach
@@ -230,7 +230,7 @@ def test_nothing_outlives_a_node_that_was_killed(start: Start, port: int, rank: 
     assert result.code == 3
     if rank == 0:
         assert result.err.splitlines()[-1] == "dadt: node0 is gone, without a word on how the job ended"
-    await_that(lambda: not any(map(is_running, workers)), "the end of the workers")
+    await_that(lambda: not any(map(is_running, workers)), "the end of the workers", seconds=SETTLE_SECONDS)
 
 
 def test_what_keeps_node_0_from_starting_is_said_everywhere(start: Start, port: int, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 from harness.run import is_running, left_of
 
 from dadt.config import Config
@@ -81,8 +81,10 @@ def test_a_link_is_as_fast_as_told_and_nothing_is_left_of_it_after_a_kill(start)
     assert len({os.readlink(f"/proc/{pid}/ns/net") for pid in workers} & made) == 2
     run.process.send_signal(signal.SIGKILL)
     run.process.wait()
-    await_that(lambda: not left_of(job) and not any(map(is_running, workers)), "the end of the workers")
-    await_that(lambda: not made & networks(), f"the end of the networks {made}")
+    await_that(
+        lambda: not left_of(job) and not any(map(is_running, workers)), "the end of the workers", seconds=SETTLE_SECONDS
+    )
+    await_that(lambda: not made & networks(), f"the end of the networks {made}", seconds=SETTLE_SECONDS)
     assert interfaces() == before
 
 

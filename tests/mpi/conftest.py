@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import lightened
 from harness.mpis import AS_ROOT, MPIRUNS, installed, shims
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 from harness.run import Run, await_nothing_left, end
 
 
@@ -34,7 +34,7 @@ def start(tmp_path: Path, mpirun: str) -> Iterator[Callable[..., Run]]:
     yield begin
     end(runs)
     for job in (tmp_path / "dadt-logs").glob("*"):
-        await_that(lambda job=job: not shims(job.name), f"the end of {shims(job.name)}")
+        await_that(lambda job=job: not shims(job.name), f"the end of {shims(job.name)}", seconds=SETTLE_SECONDS)
     await_nothing_left(tmp_path)
 
 

@@ -15,7 +15,7 @@ import torch
 from harness import TESTS
 from harness.checks import assert_equal, assert_near
 from harness.mpis import MPICH_LIBRARY, shims
-from harness.patience import await_that
+from harness.patience import SETTLE_SECONDS, await_that
 from harness.run import await_end_of, is_running
 from harness.scenarios import WARMUP, simulate
 
@@ -132,7 +132,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(start):
     pids = run.wait_for("ready0", "ready1", "daemon0", "daemon1")
     run.process.kill()
     run.finish()
-    await_that(lambda: not any(is_running(pid) for pid in pids), "the workers' end")
+    await_that(lambda: not any(is_running(pid) for pid in pids), "the workers' end", seconds=SETTLE_SECONDS)
 
 
 @pytest.mark.sample(3)
@@ -144,7 +144,7 @@ def test_kill_9_of_what_is_between_leaves_nothing(start, mpirun, who):
     result = run.finish()
     assert result.code != 0, result.err
     # Of an agent that was killed, its guard ends what is left, beside the launcher.
-    await_that(lambda: not any(is_running(pid) for pid in pids), "the workers' end")
+    await_that(lambda: not any(is_running(pid) for pid in pids), "the workers' end", seconds=SETTLE_SECONDS)
 
 
 def process_of(run, mpirun: str, who: str) -> int:

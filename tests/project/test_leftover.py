@@ -29,7 +29,7 @@ def run_pytest(folder: Path, test: str, *options: str) -> subprocess.CompletedPr
     for path in [TESTS / "conftest.py", *(TESTS / "harness").glob("*.py")]:
         copy = folder / path.relative_to(TESTS)
         copy.parent.mkdir(exist_ok=True)
-        copy.write_text(path.read_text().replace("PATIENCE = 20.0", "PATIENCE = 0.5"))
+        copy.write_text(path.read_text().replace("SETTLE_SECONDS = 20.0", "SETTLE_SECONDS = 0.5"))
     (folder / "test_it.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)

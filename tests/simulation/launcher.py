@@ -67,7 +67,6 @@ class Launcher:
         self._events: list[Event] = []
         self._timer: Timer | None = None
         self._turns_at = float("inf")
-        self.turns = 0
         self.job = Job(config, self.nodes, self.slots, Path("logs"), world.now, world.epoch)
 
     def begin(self) -> None:
@@ -156,7 +155,6 @@ class Launcher:
         if not self.process.alive or self.outcome is not None or self.error is not None:
             return
         now, job, contact = self.world.now, self.job, self._contact
-        self.turns += 1
         contact.excuse(now)
         if contact.is_beat_due(now):
             self._send_all(Frame("beat"))

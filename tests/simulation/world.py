@@ -82,11 +82,6 @@ class World:
             timer.do()
         return until()
 
-    @property
-    def due(self) -> int:
-        """How many things are going to happen."""
-        return sum(timer.do is not None for *_, timer in self._heap)
-
     def spread(self, seconds: float) -> float:
         """About so many seconds."""
         return seconds * (0.5 + self.random.random())

@@ -16,7 +16,7 @@ import pytest
 import stranger
 from cluster import CORES, Cluster
 from harness import ROOT, jobs, lightened
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 from harness.run import DADT, is_running, left_of
 
 from dadt.errors import ConfigError
@@ -208,7 +208,7 @@ def test_nothing_outlives_scancel(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("scancel", job)
     cluster.await_idle()
     (name,) = os.listdir(tmp_path / "dadt-logs")
-    await_that(lambda: not left_of(name), "the end of the workers")
+    await_that(lambda: not left_of(name), "the end of the workers", seconds=SETTLE_SECONDS)
     assert "SIGTERM" in (tmp_path / "out").read_text()
 
 
@@ -216,7 +216,7 @@ def test_nothing_outlives_a_launcher_that_was_killed(cluster: Cluster, tmp_path:
     process, workers = begin(cluster, tmp_path)
     os.kill(launcher(process.pid), signal.SIGKILL)
     process.communicate(timeout=PATIENCE)
-    await_that(lambda: not any(map(is_running, workers)), "the end of the workers")
+    await_that(lambda: not any(map(is_running, workers)), "the end of the workers", seconds=SETTLE_SECONDS)
 
 
 def test_an_agent_that_was_killed_is_told(cluster: Cluster, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ so would be 240 MiB by then; with Gloo up to 8 MiB for each generation were seen
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * PATIENCE + 60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("algorithm", "executor"),
     [

@@ -184,16 +184,18 @@ class Saver:
         patient = self._ranks.together and str(target) not in self._missed
         begun = time.monotonic()
         end = begun + (self._ranks.config.timeout if patient else 0.0)
-        writing = False
+        writing = self._is_writing(target)
         while True:
             patience = min(PATIENCE_SECONDS, max(end - time.monotonic(), 0.0))
             verdict = control.await_save(str(target), count, number, step, patience, far)
             if verdict == "yours":
                 self.take_over()
+            if verdict != "write" or time.monotonic() >= end:
+                return verdict == "there"
             # a file that was being written when this wait began may be complete, but not reported yet
             was_writing, writing = writing, self._is_writing(target)
-            if verdict != "write" or time.monotonic() >= end or not (writing or was_writing):
-                return verdict == "there"
+            if not (writing or was_writing):
+                return False
             self._ranks.tell_waiting(f"saving {target.name}", time.monotonic() - begun)
 
     def _is_writing(self, target: Path) -> bool:

@@ -98,14 +98,15 @@ class Agent:
         """Wait for the launcher's next order of one of these kinds. Returns None if the launcher is gone or a signal
         came."""
         while not self._launcher.gone and not self._signal:
-            self._launcher.select(TURN_SECONDS)
-            self._beat()
             orders, self._launcher.orders = self._launcher.orders, []
             for place, order in enumerate(orders):
                 if order.kind in kinds:
                     self._launcher.orders = orders[place + 1 :]
                     order.header.update(self._differs)
                     return order
+            # an order that comes together with a signal is left: the signal counts
+            self._launcher.select(TURN_SECONDS)
+            self._beat()
         return None
 
     def _serve(self, job: Frame) -> None:

@@ -28,7 +28,7 @@ from dadt.launch.ending.processes import Process
 
 NATURAL_SECONDS = 0.5
 """Seconds that processes left by successful workers may take to end by themselves."""
-FAILURE_GRACE = 1.5
+DEFAULT_GRACE = 1.5
 """Seconds from SIGTERM to SIGKILL, unless the launcher's order specifies another number."""
 MOST_PATIENCE = 5.0
 """Largest number of seconds that ranks may take to agree on a step, after which all of them save or are interrupted."""
@@ -185,7 +185,7 @@ class HostJob:
     def _begin_stop(self, order: Frame, now: float) -> None:
         """Begin to stop the workers. If they are being stopped already, the order can only make the stop end sooner."""
         self._shims.dismiss()
-        grace = order.get("grace", FAILURE_GRACE)
+        grace = order.get("grace", DEFAULT_GRACE)
         if self.stop is None or self.stop.natural:
             self.stop = Stop(order.get("natural", 0.0), grace, self.outbox, now)
             if order.get("stacks"):

@@ -33,11 +33,8 @@ from dadt.launch.ending.processes import Process, handles, kill, members, termin
 from dadt.launch.ending.signals import ENDING_SIGNALS, Interrupts
 
 TICK_SECONDS = 0.05
-PROBE_TICK_SECONDS = 0.01
 STACK_SECONDS = 0.5
 """Seconds that workers may take to write their stack traces before they are stopped."""
-ADDRESS_SECONDS = 3.0
-"""Seconds to wait for a network address on a host that has none yet."""
 COMMAND_NOT_RUN = 127  # exit code of shells for a command that cannot be run
 SHIM_KINDS = ("shim", "spawned", "unspawned", "ended")
 """Kinds of frames that shims send, which describe the worker's process instead of the sending process."""

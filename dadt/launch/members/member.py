@@ -49,6 +49,7 @@ class Member:
         """Reset the state, as a new worker starts for this rank."""
         self.ended = self.claimed = self.finished = False
         self.step = -1
+        self.waiting = Waiting()  # the old worker's questions may never be answered
         self.sign("is started anew", now)
 
     def went_to(self, step: int, seen: float) -> None:

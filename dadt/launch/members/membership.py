@@ -231,7 +231,7 @@ class Membership:
         if self._least and goes_on:
             self._give_up_silent(now)
             self._connect_anew(now)
-        if not (self._least and goes_on):
+        if self._requests and not (self._least and goes_on):
             self._answer_all(False, self._obstacle(now), now)
         for rank in [rank for rank, request in self._requests.items() if now >= request.deadline]:
             self._requests.pop(rank).answer(False, self._obstacle(now), now)

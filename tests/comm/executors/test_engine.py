@@ -152,7 +152,7 @@ def abort(engine: _core.Engine, rank: int, world_size: int) -> str:
     assert work is not None
     with pytest.raises(Aborted) as caught:
         work.wait(5 * PATIENCE)
-    assert time.monotonic() - start < 300
+    assert time.monotonic() - start < PATIENCE
     return str(caught.value)
 
 

@@ -10,7 +10,7 @@ import textwrap
 import time
 
 import pytest
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 from harness.run import DADT, left_of
 
 from dadt.config.config import Config
@@ -232,7 +232,7 @@ def test_signals_count_while_nobody_reads(start):
     run = slow_reader(start, 400000)
     await_that(lambda: run.process.poll() is None and left_of(run.job), "the worker")
     run.process.send_signal(signal.SIGTERM)
-    await_that(lambda: not left_of(run.job), "the end of the worker")
+    await_that(lambda: not left_of(run.job), "the end of the worker", seconds=SETTLE_SECONDS)
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(PATIENCE) == 143
 
