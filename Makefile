@@ -94,7 +94,7 @@ faults: .venv/testable machines
 chaos: .venv/testable machines
 	PYTHONPATH=tests $(BIN)/python -m hosts.chaos --write docs/results/faults.md
 
-# Jobs in a simulated world, in which all that is left open is decided by a seed: 100,000 of them take half an hour. Those
+# Jobs in a simulated world, in which all that is left open is decided by a seed: 100,000 of them take twenty minutes. Those
 # that fail are replayed by the command that it prints. How soon they find deliberate faults: make simulate-mutations.
 SEEDS ?= 100000
 simulate: .venv/testable

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from signal import SIGINT, SIGTERM, SIGUSR1
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dadt.control.frame import Frame
 from simulation.worker import Exit, ScriptError
@@ -46,6 +46,8 @@ class Struck:
 class Fault:
     """Something that happens so many seconds after the workers were started."""
 
+    silences: ClassVar[bool] = True
+    """Whether its hosts may not hear others for it."""
     at: float
 
     def strike(self, job: SimulatedJob) -> None:
@@ -61,7 +63,8 @@ class Fault:
     def _struck(self, job: SimulatedJob, text: str, **guilt: object) -> None:
         job.world.note("fault", text)
         until = job.world.now + getattr(self, "lasting", 0.0)
-        near = frozenset({getattr(self, name) for name in ("host", "other") if hasattr(self, name)})
+        named = ("host", "other") if self.silences else ()
+        near = frozenset({getattr(self, name) for name in named if hasattr(self, name)})
         struck = Struck(job.world.now, text, near=near, until=until, **guilt)  # type: ignore[arg-type]
         job.invariants.struck.append(struck)
 
@@ -247,6 +250,7 @@ class LinkSlow(Fault):
 
 @dataclass(frozen=True, slots=True)
 class MessageLate(Fault):
+    silences = False
     host: int
     up: bool
     late: float
@@ -259,6 +263,7 @@ class MessageLate(Fault):
 
 @dataclass(frozen=True, slots=True)
 class Stranger(Fault):
+    silences = False
     host: int
     what: str
 
@@ -279,6 +284,7 @@ class Stranger(Fault):
 
 @dataclass(frozen=True, slots=True)
 class ClockJumps(Fault):
+    silences = False
     host: int
     by: float
 

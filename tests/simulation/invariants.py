@@ -130,7 +130,7 @@ class Invariants:
     def _check_numbers(self) -> None:
         job = self._job
         seconds = job.world.now - BEGIN
-        each = 40 + 12 * seconds
+        each = 20 + 4 * seconds
         most = each * (job.hosts + job.size) + 40 * job.size * (1 + len(job.launcher.job.watch.generations))
         if job.world.frames > most:
             raise Broken(f"{job.world.frames} frames in {seconds:.0f} s, {most:.0f} are the most")

@@ -10,6 +10,9 @@ from simulation.job import SimulatedJob
 from simulation.scenario import Scenario, draw
 from simulation.world import Broken
 
+CRASHED = "the code under test has raised:"
+"""How the reason of a job begins in which an exception came out of the decisions, and no check has failed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -33,7 +36,7 @@ def why_of(job: SimulatedJob) -> str:
     except Broken as broken:
         return str(broken)
     except Exception:  # the decisions themselves have failed
-        return traceback.format_exc()
+        return f"{CRASHED}\n{traceback.format_exc()}"
     return ""
 
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.machine import Network
-from harness.patience import PATIENCE, await_that
+from harness.patience import await_that
 from hosts.compared.fault import Fault, Victim
 from hosts.compared.system import Processes, System
 from hosts.compared.watch import Step, Watch
 
 STEPS = 600
 START_SECONDS = 240.0
+HANGS_SECONDS = 120.0
+"""After so long without a new step a job is said to hang, as the page says."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def _await_end(processes: Processes, watch: Watch) -> bool:
         if watch.reached() > reached:
             reached, since = watch.reached(), time.monotonic()
         # One that is stopped or cut off does not end by itself, which concerns nobody once others are at the end.
-        if time.monotonic() > since + (15.0 if reached >= STEPS else PATIENCE):
+        if time.monotonic() > since + (15.0 if reached >= STEPS else HANGS_SECONDS):
             return False
         time.sleep(0.05)
     return True
