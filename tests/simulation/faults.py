@@ -237,6 +237,11 @@ class LinkSlow(Fault):
     late: float
     lasting: float
 
+    @property
+    def seconds(self) -> float:
+        """Nothing stands still meanwhile, so no job may take longer for it."""
+        return 0.0
+
     def strike(self, job: SimulatedJob) -> None:
         self._struck(job, f"each message of host{self.host} takes {self.late:.2f} s more for {self.lasting:.1f} s")
         up, down = job.agents[self.host].up, job.launcher.down[job.launcher.nodes[self.host]]

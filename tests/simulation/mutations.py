@@ -74,7 +74,6 @@ MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a rank that left early is not lost": (Membership, "_lose_left", nothing),
     "a connection that has failed is not made again": (Membership, "_connect_anew", nothing),
     "a rank that asks to connect again gets no answer": (Membership, "_answer_all", nothing),
-    "all ranks count as waiting": (Waiting, "lasts", lambda self, seen, now: True),
     "no rank counts as waiting": (Waiting, "lasts", lambda self, seen, now: False),
     "hosts that do not hear each other are not known": (Silences, "silent", nothing),
     "a rank that was lost is never started again": (Replacements, "turn", nothing),
