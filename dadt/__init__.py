@@ -7,20 +7,6 @@ from typing import Any
 from dadt import inject
 from dadt.config import Config
 from dadt.config.version import VERSION as __version__
-from dadt.errors import (
-    Aborted,
-    CommError,
-    CommTimeout,
-    ConfigError,
-    DadtError,
-    LaunchError,
-    Mismatch,
-    NotResumed,
-    PeerLost,
-    StartTimeout,
-    Unproved,
-    WeightsDiffer,
-)
 from dadt.world import World
 
 # Names of the API are imported on first use, so that `import dadt` alone does not import torch. Type checkers read
@@ -44,23 +30,13 @@ _HOMES = {
     "dadt.api.sampler": "DistributedSampler",
     "dadt.comm.collectives.process_set": "Handle ProcessSet",
     "dadt.api.run": "run",
+    "dadt.errors": (
+        "Aborted CommError CommTimeout ConfigError DadtError LaunchError Mismatch NotResumed PeerLost StartTimeout"
+        " Unproved WeightsDiffer"
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_ERRORS = (
-    Aborted,
-    CommError,
-    CommTimeout,
-    ConfigError,
-    DadtError,
-    LaunchError,
-    Mismatch,
-    NotResumed,
-    PeerLost,
-    StartTimeout,
-    Unproved,
-    WeightsDiffer,
-)
-__all__ = ["Config", "World", "__version__", *(error.__name__ for error in _ERRORS), *_HOME]
+__all__ = ["Config", "World", "__version__", *_HOME]
 
 _torch = sys.modules.get("torch")
 # torch imports this package at the end of its own import, in every process of this Python. If torch is not being

@@ -55,18 +55,7 @@ from dadt.api.state import broadcast_parameters as broadcast_parameters
 from dadt.comm.collectives.process_set import Handle as Handle
 from dadt.comm.collectives.process_set import ProcessSet as ProcessSet
 from dadt.config import Config as Config
-from dadt.errors import Aborted as Aborted
-from dadt.errors import CommError as CommError
-from dadt.errors import CommTimeout as CommTimeout
-from dadt.errors import ConfigError as ConfigError
-from dadt.errors import DadtError as DadtError
-from dadt.errors import LaunchError as LaunchError
-from dadt.errors import Mismatch as Mismatch
-from dadt.errors import NotResumed as NotResumed
-from dadt.errors import PeerLost as PeerLost
-from dadt.errors import StartTimeout as StartTimeout
-from dadt.errors import Unproved as Unproved
-from dadt.errors import WeightsDiffer as WeightsDiffer
+from dadt.errors import *  # noqa: F403
 from dadt.world import World as World
 
 __version__: str

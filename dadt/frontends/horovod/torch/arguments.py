@@ -14,9 +14,9 @@ from dadt.frontends.horovod.torch.reduce_op import ReduceOp, chosen
 
 R = TypeVar("R")
 ALLREDUCE = "average name op prescale_factor postscale_factor process_set"
-COMPRESSED_ALLREDUCE = ALLREDUCE.replace("op", "compression op", 1)
+COMPRESSED_ALLREDUCE = "average name compression op prescale_factor postscale_factor process_set"
 REDUCESCATTER = "name op process_set prescale_factor postscale_factor"
-COMPRESSED_REDUCESCATTER = REDUCESCATTER.replace("op", "compression op", 1)
+COMPRESSED_REDUCESCATTER = "name compression op process_set prescale_factor postscale_factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,9 @@ class ReduceArguments:
     process_set: ProcessSet = global_process_set
 
     @property
-    def how(self) -> tuple[ReduceOp, float, float, ProcessSet]:
-        """The reduction (op), the factors before and after the reduction, and the process set. Raises ValueError if
-        both `op` and `average` are set."""
-        return chosen(self.op, self.average), self.prescale_factor, self.postscale_factor, self.process_set
+    def reduction(self) -> ReduceOp:
+        """The reduction that `op` or `average` chooses. Raises ValueError if both are set."""
+        return chosen(self.op, self.average)
 
 
 def takes(names: str) -> Callable[[Callable[[Any, ReduceArguments], R]], Callable[..., R]]:

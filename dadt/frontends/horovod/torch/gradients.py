@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Function
 
-from dadt.frontends.horovod.torch import operations, place
-from dadt.frontends.horovod.torch.arguments import (
-    ALLREDUCE,
-    COMPRESSED_ALLREDUCE,
-    COMPRESSED_REDUCESCATTER,
-    ReduceArguments,
-    takes,
-)
+from dadt.frontends.horovod.torch import arguments, operations, place
+from dadt.frontends.horovod.torch.arguments import ReduceArguments, takes
 from dadt.frontends.horovod.torch.operations import synchronize
 from dadt.frontends.horovod.torch.process_sets import ProcessSet, global_process_set
 from dadt.frontends.horovod.torch.reduce_op import ReduceOp
@@ -35,55 +29,54 @@ def _applied(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
+def _all_applied(function: Any, asked: ReduceArguments, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Call `apply` of a reduction with any number of tensors, of which one alone returns one alone."""
+    results = _applied(function, asked, *tensors)
+    return [results] if len(tensors) == 1 else results
+
+
+def _compressed(function: Any, tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
+    sent = [asked.compression.compress(t) for t in tensors]
+    results = _all_applied(function, asked, [t for t, _ in sent])
+    return [asked.compression.decompress(t, context) for t, (_, context) in zip(results, sent, strict=True)]
+
+
 # Allreduce ------------------------------------------------------------------------------------------------------------
 
 
 class _Allreduce(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, asked: ReduceArguments) -> Any:
-        ctx.asked = asked
-        return synchronize(operations.start_allreduce(tensor, torch.empty_like(tensor), asked))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _applied(_Allreduce, gradients[0], replace(ctx.asked, name=None)), None
-
-
-class _GroupedAllreduce(Function):
-    @staticmethod
     def forward(ctx: Any, asked: ReduceArguments, *tensors: Tensor) -> Any:
-        ctx.asked = asked
-        outputs = [torch.empty_like(t) for t in tensors]
+        ctx.asked, outputs = asked, [torch.empty_like(t) for t in tensors]
+        if len(tensors) == 1:
+            return synchronize(operations.start_allreduce(tensors[0], outputs[0], asked))
         return tuple(synchronize(operations.start_grouped_allreduce(tensors, outputs, asked)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (None, *_applied(_GroupedAllreduce, replace(ctx.asked, name=None), *gradients))
+        return (None, *_all_applied(_Allreduce, replace(ctx.asked, name=None), gradients))
 
 
-@takes(COMPRESSED_ALLREDUCE)
+@takes(arguments.COMPRESSED_ALLREDUCE)
 def allreduce(tensor: Tensor, asked: ReduceArguments) -> Tensor:
     """Return the reduction of the tensors of all ranks: a new tensor of the same shape and dtype."""
-    sent, context = asked.compression.compress(tensor)
-    return asked.compression.decompress(_applied(_Allreduce, sent, asked), context)
+    return _compressed(_Allreduce, [tensor], asked)[0]
 
 
-@takes(ALLREDUCE)
+@takes(arguments.ALLREDUCE)
 def allreduce_(tensor: Tensor, asked: ReduceArguments) -> Tensor:
     """Reduce the tensors of all ranks, overwrite this rank's tensor with the result, and return it."""
     result: Tensor = synchronize(operations.start_allreduce(tensor, tensor, asked))
     return result
 
 
-@takes(COMPRESSED_ALLREDUCE)
+@takes(arguments.COMPRESSED_ALLREDUCE)
 def grouped_allreduce(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
     """Reduce several tensors over all ranks, and return the results: new tensors of the same shapes and dtypes."""
-    sent = [asked.compression.compress(t) for t in tensors]
-    results = _applied(_GroupedAllreduce, asked, *(t for t, _ in sent))
-    return [asked.compression.decompress(t, context) for t, (_, context) in zip(results, sent, strict=True)]
+    return _compressed(_Allreduce, tensors, asked)
 
 
-@takes(ALLREDUCE)
+@takes(arguments.ALLREDUCE)
 def grouped_allreduce_(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
     """Reduce several tensors over all ranks, overwrite them with the results, and return them."""
     results: list[Tensor] = synchronize(operations.start_grouped_allreduce(tensors, tensors, asked))
@@ -207,27 +200,20 @@ class _Reducescatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        op, pre, post, process_set = ctx.asked.how
-        factor = pre * post * (process_set.size() if op is ReduceOp.Sum else 1)
-        whole = grouped_allgather([g * factor for g in gradients], process_set=process_set)
-        return (None, *whole)
+        asked: ReduceArguments = ctx.asked
+        ranks = asked.process_set.among.size if asked.reduction is ReduceOp.Sum else 1
+        factor = asked.prescale_factor * asked.postscale_factor * ranks
+        return (None, *grouped_allgather([g * factor for g in gradients], process_set=asked.process_set))
 
 
-@takes(COMPRESSED_REDUCESCATTER)
+@takes(arguments.COMPRESSED_REDUCESCATTER)
 def reducescatter(tensor: Tensor, asked: ReduceArguments) -> Tensor:
     """Reduce the tensors of all ranks, and return this rank's part of the result: a slice of its first dimension."""
-    return _reducescattered([tensor], asked)[0]
+    return _compressed(_Reducescatter, [tensor], asked)[0]
 
 
-@takes(COMPRESSED_REDUCESCATTER)
+@takes(arguments.COMPRESSED_REDUCESCATTER)
 def grouped_reducescatter(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
     """Reduce several tensors over all ranks, and return this rank's part of each result: a slice of its first
     dimension."""
-    return _reducescattered(tensors, asked)
-
-
-def _reducescattered(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
-    sent = [asked.compression.compress(t) for t in tensors]
-    results = _applied(_Reducescatter, asked, *(t for t, _ in sent))
-    parts = [results] if len(tensors) == 1 else results
-    return [asked.compression.decompress(t, context) for t, (_, context) in zip(parts, sent, strict=True)]
+    return _compressed(_Reducescatter, tensors, asked)

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
     from dadt.comm.collectives.process_set import ProcessSet as Ranks
 
-    Finish = Callable[[Any], Any]
-    How = tuple[ReduceOp, float, float, ProcessSet]
-    Prepared = tuple[Operation, Finish | None]
+    Prepared = tuple[Operation, Callable[[Any], Any] | None]
     """An operation of DADT's core, and the function that computes the caller's result from the result of this
     operation; None if both results are equal."""
 
@@ -214,8 +212,7 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the process set have called `barrier`."""
-    prepared: Callable[[Ranks], Prepared] = lambda among: (operation.barrier(among.size), None)  # noqa: E731
-    synchronize(_submit("barrier", None, process_set, prepared))
+    synchronize(_submit("barrier", None, process_set, lambda among: (operation.barrier(among.size), None)))
 
 
 # Helpers of the operations above --------------------------------------------------------------------------------------
@@ -250,8 +247,7 @@ def _submit_group(
 
 def start_allreduce(tensor: Tensor, output: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
     """Start an allreduce of `tensor` that writes its result to `output`, which may be the same tensor."""
-    how = asked.how
-    return _submit("allreduce", asked.name, asked.process_set, lambda among: _reduced(tensor, output, how, among))
+    return _submit("allreduce", asked.name, asked.process_set, lambda among: _reduced(tensor, output, asked, among))
 
 
 def start_grouped_allreduce(tensors: Sequence[Tensor], outputs: Sequence[Tensor], asked: ReduceArguments) -> Handles:
@@ -259,29 +255,27 @@ def start_grouped_allreduce(tensors: Sequence[Tensor], outputs: Sequence[Tensor]
     both CPU and GPU."""
     if len({t.device.type == "cpu" for t in tensors}) > 1:
         raise ValueError("grouped_allreduce: give tensors of one kind of device")
-    how, pairs = asked.how, list(zip(tensors, outputs, strict=True))
+    pairs = list(zip(tensors, outputs, strict=True))
     return _submit_group(
-        "allreduce", asked.name, asked.process_set, lambda among: [_reduced(*pair, how, among) for pair in pairs]
+        "allreduce", asked.name, asked.process_set, lambda among: [_reduced(*pair, asked, among) for pair in pairs]
     )
 
 
 def start_reducescatter(tensor: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
     """Start a reduce-scatter of the tensor: the result is this rank's part of the reduced tensor."""
-    how = asked.how
-    return _submit("reducescatter", asked.name, asked.process_set, lambda among: _reducescatter(tensor, how, among))
+    return _submit("reducescatter", asked.name, asked.process_set, lambda among: _reducescatter(tensor, asked, among))
 
 
 def start_grouped_reducescatter(tensors: Sequence[Tensor], asked: ReduceArguments) -> Handles:
     """Start one reduce-scatter for several tensors: the results are this rank's parts of the reduced tensors."""
-    how = asked.how
     return _submit_group(
-        "reducescatter", asked.name, asked.process_set, lambda among: [_reducescatter(t, how, among) for t in tensors]
+        "reducescatter", asked.name, asked.process_set, lambda among: [_reducescatter(t, asked, among) for t in tensors]
     )
 
 
-def _reduced(tensor: Tensor, output: Tensor, how: How, among: Ranks) -> Prepared:
-    op, pre, post, _ = how
-    source = tensor if pre == 1.0 else scaled(tensor, pre)
+def _reduced(tensor: Tensor, output: Tensor, asked: ReduceArguments, among: Ranks) -> Prepared:
+    op, pre, post = asked.reduction, asked.prescale_factor, asked.postscale_factor
+    source = scaled(tensor, pre)
     if op is ReduceOp.Adasum:
         call, combine = adasum.prepare(source, among)
         return call, lambda received: scale_(operation.deliver(combine(received), output), post)
@@ -291,17 +285,17 @@ def _reduced(tensor: Tensor, output: Tensor, how: How, among: Ranks) -> Prepared
     return call, lambda _: scale_(output, factor)
 
 
-def _reducescatter(tensor: Tensor, how: How, among: Ranks) -> Prepared:
-    wanted, pre, post, _ = how
-    if wanted is ReduceOp.Adasum:
+def _reducescatter(tensor: Tensor, asked: ReduceArguments, among: Ranks) -> Prepared:
+    op, pre, post = asked.reduction, asked.prescale_factor, asked.postscale_factor
+    if op is ReduceOp.Adasum:
         raise NotImplementedError("reducescatter: Adasum is not supported")
     if tensor.dim() == 0:
         raise HorovodInternalError("reducescatter: give a tensor of one or more dimensions; a scalar has no parts")
     parts = list(torch.split(scaled(tensor.detach(), pre), _shares(len(tensor), among.size)))
     output = torch.empty_like(parts[among.rank], memory_format=torch.contiguous_format)
-    call = operation.reduce_scatter(parts, output, REDUCTIONS[wanted], among.rank, among.size)
-    call.signature = _signature(call.signature, wanted, (pre, post))
-    factor = factor_of(wanted, post, among.size)
+    call = operation.reduce_scatter(parts, output, REDUCTIONS[op], among.rank, among.size)
+    call.signature = _signature(call.signature, op, (pre, post))
+    factor = factor_of(op, post, among.size)
     return call, lambda _: scale_(output, factor)
 
 
