@@ -71,6 +71,46 @@ def test_fit(tmp_path: Path, algorithm: str) -> None:
     assert accuracies[-1] > 0.7
 
 
+HIDDEN_LATE = """
+import threading
+import tensorflow as tf
+from dadt.frontends.keras import hook, on_tensorflow
+from dadt.frontends.tensorflow import prediction
+read = threading.Event()
+class Displacement(prediction.Displacement):
+    def hide(self, shown):
+        def late(ahead):
+            read.wait(0.5)  # for a step that reads weights too early, which shall not come
+            return ahead
+        ahead, self.ahead = self.ahead, tf.numpy_function(late, [self.ahead], tf.bool, stateful=False)
+        super().hide(shown)
+        self.ahead = ahead
+class Mirror(on_tensorflow.Mirror):
+    def average(self, *given):
+        found = super().average(*given)
+        read.set()
+        return found
+prediction.Displacement, on_tensorflow.Mirror = Displacement, Mirror
+true = []
+class Compared(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        read.clear()
+        self.before = [v.numpy() for v in model.trainable_variables]
+    def on_train_batch_end(self, batch, logs=None):
+        (mirror,) = hook._installed[0]._every()
+        true.append(all((p.detach().numpy() == w).all() for p, w in zip(mirror._parameters, self.before)))
+model = compiled(build(), keras.optimizers.SGD(0.1, momentum=0.9))
+model.fit(x, y, batch_size=8, epochs=1, verbose=0, callbacks=[Compared()])
+print("ends with", true)
+"""
+
+
+def test_a_step_reads_true_weights(tmp_path: Path) -> None:
+    """Also where the graph puts these back as late as it may."""
+    ends, _ = by_two(tmp_path, HIDDEN_LATE, "--algorithm", "pipe", "--warmup-steps", "2")
+    assert ends == str([True] * 8)
+
+
 def test_scaled_losses(tmp_path: Path) -> None:
     """All ranks leave out a step in which the gradients of one are not finite."""
     text = """

@@ -59,12 +59,16 @@ class Mirror:
         if wrapped:
             worker.wrap(self._carrier)
 
-    def average(self, *gradients: Any) -> list[Any]:
-        """Average gradients, which are eager tensors, over all ranks. Returns whether there are averages, whether the
-        next ones will come late, and the averages."""
+    def average(self, *given: Any) -> list[Any]:
+        """Average gradients over all ranks. given: eager tensors, first the variables' values, then the gradients.
+        Returns whether there are averages, whether the next ones will come late, and the averages.
+
+        The values are given by the graph, which reads them once true weights are back: it does not order a call of
+        Python, which would read variables itself, after an assignment to these."""
         averages: list[torch.Tensor] = []
-        for parameter, variable, gradient in zip(self._parameters, self.variables, gradients, strict=True):
-            parameter.data.copy_(to_torch(variable))
+        count = len(self._parameters)
+        for parameter, value, gradient in zip(self._parameters, given[:count], given[count:], strict=True):
+            parameter.data.copy_(to_torch(value))
             parameter.grad = to_torch(gradient)
         self._carrier.run = lambda: averages.extend(p.grad for p in self._parameters if p.grad is not None)
         try:
@@ -174,7 +178,8 @@ class TensorFlowTraining(KerasTraining):
                 for g, v in zip(grads, variables, strict=True)
             ]
             dtypes = [tf.bool, tf.bool, *(g.dtype for g in dense)]
-            there, late, *averages = tf.py_function(mirror.average, dense, dtypes)
+            values = [tf.convert_to_tensor(v) for v in variables]
+            there, late, *averages = tf.py_function(mirror.average, [*values, *dense], dtypes)
             for other in self._others(mirror):
                 other.ahead.assign(False)
             if displacement is not None:
