@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from dadt.control.frame import Frame
 from dadt.launch.members.node import Node
@@ -161,14 +161,23 @@ PRINTS = (SayText, SayPart, PrintOutput, EndOutput, MoveOutput, WriteStacks, Ans
 """Actions that wait for whoever reads the output, or come after such in one rank's output."""
 
 
-class Outbox:
-    """Queue of the actions that the launcher has decided on, to be carried out in their order."""
+class ActionQueue(Generic[T]):
+    """Actions that were decided on, to be carried out in their order."""
 
     def __init__(self) -> None:
-        self._actions: deque[Action] = deque()
+        self._actions: deque[T] = deque()
 
-    def put(self, action: Action) -> None:
+    def put(self, action: T) -> None:
         self._actions.append(action)
+
+    def empty(self, perform: Callable[[T], None]) -> None:
+        """Call `perform` with every queued action, in their order, until the queue is empty."""
+        while self._actions:
+            perform(self._actions.popleft())
+
+
+class Outbox(ActionQueue[Action]):
+    """Queue of the actions that the launcher has decided on."""
 
     def send(self, node: Node, frame: Frame) -> None:
         self.put(SendFrame(frame, node))
@@ -191,11 +200,6 @@ class Outbox:
             self.send(question.node, Frame("answer", header, frame.body))
 
         return answer
-
-    def empty(self, perform: Callable[[Action], None]) -> None:
-        """Call `perform` with every queued action, in their order, until the queue is empty."""
-        while self._actions:
-            perform(self._actions.popleft())
 
     def take_quiet(self) -> Sequence[Action]:
         """Remove from the queue, and return, the actions that do not print anything and so need not wait for blocked

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dadt.control.frame import Frame
@@ -121,7 +122,7 @@ class Attempt:
         self._job = job = Job(config, *facts)
         self._voice.meanwhile(self._attend)
         report.placed(where.config, where.nodes, where.slots, job.watch)
-        about = facts_of(where)
+        about = facts_of(where.plan, where.job, where.logs, len(where.nodes))
         self._query = Query(self._folder, self._agents, job.watch, about, self._kill, report.journal.refused)
         self._views = [*self._make_views(where, job.watch), report.interim()]
 
@@ -227,7 +228,6 @@ class Attempt:
                 unknown(action)
 
 
-def facts_of(where: Placed) -> dict[str, Any]:
+def facts_of(the_plan: Plan, job: str, logs: Path, hosts: int) -> dict[str, Any]:
     """Return facts about a job that never change, for other `dadt` commands."""
-    logs = str(where.logs.resolve())
-    return {"job": where.job, "command": list(where.plan.command), "logs": logs, "hosts": len(where.nodes)}
+    return {"job": job, "command": list(the_plan.command), "logs": str(logs.resolve()), "hosts": hosts}

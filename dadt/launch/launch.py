@@ -14,7 +14,7 @@ from dadt.config.executor import executors_of
 from dadt.control import private_files, timeline_file
 from dadt.control.job_folder import Folder
 from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
-from dadt.launch.attempt import Attempt
+from dadt.launch.attempt import Attempt, facts_of
 from dadt.launch.channel import AgentRequest, Herald, Launcher
 from dadt.launch.ending.failure import signal_name
 from dadt.launch.ending.outcome import Outcome
@@ -98,8 +98,8 @@ class Launch:
         """Run attempts until one succeeds or no further restart is allowed."""
         config, hosts = self._plan.config, self._plan.hosts
         with self._interrupts or nullcontext():
-            facts = {"job": self._folder.job, "command": list(self._plan.command), "logs": str(self._logs.resolve())}
-            idle = partial(Idle, self._folder, {**facts, "hosts": 0}, self._report.journal.refused)
+            facts = facts_of(self._plan, self._folder.job, self._logs, 0)
+            idle = partial(Idle, self._folder, facts, self._report.journal.refused)
             self._discovery = Discovery(hosts, plan.who_names_hosts(config, hosts), self._warn)
             parts = (self._discovery, self._voice, self._report, self._logs, self._interrupts, idle)
             self._restarts = Restarts(config, *parts)

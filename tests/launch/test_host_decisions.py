@@ -65,8 +65,7 @@ class OneHost:
         self.take()
 
     def take(self) -> None:
-        while (action := self.host.outbox.take()) is not None:
-            self.actions.append(action)
+        self.host.outbox.empty(self.actions.append)
 
     def told(self, kind: str) -> list[Frame]:
         return [each.frame for each in self.actions if isinstance(each, TellLauncher) and each.frame.kind == kind]
@@ -92,7 +91,7 @@ def test_workers_are_stopped_gently_and_then_killed(world: OneHost) -> None:
     world.later(1.9)
     assert isinstance(world.actions[-1], TerminateAll)
     world.later(0.2)
-    assert world.actions[-1] == KillAll(spares_trackers=True)
+    assert world.actions[-1] == KillAll((1,), spares_trackers=True)
     world.later(3.0, left=(7,))
     assert world.host.over and world.host.stop is not None and world.host.stop.stuck == (7,)
 
@@ -115,6 +114,20 @@ def test_ctrl_c_reaches_those_that_train_at_a_step_and_the_others_at_once(world:
     world.order("interrupt", grace=8.0)
     assert world.answers(4)[-1] == Frame("interrupt", {"patience": 2.0})
     assert [each for each in world.actions if isinstance(each, SignalGroup)] == [SignalGroup(5, 2)]
+
+
+def test_a_process_that_listens_no_more_gets_the_signal_itself() -> None:
+    world = OneHost(checkpoint={"number": 10, "grace": 40.0, "alone": True})
+    world.hear(4, "claim")
+    world.host.unsent(4, Frame("save", {"patience": 0.0}))
+    world.host.unsent(4, Frame("interrupt", {"patience": 2.0}))
+    world.host.unsent(4, Frame("death", {"text": "rank 5 has ended"}))
+    world.host.hung_up(5)
+    world.host.unsent(5, Frame("interrupt", {"patience": 2.0}))
+    world.take()
+    process = world.lines[4].process
+    signals = [each for each in world.actions if isinstance(each, SignalProcess)]
+    assert signals == [SignalProcess(process, 10), SignalProcess(process, 2)]
 
 
 def test_only_one_process_trains_as_a_rank(world: OneHost) -> None:

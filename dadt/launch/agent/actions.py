@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dadt.control.frame import Frame
+from dadt.launch.actions import ActionQueue
 from dadt.launch.ending.processes import Process
 
 
@@ -92,10 +92,13 @@ class DumpStacks(NamedTuple):
 class TerminateAll(NamedTuple):
     """Action: send SIGTERM to all processes of the job on this host."""
 
+    processes: Sequence[int]
+
 
 class KillAll(NamedTuple):
     """Action: kill all processes of the job on this host."""
 
+    processes: Sequence[int]
     spares_trackers: bool
     """Whether Python's resource trackers are left to end by themselves."""
 
@@ -156,14 +159,8 @@ AgentAction = (
 )
 
 
-class AgentOutbox:
-    """Queue of the actions that the agent has decided on, to be carried out in their order."""
-
-    def __init__(self) -> None:
-        self._actions: deque[AgentAction] = deque()
-
-    def put(self, action: AgentAction) -> None:
-        self._actions.append(action)
+class AgentOutbox(ActionQueue[AgentAction]):
+    """Queue of the actions that the agent has decided on."""
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Queue an action that sends a frame to the launcher."""
@@ -171,7 +168,3 @@ class AgentOutbox:
 
     def answer(self, line: int, frame: Frame) -> None:
         self.put(AnswerLine(line, frame))
-
-    def take(self) -> AgentAction | None:
-        """Remove and return the oldest action of the queue; None if the queue is empty."""
-        return self._actions.popleft() if self._actions else None

@@ -24,10 +24,8 @@ from dadt.launch.agent.actions import (
 from dadt.launch.agent.registry import Saying, WorkerRegistry
 from dadt.launch.agent.shims import Shims
 from dadt.launch.agent.stop import Stop
-from dadt.launch.ending.processes import Process
+from dadt.launch.ending.processes import NATURAL_SECONDS, Process
 
-NATURAL_SECONDS = 0.5
-"""Seconds that processes left by successful workers may take to end by themselves."""
 DEFAULT_GRACE = 1.5
 """Seconds from SIGTERM to SIGKILL, unless the launcher's order specifies another number."""
 MOST_PATIENCE = 5.0
@@ -98,6 +96,14 @@ class HostJob:
         """Handle a connection of a worker that either side has closed."""
         self.registry.hung_up(line)
         self._shims.ended(line, SIGKILL, 0)  # if the shim was killed, its worker dies with it
+
+    def unsent(self, line: int, frame: Frame) -> None:
+        """Handle a frame that did not reach the process on this connection: in place of a request to raise a signal
+        after a step, the process gets the signal."""
+        numbers = {"interrupt": int(SIGINT), "save": self._checkpoint["number"] if self._checkpoint else 0}
+        asked = self.registry.lines.get(line)
+        if frame.kind in numbers and asked is not None:
+            self.outbox.put(SignalProcess(asked.process, numbers[frame.kind]))
 
     def started(self, rank: int, process: Process) -> None:
         """Record and report that a worker's process runs."""

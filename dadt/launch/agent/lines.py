@@ -85,19 +85,21 @@ class Lines:
         for number in list(self._open):
             self.read(number)
 
-    def answer(self, number: int, frame: Frame) -> None:
-        """Send a frame on connection `number`, if that connection is still open."""
+    def answer(self, number: int, frame: Frame) -> bool:
+        """Send a frame on connection `number`. Returns whether the connection is open, and somebody listens there."""
         if (opened := self._open.get(number)) is None:
-            return
+            return False
         try:
             opened.link.send(frame)
         except BrokenPipeError:
             # The process died while it waited, or stopped listening. Frames that it sent earlier are still read.
             opened.link.unsent.clear()
             opened.line.listens = False
+            return False
         if len(opened.link.unsent) > UNSENT_LIMIT + len(frame.body):
             opened.link.unsent.clear()
             opened.socket.shutdown(socket.SHUT_RDWR)  # the process keeps asking without reading the answers
+        return True
 
     def drop(self, connection: socket.socket) -> None:
         """Close the connection of a process that has not proved that it belongs to the job, to make room for another

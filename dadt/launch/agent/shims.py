@@ -16,15 +16,15 @@ class Shims:
         self._awaited = set(ranks)
         self._deadline = now + seconds
         self._outbox = outbox
-        self._lines: dict[int, int] = {}
-        """Rank of each shim that has received its order, by the number of its connection."""
+        self._lines: set[int] = set()
+        """Numbers of the connections of shims that have received their orders."""
         self._started: set[int] = set()
         """Numbers of the connections of shims that have started their workers."""
 
     @property
     def pending(self) -> bool:
         """Whether some workers have not been started yet."""
-        return bool(self._awaited) or self._lines.keys() > self._started
+        return bool(self._awaited) or self._lines > self._started
 
     def missing(self, now: float) -> str:
         """Return a sentence that names the shims that are overdue; empty if none is."""
@@ -35,7 +35,7 @@ class Shims:
     def dismiss(self) -> None:
         """From now on, give no orders to shims that connect."""
         self._awaited.clear()
-        self._lines = {line: rank for line, rank in self._lines.items() if line in self._started}
+        self._lines &= self._started
 
     def shim(self, line: int, frame: Frame) -> None:
         """Handle a shim's request for its order. A shim that comes too late gets no order, and its connection is
@@ -43,7 +43,7 @@ class Shims:
         rank = frame["rank"]
         if rank in self._awaited:
             self._awaited.discard(rank)
-            self._lines[line] = rank
+            self._lines.add(line)
             self._outbox.put(AdmitShim(line, rank))
 
     def spawned(self, line: int, frame: Frame) -> None:
@@ -60,5 +60,6 @@ class Shims:
         """Handle the end of a shim's worker, with this exit status. Does nothing if no shim with an order uses
         connection `line`."""
         self._started.discard(line)
-        if self._lines.pop(line, None) is not None:
+        if line in self._lines:
+            self._lines.discard(line)
             self._outbox.put(EndWorker(line, status, peak_memory))

@@ -46,9 +46,9 @@ class Stop:
             if now >= self._natural_end:
                 self.signalled, self.natural = True, False
                 self._kill_at = now + self._grace
-                self._outbox.put(TerminateAll())
+                self._outbox.put(TerminateAll(left))
         elif now >= self._kill_at:
-            self._outbox.put(KillAll(spares_trackers=now < self._kill_at + TRACKER_SECONDS))
+            self._outbox.put(KillAll(left, now < self._kill_at + TRACKER_SECONDS))
             if now >= self._kill_at + KILL_SECONDS:
                 self.stuck = left
                 self.finished = True

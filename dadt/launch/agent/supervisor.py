@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -128,8 +128,7 @@ class Supervisor:
             self._carry_out()
 
     def _carry_out(self) -> None:
-        while (action := self._host.outbox.take()) is not None:
-            self._perform(action)
+        self._host.outbox.empty(self._perform)
 
     def _own(self, worker: Worker) -> None:
         """Begin to read, report and later stop this worker."""
@@ -222,7 +221,8 @@ class Supervisor:
             case actions.TellLauncher(frame):
                 self._launcher.send(frame)
             case actions.AnswerLine(line, frame):
-                self._lines.answer(line, frame)
+                if not self._lines.answer(line, frame):
+                    self._host.unsent(line, frame)
             case actions.StartAnew(rank):
                 self._start_anew(rank)
             case actions.AdmitShim(line, rank):
@@ -244,10 +244,9 @@ class Supervisor:
                 self._inquiries.append(HostInquiry(number, ranks, self._host.registry.dumps))
             case actions.DumpStacks():
                 self._dump = Dump(self._host.registry.dumps, STACK_SECONDS)
-            case actions.TerminateAll():
-                self._terminate()
-            case actions.KillAll(spares_trackers):
-                left = members(self._folder.mark, descendants=True)
+            case actions.TerminateAll(left):
+                self._terminate(left)
+            case actions.KillAll(left, spares_trackers):
                 kill(without_trackers(left) if spares_trackers else left, signal.SIGKILL)
             case actions.ResetStep(rank):
                 self._pulse.write(self._host.ranks[rank], -1)
@@ -290,8 +289,8 @@ class Supervisor:
         heedless = [rank for rank, process in living.items() if not handles(process.pid, action.number)]
         self._host.save(action, living, heedless)
 
-    def _terminate(self) -> None:
+    def _terminate(self, left: Sequence[int]) -> None:
         for worker in self._workers.values():
             worker.signal(signal.SIGTERM)
         groups = {worker.pid for worker in self._workers.values() if not worker.ended}
-        terminate(members(self._folder.mark, descendants=True), groups)
+        terminate(left, groups)

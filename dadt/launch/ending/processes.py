@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from dadt.control import guard
 
+NATURAL_SECONDS = 0.5
+"""Seconds that processes left by successful workers may take to end by themselves."""
 SWEEP_SECONDS = 4.0
 STARTED = 19
 """Index of a process's start time among the fields of /proc/PID/stat, counted from the state."""

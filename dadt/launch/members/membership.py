@@ -14,6 +14,7 @@ from dadt.errors import NotResumed, Unproved
 from dadt.launch.actions import Event, Outbox, Reply
 from dadt.launch.ending.cause import Cause
 from dadt.launch.ending.preemption import ranks
+from dadt.launch.ending.processes import NATURAL_SECONDS
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.members.generation import regroup
 from dadt.launch.members.handovers import Handovers
@@ -26,8 +27,6 @@ from dadt.launch.members.silence import Silences
 from dadt.launch.members.waits import SAID_SECONDS
 from dadt.launch.monitor.watch import Watch
 
-NATURAL_SECONDS = 0.5
-"""Seconds that processes left behind by successful workers have to end by themselves."""
 EXIT_SECONDS = 1.0
 """Seconds that a worker has to exit after it reported an uncaught exception."""
 EXPLAIN_SECONDS = 1.0
