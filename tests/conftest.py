@@ -42,8 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
     leave_for_slow(items)
     for item in items:
-        limit = item.get_closest_marker("timeout")
-        item.add_marker(pytest.mark.timeout(FACTOR * (limit.args[0] if limit else SECONDS_OF_A_TEST)), append=False)
+        limit = item.get_closest_marker("timeout", pytest.mark.timeout(SECONDS_OF_A_TEST).mark)
+        seconds = limit.kwargs.get("timeout", *limit.args[:1])
+        item.add_marker(pytest.mark.timeout(FACTOR * seconds), append=False)
         if starts_processes(item):
             item.add_marker(pytest.mark.job)
         if place := shared(item):

@@ -306,6 +306,7 @@ def test_the_end_waits_for_a_rank_no_longer_than_the_timeout(dadt_run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 def test_the_digits_are_learned(dadt_run) -> None:
     script = """
     from scripts import digits
@@ -316,6 +317,7 @@ def test_the_digits_are_learned(dadt_run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 @pytest.mark.parametrize("compression", ["int8", "powersgd:4"])
 def test_the_digits_are_learned_with_compression(dadt_run, compression) -> None:
     script = """

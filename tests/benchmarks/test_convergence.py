@@ -78,6 +78,7 @@ def compare(folder: Path, family: str, method: str, flags: list[str], ranks: int
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 @pytest.mark.parametrize(
     ("family", "method", "flags"),
     [
@@ -91,6 +92,7 @@ def test_two_workers_have_the_bits_of_the_simulator(tmp_path: Path, family: str,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", ["sync", "plain", "pipe"])

@@ -119,6 +119,7 @@ def test_what_cannot_be_asked_for_is_one_sentence(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 def test_a_measurement_is_made_once_and_goes_on_the_page(tmp_path: Path) -> None:
     study = {name: measurement(SECONDS) for name in USUAL if name != "shm-mlp"}
     (tmp_path / "a.json").write_text(json.dumps(study))

@@ -145,6 +145,7 @@ def test_an_autoscaler_starts_nodes(scaling: Cluster, tmp_path: Path) -> None:
     await_that(lambda: scaling.alive == 1, "the nodes' end, as they are idle")
 
 
+@pytest.mark.timeout(420)
 def test_the_example_for_kubernetes(tmp_path: Path) -> None:
     """Its command trains in a cluster as KubeRay makes it, with the project where the image has it."""
     spec = yaml.safe_load((ROOT / "examples/kubernetes/rayjob.yaml").read_text())["spec"]

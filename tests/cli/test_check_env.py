@@ -26,6 +26,7 @@ from dadt_cli.check_env.hosts import differences
 from dadt_cli.check_env.probe import of_subject
 from dadt_cli.check_env.tools import SCOPE
 
+pytestmark = pytest.mark.timeout(420)
 Torch = Callable[[str], dict[str, str]]
 
 

@@ -26,7 +26,7 @@ from harness import cgroup
 from harness.cgroup import memory_limit
 from harness.disk import small_disk
 from harness.machine import Machine, Network, missing
-from harness.patience import PATIENCE, await_that
+from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 from harness.run import DADT, left_of
 
 from benchmarks.page import put, table
@@ -127,7 +127,7 @@ class Job:
 
     def left(self) -> list[str]:
         """Processes and files, once they have had some seconds to go."""
-        deadline = time.monotonic() + 15.0
+        deadline = time.monotonic() + SETTLE_SECONDS
         while (found := self._left()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return found

@@ -17,6 +17,8 @@ from harness.run import DADT
 import dadt
 from dadt_cli.check_env import SUBJECTS
 
+pytestmark = pytest.mark.timeout(660)
+
 
 def check_env(network: Network, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*DADT, "check-env", "--ssh-config", network.config, *arguments]
@@ -128,7 +130,6 @@ def test_hosts_that_do_not_reach_each_other_and_a_short_text(hosts: Callable[[in
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_full_check_trains_over_all_hosts(hosts: Callable[[int], Network]) -> None:
     network = hosts(2)
     network[1].slow("1gbit")

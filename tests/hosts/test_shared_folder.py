@@ -50,6 +50,7 @@ def lay_over(network: Network, hosts: list[int], folder: Path, here: Path) -> No
         network[number].run("mount", "--bind", folder, here)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("groups", "reads"),
     [
@@ -78,6 +79,7 @@ def test_the_first_rank_of_the_first_host_that_sees_a_folder_writes_there(
 
 
 @pytest.mark.slow  # one of the tests of mpirun looks at what is common to both
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("groups", "local", "reads"),
     [

@@ -60,6 +60,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str, str]
     return [process.returncode for process in processes], ended[0][0], "".join(err for _, err in ended)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("launcher", "executor"),
     [

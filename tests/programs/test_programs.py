@@ -19,7 +19,11 @@ PROGRAMS = Path(__file__).parent
 BIN = PROGRAMS.parents[1] / ".venv-programs" / "bin"
 OF_HYDRA = BIN.with_name("of-hydra")
 """Its sweeper for Optuna, with the older Optuna that it needs."""
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BIN.is_dir(), reason="needs `make .venv-programs/installed`")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(660),
+    pytest.mark.skipif(not BIN.is_dir(), reason="needs `make .venv-programs/installed`"),
+]
 HYDRA = ("-m", "hydra.job.chdir=True", "+rate=0.05,0.1")
 
 

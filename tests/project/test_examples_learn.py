@@ -20,6 +20,7 @@ from harness.patience import PATIENCE
 from PIL import Image
 from test_page import pattern
 
+pytestmark = pytest.mark.timeout(1020)
 DADT = [sys.executable, "-m", "dadt_cli", "run", "-np", "2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BLOCK = re.compile(r"^```console\n\$ dadt run -np 2 examples/(\w+)\.py (.*)\n((?:.+\n)+)```$", re.M)

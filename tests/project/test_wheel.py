@@ -48,6 +48,7 @@ def wheel(request: REQUEST, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("build_wheel", source, tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.timeout(1600)
 def test_sdist_holds_the_repository(sdist: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("this is no git repository")

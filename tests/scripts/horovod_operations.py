@@ -269,7 +269,7 @@ def a_forked_child_knows_its_rank() -> None:
     numbers = fork.Queue()
     child = fork.Process(target=_child, args=(numbers,))
     child.start()
-    assert numbers.get(timeout=20) == (True, hvd.rank(), hvd.size(), hvd.rank(), True)
+    assert numbers.get() == (True, hvd.rank(), hvd.size(), hvd.rank(), True)
     child.join()
 
 

@@ -190,6 +190,7 @@ def test_what_a_closure_gives_is_not_compressed(dadt_run):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 @pytest.mark.parametrize("compression", ["bf16", "fp16", "int8", "powersgd:4"])
 def test_the_digits(compression, tmp_path):
     def accuracy(name: str) -> float:

@@ -32,6 +32,7 @@ def accuracy(folder: Path, *options: str) -> tuple[float, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 def test_pipe_loses_little_and_prediction_recovers_most(tmp_path: Path) -> None:
     sync, _ = accuracy(tmp_path, "--algorithm", "sync")
     plain, _ = accuracy(tmp_path, "--predict", "0")

@@ -205,6 +205,7 @@ def test_workers_measure_the_link_between_them(tmp_path):
 
 @pytest.mark.slow
 @ROOT_ONLY
+@pytest.mark.timeout(1860)
 @pytest.mark.parametrize("link", ["100mbit", "1gbit"])
 def test_what_is_predicted_is_what_training_does(link, tmp_path):
     """Within 15 %, of a model for which the host waits: what else uses the cores matters less."""

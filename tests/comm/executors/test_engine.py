@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -144,15 +143,13 @@ def test_a_silent_peer_is_named_and_told_when_it_comes() -> None:
 
 
 def abort(engine: _core.Engine, rank: int, world_size: int) -> str:
-    start = time.monotonic()
     work = engine.allgather(b"", "never") if rank == 0 else None
     if rank == 1:
         engine.abort("rank 1 had enough")
         work = engine.allgather(b"", "never")
     assert work is not None
     with pytest.raises(Aborted) as caught:
-        work.wait(5 * PATIENCE)
-    assert time.monotonic() - start < PATIENCE
+        work.wait(PATIENCE)
     return str(caught.value)
 
 

@@ -18,7 +18,7 @@ import torch
 from harness.disk import small_disk
 from harness.host_run import HostRun
 from harness.machine import Network
-from harness.patience import await_that
+from harness.patience import SETTLE_SECONDS, await_that
 from hosts.chaos.kind import KINDS, LOGS, Kind
 from hosts.chaos.struck import BATCH, OPTIONS, RANKS, SAVES, SCRIPT, STEPS, TRAININGS, WAITS, Struck, Training
 
@@ -159,7 +159,7 @@ def _left(network: Network, folder: Path, dark: str) -> list[str]:
         saves = [f"{SAVES}: {path.name}" for path in (folder / SAVES).iterdir() if path.name != "model.pt"]
         return [*(left for machine in machines for left in machine.leftovers()), *saves]
 
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + SETTLE_SECONDS
     while (found := looked()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
