@@ -16,12 +16,14 @@ from dadt.launch.agent.actions import (
     DumpStacks,
     FindHandlers,
     KillAll,
+    SendBeat,
     SignalGroup,
     SignalProcess,
     TellLauncher,
     TerminateAll,
 )
 from dadt.launch.agent.host_job import HostJob
+from dadt.launch.agent.launcher_contact import LauncherContact
 from dadt.launch.agent.registry import Line, Saying
 from dadt.launch.ending.processes import Process
 
@@ -39,6 +41,7 @@ class OneHost:
         self.host = HostJob(job, FOLDER, self.now)
         self.lines = {rank: Line(rank, rank, Process(10 * rank, 1)) for rank in (4, 5)}
         self.actions: list[AgentAction] = []
+        self.beats: list[AgentAction] = []
         for rank, line in self.lines.items():
             self.host.started(rank, line.process)
             self.host.registry.connected(line)
@@ -60,12 +63,16 @@ class OneHost:
         self, seconds: float, step: int = -1, left: tuple[int, ...] = (1,), *, launcher_gone: bool = False
     ) -> None:
         self.now += seconds
-        self.host.turn(self.now, step, launcher_gone=launcher_gone)
+        steps = dict.fromkeys(self.lines, (step, 0.0))
+        self.host.turn(self.now, steps, launcher_gone=launcher_gone)
         self.host.advance_stop(left, self.now)
         self.take()
 
     def take(self) -> None:
-        self.host.outbox.empty(self.actions.append)
+        self.host.outbox.empty(self._take)
+
+    def _take(self, action: AgentAction) -> None:
+        (self.beats if isinstance(action, SendBeat) else self.actions).append(action)
 
     def told(self, kind: str) -> list[Frame]:
         return [each.frame for each in self.actions if isinstance(each, TellLauncher) and each.frame.kind == kind]
@@ -87,13 +94,32 @@ def test_each_kind_that_the_launcher_may_send_has_its_row(world: OneHost) -> Non
 def test_workers_are_stopped_gently_and_then_killed(world: OneHost) -> None:
     world.order("stop", grace=2.0, stacks=True)
     assert isinstance(world.actions[-1], DumpStacks)
+    world.later(0.1)
+    assert isinstance(world.actions[-1], DumpStacks), "nobody is stopped who still writes stacks"
+    world.host.dumped([(4, 40, b"stack"), (5, 50, b"")])
     world.later(0.0)
+    assert [frame.body for frame in world.told("stacks")] == [b"stack"]
     world.later(1.9)
     assert isinstance(world.actions[-1], TerminateAll)
     world.later(0.2)
     assert world.actions[-1] == KillAll((1,), spares_trackers=True)
     world.later(3.0, left=(7,))
     assert world.host.over and world.host.stop is not None and world.host.stop.stuck == (7,)
+
+
+def test_the_launcher_gets_a_heartbeat_twice_a_second(world: OneHost) -> None:
+    for _ in range(20):
+        world.later(0.1)
+    assert len(world.beats) == 4
+
+
+def test_a_launcher_that_says_nothing_is_lost_but_for_the_time_in_which_the_agent_sleeps() -> None:
+    contact = LauncherContact(now=0.0)
+    contact.patience = 10.0
+    assert not any(contact.is_lost(float(now)) for now in range(5))
+    assert not contact.is_lost(100.0), "the agent has slept, and the launcher may have slept with it"
+    assert not any(contact.is_lost(100.0 + seconds) for seconds in range(11))
+    assert contact.is_lost(110.5)
 
 
 def test_a_host_whose_workers_have_ended_is_over(world: OneHost) -> None:

@@ -173,6 +173,8 @@ DECISIONS = (
     "launch.start.startup",
     "launch.agent.actions",
     "launch.agent.host_job",
+    "launch.agent.launcher_contact",
+    "launch.agent.other_hosts",
     "launch.agent.registry",
     "launch.agent.shims",
     "launch.agent.stop",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dadt.control.frame import Frame
@@ -86,7 +86,18 @@ class GatherStacks(NamedTuple):
 
 
 class DumpStacks(NamedTuple):
-    """Action: have all workers write their stack traces for the launcher, before the workers are stopped."""
+    """Action: have all workers write their stack traces, before the workers are stopped; then call `HostJob.dumped`."""
+
+
+class SendBeat(NamedTuple):
+    """Action: measure the living workers, and send the launcher a heartbeat with their steps."""
+
+    steps: Mapping[int, tuple[int, float]]
+    """For each rank the last step of its process, and the seconds since."""
+    pids: Mapping[int, int]
+    """For each living rank the process that trains as the rank."""
+    still: Collection[int]
+    """Living ranks that make no steps, so that it has to be found out why."""
 
 
 class TerminateAll(NamedTuple):
@@ -149,6 +160,7 @@ AgentAction = (
     | FindHandlers
     | GatherStacks
     | DumpStacks
+    | SendBeat
     | TerminateAll
     | KillAll
     | ResetStep

@@ -48,7 +48,7 @@ class Agent:
             return
         self._folder = Folder.join(f"{look['job']}.{look['index']}", guarded=True)
         try:
-            self._launcher.patience = look["orphan_timeout"] or float("inf")
+            self._launcher.contact.patience = look["orphan_timeout"] or float("inf")
             job = self._await_job(look)
             if job is not None:
                 self._serve(job)

@@ -15,6 +15,7 @@ from typing import Any
 
 from dadt.control.frame import Frame
 from dadt.launch.agent.launcher_line import LauncherLine
+from dadt.launch.agent.other_hosts import OtherHosts
 
 SIGN = struct.Struct(">IIQ")
 """Layout of a heartbeat: index of the sending host, index of the receiving host, counter. The HMAC-SHA256 of these
@@ -22,25 +23,17 @@ bytes follows."""
 SIGN_BYTES = SIGN.size + hashlib.sha256().digest_size
 PURPOSE = b"dadt heartbeat"
 """Label that makes the heartbeats' key different from other keys derived from the job's secret."""
-BEATS = 8
-"""Heartbeats sent within the timeout after which a host counts as silent."""
 MOST_AT_ONCE = 64
 """Datagrams read in a row before the agent turns to its other work."""
 
 
 @dataclass(slots=True)
-class OtherHost:
-    """Another host, as seen by this host's heartbeats."""
+class Sender:
+    """Another host as the sender of datagrams."""
 
     index: int
-    place: tuple[str, int]
-    heard_at: float
-    """Time (time.monotonic) of the host's last heartbeat; before the first one, time of the call of `begin`."""
     counter: int = 0
     """Counter of the host's last heartbeat; 0 before the first one."""
-    silent: bool = False
-    given_up: bool = False
-    """Whether the agent has reported that no heartbeat has ever come from this host."""
 
 
 class HostHeartbeat:
@@ -51,10 +44,9 @@ class HostHeartbeat:
         Raises OSError if the address cannot be bound."""
         self._key = hmac.digest(secret, PURPOSE, "sha256")
         self._index = index
-        self._timeout = timeout
-        self._peers: dict[tuple[str, int], OtherHost] = {}
+        self._hosts = OtherHosts(index, timeout)
+        self._senders: dict[tuple[str, int], Sender] = {}
         self._counter = 0
-        self._sent = self._turned = float("-inf")
         self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
         try:
             self._socket.bind((address, 0))
@@ -69,11 +61,12 @@ class HostHeartbeat:
 
     def begin(self, hosts: Sequence[Mapping[str, Any]]) -> None:
         """Begin to exchange heartbeats with `hosts`: index, address and port of each other host."""
-        now, known, self._peers = time.monotonic(), self._peers, {}
+        self._hosts.begin(hosts, time.monotonic())
+        known, self._senders = self._senders, {}
         for host in hosts:
             if host["index"] != self._index:
                 place = (host["address"], host["port"])
-                self._peers[place] = known.get(place) or OtherHost(host["index"], place, now)
+                self._senders[place] = known.get(place) or Sender(host["index"])
 
     def read(self) -> None:
         """Read the datagrams that have arrived, and drop those that are not a heartbeat of another host, or are older
@@ -85,58 +78,36 @@ class HostHeartbeat:
                 return
             except OSError:
                 continue  # the socket reports an ICMP error about a datagram sent earlier
-            peer = self._peers.get(source[:2])
-            if peer is not None and len(data) == SIGN_BYTES:
-                self._hear(peer, data)
+            sender = self._senders.get(source[:2])
+            if sender is not None and len(data) == SIGN_BYTES:
+                self._hear(sender, data)
 
     def turn(self) -> list[Frame]:
         """Send heartbeats that are due. Returns frames that report hosts as `silent`, `heard` (again) or `unheard`
         (never), with the host's index and the seconds of silence."""
         now = time.monotonic()
-        if now - self._turned > self._timeout / 2:
-            self._excuse(now)
-        self._turned = now
-        if now - self._sent >= self._timeout / BEATS:
-            self._sent = now
+        if self._hosts.is_beat_due(now):
             self._send()
-        return [frame for peer in self._peers.values() if (frame := self._look(peer, now)) is not None]
+        return self._hosts.turn(now)
 
     def close(self) -> None:
         self._socket.close()
 
-    def _excuse(self, now: float) -> None:
-        """Do not count time in which this process itself did not run (stopped, or its machine asleep) as silence of the
-        other hosts."""
-        for peer in self._peers.values():
-            if not peer.silent:
-                peer.heard_at = now
-
     def _send(self) -> None:
         self._counter += 1
-        for peer in self._peers.values():
-            sign = SIGN.pack(self._index, peer.index, self._counter)
+        for place, other in self._senders.items():
+            sign = SIGN.pack(self._index, other.index, self._counter)
             with suppress(OSError):  # if the host is unreachable, its agent notices the missing heartbeats
-                self._socket.sendto(sign + self._proof(sign), peer.place)
+                self._socket.sendto(sign + self._proof(sign), place)
 
-    def _hear(self, peer: OtherHost, data: bytes) -> None:
+    def _hear(self, sender: Sender, data: bytes) -> None:
         sign, proof = data[: SIGN.size], data[SIGN.size :]
-        sender, receiver, counter = SIGN.unpack(sign)
-        if (sender, receiver) != (peer.index, self._index) or counter <= peer.counter:
+        index, receiver, counter = SIGN.unpack(sign)
+        if (index, receiver) != (sender.index, self._index) or counter <= sender.counter:
             return
         if hmac.compare_digest(proof, self._proof(sign)):
-            peer.counter = counter
-            peer.heard_at = time.monotonic()
-
-    def _look(self, peer: OtherHost, now: float) -> Frame | None:
-        seconds = now - peer.heard_at
-        late = seconds >= self._timeout
-        if late and not peer.counter and not peer.given_up:
-            peer.given_up = True
-            return Frame("unheard", {"peer": peer.index, "seconds": seconds})
-        if peer.counter and late != peer.silent:
-            peer.silent = late
-            return Frame("silent" if late else "heard", {"peer": peer.index, "seconds": seconds})
-        return None
+            sender.counter = counter
+            self._hosts.hear(index, time.monotonic())
 
     def _proof(self, sign: bytes) -> bytes:
         return hmac.digest(self._key, sign, "sha256")

@@ -9,6 +9,7 @@ from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
 
 from dadt.control import schema
+from dadt.control.condition import STILL_SECONDS
 from dadt.control.frame import Frame
 from dadt.launch.agent.actions import (
     AgentOutbox,
@@ -17,15 +18,21 @@ from dadt.launch.agent.actions import (
     GatherStacks,
     HearHosts,
     ProbeHosts,
+    SendBeat,
     SignalGroup,
     SignalProcess,
     StartAnew,
+    TellLauncher,
 )
 from dadt.launch.agent.registry import Saying, WorkerRegistry
 from dadt.launch.agent.shims import Shims
 from dadt.launch.agent.stop import Stop
 from dadt.launch.ending.processes import NATURAL_SECONDS, Process
 
+TURN_SECONDS = 0.5
+"""Most seconds between two calls of `HostJob.turn`, and between two heartbeats to the launcher."""
+TICK_SECONDS = 0.05
+"""Instead of TURN_SECONDS, while workers are being stopped or a rank waits for a file."""
 DEFAULT_GRACE = 1.5
 """Seconds from SIGTERM to SIGKILL, unless the launcher's order specifies another number."""
 MOST_PATIENCE = 5.0
@@ -58,6 +65,9 @@ class HostJob:
         self._shims = Shims(self.ranks if job["adopt"] else (), job["adopt"], self.outbox, now)
         self.workers: dict[int, Running] = {}
         self.stop: Stop | None = None
+        self._dumps = False
+        """Whether workers still write their stack traces, so that they must not be stopped yet."""
+        self._beat_at = now
         self.signal = 0
         """Number of the signal that asked this agent to end; 0: none."""
         self.orders: Mapping[str, Callable[[Frame, float], None]] = {
@@ -134,9 +144,14 @@ class HostJob:
             self.signal = min(caught)
             self._begin_stop(Frame("stop"), now)
 
-    def turn(self, now: float, first_step: int, *, launcher_gone: bool) -> None:
-        """Do what is due at time `now`. first_step: last step of the rank that writes this host's real files."""
-        self.registry.settle(first_step, now)
+    def turn(self, now: float, steps: Mapping[int, tuple[int, float]], *, launcher_gone: bool) -> None:
+        """Do what is due at time `now`. steps: for each rank the last step of its process, and the seconds since."""
+        first = next(rank for rank, local_rank in self.ranks.items() if local_rank == self.registry.first)
+        self.registry.settle(steps[first][0], now)
+        if now >= self._beat_at:
+            self._beat_at = now + TURN_SECONDS
+            pids = {rank: self.training(rank).pid for rank in self.living}
+            self.outbox.put(SendBeat(steps, pids, [rank for rank in pids if steps[rank][1] > STILL_SECONDS]))
         if launcher_gone and (self.stop is None or self.stop.natural):
             self._begin_stop(Frame("stop"), now)
         elif self.stop is None and (missing := self._shims.missing(now)):
@@ -145,9 +160,22 @@ class HostJob:
             self._begin_stop(Frame("stop", {"natural": NATURAL_SECONDS}), now)
 
     @property
+    def patience(self) -> float:
+        """Seconds until `turn` must be called next if nothing comes before."""
+        return TICK_SECONDS if self.stop is not None or self.registry.is_waited_for else TURN_SECONDS
+
+    def dumped(self, stacks: Sequence[tuple[int, int, bytes]]) -> None:
+        """Send the launcher the stack traces that the workers have written before they are stopped. stacks: rank, pid
+        and text of each worker's."""
+        self._dumps = False
+        for rank, pid, text in stacks:
+            if text:
+                self.outbox.put(TellLauncher(Frame("stacks", {"rank": rank, "pid": pid}, text)))
+
+    @property
     def stopping(self) -> Stop | None:
-        """The stop in progress; None if no stop has begun, or it is finished."""
-        return self.stop if self.stop is not None and not self.stop.finished else None
+        """The stop in progress, for which `advance_stop` must be called; None if there is none."""
+        return self.stop if self.stop is not None and not (self.stop.finished or self._dumps) else None
 
     def advance_stop(self, left: Sequence[int], now: float) -> None:
         """Continue the stop in progress, if there is one. left: processes of the job that still run on this host."""
@@ -155,6 +183,11 @@ class HostJob:
             if self._all_ended:
                 stop.end_naturally_in(NATURAL_SECONDS, now)
             stop.advance(left, now)
+
+    def leave(self) -> None:
+        """Tell the launcher that the job is over on this host: the agent's last word."""
+        stuck = list(self.stop.stuck) if self.stop is not None else []
+        self.outbox.tell("end", stuck=stuck, signal=self.signal)
 
     @property
     def over(self) -> bool:
@@ -195,6 +228,7 @@ class HostJob:
         if self.stop is None or self.stop.natural:
             self.stop = Stop(order.get("natural", 0.0), grace, self.outbox, now)
             if order.get("stacks"):
+                self._dumps = True
                 self.outbox.put(DumpStacks())
         else:
             self.stop.hasten(grace, now)

@@ -10,6 +10,7 @@ from typing import Any
 
 from dadt.control.frame import Frame, Link
 from dadt.errors import DadtError
+from dadt.launch.agent.launcher_contact import LauncherContact
 
 TURN_SECONDS = 0.5
 UNSENT_LIMIT = 4 << 20
@@ -23,10 +24,7 @@ class LauncherLine:
         self.orders: list[Frame] = []
         """Orders that have come and were not carried out yet."""
         self.gone = False
-        self.patience = float("inf")
-        """Seconds of silence after which the launcher counts as lost."""
-        self._heard = time.monotonic()
-        """Time (time.monotonic) when the launcher was last heard."""
+        self.contact = LauncherContact(time.monotonic())
         self.watch(link.reader, self._read)
 
     def watch(self, descriptor: int, read: Callable[[], Any]) -> None:
@@ -41,7 +39,7 @@ class LauncherLine:
         self._watch_writes()
         for key, _ in self.selector.select(seconds):
             key.data()
-        if time.monotonic() - self._heard > self.patience:
+        if self.contact.is_lost(time.monotonic()):
             self.gone = True
 
     def send(self, frame: Frame) -> None:
@@ -63,7 +61,7 @@ class LauncherLine:
     def _read(self) -> None:
         try:
             self.orders.extend(self._link.receive())
-            self._heard = time.monotonic()
+            self.contact.hear(time.monotonic())
         except (EOFError, DadtError) as error:
             if isinstance(error, DadtError):
                 sys.stderr.write(f"dadt: the agent ends, as {error}\n")

@@ -11,18 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from dadt.control import machine, schema, written_files
-from dadt.control.condition import STILL_SECONDS, Conditions
+from dadt.control.condition import Conditions
 from dadt.control.frame import Frame
 from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import Folder
 from dadt.errors import LaunchError
 from dadt.launch.actions import unknown
 from dadt.launch.agent import actions, host_heartbeat
-from dadt.launch.agent.actions import AgentAction, FindHandlers
+from dadt.launch.agent.actions import AgentAction, FindHandlers, SendBeat
 from dadt.launch.agent.dump import Dump, HostInquiry
 from dadt.launch.agent.entrances import Entrances
-from dadt.launch.agent.host_job import HostJob
-from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
+from dadt.launch.agent.host_job import TICK_SECONDS, HostJob
+from dadt.launch.agent.launcher_line import LauncherLine
 from dadt.launch.agent.lines import Lines
 from dadt.launch.agent.probing import Probing
 from dadt.launch.agent.registry import Line, Saying
@@ -32,7 +32,6 @@ from dadt.launch.agent.worker_output import WorkerOutput
 from dadt.launch.ending.processes import Process, handles, kill, members, terminate, without_trackers
 from dadt.launch.ending.signals import ENDING_SIGNALS, Interrupts
 
-TICK_SECONDS = 0.05
 STACK_SECONDS = 0.5
 """Seconds that workers may take to write their stack traces before they are stopped."""
 COMMAND_NOT_RUN = 127  # exit code of shells for a command that cannot be run
@@ -83,7 +82,6 @@ class Supervisor:
         self._output = WorkerOutput(launcher)
         self._conditions = Conditions()
         self._memory_kills = machine.memory_kills()
-        self._beat_at = 0.0
 
     def run(self) -> None:
         host, job = self._host, self._job
@@ -99,16 +97,16 @@ class Supervisor:
         if self._heart is not None:
             self._launcher.forget(self._heart.fileno())
             self._heart.close()
-        stuck = list(host.stop.stuck) if host.stop is not None else []
-        self._launcher.send(Frame("end", {"stuck": stuck, "signal": host.signal}))
+        host.leave()
+        self._carry_out()
         self._launcher.take_leave()
 
     def _turn(self) -> None:
         host = self._host
         self._carry_out()
         self._lines.watch_writes()
-        waited_for = host.stop or host.registry.is_waited_for or self._inquiries or self._probing.active
-        self._launcher.select(TICK_SECONDS if waited_for else TURN_SECONDS)
+        busy = bool(self._inquiries or self._probing.active)
+        self._launcher.select(TICK_SECONDS if busy else host.patience)
         orders, self._launcher.orders = self._launcher.orders, []
         for order in orders:
             host.order(order, time.monotonic())
@@ -117,13 +115,13 @@ class Supervisor:
         self._probing.advance()
         for told in self._heart.turn() if self._heart is not None else []:
             self._launcher.send(told)
-        self._beat()
         self._entrances.tend()
         self._output.balance(self._workers.values())
-        step, _ = self._pulse.read(host.registry.first)
-        host.turn(time.monotonic(), step, launcher_gone=self._launcher.gone)
+        steps = {rank: self._pulse.read(local) for rank, local in host.ranks.items()}
+        host.turn(time.monotonic(), steps, launcher_gone=self._launcher.gone)
         self._carry_out()
-        if host.stopping is not None and self._dumped():
+        self._read_dump()
+        if host.stopping is not None:
             host.advance_stop(members(self._folder.mark, descendants=True), time.monotonic())
             self._carry_out()
 
@@ -184,30 +182,21 @@ class Supervisor:
         self._host.ended(rank, code, {"step": step, "time": time.time(), **memory})
         self._carry_out()
 
-    def _beat(self) -> None:
-        now = time.monotonic()
-        if now < self._beat_at:
-            return
-        self._beat_at = now + TURN_SECONDS
-        steps = {str(rank): self._pulse.read(local) for rank, local in self._host.ranks.items()}
-        pids = {rank: self._host.training(rank).pid for rank in self._host.living}
-        memory = {str(rank): machine.resident(pid) for rank, pid in pids.items()}
-        still = {rank: pid for rank, pid in pids.items() if steps[str(rank)][1] > STILL_SECONDS}
-        told = {"steps": steps, "memory": memory, "conditions": self._conditions.look(still), "clock": time.time()}
+    def _beat(self, action: SendBeat) -> None:
+        steps = {str(rank): step for rank, step in action.steps.items()}
+        memory = {str(rank): machine.resident(pid) for rank, pid in action.pids.items()}
+        conditions = self._conditions.look({rank: action.pids[rank] for rank in action.still})
+        told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": time.time()}
         self._launcher.send(Frame("beat", told))
 
-    def _dumped(self) -> bool:
-        """Whether no stack traces are awaited any more, so that workers may be stopped. Sends the stack traces to the
-        launcher once all are written."""
+    def _read_dump(self) -> None:
+        """Read what workers have written of their stack traces, until they are complete."""
         if self._dump is not None:
             self._dump.advance()
-            if not self._dump.complete:
-                return False
-            for rank, pid, text in self._dump.stacks:
-                if text:
-                    self._launcher.send(Frame("stacks", {"rank": rank, "pid": pid}, text))
-            self._dump = None
-        return True
+            if self._dump.complete:
+                stacks, self._dump = self._dump.stacks, None
+                self._host.dumped(stacks)
+                self._carry_out()
 
     def _answer_inquiries(self) -> None:
         for inquiry in list(self._inquiries):
@@ -244,6 +233,8 @@ class Supervisor:
                 self._inquiries.append(HostInquiry(number, ranks, self._host.registry.dumps))
             case actions.DumpStacks():
                 self._dump = Dump(self._host.registry.dumps, STACK_SECONDS)
+            case actions.SendBeat():
+                self._beat(action)
             case actions.TerminateAll(left):
                 self._terminate(left)
             case actions.KillAll(left, spares_trackers):

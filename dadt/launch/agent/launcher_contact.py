@@ -1,0 +1,25 @@
+"""Decides whether an agent's launcher is still there."""
+
+from __future__ import annotations
+
+
+class LauncherContact:
+    """Tracks when the launcher was last heard. It sends a heartbeat several times within `patience` seconds."""
+
+    def __init__(self, now: float) -> None:
+        self.patience = float("inf")
+        """Seconds of silence after which the launcher counts as lost."""
+        self._heard = self._turned = now
+
+    def hear(self, now: float) -> None:
+        """Record that the launcher has sent something."""
+        self._heard = now
+
+    def is_lost(self, now: float) -> bool:
+        """Whether the launcher has been silent for too long. Call regularly, after all that has come is read: time in
+        which this process itself did not run (stopped, or its machine asleep) does not count as silence of the
+        launcher, which may have slept as well."""
+        if now - self._turned > self.patience / 2:
+            self._heard = now
+        self._turned = now
+        return now - self._heard > self.patience
