@@ -1,80 +1,45 @@
-"""A host and its agent: a model of dadt/launch/agent with the same frames, deadlines and order."""
+"""A host and its agent: carries out what the agent's decisions (`HostJob`) ask for, as dadt/launch/agent does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from signal import SIGINT, SIGKILL, SIGTERM
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
 from typing import TYPE_CHECKING, Any
 
-from dadt.control.frame import Frame
+from dadt.control import schema
+from dadt.control.frame import Frame, Parser
+from dadt.errors import DadtError
+from dadt.launch.agent import actions
+from dadt.launch.agent.host_job import TICK_SECONDS, HostJob
+from dadt.launch.agent.launcher_contact import LauncherContact
+from dadt.launch.agent.other_hosts import OtherHosts
+from dadt.launch.agent.registry import Line, Saying
+from dadt.launch.ending import processes
+from dadt.launch.ending.signals import ENDING_SIGNALS
 from simulation.worker import LINE_SECONDS, Worker
-from simulation.world import Process, Timer, Wire, World
+from simulation.world import Broken, Process, Timer, Wire, World
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
 
-TURN_SECONDS = 0.5
-TICK_SECONDS = 0.05
-NATURAL_SECONDS = 0.5
-STILL_SECONDS = 2.0
+READ_SECONDS = 0.0005
+"""What comes within this time is looked at in one turn."""
 STACK_SECONDS = 0.5
+"""What workers may take to write their stacks before they are stopped (dadt/launch/agent/supervisor.py)."""
 ANSWER_SECONDS = 2.0
-KILL_SECONDS = 3.0
+"""The same while the job goes on (dadt/launch/agent/dump.py)."""
 WRITE_SECONDS = 0.02
 """What a worker takes to write its stacks."""
-MOST_PATIENCE = 5.0
-ENDING_SIGNALS = frozenset({1, SIGINT, SIGTERM})
+NOT_RUN = 127
+"""Exit code of a worker whose command cannot be run."""
+FOLDER = Path("/tmp/dadt/job")
 
 Answer = Callable[[Frame], Any]
 
 
-class Stop:
-    """What dadt/launch/agent/stop.py does."""
-
-    def __init__(self, agent: Agent, natural: float, grace: float, *, stacks: bool) -> None:
-        now = agent.world.now
-        self._agent, self._grace, self._natural_end = agent, grace, now + natural
-        asked = [each for each in agent.living if each.rank in agent.offers] if stacks else []
-        written = all(each.process.runs for each in asked)
-        self._dumped_at = now if not asked else now + (WRITE_SECONDS if written else STACK_SECONDS)
-        self._dumps = [each for each in asked if each.process.runs]
-        self._kill_at = 0.0
-        self.natural = natural > 0
-        self.signalled = self.finished = False
-        self.stuck: list[int] = []
-
-    def end_naturally_in(self, seconds: float) -> None:
-        self._natural_end = min(self._natural_end, self._agent.world.now + seconds)
-
-    def hasten(self, grace: float) -> None:
-        self._grace = min(self._grace, grace)
-        if self.signalled:
-            self._kill_at = min(self._kill_at, self._agent.world.now + grace)
-
-    def advance(self) -> list[Worker]:
-        """Returns the workers that have written their stacks."""
-        now, dumps = self._agent.world.now, self._dumps
-        if now < self._dumped_at:
-            return []
-        self._dumps = []
-        left = [worker for worker in self._agent.workers.values() if worker.process.alive]
-        if not left:
-            self.finished = True
-        elif not self.signalled:
-            if now >= self._natural_end:
-                self.signalled, self.natural, self._kill_at = True, False, now + self._grace
-                for worker in left:
-                    worker.signal(SIGTERM)
-        elif now >= self._kill_at:
-            for worker in left:
-                worker.signal(SIGKILL)
-            if now >= self._kill_at + KILL_SECONDS:
-                self.stuck, self.finished = [worker.pid for worker in left], True
-        return dumps
-
-
 class Agent:
-    """One host: its agent, what that knows of its workers, and the host's clock."""
+    """One host: its agent, the processes of its workers, and the host's clock."""
 
     def __init__(self, world: World, job: SimulatedJob, index: int, clock: float) -> None:
         """clock: seconds by which this host's clock is ahead."""
@@ -84,29 +49,27 @@ class Agent:
         self.up: Wire
         self.workers: dict[int, Worker] = {}
         """Rank to its newest process."""
-        self.offers: set[int] = set()
-        """Ranks whose processes write their stacks when asked."""
+        self.processes: list[Worker] = []
+        """All processes of workers that were started here."""
+        self.host: HostJob | None = None
+        """What the agent decides; None before the order to start workers has come."""
+        self._contact = LauncherContact(world.now)
+        self._contact.patience = job.config.orphan_timeout if job.hosts > 1 else float("inf")
+        self._others = OtherHosts(index, job.config.heartbeat_timeout)
+        self._mail: set[int] = set()
+        """Hosts whose heartbeats have come while this process was stopped."""
         self._pulse: dict[int, tuple[int, float]] = {}
-        self._ranks: Sequence[int] = ()
-        self._ended: set[Worker] = set()
-        """Workers that have ended, as this agent knows."""
-        self._listening: list[Worker] = []
-        self._claims: dict[int, Worker] = {}
-        self._lines: dict[int, Answer] = {}
+        """The memory that workers share with their agent: for each rank its step, and when it was written."""
+        self._lines: dict[int, tuple[Worker, Answer | None]] = {}
+        """Open connections: the worker, and what takes the answer to its question; None where it only reports."""
+        self._reports: dict[Worker, Line] = {}
         self._numbered = 0
-        self._regrouped: Frame | None = None
-        self._stop: Stop | None = None
-        self._gone = self._preempted = self._left = False
-        self._signal = self._told_to_save = 0
-        self._heard = world.now
-        self._beaten = 0.0
+        self._gone = False
         self._inquiries: list[tuple[float, Frame]] = []
-        self._patience = job.config.orphan_timeout if job.hosts > 1 else float("inf")
-        self._stays = False
-        self._peers: dict[int, list[Any]] = {}
-        """Other hosts: the time of the last heartbeat, whether it is silent, and whether it was ever heard."""
-        self._looked = world.now
+        self._dump: tuple[float, list[Worker]] | None = None
+        """When the stacks are complete that are written before workers are stopped, and who writes."""
         self._timer: Timer | None = None
+        self._turns_at = float("inf")
 
     @property
     def epoch(self) -> float:
@@ -114,9 +77,9 @@ class Agent:
         return self.world.epoch + self.clock
 
     @property
-    def living(self) -> list[Worker]:
-        """The workers that have not ended, as far as this agent knows."""
-        return [worker for worker in self.workers.values() if worker not in self._ended]
+    def left(self) -> list[Worker]:
+        """The workers' processes that run."""
+        return [worker for worker in self.processes if worker.process.alive]
 
     # From the launcher -------------------------------------------------------------------------------------------
 
@@ -126,113 +89,35 @@ class Agent:
 
     def hang_up(self, why: str) -> None:
         """The connection to the launcher has ended."""
-        self.process.get(lambda: self._lose_launcher(why))
+        self.process.get(self._lose_launcher)
 
-    def _lose_launcher(self, why: str) -> None:
+    def _lose_launcher(self) -> None:
         self._gone = True
-        self._turn()
+        self._wake(READ_SECONDS)
 
     def _obey(self, order: Frame) -> None:
-        if self._gone:
-            return
-        self._heard = self.world.now
-        kind = order.kind
-        if kind == "job":
+        self._contact.hear(self.world.now)
+        if order.kind == "job":
             self._start(order)
-        elif kind == "stop":
-            self._begin_stop(order.header)
-        elif kind == "interrupt" and self._stop is None:
-            self._interrupt(order["grace"])
-            self._begin_stop({"natural": order["grace"], "grace": order["grace"]})
-        elif kind == "preempt":
-            self._preempt(together=True)
-        elif kind == "answer":
-            answer = dict(order["answer"])
-            if (line := self._lines.pop(order["line"], None)) is not None:
-                line(Frame(answer.pop("kind"), answer, order.body))
-        elif kind == "stacks":
-            self._inquire(order)
-        elif kind == "heartbeat":
-            self._peers = {h["index"]: self._peers.get(h["index"], [self.world.now, False, False])
-                           for h in order["hosts"] if h["index"] != self.index}  # fmt: skip
-        elif kind in ("death", "regroup", "approach"):
-            if kind == "regroup":
-                self._regrouped = order
-            for worker in self._listening:
-                self._tell(worker, order)
-        elif kind == "worker" and order["rank"] in self._ranks and self._stop is None:
-            self._pulse[order["rank"]] = -1, self.world.now
-            self._own(order["rank"], joins=True)
-        elif kind == "signal" and "rank" not in order.header and order["number"] == self.job.checkpoint_signal:
-            self._save(together=True)
-        elif kind == "signal":
-            for worker in self.living:
-                if order.get("rank", worker.rank) == worker.rank:
-                    worker.signal(order["number"])
-        self._turn()
+        elif self.host is not None:
+            self.host.order(order, self.world.now)
+            self._carry_out()
+        self._wake(READ_SECONDS)
 
     def _start(self, job: Frame) -> None:
-        self._ranks = [worker["rank"] for worker in job["workers"]]
-        self._pulse = dict.fromkeys(self._ranks, (-1, self.world.now))
-        self._stays = job.get("stays", False)
+        host = self.host = HostJob(job, FOLDER, self.world.now)
+        self._pulse = dict.fromkeys(host.ranks, (-1, self.world.now))
         if job.get("heartbeat") is not None:
-            self._say("heartbeat", port=4000 + self.index)
-        for rank in self._ranks:
+            self._send(Frame("heartbeat", {"port": 4000 + self.index}))
+        for rank in host.ranks:
             self._own(rank, joins=False)
 
     def _own(self, rank: int, *, joins: bool) -> None:
+        assert self.host is not None
         worker = self.workers[rank] = self.job.spawn(self, rank, joins=joins)
-        self.offers.discard(rank)
-        self._say("started", rank=rank, pid=worker.pid)
-
-    def _tell(self, worker: Worker, frame: Frame) -> None:
-        self.world.after(LINE_SECONDS, lambda: worker.process.get(lambda: worker.hear(frame)))
-
-    def _interrupt(self, grace: float) -> None:
-        told = self._tell_training(Frame("interrupt", {"patience": min(grace / 4, MOST_PATIENCE)}))
-        for worker in self.living:
-            if worker.rank not in told:
-                worker.signal(SIGINT)
-
-    def _tell_training(self, frame: Frame) -> set[int]:
-        told = [each for each in self._listening if self._claims.get(each.rank) is each and each.process.alive]
-        for worker in told:
-            self._tell(worker, frame)
-        return {worker.rank for worker in told}
-
-    def _save(self, *, together: bool) -> None:
-        patience = min(self.job.config.grace / 4, MOST_PATIENCE) if together else 0.0
-        self._told_to_save += patience > 0
-        told = self._tell_training(Frame("save", {"patience": patience}))
-        heedless = [worker.rank for worker in self.living if worker.rank not in told]
-        if heedless:  # they have not imported what handles the signal
-            self._say("unheeded", number=self.job.checkpoint_signal, ranks=heedless)
-
-    def _preempt(self, *, together: bool) -> None:
-        if not self.job.checkpoint_signal or self._preempted or self._stop is not None:
-            return
-        self._preempted = True
-        for worker in self._listening:
-            self._tell(worker, Frame("preempted"))
-        self._save(together=together)
-        self._begin_stop({"natural": self.job.config.grace, "grace": self.job.config.grace})
-
-    def _begin_stop(self, order: Mapping[str, Any]) -> None:
-        grace = order.get("grace", 1.5)
-        stop = Stop(self, order.get("natural", 0.0), grace, stacks=order.get("stacks", False))
-        if self._stop is None or self._stop.natural:
-            self._stop = stop
-        else:
-            self._stop.hasten(grace)
-
-    def _inquire(self, order: Frame) -> None:
-        ranks = [rank for rank in order["ranks"] if rank in self._ranks]
-        late = any(not self.workers[rank].process.runs for rank in ranks)
-        at = self.world.now + (ANSWER_SECONDS if late else WRITE_SECONDS)
-        for rank in ranks:
-            problem = "" if rank in self.offers and self.workers[rank].process.runs else "it did not answer"
-            header = {"number": order["number"], "rank": rank, "problem": problem}
-            self._inquiries.append((at, Frame("stack", header, b"" if problem else b"stack\n")))
+        self.processes.append(worker)
+        self.host.started(rank, identity(worker))
+        self._carry_out()
 
     # From workers and the kernel ---------------------------------------------------------------------------------
 
@@ -241,28 +126,41 @@ class Agent:
         self.world.after(LINE_SECONDS, lambda: self.process.get(lambda: self._receive(worker, frame, answer)))
 
     def _receive(self, worker: Worker, frame: Frame, answer: Answer | None) -> None:
-        self._numbered += 1
-        if answer is not None and worker.process.alive:
-            self._lines[self._numbered] = answer
-        if frame.kind == "claim":
-            self._claims[worker.rank] = worker
-            self._lines.pop(self._numbered, None)
-            if answer is not None:
-                answer(Frame("claimed", {"signal": self.job.checkpoint_signal, "saves": self._told_to_save}, b"secret"))
-        if not self._gone:
-            self.up.send(Frame(frame.kind, {**frame.header, "line": self._numbered}, frame.body))
+        host = self.host
+        assert host is not None
+        if self.world.exact:
+            Parser(schema.WORKER).feed(frame.encode())
+        line = self._reports.get(worker) if answer is None else None
+        if line is None:
+            self._numbered += 1
+            line = Line(self._numbered, worker.rank, identity(worker))
+            self._lines[line.number] = worker, answer
+            host.registry.connected(line)
+            if answer is None:
+                self._reports[worker] = line
+        owner = host.registry.claims.get(worker.rank)
+        lives = frame.kind == "claim" and owner is not None and any(owner.pid == each.pid for each in self.left)
+        try:
+            host.hear(Saying(line, frame, line.process, self.world.now, lives))
+        except DadtError as error:
+            raise Broken(f"the agent refuses what a worker says: {error}") from error
+        self._carry_out()
+        self._wake(READ_SECONDS)
 
-    def listen(self, worker: Worker) -> None:
-        """The worker wants to hear of the ends of others."""
-        self.world.after(LINE_SECONDS, lambda: self.process.get(lambda: self._listen(worker)))
+    def _answer(self, number: int, frame: Frame) -> None:
+        if (found := self._lines.get(number)) is None:
+            return
+        worker, answer = found
+        if answer is None:
+            self.world.after(LINE_SECONDS, lambda: worker.process.get(lambda: worker.hear(frame)))
+        else:
+            self._hang_up(number)
+            answer(frame)
 
-    def _listen(self, worker: Worker) -> None:
-        self._listening.append(worker)
-        if self._regrouped is not None:
-            self._tell(worker, self._regrouped)
-
-    def offer_stacks(self, worker: Worker) -> None:
-        self.offers.add(worker.rank)
+    def _hang_up(self, number: int) -> None:
+        assert self.host is not None
+        del self._lines[number]
+        self.host.hung_up(number)
 
     def beat_of(self, rank: int, step: int) -> None:
         """A worker writes its step into the memory that it shares with this agent."""
@@ -270,102 +168,160 @@ class Agent:
 
     def reap(self, worker: Worker, code: int) -> None:
         """A worker's process has ended."""
-        self._ended.add(worker)
-        if worker in self._listening:
-            self._listening.remove(worker)
-        stopped = self._stop is not None and self._stop.signalled
+        self._end(worker.rank, code)
+        for number in [number for number, (each, _) in self._lines.items() if each is worker]:
+            self._hang_up(number)
+        self._carry_out()
+        self._wake(READ_SECONDS)
+
+    def _end(self, rank: int, code: int) -> None:
+        assert self.host is not None
         memory = dict.fromkeys(("peak_memory", "memory_limit", "memory_kills"), 0)
-        step = self._pulse[worker.rank][0]
-        self._say("exit", rank=worker.rank, code=code, step=step, stopped=stopped, time=self.epoch, **memory)
-        self._turn()
+        self.host.ended(rank, code, {"step": self._pulse[rank][0], "time": self.epoch, **memory})
+        self._carry_out()
 
     def signal(self, number: int) -> None:
         """Somebody signals this agent."""
         self.process.get(lambda: self._caught(number))
 
     def _caught(self, number: int) -> None:
-        if number == SIGTERM and self.job.checkpoint_signal and (self._stop is None or self._preempted):
-            self._say("preempted")
-            self._preempt(together=not self.job.alone(len(self._ranks)))
-        elif number in ENDING_SIGNALS:
-            self._signal = number
-            self._begin_stop({})
-        self._turn()
+        if self.host is not None and number in ENDING_SIGNALS:
+            self.host.told_to_end({number}, self.world.now)
+            self._carry_out()
+            self._wake(READ_SECONDS)
+
+    def hear_host(self, index: int) -> None:
+        """A heartbeat of another host has come."""
+        if self.process.stops:
+            self._mail.add(index)
+        elif self.process.alive:
+            self._others.hear(index, self.world.now)
 
     # As time passes ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin to serve."""
-        self._turn()
+        self._wake(0.0)
+
+    def _wake(self, seconds: float) -> None:
+        at = self.world.now + seconds
+        if at < self._turns_at and self.process.runs:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._turns_at = at
+            self._timer = self.process.after(seconds, self._turn)
 
     def _turn(self) -> None:
-        if self._left or not self.process.runs:
+        """What Supervisor._turn does."""
+        if not self.process.runs:
             return
-        now = self.world.now
-        if now - self._heard > self._patience:
-            self._gone = True
-        for at, frame in [each for each in self._inquiries if now >= each[0]]:
-            self._inquiries.remove((at, frame))
-            self._send(frame)
-        self._look_at_hosts(now)
-        self._beat(now)
-        if self._gone and (self._stop is None or self._stop.natural):
-            self._begin_stop({})
-        elif self._stop is None and self.workers and not self.living and not self._stays:
-            self._begin_stop({"natural": NATURAL_SECONDS})
-        stop = self._stop
-        if stop is not None and not stop.finished:
-            if not self.living:
-                stop.end_naturally_in(NATURAL_SECONDS)
-            for worker in stop.advance():
-                self._send(Frame("stacks", {"rank": worker.rank, "pid": worker.pid}, b"stack\n"))
-        if stop is not None and stop.finished and (stop.stuck or not self.living):
-            self._send(Frame("end", {"stuck": stop.stuck, "signal": self._signal}))
-            self._left = True
-            self.die()
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.process.after(TICK_SECONDS if stop or self._inquiries else TURN_SECONDS, self._turn)
-
-    def _beat(self, now: float) -> None:
-        if now - self._beaten < TURN_SECONDS:
-            return
-        self._beaten = now
-        steps = {str(rank): [step, now - at] for rank, (step, at) in self._pulse.items()}
-        conditions = {}
-        for worker in self.living:
-            if worker.process.stops and steps[str(worker.rank)][1] > STILL_SECONDS:
-                conditions[str(worker.rank)] = "stopped"
-        memory = {str(worker.rank): 1 << 28 for worker in self.living}
-        self._say("beat", steps=steps, memory=memory, conditions=conditions, clock=self.epoch)
+        now, host = self.world.now, self.host
+        self._gone = self._contact.is_lost(now) or self._gone
+        if host is not None:
+            for at, frame in [each for each in self._inquiries if now >= each[0]]:
+                self._inquiries.remove((at, frame))
+                self._send(frame)
+            self._look_at_hosts(now)
+            steps = {rank: (step, now - at) for rank, (step, at) in self._pulse.items()}
+            host.turn(now, steps, launcher_gone=self._gone)
+            self._carry_out()
+            self._read_dump(host)
+            if host.stopping is not None:
+                host.advance_stop([worker.pid for worker in self.left], now)
+                self._carry_out()
+            if host.over:
+                host.leave()
+                self._carry_out()
+                self.die()
+                return
+        self._turns_at = float("inf")
+        self._wake(TICK_SECONDS if host is None or self._inquiries else host.patience)
 
     def _look_at_hosts(self, now: float) -> None:
-        """What HostHeartbeat.turn does, without a datagram for each heartbeat."""
-        timeout = self.job.config.heartbeat_timeout
-        if now - self._looked > timeout / 2:
-            for peer in self._peers.values():
-                if not peer[1]:
-                    peer[0] = now
-        self._looked = now
-        if self.job.quiet and not any(peer[1] or not peer[2] for peer in self._peers.values()):
-            for peer in self._peers.values():
-                peer[0] = now
-            return
-        for index, peer in self._peers.items():
-            if self.job.hears(self.index, index):
-                peer[0], peer[2] = now, True
-            late = now - peer[0] >= timeout
-            if peer[2] and late != peer[1]:
-                peer[1] = late
-                self._say("silent" if late else "heard", peer=index, seconds=now - peer[0])
+        """What HostHeartbeat does."""
+        for index in sorted(self._mail):
+            self._others.hear(index, now)
+        self._mail.clear()
+        if self._others.is_beat_due(now):
+            for other in self.job.agents:
+                if other is not self and self.job.network.reaches(self.index, other.index):
+                    other.hear_host(self.index)
+        for frame in self._others.turn(now):
+            self._send(frame)
 
-    def _say(self, kind: str, **facts: Any) -> None:
-        self._send(Frame(kind, facts))
+    def _read_dump(self, host: HostJob) -> None:
+        if self._dump is not None and self.world.now >= self._dump[0]:
+            written, self._dump = self._dump[1], None
+            host.dumped([(worker.rank, worker.pid, b"stack\n") for worker in written])
+            self._carry_out()
 
     def _send(self, frame: Frame) -> None:
         if not self._gone:
             self.up.send(frame)
+
+    # What is decided ---------------------------------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        assert self.host is not None
+        while (action := self.host.outbox.take()) is not None:
+            self._perform(self.host, action)
+
+    def _perform(self, host: HostJob, action: actions.AgentAction) -> None:
+        match action:
+            case actions.TellLauncher(frame):
+                self._send(frame)
+            case actions.AnswerLine(number, frame):
+                self._answer(number, frame)
+            case actions.StartAnew(rank):
+                self._pulse[rank] = -1, self.world.now
+                self._own(rank, joins=True)
+            case actions.SignalGroup(rank, number):
+                self.workers[rank].signal(number)
+            case actions.SignalProcess(process, number):
+                for worker in [each for each in self.left if each.pid == process.pid]:
+                    worker.signal(number)
+            case actions.FindHandlers(asked):
+                living = {worker.pid: worker for worker in self.left}
+                found = {rank: living[process.pid] for rank, process in asked.items() if process.pid in living}
+                host.save(action, found, [rank for rank, worker in found.items() if not worker.handles])
+            case actions.GatherStacks(number, ranks):
+                self._inquire(host, number, list(ranks))
+            case actions.DumpStacks():
+                asked = [worker for worker in self.left if identity(worker) in host.registry.dumps]
+                written = [worker for worker in asked if worker.process.runs]
+                seconds = 0.0 if not asked else WRITE_SECONDS if written == asked else STACK_SECONDS
+                self._dump = self.world.now + seconds, written
+            case actions.SendBeat():
+                self._beat(action)
+            case actions.TerminateAll():
+                for worker in self.left:
+                    worker.signal(SIGTERM)
+            case actions.KillAll():
+                for worker in self.left:
+                    worker.signal(SIGKILL)
+            case actions.ResetStep(rank):
+                self._pulse[rank] = -1, self.world.now
+            case actions.HearHosts(hosts):
+                self._others.begin(hosts, self.world.now)
+            case _:
+                raise Broken(f"the agent is asked for what there is not in this world: {action}")
+
+    def _inquire(self, host: HostJob, number: int, ranks: list[int]) -> None:
+        offers = {rank for rank, *_ in host.registry.dumps.values()}
+        late = any(not self.workers[rank].process.runs for rank in ranks)
+        at = self.world.now + (ANSWER_SECONDS if late else WRITE_SECONDS)
+        for rank in ranks:
+            problem = "" if rank in offers and self.workers[rank].process.runs else "it did not answer"
+            header = {"number": number, "rank": rank, "problem": problem}
+            self._inquiries.append((at, Frame("stack", header, b"" if problem else b"stack\n")))
+
+    def _beat(self, action: actions.SendBeat) -> None:
+        held = {worker.pid for worker in self.left if worker.process.stops}
+        conditions = {str(rank): "stopped" for rank in action.still if action.pids[rank] in held}
+        steps = {str(rank): list(step) for rank, step in action.steps.items()}
+        memory = dict.fromkeys(map(str, action.pids), 1 << 28)
+        told = {"steps": steps, "memory": memory, "conditions": conditions, "clock": self.epoch}
+        self._send(Frame("beat", told))
 
     # The end -----------------------------------------------------------------------------------------------------
 
@@ -374,20 +330,26 @@ class Agent:
         if self.process.alive:
             self.process.alive = False
             self.up.close()
-            for worker in self.workers.values():
+            for worker in self.processes:
                 worker.die(-SIGKILL)
 
     def crash(self) -> None:
         """The machine is gone."""
         self.crashed, self.process.alive = True, False
         self.up.vanish()
-        for worker in self.workers.values():
+        for worker in self.processes:
             worker.die(-SIGKILL, silent=True)
 
     def stop(self) -> None:
         """The agent's process stops, not its workers."""
         self.process.stop()
+        self._turns_at = float("inf")
 
     def go_on(self) -> None:
         self.process.go_on()
-        self.process.get(self._turn)
+        self._wake(0.0)
+
+
+def identity(worker: Worker) -> processes.Process:
+    """The process as the kernel names it, whose ids are never used again in this world."""
+    return processes.Process(worker.pid, 1)

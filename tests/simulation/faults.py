@@ -162,7 +162,7 @@ class AgentStops(Fault):
         guilt = host_guilt(job, self.host) if job.invariants.is_long(self.lasting, asks=True) else {}
         what = f"host{self.host}" if self.whole else f"the agent of host{self.host}"
         self._struck(job, f"{what} is stopped for {self.lasting:.1f} s", **guilt)
-        stopped: list[Agent | object] = [agent, *(agent.living if self.whole else [])]
+        stopped: list[Agent | object] = [agent, *(agent.left if self.whole else [])]
         for each in stopped:
             each.stop()  # type: ignore[attr-defined]
         later(job, self.lasting, lambda: [each.go_on() for each in stopped])  # type: ignore[attr-defined,func-returns-value]

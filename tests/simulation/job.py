@@ -86,15 +86,6 @@ class SimulatedJob:
         """Whether all ranks take steps."""
         return all(worker.averaged >= 0 for agent in self.agents for worker in agent.workers.values())
 
-    @property
-    def quiet(self) -> bool:
-        """Whether all hosts hear each other."""
-        return self.network.whole and all(agent.process.runs for agent in self.agents)
-
-    def hears(self, host: int, other: int) -> bool:
-        """Whether heartbeats of the other host reach this one."""
-        return self.network.reaches(other, host) and self.agents[other].process.runs
-
     def agree(self, worker: Worker, told: list[Any]) -> None:
         self.invariants.agree(worker, told)
 

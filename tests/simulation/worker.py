@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from signal import SIGINT, SIGKILL, SIGTERM
+from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR2
 from typing import TYPE_CHECKING, Any
 
 from dadt import errors
@@ -28,6 +28,8 @@ LEAST_SECONDS = 1.0
 LINE_SECONDS = 0.0003
 """What a frame takes between a worker and its agent."""
 UNCAUGHT = 1
+STACKS = "/tmp/dadt/job/stacks-"
+"""Where workers write their stacks."""
 LIBRARY = "Gloo connectFullMesh failed: timed out"
 """What a library says that connects ranks where it waits in vain."""
 
@@ -129,6 +131,8 @@ class Worker:
         self.process = Process(world, f"rank {rank}")
         self.deaths = Deaths()
         self.listens = False
+        self.handles = False
+        """Whether the script has a handler for the signal by which it saves."""
         self.doom: Exception | None = None
         """What the script raises in its next step."""
         self.pause = 0.0
@@ -267,7 +271,7 @@ class Worker:
             self.process.get(lambda: self._saved_by_signal(number))
 
     def _saved_by_signal(self, number: int) -> None:
-        if number != self.agent.job.checkpoint_signal:
+        if number != self.agent.job.checkpoint_signal or not self.handles:
             self.die(-number)
         else:
             self.saves_heard += 1
@@ -336,12 +340,15 @@ class Worker:
         script, world = self.script, self.world
         yield self._sleep(world.spread(script.start_seconds))
         self.report("hello", torch="2.13.0")
-        self.agent.offer_stacks(self)
+        self.report("stacks", path=f"{STACKS}{self.pid}", signal=int(SIGUSR2))
+        self.handles = True
         yield self._sleep(world.spread(script.start_seconds / 4))
         self._check_doom()
         claimed = yield from self._ask("claim")
-        self.saves_heard = self.saves_raised = self._saves_done = self._saves_agreed = claimed["saves"]
-        self.agent.listen(self)
+        early = self.saves_raised
+        self.saves_heard = self._saves_done = self._saves_agreed = claimed["saves"]
+        self.saves_raised = self._saves_done + early
+        self.report("listen")
         self.listens = self.deaths.listening = True
         if self.joins:
             yield from self._enter(StartTimeout("the launcher did not let this rank into the job"))
