@@ -263,3 +263,30 @@ def test_where_nobody_waits_a_rank_that_has_just_connected_is_not_silent() -> No
     assert not any("silent" in text for text in world.said())
     world.later(13.0)
     assert world.said()[-1] == "rank 2 (pid 12 on host2) was silent for 15 s: training goes on without it"
+
+
+def test_a_rank_that_has_left_at_its_own_end_is_lost_as_the_others_connect_anew() -> None:
+    world = World(4, min_np=1)
+    world.train(1)
+    world.say(1, "ending", rank=1, pid=11, steps=1)
+    world.say(2, "exit", rank=2, code=-9, **ENDED)
+    world.later()
+    assert world.sent("regroup")[-1]["members"] == [0, 1, 3]
+    for rank in (0, 3):
+        world.say(rank, "exchange", rank=rank, line=1, key="connect", generation=1, timeout=60.0)
+    world.say(1, "exit", rank=1, code=0, **ENDED)
+    for rank in (0, 3):
+        world.say(rank, "reconnect", rank=rank, line=2, text="cannot arrive", generation=1, timeout=60.0)
+    world.later()
+    assert world.sent("regroup")[-1]["members"] == [0, 3]
+    assert "rank 1 (pid 11 on host1) has exited with code 0" in world.said()[-1]
+    assert not world.sent("stop")
+
+
+def test_a_rank_that_has_left_at_its_own_end_is_not_lost_while_nobody_needs_it() -> None:
+    world = World(2, min_np=1)
+    world.train(1)
+    world.say(1, "ending", rank=1, pid=11, steps=1)
+    world.say(1, "exit", rank=1, code=0, **ENDED)
+    world.later(10.0)
+    assert not world.sent("regroup")

@@ -65,6 +65,10 @@ class Agent:
         self._reports: dict[Worker, Line] = {}
         self._numbered = 0
         self._gone = False
+        self.heard = world.now
+        """When the launcher was last heard, or this process last began to run."""
+        self.lost = float("inf")
+        """When the connection to the launcher has ended."""
         self._inquiries: list[tuple[float, Frame]] = []
         self._dump: tuple[float, list[Worker]] | None = None
         """When the stacks are complete that are written before workers are stopped, and who writes."""
@@ -92,11 +96,12 @@ class Agent:
         self.process.get(self._lose_launcher)
 
     def _lose_launcher(self) -> None:
-        self._gone = True
+        self._gone, self.lost = True, min(self.lost, self.world.now)
         self._wake(READ_SECONDS)
 
     def _obey(self, order: Frame) -> None:
         self._contact.hear(self.world.now)
+        self.heard = self.world.now
         if order.kind == "job":
             self._start(order)
         elif self.host is not None:
@@ -346,6 +351,7 @@ class Agent:
         self._turns_at = float("inf")
 
     def go_on(self) -> None:
+        self.heard = self.world.now
         self.process.go_on()
         self._wake(0.0)
 

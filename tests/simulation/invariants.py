@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
 
+from dadt.launch.agent.host_job import DEFAULT_GRACE
 from dadt.launch.ending.failure import Failure
+from dadt.launch.ending.termination import END_SECONDS
 from dadt.launch.members.replacement import replaces
-from simulation.faults import FOR_GOOD, Struck
+from simulation.fault import Struck
 from simulation.worker import ANSWER_SECONDS, LIBRARY
 from simulation.world import BEGIN, EPOCH, Broken
 
 if TYPE_CHECKING:
-    from simulation.data import Connection, Operation
+    from simulation.data import Connection, Operation, Rank
     from simulation.job import SimulatedJob
     from simulation.launcher import Launcher
     from simulation.worker import Worker
 
-MARGIN_SECONDS = 4.0
-"""What a pause may take beside its own length, as it is noticed later and ends later."""
+NOTICE_SECONDS = 1.0
+"""What it takes until a pause, or its end, is known. Meanwhile others have waited for as long as a step or a save
+takes."""
 AGAIN_SECONDS = 4.0
 """A new worker starts at most so long after the loss of the first one."""
 SOON_SECONDS = 2.5
 """A failure within this time after the first one may come before it is known."""
 SILENT = re.compile(r"^host(\d+)(?: has heard nothing from| and) host(\d+).* no heartbeat comes through between them$")
+STARTS = re.compile(r"a new worker starts in place of rank (\d+)")
+TOLD_TO_END = re.compile(r"(host\d+) was told to end")
+UNREACHABLE = re.compile(r"is unreachable, as host(\d+) (?:and|has heard nothing from) host(\d+)")
+KNOWN_SECONDS = 6.0
+"""Within this time each agent, and then the launcher, knows what is no more."""
 GOES_ON = re.compile(r"^(?:rank (?P<rank>\d+) |host(?P<host>\d+): ).*: training goes on without (?:it|them)$")
 
 
@@ -41,33 +50,39 @@ class Invariants:
         """How many lines to the user have been looked at."""
         self._lost: set[int] = set()
 
-    def is_long(self, seconds: float, *, asks: bool = False) -> bool:
-        """Whether something that lasts so long, beside all else that lasts, may end a rank or the job. asks: whether
-        ranks that ask get no answer meanwhile."""
-        config = self._job.config
-        total = sum(fault.seconds for fault in self._job.scenario.faults)
-        patience = min(config.timeout, config.orphan_timeout, config.start_timeout)
+    def _is_guilty(self, struck: Struck, at: float) -> bool:
+        """Whether a fault may have ended a rank or the job by this time."""
+        if not struck.tries:
+            return True
+        config, script = self._job.config, self._job.scenario.script
+        patience = min(config.timeout, config.start_timeout)
         if config.on_stall == "abort":
             patience = min(patience, config.stall_warning)
-        if asks:
-            patience = min(patience, ANSWER_SECONDS)
-        return seconds == FOR_GOOD or total + MARGIN_SECONDS > patience
+        if struck.tries == "lines":
+            patience = min(patience, config.orphan_timeout, ANSWER_SECONDS)
+        elif struck.tries == "ranks":
+            patience = min(patience, ANSWER_SECONDS) if struck.hosts else patience
+        lasted = sum(min(at, each.until) - each.at for each in self.struck if each.tries and each.at < at)
+        waited = NOTICE_SECONDS + 1.5 * script.step_seconds + script.save_seconds
+        if at - BEGIN < patience + 2 * script.start_seconds:  # who has not come yet is waited for since the start
+            waited += 2 * script.start_seconds
+        return lasted + waited > patience
 
-    @property
-    def guilty_ranks(self) -> set[int]:
-        return {rank for each in self.struck for rank in each.ranks}
+    def guilty_ranks(self, at: float) -> set[int]:
+        """Ranks that may be lost or blamed at this time."""
+        return {rank for each in self.struck if each.ranks and self._is_guilty(each, at) for rank in each.ranks}
 
-    @property
-    def guilty_hosts(self) -> set[int]:
-        return {host for each in self.struck for host in each.hosts}
+    def guilty_hosts(self, at: float) -> set[int]:
+        """Hosts of which the same is true."""
+        return {host for each in self.struck if each.hosts and self._is_guilty(each, at) for host in each.hosts}
 
     # While it runs -------------------------------------------------------------------------------------------------
 
     def turned(self, launcher: Launcher) -> None:
         """The launcher has done all that was due."""
         said, self._read = launcher.said[self._read :], len(launcher.said)
-        for _, _, text in said:
-            self._check_line(text)
+        for at, _, text in said:
+            self._check_line(at, text)
         now = self._job.world.now
         for generation, until, text in launcher.open.values():
             if generation < launcher.generation:
@@ -77,24 +92,57 @@ class Invariants:
         if now > launcher.end_by and not launcher.job.over:
             raise Broken("agents that were told to stop their workers are waited for too long")
 
-    def _check_line(self, text: str) -> None:
+    def _check_line(self, at: float, text: str) -> None:
+        if (found := STARTS.match(text)) is not None:
+            agent = self._job.agents[int(found[1]) // self._job.per_host]
+            if any(each.rank == int(found[1]) for each in agent.left):
+                raise Broken(f"the user is told that a worker starts, and the old one runs: {text}")
+        told = TOLD_TO_END.match(text)
+        if told is not None and not any(each.text == f"{told[1]} is told to end" for each in self.struck):
+            raise Broken(f"the user is told that a host was told to end, which was not: {text}")
         text = text.partition(": since ")[2] or text  # the reason of another rank is told first
         if (found := GOES_ON.match(text)) is not None:
             # Of two hosts that do not hear each other, either may go where no third one tells which is cut off.
             hosts = {int(each) for each in re.findall(r"host(\d+)", text)}
-            told = int(found["rank"]) in self.guilty_ranks if found["rank"] else hosts & self.guilty_hosts
-            if not told:
+            guilty = self.guilty_ranks(at)
+            if not (int(found["rank"]) in guilty if found["rank"] else hosts & self.guilty_hosts(at)):
                 raise Broken(f"the user is told of one that has done nothing: {text}")
 
     def completed(self, connection: Connection, operation: Operation) -> None:
         """All ranks of a connection have come to an operation."""
         if not operation.name.startswith("step "):
             return
+        for rank in operation.values:
+            self.trains(connection.ranks[rank])
         if connection.generation < self._trained:
             raise Broken(f"generation {connection.generation} trains beside generation {self._trained}")
         self._trained = connection.generation
         if len({value[2] for value in operation.values.values()}) > 1:
             raise Broken(f"ranks train on with different weights in {operation.name}: {operation.values}")
+
+    def trains(self, worker: Rank) -> None:
+        """A rank has taken a step: its host still hears the launcher, or has not been without it for long."""
+        job, now = self._job, self._job.world.now
+        agent = job.agents[worker.host]
+        if not agent.process.alive:
+            raise Broken(f"rank {worker.rank} trains on without an agent")
+        ends = max(DEFAULT_GRACE, job.config.grace) + END_SECONDS
+        silent = now - agent.heard > job.config.orphan_timeout + ends and job.hosts > 1
+        if agent.process.runs and (silent or now - agent.lost > ends):
+            raise Broken(f"rank {worker.rank} trains on without the launcher")
+
+    def check_state(self, peer: Mapping[str, Any]) -> None:
+        """What a rank is told of another one, which it may tell the user, is true of the world."""
+        job, now = self._job, self._job.world.now
+        known = now - KNOWN_SECONDS - sum(each.seconds for each in job.scenario.faults if each.delays)
+        if (found := UNREACHABLE.search(peer["state"])) is not None:
+            pair = {int(found[1]), int(found[2])}
+            if not any(pair & each.near and each.at < now and each.until > known for each in self.struck):
+                raise Broken(f"a rank is told of a cut that there is not: {peer}")
+        if "is stopped" in peer["state"]:
+            workers = [each for each in job.workers if each.pid == peer["pid"]]
+            if not any(each.process.stops or each.went_on > known for each in workers):
+                raise Broken(f"a rank is told that another one is stopped, which is not: {peer}")
 
     def agree(self, worker: Worker, told: list[Any]) -> None:
         """A rank has found out how far the others are, and is as far."""
@@ -138,7 +186,8 @@ class Invariants:
     def _check_lost(self) -> None:
         for loss in self._job.launcher.job.watch.losses:
             hosts = {int(each) for each in re.findall(r"host(\d+)", loss.why)} if loss.why.startswith("host") else set()
-            if loss.rank not in self.guilty_ranks and not hosts & self.guilty_hosts:
+            at = loss.time - EPOCH
+            if loss.rank not in self.guilty_ranks(at) and not hosts & self.guilty_hosts(at):
                 raise Broken(f"rank {loss.rank} was lost and had done nothing: {loss.why}")
 
     def _check_replaced(self, launcher: Launcher) -> None:
@@ -183,6 +232,14 @@ class Invariants:
             if not by_user:
                 raise Broken("it ended as if the user had ended it")
             return
+        if outcome is not None and outcome.failure is not None and outcome.failure.record is None:
+            ending = outcome.failure.ending
+            if (
+                ending.code
+                and not ending.stopped
+                and launcher.exit_code != (ending.code if ending.code > 0 else 128 - ending.code)
+            ):
+                raise Broken(f"it ended with exit code {launcher.exit_code}, and not that of its cause: {ending}")
         if launcher.exit_code and self._enough_are_left:
             raise Broken("enough ranks were left to train on, and it has failed")
         if error is not None:
@@ -190,47 +247,60 @@ class Invariants:
         elif outcome is not None and outcome.failure is not None:
             self._check_blame(outcome.failure)
         elif not self.struck:
-            if warnings := [text for _, level, text in launcher.said if level == "warning"]:
+            # Where nobody waits for another, the last average may have to wait for long.
+            warnings = [text for _, level, text in launcher.said if level == "warning"]
+            if warnings := [text for text in warnings if "in the last average" not in text]:
                 raise Broken(f"nothing was wrong, and the user was warned: {warnings[0]}")
         elif not self._job.config.min_np and (fatal := [each for each in self.struck if each.fatal]) and not by_user:
             raise Broken(f"it ended well, though {fatal[0].text}")
 
     @property
     def _enough_are_left(self) -> bool:
-        """Whether ranks were killed while all trained, and nothing else was wrong, and --min-np allows that."""
-        least, killed = self._job.config.min_np, all(each.fatal for each in self.struck)
-        return least > 0 and killed and self._job.size - len(self.guilty_ranks) >= least
+        """Whether ranks were killed, or stopped for good, while all trained, and nothing else was wrong, and --min-np
+        allows that."""
+        config = self._job.config
+        gone = all(each.fatal or (each.held and config.on_stall != "abort") for each in self.struck)
+        return config.min_np > 0 and gone and self._job.size - len(self._blamable) >= config.min_np
+
+    @property
+    def _blamable(self) -> set[int]:
+        """Ranks that may be blamed for the end of the job."""
+        return self.guilty_ranks(self._job.launcher.ended_at or self._job.world.now)
+
+    @property
+    def _blamable_hosts(self) -> set[int]:
+        return self.guilty_hosts(self._job.launcher.ended_at or self._job.world.now)
 
     def _names_guilty(self, text: str) -> bool:
         """Whether what a rank says that has waited for others names one of those for whom it was in vain."""
         ranks = {int(each) for each in re.findall(r"rank (\d+)", text)}
         hosts = {int(each) for each in re.findall(r"host(\d+)", text)}
-        return bool(ranks & self.guilty_ranks or hosts & self.guilty_hosts)
+        return bool(ranks & self._blamable or hosts & self._blamable_hosts)
 
     def _check_error(self, text: str) -> None:
         named = re.match(r"host(\d+): ", text)
         lone = self._job.hosts == 1
-        if not self.guilty_hosts or (not lone and (named is None or int(named[1]) not in self.guilty_hosts)):
+        if not self._blamable_hosts or (not lone and (named is None or int(named[1]) not in self._blamable_hosts)):
             raise Broken(f"it blames a host that has done nothing: {text}")
 
     def _check_blame(self, failure: Failure) -> None:
         rank = failure.ending.rank
         if failure.record is not None and failure.record.type == "StartTimeout":  # its message says who did not come
             named = {int(each) for each in re.findall(r"rank (\d+) \(", failure.record.message)}
-            if not named & self.guilty_ranks:
+            if not named & self._blamable:
                 raise Broken(f"it blames ranks that have done nothing: {failure.record.message}")
             return
         told = " / ".join(failure.lines()[:3])
-        if not self.guilty_ranks:
+        if not self._blamable:
             raise Broken(f"it failed, though nothing was wrong: {told}")
         if rank in {loss.rank for loss in self._job.launcher.job.watch.losses}:
             raise Broken(f"it blames rank {rank}, without which the others have trained on: {told}")
         waited = failure.record is not None and failure.record.secondary
         library = failure.record is not None and failure.record.message == LIBRARY
-        if library and (self.guilty_hosts or not self._job.config.min_np):
+        if library and (self._blamable_hosts or not self._job.config.min_np):
             return  # its words know no more, and without --min-np the launcher is not asked
         held = all(each.held for each in self.struck)
-        if rank not in self.guilty_ranks and (held or not (waited and self._names_guilty(told))):
+        if rank not in self._blamable and (held or not (waited and self._names_guilty(told))):
             raise Broken(f"it blames rank {rank}, which has done nothing: {told}")
         fatal = [each for each in self.struck if each.fatal]
         if self._job.config.min_np or not fatal:

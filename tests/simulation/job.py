@@ -54,20 +54,26 @@ class SimulatedJob:
         for agent in self.agents:
             agent.begin()
         self.launcher.begin()
-        if not world.run(lambda: self.launcher.ended_at is not None, world.now + self.scenario.limit):
-            if self._stands_still:
-                return
-            raise Broken(f"the job has not ended within {self.scenario.limit:.0f} s")
+        if not self._ends():
+            for worker in self._standing:
+                world.note("fault", f"{worker.process.name} goes on, as the user sees that nothing moves")
+                worker.process.stops = 1
+                worker.go_on()
+            if not self._ends():
+                raise Broken(f"the job has not ended within {self.scenario.limit:.0f} s")
         lasting = sum(fault.seconds for fault in self.scenario.faults)
         left = self.config.orphan_timeout + 2 * self.config.grace + LEFT_SECONDS + lasting
         world.run(lambda: not any(agent.process.alive for agent in self.agents), world.now + left)
         self.invariants.ended()
 
+    def _ends(self) -> bool:
+        return self.world.run(lambda: self.launcher.ended_at is not None, self.world.now + self.scenario.limit)
+
     @property
-    def _stands_still(self) -> bool:
-        """Whether all workers are stopped, as one is without DADT: nobody waits for any of them."""
+    def _standing(self) -> list[Worker]:
+        """All workers if each of them is stopped, as one may be without DADT: nobody waits for any of them."""
         living = [worker for worker in self.workers if worker.process.alive]
-        return bool(living) and all(worker.process.stops for worker in living)
+        return living if all(worker.process.stops for worker in living) else []
 
     # What the parts ask of the job ---------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class Launcher:
         self.error: DadtError | None = None
         """What `dadt run` raised in place of an outcome."""
         self.ended_at: float | None = None
+        self.crashed = False
         self.generation = 0
         """The newest that agents were told of."""
         self.open: dict[tuple[Node, int], tuple[int, float, str]] = {}
@@ -210,6 +211,9 @@ class Launcher:
 
     def _note_order(self, action: SendFrame) -> None:
         frame = action.frame
+        if frame.kind == "answer" and frame["answer"]["kind"] == "peers":
+            for peer in frame["answer"]["peers"]:
+                self._simulated.invariants.check_state(peer)
         if frame.kind == "answer" and action.node is not None:
             self.open.pop((action.node, frame["line"]), None)
         elif frame.kind == "regroup":
@@ -242,6 +246,20 @@ class Launcher:
         self.process.alive, self.ended_at = False, self.world.now
         for wire in self.down.values():
             wire.close()
+
+    def crash(self) -> None:
+        """Its machine is gone."""
+        self.process.alive, self.ended_at, self.crashed = False, self.world.now, True
+        for wire in self.down.values():
+            wire.vanish()
+
+    def stop(self) -> None:
+        self.process.stop()
+        self._turns_at = float("inf")
+
+    def go_on(self) -> None:
+        self.process.go_on()
+        self._wake(0.0)
 
     @property
     def exit_code(self) -> int | None:

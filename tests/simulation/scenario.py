@@ -8,7 +8,7 @@ from typing import Any
 
 from dadt.config import Config
 from simulation import faults
-from simulation.faults import Fault
+from simulation.fault import Fault
 from simulation.worker import Script
 
 MOST_HOSTS = 64

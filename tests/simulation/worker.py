@@ -131,6 +131,8 @@ class Worker:
         self.process = Process(world, f"rank {rank}")
         self.deaths = Deaths()
         self.listens = False
+        self.went_on = float("-inf")
+        """When it has last gone on after a stop."""
         self.handles = False
         """Whether the script has a handler for the signal by which it saves."""
         self.doom: Exception | None = None
@@ -298,6 +300,7 @@ class Worker:
         self.process.stop()
 
     def go_on(self) -> None:
+        self.went_on = self.world.now
         self.process.go_on()
         if self.connection is not None:
             self.connection.settle()
@@ -400,6 +403,7 @@ class Worker:
             self.deaths.check()
             self.averaged += 1
             self.step = self.averaged
+            self.agent.job.invariants.trains(self)
             return
         if self.deaths.outdated:
             yield from self._connect_anew(PeerLost("ranks have ended"))

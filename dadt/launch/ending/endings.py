@@ -56,6 +56,8 @@ class Endings:
         self._patience = patience
         self._outbox = outbox
         self._checkpoint_signal = of_checkpoint(config)
+        self._together = config.algorithm != "gossip"
+        """Whether all ranks take each step together."""
         self._leaving: set[Node] = set()
         """Nodes whose agent received SIGTERM from outside: their workers save a checkpoint and end."""
         self._held_since = float("-inf")
@@ -163,6 +165,9 @@ class Endings:
                 self._ended_badly(member, what, record, now, over=over)
             elif trains:
                 self._ended_early(member, f"{what}, while others went on", max(0, ending.step))
+            elif self._together and member.finished and any(not (each.finished or each.ended) for each in present):
+                # the others may still have to meet it, as where they connect anew after a loss
+                self._membership.leaves(member.rank, f"{what}, while others went on")
         self._membership.exited(member, self._termination.goes_on and node not in self._leaving, now)
         self._rendezvous.settle(now)
 

@@ -1,0 +1,78 @@
+"""What all faults of a simulated job have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from simulation.job import SimulatedJob
+
+FOR_GOOD = float("inf")
+HEARD_SECONDS = 3.0
+"""When all hosts have heard each other: a way that is cut before is found as the hosts are tried at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A fault that has happened, and whom it makes guilty."""
+
+    at: float
+    text: str
+    ranks: frozenset[int] = frozenset()
+    """Ranks that may be lost or blamed for it."""
+    hosts: frozenset[int] = frozenset()
+    """Hosts of which the same is true."""
+    near: frozenset[int] = frozenset()
+    """Hosts that others may not hear for it."""
+    until: float = FOR_GOOD
+    """When it is over; infinite where it lasts for good, or leaves nothing that could go on."""
+    tries: str = ""
+    """Whose patience it tries, so that it makes guilty only once that is over: `ranks`, which wait for each other, or
+    `lines`, of which one end gets no answer. Empty where it makes guilty at once."""
+    fatal: bool = False
+    """Whether a rank that trains ends by it at once, and not well."""
+    held: bool = False
+    """Whether a rank is stopped for good by it, as its agent sees."""
+    user: bool = False
+    """Whether the user, or who runs the machines, ends the job by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that happens so many seconds after the workers were started."""
+
+    silences: ClassVar[bool] = True
+    """Whether its hosts may not hear others for it."""
+    delays: ClassVar[bool] = False
+    """Whether the launcher may hear of hosts later for it."""
+    at: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        """Let it happen."""
+        raise NotImplementedError
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts; 0 if it does not pass."""
+        lasting: float = getattr(self, "lasting", 0.0)
+        return 0.0 if lasting == FOR_GOOD else lasting
+
+    def _struck(self, job: SimulatedJob, text: str, **guilt: object) -> None:
+        job.world.note("fault", text)
+        until = job.world.now + getattr(self, "lasting", FOR_GOOD)
+        named = ("host", "other") if self.silences else ()
+        near = frozenset({getattr(self, name) for name in named if hasattr(self, name)})
+        struck = Struck(job.world.now, text, near=near, until=until, **guilt)  # type: ignore[arg-type]
+        job.invariants.struck.append(struck)
+
+
+def host_guilt(job: SimulatedJob, *hosts: int) -> dict[str, frozenset[int]]:
+    """The guilt of whole hosts, and so of their ranks."""
+    return {"hosts": frozenset(hosts), "ranks": frozenset(rank for host in hosts for rank in job.ranks_of(host))}
+
+
+def later(job: SimulatedJob, seconds: float, do: Callable[[], None]) -> None:
+    if seconds != FOR_GOOD:
+        job.world.after(seconds, do)

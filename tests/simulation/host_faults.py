@@ -1,0 +1,115 @@
+"""What goes wrong with hosts, their agents and the launcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from simulation.fault import Fault, host_guilt, later
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+    from simulation.job import SimulatedJob
+
+
+@dataclass(frozen=True, slots=True)
+class AgentKilled(Fault):
+    host: int
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (agent := job.agents[self.host]).process.alive:
+            self._struck(job, f"the agent of host{self.host} is killed", **host_guilt(job, self.host))
+            agent.die()
+
+
+@dataclass(frozen=True, slots=True)
+class HostCrashes(Fault):
+    host: int
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (agent := job.agents[self.host]).process.alive:
+            self._struck(job, f"host{self.host} is gone", **host_guilt(job, self.host))
+            agent.crash()
+            job.network.cut([])
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStops(Fault):
+    delays = True
+    host: int
+    lasting: float
+    whole: bool
+    """Whether its workers stop, too, as where the machine sleeps."""
+
+    def strike(self, job: SimulatedJob) -> None:
+        agent = job.agents[self.host]
+        if not agent.process.alive:
+            return
+        what = f"host{self.host}" if self.whole else f"the agent of host{self.host}"
+        self._struck(job, f"{what} is stopped for {self.lasting:.1f} s", tries="lines", **host_guilt(job, self.host))
+        stopped: list[Agent | object] = [agent, *(agent.left if self.whole else [])]
+        for each in stopped:
+            each.stop()  # type: ignore[attr-defined]
+        later(job, self.lasting, lambda: [each.go_on() for each in stopped])  # type: ignore[attr-defined,func-returns-value]
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherStops(Fault):
+    delays = True
+    lasting: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        if job.launcher.process.alive:
+            guilt = host_guilt(job, *range(job.hosts))
+            self._struck(job, f"dadt run is stopped for {self.lasting:.1f} s", tries="lines", **guilt)
+            job.launcher.stop()
+            later(job, self.lasting, job.launcher.go_on)
+
+
+@dataclass(frozen=True, slots=True)
+class AllStops(Fault):
+    """The machines of all hosts stand still, as where a hypervisor pauses them."""
+
+    delays = True
+    lasting: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        if not job.launcher.process.alive:
+            return
+        self._struck(
+            job, f"all hosts stand still for {self.lasting:.1f} s", tries="ranks", **host_guilt(job, *range(job.hosts))
+        )
+        agents = [agent for agent in job.agents if agent.process.alive]
+        stopped = [job.launcher, *agents, *(worker for agent in agents for worker in agent.left)]
+        for each in stopped:
+            each.stop()  # type: ignore[attr-defined]
+        later(job, self.lasting, lambda: [each.go_on() for each in stopped])  # type: ignore[attr-defined,func-returns-value]
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherCrashes(Fault):
+    """The machine of `dadt run` is gone, so that its agents hear nothing more, and no end either."""
+
+    def strike(self, job: SimulatedJob) -> None:
+        if job.launcher.process.alive and job.hosts > 1:
+            self._struck(job, "the machine of dadt run is gone", user=True)
+            job.launcher.crash()
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherKilled(Fault):
+    def strike(self, job: SimulatedJob) -> None:
+        if job.launcher.process.alive:
+            self._struck(job, "dadt run is killed", user=True)
+            job.launcher.die()
+
+
+@dataclass(frozen=True, slots=True)
+class ClockJumps(Fault):
+    silences = False
+    host: int
+    by: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        self._struck(job, f"the clock of host{self.host} jumps by {self.by:.1f} s")
+        job.agents[self.host].clock += self.by

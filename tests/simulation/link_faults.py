@@ -1,0 +1,112 @@
+"""What goes wrong on the ways between hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dadt.control.frame import Frame
+from simulation.fault import Fault, host_guilt, later
+
+if TYPE_CHECKING:
+    from simulation.job import SimulatedJob
+
+
+@dataclass(frozen=True, slots=True)
+class ControlCut(Fault):
+    delays = True
+    host: int
+    up: bool
+    down: bool
+    lasting: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        if job.hosts == 1:
+            return
+        way = "both ways" if self.up and self.down else "to dadt run" if self.up else "from dadt run"
+        text = f"control of host{self.host} is cut {way} for {self.lasting:.1f} s"
+        self._struck(job, text, tries="lines", **host_guilt(job, self.host))
+        up, down = job.agents[self.host].up, job.launcher.down[job.launcher.nodes[self.host]]
+        wires = [wire for wire, is_cut in ((up, self.up), (down, self.down)) if is_cut]
+        for wire in wires:
+            wire.cut()
+        later(job, self.lasting, lambda: [wire.mend() for wire in wires])  # type: ignore[func-returns-value]
+
+
+@dataclass(frozen=True, slots=True)
+class DataCut(Fault):
+    host: int
+    other: int
+    """Another host; the same one where the host is cut off from all."""
+    one_way: bool
+    lasting: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        if job.hosts == 1:
+            return
+        others = [self.other] if self.other != self.host else [h for h in range(job.hosts) if h != self.host]
+        guilty = [self.host, *others] if len(others) == 1 else [self.host]
+        to = f"host{self.other}" if self.other != self.host else "all others"
+        way = "one way" if self.one_way else "both ways"
+        text = f"data between host{self.host} and {to} are cut {way} for {self.lasting:.1f} s"
+        self._struck(job, text, tries="ranks", **host_guilt(job, *guilty))
+        ways = [(self.host, other) for other in others]
+        ways += [] if self.one_way else [(other, self.host) for other in others]
+        job.network.cut(ways)
+        later(job, self.lasting, lambda: job.network.mend(ways))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSlow(Fault):
+    host: int
+    late: float
+    lasting: float
+
+    @property
+    def seconds(self) -> float:
+        """Nothing stands still meanwhile, so no job may take longer for it."""
+        return 0.0
+
+    def strike(self, job: SimulatedJob) -> None:
+        self._struck(job, f"each message of host{self.host} takes {self.late:.2f} s more for {self.lasting:.1f} s")
+        up, down = job.agents[self.host].up, job.launcher.down[job.launcher.nodes[self.host]]
+
+        def become(slow: float) -> None:
+            up.slow = down.slow = job.network.slow[self.host] = slow
+
+        become(self.late)
+        later(job, self.lasting, lambda: become(0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLate(Fault):
+    silences = False
+    host: int
+    up: bool
+    late: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        way = "to" if self.up else "of"
+        self._struck(job, f"the next message {way} dadt run on the line of host{self.host} is {self.late:.1f} s late")
+        (job.agents[self.host].up if self.up else job.launcher.down[job.launcher.nodes[self.host]]).delay(self.late)
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger(Fault):
+    silences = False
+    host: int
+    what: str
+
+    def strike(self, job: SimulatedJob) -> None:
+        agent = job.agents[self.host]
+        if not agent.process.runs:
+            return
+        self._struck(
+            job, f"a stranger speaks on the line of host{self.host}: {self.what}", **host_guilt(job, self.host)
+        )
+        frames: dict[str, Frame | bytes] = {
+            "noise": b"\xff" * 16,
+            "another rank": Frame("done", {"rank": job.size, "pid": 1000, "summary": {}, "line": 1}).encode(),
+            "another kind": Frame("regroup", {"members": []}).encode(),
+        }
+        agent.up.send(frames[self.what])

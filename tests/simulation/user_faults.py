@@ -1,0 +1,40 @@
+"""What the user, or who runs the machines, does to a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from signal import SIGINT, SIGTERM
+from typing import TYPE_CHECKING
+
+from simulation.fault import Fault, host_guilt, later
+
+if TYPE_CHECKING:
+    from simulation.job import SimulatedJob
+
+
+@dataclass(frozen=True, slots=True)
+class UserSignals(Fault):
+    number: int
+    again: float
+    """After how many seconds the same comes once more; infinite: never."""
+
+    def strike(self, job: SimulatedJob) -> None:
+        if job.launcher.process.alive:
+            ends = self.number in (SIGINT, SIGTERM)
+            # Some ranks end by a signal for which they have no handler yet, or save and end while others begin.
+            all_train = job.checkpoint_signal == self.number and job.all_train
+            deaf = {} if ends or all_train else host_guilt(job, *range(job.hosts))
+            self._struck(job, f"the user sends signal {self.number}", user=ends, **deaf)
+            job.launcher.signal(self.number)
+            later(job, self.again, lambda: job.launcher.signal(self.number))
+
+
+@dataclass(frozen=True, slots=True)
+class HostPreempted(Fault):
+    host: int
+
+    def strike(self, job: SimulatedJob) -> None:
+        agent = job.agents[self.host]
+        if agent.process.alive:
+            self._struck(job, f"host{self.host} is told to end", user=True, **host_guilt(job, self.host))
+            agent.signal(SIGTERM)

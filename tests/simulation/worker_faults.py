@@ -1,0 +1,72 @@
+"""What goes wrong in a worker, or in what it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from simulation.fault import FOR_GOOD, Fault, later
+from simulation.worker import Exit, ScriptError
+
+if TYPE_CHECKING:
+    from simulation.job import SimulatedJob
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKilled(Fault):
+    rank: int
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (worker := job.worker(self.rank)) is not None:
+            fatal = worker.averaged >= 0 and not worker.closing
+            self._struck(job, f"rank {self.rank} is killed", ranks=frozenset([self.rank]), fatal=fatal)
+            job.kill(self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRaises(Fault):
+    rank: int
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (worker := job.worker(self.rank)) is not None and not worker.closing:
+            self._struck(job, f"the script of rank {self.rank} raises", ranks=frozenset([self.rank]))
+            worker.doom = ScriptError("an error of the script")
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptExits(Fault):
+    rank: int
+    code: int
+    at_once: bool
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (worker := job.worker(self.rank)) is not None and not worker.closing:
+            how = "os._exit" if self.at_once else "sys.exit"
+            self._struck(job, f"rank {self.rank} calls {how}({self.code})", ranks=frozenset([self.rank]))
+            worker.doom = Exit(self.code, at_once=self.at_once)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStops(Fault):
+    rank: int
+    lasting: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (worker := job.worker(self.rank)) is not None:
+            text = f"rank {self.rank} is stopped for {self.lasting:.1f} s"
+            held = self.lasting == FOR_GOOD and worker.averaged >= 0 and not worker.closing
+            self._struck(job, text, tries="ranks", ranks=frozenset([self.rank]), held=held)
+            worker.stop()
+            later(job, self.lasting, worker.go_on)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSlow(Fault):
+    rank: int
+    lasting: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (worker := job.worker(self.rank)) is not None:
+            text = f"the next step of rank {self.rank} takes {self.lasting:.1f} s more"
+            self._struck(job, text, tries="ranks", ranks=frozenset([self.rank]))
+            worker.pause += self.lasting
