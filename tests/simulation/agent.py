@@ -268,8 +268,8 @@ class Agent:
 
     def _carry_out(self) -> None:
         assert self.host is not None
-        while (action := self.host.outbox.take()) is not None:
-            self._perform(self.host, action)
+        host = self.host
+        host.outbox.empty(lambda action: self._perform(host, action))
 
     def _perform(self, host: HostJob, action: actions.AgentAction) -> None:
         match action:
