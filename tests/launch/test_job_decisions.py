@@ -290,3 +290,17 @@ def test_a_rank_that_has_left_at_its_own_end_is_not_lost_while_nobody_needs_it()
     world.say(1, "exit", rank=1, code=0, **ENDED)
     world.later(10.0)
     assert not world.sent("regroup")
+
+
+def test_a_rank_whose_connection_fails_later_hears_for_whom_all_have_waited() -> None:
+    world = World(3, min_np=3, timeout=20.0)
+    world.train(1)
+    for _ in range(6):
+        world.later(4.0)
+        for rank in (0, 2):
+            world.say(rank, "peers", rank=rank, line=1)
+    world.say(0, "reconnect", rank=0, line=2, text="closed by a peer", generation=0, timeout=60.0)
+    world.later()
+    answer = world.sent("answer")[-1]["answer"]
+    assert (answer["kind"], answer["anew"]) == ("reconnect", False)
+    assert answer["text"] == "rank 1 (pid 11 on host1) was silent for 20 s, and too few are left without it"

@@ -190,6 +190,7 @@ DECISIONS = (
     "launch.members.board",
     "launch.members.member",
     "launch.monitor.notices",
+    "launch.members.reconnect_request",
     "launch.members.rendezvous",
     "launch.members.silence",
     "launch.members.stalls",

@@ -1,4 +1,4 @@
-"""Deliberate faults in the decisions of the launcher, each of which simulated jobs have to find."""
+"""Deliberate faults in the decisions of the launcher and of its agents, each of which simulated jobs have to find."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from dadt.launch.agent.host_job import HostJob
+from dadt.launch.agent.launcher_contact import LauncherContact
+from dadt.launch.agent.other_hosts import OtherHosts
+from dadt.launch.agent.registry import WorkerRegistry
+from dadt.launch.agent.stop import Stop
 from dadt.launch.contact import Contact
 from dadt.launch.ending import cause as cause_module
 from dadt.launch.ending.cause import Cause
@@ -25,6 +30,11 @@ def nothing(*_: Any, **__: Any) -> None:
     """Stands for a method that is forgotten."""
 
 
+def never(*_: Any, **__: Any) -> bool:
+    """Stands for a question that is always denied."""
+    return False
+
+
 def first_told(endings: Any, records: Any, left: Any = ()) -> Any:
     """Blames whoever is reported first."""
     first = next((ending for ending in endings if ending.code), None)
@@ -41,9 +51,6 @@ def deaf(self: Contact, node: Any, frame: Any, epoch: float) -> str:
     return told
 
 
-hear = Contact.hear
-
-
 def once(self: Membership, *given: Any, **named: Any) -> bool:
     """Loses the first ranks that are lost, and none after them."""
     if self._rendezvous.generation:
@@ -51,8 +58,79 @@ def once(self: Membership, *given: Any, **named: Any) -> bool:
     return lose(self, *given, **named)
 
 
-lose = Membership.lose
+def patient(self: Rendezvous, key: str, rank: int, blob: bytes, timeout: float, reply: Any, now: float) -> None:
+    give(self, key, rank, blob, 10 * timeout, reply, now)
 
+
+def unfinished(self: Rendezvous, event: Any) -> None:
+    ending(self, event)
+    self.members[event.frame["rank"]].finished = False
+
+
+def still_cut(self: Silences, event: Any) -> None:
+    known = dict(self._outages)
+    heard(self, event)
+    self._outages = known
+
+
+def sleepless(self: LauncherContact, now: float) -> bool:
+    return now - self._heard > self.patience
+
+
+def blind(self: HostJob, now: float, steps: Any, *, launcher_gone: bool) -> None:
+    host_turn(self, now, steps, launcher_gone=False)
+
+
+def gentle(self: Stop, left: Any, now: float) -> None:
+    """Waits for ever for workers that do not heed SIGTERM."""
+    if self.signalled and left:
+        return
+    advance(self, left, now)
+
+
+def to_all(self: HostJob, order: Any, now: float) -> None:
+    order.header.pop("rank", None)
+    signal(self, order, now)
+
+
+def stopped(self: HostJob, rank: int, code: int, facts: Any) -> None:
+    before, self.stop = self.stop, Stop(0.0, 0.0, self.outbox, 0.0)
+    self.stop.signalled = True
+    ended(self, rank, code, facts)
+    self.stop = before
+
+
+def mute(self: OtherHosts, host: Any, now: float) -> Any:
+    found = look(self, host, now)
+    return None if found is not None and found.kind == "heard" else found
+
+
+def forgetful(self: WorkerRegistry, saying: Any) -> None:
+    saying.line.listens = True
+
+
+def heedless(self: HostJob, order: Any, now: float) -> None:
+    """Sends Ctrl-C to all at once, also to those that train."""
+    claims, self.registry.claims = self.registry.claims, {}
+    interrupt(self, order, now)
+    self.registry.claims = claims
+
+
+hear, lose, give, ending, heard = (
+    Contact.hear,
+    Membership.lose,
+    Rendezvous.give,
+    Rendezvous.ending,
+    Silences.heard,
+)
+turn, host_turn, advance, signal, ended = (
+    Termination.turn,
+    HostJob.turn,
+    Stop.advance,
+    HostJob._signal,
+    HostJob.ended,
+)
+look, interrupt = OtherHosts._look, HostJob._interrupt
 
 MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "an agent that is silent is never given up": (Contact, "silent", lambda self, now: []),
@@ -63,6 +141,8 @@ MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a lost rank stays a member": (Rendezvous, "regroup", stays),
     "a question of an older generation is answered": (Rendezvous, "_is_outdated", lambda self, question: False),
     "whoever waits is not refused when ranks are lost": (Rendezvous, "refuse", nothing),
+    "a question may wait ten times as long as it has asked": (Rendezvous, "give", patient),
+    "a rank that has reported its end is not at its end": (Rendezvous, "ending", unfinished),
     "whoever is reported first is blamed": (cause_module, "find_cause", first_told),
     "ranks without which others train on are blamed": (Cause, "excuse", nothing),
     "whoever has waited is blamed": (Cause, "_is_consequence", lambda self, ending, record: False),
@@ -75,19 +155,31 @@ MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a connection that has failed is not made again": (Membership, "_connect_anew", nothing),
     "a rank that asks to connect again gets no answer": (Membership, "_answer_all", nothing),
     "no rank counts as waiting": (Waiting, "lasts", lambda self, seen, now: False),
+    "all ranks count as waiting": (Waiting, "lasts", lambda self, seen, now: True),
     "hosts that do not hear each other are not known": (Silences, "silent", nothing),
+    "hosts that hear each other again go on to count as cut": (Silences, "heard", still_cut),
     "a rank that was lost is never started again": (Replacements, "turn", nothing),
     "a lost host does not end the job": (Endings, "lose", lambda self, node, text, now, at=0.0: None),
     "a rank that failed is not reported": (Endings, "failed", nothing),
+    "a launcher that is silent is never given up": (LauncherContact, "is_lost", never),
+    "the time in which an agent slept is the launcher's silence": (LauncherContact, "is_lost", sleepless),
+    "workers live on without a launcher": (HostJob, "turn", blind),
+    "workers that do not heed SIGTERM are not killed": (Stop, "advance", gentle),
+    "an end in a hurry is not hastened": (Stop, "hasten", nothing),
+    "a signal for one rank reaches all of its host": (HostJob, "_signal", to_all),
+    "each worker that ends was stopped": (HostJob, "ended", stopped),
+    "no new worker is started on a host": (HostJob, "_start_anew", nothing),
+    "Ctrl-C does not wait for the end of a step": (HostJob, "_interrupt", heedless),
+    "who begins to listen does not hear who trains": (WorkerRegistry, "_listen", forgetful),
+    "a host that is heard again is not told": (OtherHosts, "_look", mute),
+    "the time in which an agent slept is other hosts' silence": (OtherHosts, "_excuse", nothing),
 }
 """Each fault by what it is: what it replaces, and by what."""
-
-turn = Termination.turn
 
 
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
-    """The launcher decides with this fault."""
+    """The launcher and its agents decide with this fault."""
     where, what, other = MUTATIONS[name]
     with patch.object(where, what, other):
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from signal import SIGKILL
 
 from dadt.config import Config
@@ -11,7 +10,7 @@ from dadt.control import schema
 from dadt.control.condition import HELD
 from dadt.control.frame import Frame
 from dadt.errors import NotResumed, Unproved
-from dadt.launch.actions import Event, Outbox, Reply
+from dadt.launch.actions import Event, Outbox
 from dadt.launch.ending.cause import Cause
 from dadt.launch.ending.preemption import ranks
 from dadt.launch.ending.processes import NATURAL_SECONDS
@@ -21,6 +20,7 @@ from dadt.launch.members.handovers import Handovers
 from dadt.launch.members.joining import Joining
 from dadt.launch.members.member import Member
 from dadt.launch.members.node import Node
+from dadt.launch.members.reconnect_request import ReconnectRequest
 from dadt.launch.members.rendezvous import Rendezvous
 from dadt.launch.members.replacement import Replacements, replaces
 from dadt.launch.members.silence import Silences
@@ -33,20 +33,6 @@ EXPLAIN_SECONDS = 1.0
 """Seconds within which the launcher learns of the end of a rank that has broken a connection."""
 TRIALS = 3
 """Number of times that all ranks may connect again without completing a step in between."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReconnectRequest:
-    """A question from a rank whose connection to other ranks has failed: whether to connect again."""
-
-    begun: float
-    deadline: float
-    why: str
-    reply: Reply
-
-    def answer(self, anew: bool, text: str, now: float) -> None:
-        """Answer the rank. anew: whether all ranks connect again. text: why not, if its own error does not say so."""
-        self.reply(Frame("reconnect", {"anew": anew, "text": text}), now)
 
 
 class Membership:
@@ -84,6 +70,8 @@ class Membership:
         as lost only once another rank waits, as all ranks may be about to exit in the same way."""
         self._requests: dict[int, ReconnectRequest] = {}
         """Unanswered requests of ranks whose connections have failed, by rank."""
+        self._scarce: tuple[Collection[int], float, str] = ((), 0.0, "")
+        """Ranks for which all others have waited in vain, as too few are left without them: since when, and a text."""
         self._trials: list[str] = []
         """For each time that all ranks have connected again since the last completed step: the reason."""
         self._tried_at = -1
@@ -311,6 +299,7 @@ class Membership:
             return
         why += f", and too few are left without {it}"
         self._least = 0  # too few ranks are left to continue training, so no further ranks are given up
+        self._scarce = ranks, now, why[: schema.TEXT]
         self._answer_all(False, why, now)
         self._rendezvous.refuse(Frame("error", {"type": "CommTimeout", "message": why[: schema.TEXT]}), now)
 
@@ -327,7 +316,11 @@ class Membership:
         return cut[1] if (cut := self._silences.cut_off(places, now, now)) is not None else ""
 
     def _obstacle(self, now: float) -> str:
-        """Describe what is known to keep ranks from connecting: an outage, or stopped ranks; empty if nothing is."""
+        """Describe what is known to keep ranks from connecting: an outage, or stopped or silent ranks; empty if nothing
+        is."""
+        ranks, since, why = self._scarce
+        if why and all(self._rendezvous.members[rank].acted < since for rank in ranks):
+            return why
         held = ", ".join(member.named for member in self._here if member.held)
         return self._cut(now) or (f"{held} did not connect"[: schema.TEXT] if held else "")
 
