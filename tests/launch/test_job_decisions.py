@@ -304,3 +304,18 @@ def test_a_rank_whose_connection_fails_later_hears_for_whom_all_have_waited() ->
     answer = world.sent("answer")[-1]["answer"]
     assert (answer["kind"], answer["anew"]) == ("reconnect", False)
     assert answer["text"] == "rank 1 (pid 11 on host1) was silent for 20 s, and too few are left without it"
+
+
+def test_a_stopped_rank_is_not_the_cause_where_a_host_was_told_to_end_before() -> None:
+    world = World(3)
+    world.train(1)
+    world.say(0, "beat", steps={"0": [1, 3.0]}, memory={}, conditions={"0": "stopped"}, clock=0.0)
+    world.say(2, "exit", rank=2, code=-9, **{**ENDED, "stopped": True})
+    world.say(2, "end", stuck=[], signal=15)
+    world.say(1, "failed", rank=1, line=1, time=2.0, **WAITED)
+    world.say(1, "exit", rank=1, code=1, **{**ENDED, "time": 2.1})
+    world.say(0, "exit", rank=0, code=-9, **{**ENDED, "time": 3.0, "stopped": True})
+    for rank in (0, 1):
+        world.say(rank, "end", stuck=[], signal=0)
+    with pytest.raises(LaunchError, match="host2: the agent of this host .* was told to end by signal 15"):
+        world.job.judge(world.now, [], [])

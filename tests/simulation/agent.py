@@ -7,18 +7,19 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import TYPE_CHECKING, Any
 
+from dadt.config.version import VERSION
 from dadt.control import schema
 from dadt.control.frame import Frame, Parser
 from dadt.errors import DadtError
 from dadt.launch.agent import actions
-from dadt.launch.agent.host_job import TICK_SECONDS, HostJob
+from dadt.launch.agent.host_job import TICK_SECONDS, TURN_SECONDS, HostJob
 from dadt.launch.agent.launcher_contact import LauncherContact
 from dadt.launch.agent.other_hosts import OtherHosts
 from dadt.launch.agent.registry import Line, Saying
 from dadt.launch.ending import processes
 from dadt.launch.ending.signals import ENDING_SIGNALS
 from simulation.worker import LINE_SECONDS, Worker
-from simulation.world import Broken, Process, Timer, Wire, World
+from simulation.world import Broken, Process, Timer, Wire, World, address_of
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
@@ -41,12 +42,14 @@ Answer = Callable[[Frame], Any]
 class Agent:
     """One host: its agent, the processes of its workers, and the host's clock."""
 
-    def __init__(self, world: World, job: SimulatedJob, index: int, clock: float) -> None:
-        """clock: seconds by which this host's clock is ahead."""
-        self.world, self.job, self.index, self.clock = world, job, index, clock
-        self.process = Process(world, f"host{index}")
-        self.crashed = False
+    def __init__(self, world: World, job: SimulatedJob, index: int, machine: int, clock: float, how: str = "") -> None:
+        """index: its place in the job. machine: the number of the host. clock: seconds by which the host's clock is
+        ahead. how: what is the matter with it as it is to join."""
+        self.world, self.job, self.index, self.machine, self.clock = world, job, index, machine, clock
+        self._how = how
+        self.process = Process(world, f"host{machine}")
         self.up: Wire
+        self.down: Wire
         self.workers: dict[int, Worker] = {}
         """Rank to its newest process."""
         self.processes: list[Worker] = []
@@ -102,20 +105,49 @@ class Agent:
     def _obey(self, order: Frame) -> None:
         self._contact.hear(self.world.now)
         self.heard = self.world.now
-        if order.kind == "job":
+        if order.kind == "look":
+            self._look(order)
+        elif order.kind == "job":
             self._start(order)
+        elif order.kind == "probe" and self.host is None:
+            self._probe(order)
         elif self.host is not None:
             self.host.order(order, self.world.now)
             self._carry_out()
         self._wake(READ_SECONDS)
+
+    def _look(self, look: Frame) -> None:
+        """Tell what this host has, as Agent._await_job does."""
+        address = {"interface": "eth0", "address": address_of(self.machine), "speed": 1000.0}
+        facts = {
+            **dict.fromkeys(("python", "torch", "hostname", "executable"), "x"), "version": VERSION,
+            "machine": f"machine{self.machine}", "cores": 8, "gpus": [], "gpu_models": [], "addresses": [address],
+            "port": 2000, "pid": 100, "probe_port": 2001, "token": "00", "marker": None, "clock": self.epoch,
+            "problems": ["train.py: not there"] if self._how == "has a problem" else [],
+        }  # fmt: skip
+        if self._how != "never answers":
+            seconds = 20.0 if self._how == "answers late" else self.world.spread(0.5)
+            self.process.after(seconds, lambda: self._send(Frame("ready", facts)))
+
+    def _probe(self, order: Frame) -> None:
+        """Try the addresses of other hosts."""
+        reached = {}
+        for target in order["targets"]:
+            ways = [each for each in target["addresses"] if self._reaches(each)]
+            reached[str(target["index"])] = dict.fromkeys(ways, 0.001)
+        self.process.after(self.world.spread(0.1), lambda: self._send(Frame("probed", {"reached": reached})))
+
+    def _reaches(self, address: str) -> bool:
+        other = next((each for each in self.job.machines.values() if address_of(each.machine) == address), None)
+        return other is not None and other.process.alive and self.job.network.joined(self.machine, other.machine)
 
     def _start(self, job: Frame) -> None:
         host = self.host = HostJob(job, FOLDER, self.world.now)
         self._pulse = dict.fromkeys(host.ranks, (-1, self.world.now))
         if job.get("heartbeat") is not None:
             self._send(Frame("heartbeat", {"port": 4000 + self.index}))
-        for rank in host.ranks:
-            self._own(rank, joins=False)
+        for worker in job["workers"]:
+            self._own(worker["rank"], joins="DADT_JOINS" in worker["env"])
 
     def _own(self, rank: int, *, joins: bool) -> None:
         assert self.host is not None
@@ -239,8 +271,13 @@ class Agent:
                 self._carry_out()
                 self.die()
                 return
+        elif self._gone:  # before it has workers (Agent._await_order)
+            self.die()
+            return
+        else:
+            self._beat(actions.SendBeat({}, {}, ()))
         self._turns_at = float("inf")
-        self._wake(TICK_SECONDS if host is None or self._inquiries else host.patience)
+        self._wake(TURN_SECONDS if host is None else TICK_SECONDS if self._inquiries else host.patience)
 
     def _look_at_hosts(self, now: float) -> None:
         """What HostHeartbeat does."""
@@ -249,7 +286,7 @@ class Agent:
         self._mail.clear()
         if self._others.is_beat_due(now):
             for other in self.job.agents:
-                if other is not self and self.job.network.reaches(self.index, other.index):
+                if other is not self and self.job.network.reaches(self.machine, other.machine):
                     other.hear_host(self.index)
         for frame in self._others.turn(now):
             self._send(frame)
@@ -306,6 +343,8 @@ class Agent:
                     worker.signal(SIGKILL)
             case actions.ResetStep(rank):
                 self._pulse[rank] = -1, self.world.now
+            case actions.ProbeHosts(order):
+                self._probe(order)
             case actions.HearHosts(hosts):
                 self._others.begin(hosts, self.world.now)
             case _:
@@ -340,7 +379,7 @@ class Agent:
 
     def crash(self) -> None:
         """The machine is gone."""
-        self.crashed, self.process.alive = True, False
+        self.process.alive = False
         self.up.vanish()
         for worker in self.processes:
             worker.die(-SIGKILL, silent=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dadt.errors import CommError, Mismatch
 from simulation.world import Network, Process, World
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
 
 LATENCY = 0.002
 """Seconds that a message between two hosts takes."""
@@ -22,6 +25,7 @@ class Rank(Protocol):
     rank: int
     host: int
     process: Process
+    agent: Agent
 
 
 class Operation:

@@ -35,6 +35,8 @@ class Struck:
     """Whether a rank that trains ends by it at once, and not well."""
     held: bool = False
     """Whether a rank is stopped for good by it, as its agent sees."""
+    gone: bool = False
+    """Whether a host's agent is lost by it, as the launcher sees soon."""
     user: bool = False
     """Whether the user, or who runs the machines, ends the job by it."""
 

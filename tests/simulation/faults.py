@@ -13,6 +13,8 @@ from simulation.host_faults import (
     AllStops,
     ClockJumps,
     HostCrashes,
+    HostJoinsBadly,
+    HostsChange,
     LauncherCrashes,
     LauncherKilled,
     LauncherStops,
@@ -20,6 +22,8 @@ from simulation.host_faults import (
 from simulation.link_faults import ControlCut, DataCut, LinkSlow, MessageLate, Stranger
 from simulation.user_faults import HostPreempted, UserSignals
 from simulation.worker_faults import ScriptExits, ScriptRaises, StepSlow, WorkerKilled, WorkerStops
+
+WAYS_TO_JOIN = ("cannot be reached", "never answers", "answers late", "has a problem")
 
 
 def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
@@ -52,6 +56,8 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
         ),
         lambda: HostPreempted(at, host),
         lambda: StepSlow(at, rank, ending),
+        lambda: HostJoinsBadly(at, random.choice(WAYS_TO_JOIN)),
+        lambda: HostsChange(at, host),
     ]
-    weights = [6, 4, 4, 2, 2, 3, 2, 1, 0.5, 0.3, 0.7, 2, 2, 1, 1, 0.5, 1, 1, 1, 2]
+    weights = [6, 4, 4, 2, 2, 3, 2, 1, 0.5, 0.3, 0.7, 2, 2, 1, 1, 0.5, 1, 1, 1, 2, 1, 0.5]
     return random.choices(makes, weights)[0]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dadt.launch.hosts.host import Host
 from simulation.fault import Fault, host_guilt, later
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ class AgentKilled(Fault):
     host: int
 
     def strike(self, job: SimulatedJob) -> None:
-        if (agent := job.agents[self.host]).process.alive:
-            self._struck(job, f"the agent of host{self.host} is killed", **host_guilt(job, self.host))
+        if (agent := job.machines[self.host]).process.alive:
+            self._struck(job, f"the agent of host{self.host} is killed", gone=True, **host_guilt(job, self.host))
             agent.die()
 
 
@@ -27,9 +28,10 @@ class HostCrashes(Fault):
     host: int
 
     def strike(self, job: SimulatedJob) -> None:
-        if (agent := job.agents[self.host]).process.alive:
+        if (agent := job.machines[self.host]).process.alive:
             self._struck(job, f"host{self.host} is gone", **host_guilt(job, self.host))
             agent.crash()
+            job.down.add(self.host)
             job.network.cut([])
 
 
@@ -42,7 +44,7 @@ class AgentStops(Fault):
     """Whether its workers stop, too, as where the machine sleeps."""
 
     def strike(self, job: SimulatedJob) -> None:
-        agent = job.agents[self.host]
+        agent = job.machines[self.host]
         if not agent.process.alive:
             return
         what = f"host{self.host}" if self.whole else f"the agent of host{self.host}"
@@ -79,7 +81,7 @@ class AllStops(Fault):
         self._struck(
             job, f"all hosts stand still for {self.lasting:.1f} s", tries="ranks", **host_guilt(job, *range(job.hosts))
         )
-        agents = [agent for agent in job.agents if agent.process.alive]
+        agents = [agent for agent in job.every_agent if agent.process.alive]
         stopped = [job.launcher, *agents, *(worker for agent in agents for worker in agent.left)]
         for each in stopped:
             each.stop()  # type: ignore[attr-defined]
@@ -112,4 +114,32 @@ class ClockJumps(Fault):
 
     def strike(self, job: SimulatedJob) -> None:
         self._struck(job, f"the clock of host{self.host} jumps by {self.by:.1f} s")
-        job.agents[self.host].clock += self.by
+        job.machines[self.host].clock += self.by
+
+
+@dataclass(frozen=True, slots=True)
+class HostJoinsBadly(Fault):
+    """Something is the matter with the host that is to join next."""
+
+    how: str
+
+    def strike(self, job: SimulatedJob) -> None:
+        if job.scenario.joins:
+            self._struck(job, f"the next host that is to join {self.how}")
+            job.arrivals.append(self.how)
+
+
+@dataclass(frozen=True, slots=True)
+class HostsChange(Fault):
+    """What is asked for hosts tells of fewer, or of all of them again."""
+
+    host: int
+    silences = False
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (candidates := job.launcher.candidates) is not None:
+            name = f"host{self.host}"
+            gone = [host for host in candidates.hosts if host.name == name]
+            self._struck(job, f"{name} is {'not there any more' if gone else 'there again'}, as is told")
+            left = [host for host in candidates.hosts if host.name != name]
+            candidates.hosts = left if gone else [*left, Host(name=name, slots=job.per_host)]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NOTICE_SECONDS = 1.0
 """What it takes until a pause, or its end, is known. Meanwhile others have waited for as long as a step or a save
 takes."""
+JOIN_SECONDS = 8.0
+"""A host takes the place of a lost one within this time: it is reached, tells what it has, and the others try it."""
 AGAIN_SECONDS = 4.0
 """A new worker starts at most so long after the loss of the first one."""
 SOON_SECONDS = 2.5
@@ -101,12 +103,20 @@ class Invariants:
         if told is not None and not any(each.text == f"{told[1]} is told to end" for each in self.struck):
             raise Broken(f"the user is told that a host was told to end, which was not: {text}")
         text = text.partition(": since ")[2] or text  # the reason of another rank is told first
-        if (found := GOES_ON.match(text)) is not None:
+        found = GOES_ON.match(text)
+        if found is not None and found["host"] and self._is_new(int(found["host"])):
+            return  # it has not joined: nobody is blamed who has trained
+        if found is not None:
             # Of two hosts that do not hear each other, either may go where no third one tells which is cut off.
             hosts = {int(each) for each in re.findall(r"host(\d+)", text)}
             guilty = self.guilty_ranks(at)
             if not (int(found["rank"]) in guilty if found["rank"] else hosts & self.guilty_hosts(at)):
                 raise Broken(f"the user is told of one that has done nothing: {text}")
+
+    def _is_new(self, host: int) -> bool:
+        """Whether a host that is to join has no workers yet."""
+        agent = self._job.machines.get(host)
+        return agent is None or agent.host is None
 
     def completed(self, connection: Connection, operation: Operation) -> None:
         """All ranks of a connection have come to an operation."""
@@ -123,7 +133,7 @@ class Invariants:
     def trains(self, worker: Rank) -> None:
         """A rank has taken a step: its host still hears the launcher, or has not been without it for long."""
         job, now = self._job, self._job.world.now
-        agent = job.agents[worker.host]
+        agent = worker.agent
         if not agent.process.alive:
             raise Broken(f"rank {worker.rank} trains on without an agent")
         ends = max(DEFAULT_GRACE, job.config.grace) + END_SECONDS
@@ -164,16 +174,17 @@ class Invariants:
         self._check_lost()
         self._check_silences(launcher)
         self._check_replaced(launcher)
+        self._check_joined(launcher)
         self._check_outcome(launcher)
 
     def _check_left(self) -> None:
         for worker in self._job.workers:
             agent = worker.agent
             if worker.process.alive and not agent.process.stops:
-                raise Broken(f"rank {worker.rank} (pid {worker.pid}) is left on host{agent.index}")
-        for agent in self._job.agents:
+                raise Broken(f"rank {worker.rank} (pid {worker.pid}) is left on {agent.process.name}")
+        for agent in self._job.every_agent:
             if agent.process.alive and not agent.process.stops:
-                raise Broken(f"the agent of host{agent.index} is left")
+                raise Broken(f"the agent of {agent.process.name} is left")
 
     def _check_numbers(self) -> None:
         job = self._job
@@ -204,6 +215,18 @@ class Invariants:
             if due and killed and not any(again in text for *_, text in launcher.said):
                 raise Broken(f"no new worker was started in place of rank {loss.rank}")
 
+    def _check_joined(self, launcher: Launcher) -> None:
+        """A host that is there takes the place of a lost one, while others train."""
+        job = self._job
+        lost = [each for each in self.struck if each.gone]
+        if job.scenario.spares < len(lost) or len(lost) < len(self.struck) or launcher.end_by < float("inf"):
+            return
+        began = [gauge.member for gauge in launcher.job.watch.gauges if not (gauge.member.lost or gauge.member.joined)]
+        trained = min((member.seen for member in began), default=0.0)
+        joined = sum("joins: new workers" in text for *_, text in launcher.said)
+        if joined < sum(each.at + JOIN_SECONDS < trained for each in lost):
+            raise Broken(f"no host has joined in place of {', '.join(each.text for each in lost)}")
+
     def _check_silences(self, launcher: Launcher) -> None:
         """What the user is told of hosts that do not hear each other was true, and its end is told, too."""
         lines = [(at, text) for at, _, text in launcher.said]
@@ -215,7 +238,8 @@ class Invariants:
                 raise Broken(f"the user is told of a cut that there is not: {text}")
             one, other = min(pair), max(pair)
             again = f"host{one} and host{other} hear each other again"
-            still = all(self._job.agents[host].process.runs for host in pair)
+            still = all(self._job.machines[host].process.runs for host in pair)
+            still = still and not any("joins: new workers" in told for _, told in lines)
             mended = max((each.until for each in self.struck if set(pair) & each.near), default=at)
             due = max(at, mended) + SOON_SECONDS
             if still and due < launcher.ended_at and not any(again in told for later, told in lines if later > at):

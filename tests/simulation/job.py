@@ -8,6 +8,7 @@ from typing import Any
 from dadt.config import Config
 from dadt.control import schema
 from dadt.launch.ending.signals import of_checkpoint
+from dadt.launch.members.node import Node
 from simulation.agent import Agent
 from simulation.data import Connection, Connections, Operation
 from simulation.invariants import Invariants
@@ -36,15 +37,45 @@ class SimulatedJob:
         self.connections = Connections(world, self.network, self._completed)
         self.workers: list[Worker] = []
         """All processes of workers there have been."""
-        self.agents = [Agent(world, self, index, scenario.clocks[index]) for index in range(self.hosts)]
+        self.agents = [Agent(world, self, index, index, scenario.clocks[index]) for index in range(self.hosts)]
+        """The newest agent in each place of the job."""
+        self.machines = dict(enumerate(self.agents))
+        """The newest agent on each host, by the host's number."""
+        self.every_agent = list(self.agents)
+        self.down: set[int] = set()
+        """Hosts that are gone."""
+        self.arrivals: list[str] = []
+        """What is the matter with the hosts that are to join next."""
         self.launcher = Launcher(self, self.invariants.turned)
         for node, agent in zip(self.launcher.nodes, self.agents, strict=True):
-            agent.up = Wire(
-                world, schema.AGENT, CONTROL_LATENCY,
-                lambda frame, node=node: self.launcher.hear(node, frame),
-                lambda why, node=node: self.launcher.end_of(node, why),
-            )  # fmt: skip
-            self.launcher.down[node] = Wire(world, schema.LAUNCHER, CONTROL_LATENCY, agent.hear, agent.hang_up)
+            self._connect(node, agent)
+
+    def _connect(self, node: Node, agent: Agent) -> None:
+        agent.up = Wire(
+            self.world, schema.AGENT, CONTROL_LATENCY,
+            lambda frame: self.launcher.hear(node, frame),
+            lambda why: self.launcher.end_of(node, why),
+        )  # fmt: skip
+        agent.down = Wire(self.world, schema.LAUNCHER, CONTROL_LATENCY, agent.hear, agent.hang_up)
+        self.launcher.down[node] = agent.down
+
+    def reach(self, node: Node) -> None:
+        """Start the agent of a host that is to join."""
+        machine, how = int(node.name.removeprefix("host")), self.arrivals.pop(0) if self.arrivals else ""
+        if machine in self.down or how == "cannot be reached":
+            self.world.after(2.0, lambda: self.launcher.unreached(node, "no route to host"))
+        else:
+            self.world.after(self.world.spread(0.5), lambda: self._reached(node, machine, how))
+
+    def _reached(self, node: Node, machine: int, how: str) -> None:
+        if node.ended or not self.launcher.process.alive:
+            return
+        agent = Agent(self.world, self, node.index, machine, 0.0, how)
+        self.agents[node.index] = self.machines[machine] = agent
+        self.every_agent.append(agent)
+        self._connect(node, agent)
+        agent.begin()
+        self.launcher.connected(node)
 
     def run(self) -> None:
         """Raises Broken if something does not hold that has to."""
@@ -63,7 +94,7 @@ class SimulatedJob:
                 raise Broken(f"the job has not ended within {self.scenario.limit:.0f} s")
         lasting = sum(fault.seconds for fault in self.scenario.faults)
         left = self.config.orphan_timeout + 2 * self.config.grace + LEFT_SECONDS + lasting
-        world.run(lambda: not any(agent.process.alive for agent in self.agents), world.now + left)
+        world.run(lambda: not any(agent.process.alive for agent in self.every_agent), world.now + left)
         self.invariants.ended()
 
     def _ends(self) -> bool:
@@ -113,5 +144,7 @@ class SimulatedJob:
         worker = self.agents[rank // self.per_host].workers.get(rank)
         return worker if worker is not None and worker.process.alive else None
 
-    def ranks_of(self, host: int) -> range:
-        return range(host * self.per_host, (host + 1) * self.per_host)
+    def ranks_of(self, host: int) -> set[int]:
+        """The ranks of a host, those that it had first included."""
+        places = {agent.index for agent in self.every_agent if agent.machine == host}
+        return {rank for place in places for rank in range(place * self.per_host, (place + 1) * self.per_host)}

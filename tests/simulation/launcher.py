@@ -8,17 +8,28 @@ from typing import TYPE_CHECKING
 
 from dadt.control.frame import Frame
 from dadt.errors import DadtError
-from dadt.launch.actions import Action, Event, SayText, SendFrame, WriteJournal
+from dadt.launch.actions import (
+    Action,
+    AskHost,
+    Event,
+    GiveUpHost,
+    ReachHost,
+    SayText,
+    SendFrame,
+    StartWorkers,
+    WriteJournal,
+)
 from dadt.launch.contact import Contact
 from dadt.launch.ending.outcome import Outcome
 from dadt.launch.ending.signals import ENDING_SIGNALS
 from dadt.launch.ending.termination import END_SECONDS
+from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
 from dadt.launch.members.node import Node
 from dadt.launch.members.replacement import replaces
-from simulation.world import Process, Timer, Wire
+from simulation.world import Process, Timer, Wire, address_of
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
@@ -44,9 +55,12 @@ class Launcher:
             for rank in range(simulated.size) for place in [rank // simulated.per_host]
         ]  # fmt: skip
         report = {"pid": 100, "version": "1"}
-        self.nodes = [Node(index, Host(name=name), report=report, heard=world.now) for index, name in enumerate(names)]
+        self.nodes = [
+            Node(index, Host(name=name, slots=simulated.per_host), report=report, heard=world.now)
+            for index, name in enumerate(names)
+        ]
         for node in self.nodes:
-            node.is_child, node.address = hosts == 1, f"10.0.{node.index >> 8}.{node.index & 255}" if hosts > 1 else ""
+            node.is_child, node.address = hosts == 1, address_of(node.index) if hosts > 1 else ""
         self._contact = Contact(self.nodes, config.orphan_timeout, world.now)
         self.down: dict[Node, Wire] = {}
         self.said: list[tuple[float, str, str]] = []
@@ -68,7 +82,10 @@ class Launcher:
         self._events: list[Event] = []
         self._timer: Timer | None = None
         self._turns_at = float("inf")
-        self.job = Job(config, self.nodes, self.slots, Path("logs"), world.now, world.epoch)
+        every = [*(node.host for node in self.nodes), *simulated.scenario.spare_hosts]
+        self.candidates = Candidates(every) if simulated.scenario.joins else None
+        """Hosts that may replace lost ones; None where they are not replaced."""
+        self.job = Job(config, self.nodes, self.slots, Path("logs"), world.now, world.epoch, self.candidates)
 
     def begin(self) -> None:
         for node in self.nodes:
@@ -80,11 +97,16 @@ class Launcher:
     def _epoch(self) -> float:
         return self.world.epoch
 
-    def _order(self, node: Node) -> Frame:
+    def _order(self, node: Node, *, joins: bool = False) -> Frame:
         simulated, config = self._simulated, self._simulated.config
         mine = [slot for slot in self.slots if slot.cross_rank == node.index]
         workers = [
-            {"rank": slot.rank, "local_rank": slot.local_rank, "env": {}, "command": ["python", "train.py"]}
+            {
+                "rank": slot.rank,
+                "local_rank": slot.local_rank,
+                "env": {"DADT_JOINS": "1"} if joins else {},
+                "command": ["python", "train.py"],
+            }
             for slot in mine
         ]
         header = {
@@ -128,6 +150,17 @@ class Launcher:
         node.ended = True
         self.down[node].close()
         self._put(node, Frame("lost", {"message": why, "time": self.world.epoch}))
+
+    def connected(self, node: Node) -> None:
+        """The agent of a host that is to join runs."""
+        node.heard = self.world.now
+        self.process.get(lambda: self._put(node, Frame("connected")))
+
+    def unreached(self, node: Node, why: str) -> None:
+        """The agent of a host that is to join cannot be started."""
+        if not node.ended:
+            node.ended = True
+            self.process.get(lambda: self._put(node, Frame("lost", {"message": why})))
 
     def signal(self, number: int) -> None:
         """The user signals `dadt run`."""
@@ -198,6 +231,20 @@ class Launcher:
             case SayText(text, level):
                 self.world.note("user", f"reads: {text}")
                 self.said.append((self.world.now, level, text))
+            case ReachHost(node):
+                self.world.note("launcher", f"starts the agent of {node.name}")
+                self._simulated.reach(node)
+            case AskHost(node, place):
+                hosts = len(self.nodes)
+                look = {"job": "job", "index": place, "hosts": hosts, "cwd": "/work", "files": [], "prologue": "",
+                        "orphan_timeout": self._simulated.config.orphan_timeout, "env": {}}  # fmt: skip
+                self._send(node, Frame("look", look))
+            case StartWorkers(node):
+                self._send(node, self._order(node, joins=True))
+            case GiveUpHost(node):
+                node.ended = True
+                if node in self.down:
+                    self.down[node].close()
             case WriteJournal(kind, facts):
                 self.world.note("launcher", f"writes down {kind}: {facts}")
 
@@ -224,7 +271,7 @@ class Launcher:
             self.end_by = min(self.end_by, self.world.now + seconds + END_SECONDS + LATE_SECONDS)
 
     def _send(self, node: Node, frame: Frame) -> None:
-        if not node.ended:
+        if not node.ended and node in self.down:
             self.down[node].send(frame)
 
     def _send_all(self, frame: Frame) -> None:

@@ -26,7 +26,7 @@ class ControlCut(Fault):
         way = "both ways" if self.up and self.down else "to dadt run" if self.up else "from dadt run"
         text = f"control of host{self.host} is cut {way} for {self.lasting:.1f} s"
         self._struck(job, text, tries="lines", **host_guilt(job, self.host))
-        up, down = job.agents[self.host].up, job.launcher.down[job.launcher.nodes[self.host]]
+        up, down = job.machines[self.host].up, job.machines[self.host].down
         wires = [wire for wire, is_cut in ((up, self.up), (down, self.down)) if is_cut]
         for wire in wires:
             wire.cut()
@@ -69,7 +69,7 @@ class LinkSlow(Fault):
 
     def strike(self, job: SimulatedJob) -> None:
         self._struck(job, f"each message of host{self.host} takes {self.late:.2f} s more for {self.lasting:.1f} s")
-        up, down = job.agents[self.host].up, job.launcher.down[job.launcher.nodes[self.host]]
+        up, down = job.machines[self.host].up, job.machines[self.host].down
 
         def become(slow: float) -> None:
             up.slow = down.slow = job.network.slow[self.host] = slow
@@ -88,7 +88,7 @@ class MessageLate(Fault):
     def strike(self, job: SimulatedJob) -> None:
         way = "to" if self.up else "of"
         self._struck(job, f"the next message {way} dadt run on the line of host{self.host} is {self.late:.1f} s late")
-        (job.agents[self.host].up if self.up else job.launcher.down[job.launcher.nodes[self.host]]).delay(self.late)
+        (job.machines[self.host].up if self.up else job.machines[self.host].down).delay(self.late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Stranger(Fault):
     what: str
 
     def strike(self, job: SimulatedJob) -> None:
-        agent = job.agents[self.host]
+        agent = job.machines[self.host]
         if not agent.process.runs:
             return
         self._struck(

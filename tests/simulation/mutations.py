@@ -17,6 +17,7 @@ from dadt.launch.ending import cause as cause_module
 from dadt.launch.ending.cause import Cause
 from dadt.launch.ending.endings import Endings
 from dadt.launch.ending.termination import Termination
+from dadt.launch.members.joining import Joining
 from dadt.launch.members.membership import Membership
 from dadt.launch.members.rendezvous import Rendezvous
 from dadt.launch.members.replacement import Replacements
@@ -159,6 +160,7 @@ MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "hosts that do not hear each other are not known": (Silences, "silent", nothing),
     "hosts that hear each other again go on to count as cut": (Silences, "heard", still_cut),
     "a rank that was lost is never started again": (Replacements, "turn", nothing),
+    "no host takes the place of a lost one": (Joining, "turn", nothing),
     "a lost host does not end the job": (Endings, "lose", lambda self, node, text, now, at=0.0: None),
     "a rank that failed is not reported": (Endings, "failed", nothing),
     "a launcher that is silent is never given up": (LauncherContact, "is_lost", never),

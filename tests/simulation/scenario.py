@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from dadt.config import Config
+from dadt.launch.hosts.host import Host
 from simulation import faults
 from simulation.fault import Fault
 from simulation.worker import Script
@@ -25,7 +26,16 @@ class Scenario:
     """For each host the seconds by which its clock is ahead."""
     config: Config
     script: Script
+    joins: bool
+    """Whether lost hosts are replaced, by themselves or by others."""
+    spares: int
+    """Hosts beside those of the job."""
     faults: tuple[Fault, ...]
+
+    @property
+    def spare_hosts(self) -> list[Host]:
+        names = [f"host{self.hosts + number}" for number in range(self.spares)]
+        return [Host(name=name, slots=self.per_host) for name in names]
 
     @property
     def limit(self) -> float:
@@ -38,7 +48,7 @@ class Scenario:
     def lines(self) -> list[str]:
         """What it is, for those who read of it."""
         knobs = {name: getattr(self.config, name) for name in KNOBS}
-        told = [f"{self.hosts} hosts with {self.per_host} ranks each; {knobs}", f"{self.script}"]
+        told = [f"{self.hosts} hosts with {self.per_host} ranks each, {self.spares} spare; {knobs}", f"{self.script}"]
         return told + [f"fault: {fault}" for fault in self.faults]
 
 
@@ -80,5 +90,7 @@ def draw(seed: int) -> Scenario:
     number = random.choices(range(7), [2, 3, 3, 4, 3, 2, 1])[0]
     ats = sorted(random.uniform(0.0, span) for _ in range(number))
     clocks = tuple(random.uniform(-2.0, 2.0) for _ in range(hosts))
+    joins = gossip and knobs["min_np"] > 0 and hosts > 1 and random.random() < 0.7
+    spares = random.choice([0, 1, 2]) if joins else 0
     drawn = tuple(faults.draw(random, at, hosts, size) for at in ats)
-    return Scenario(seed, hosts, per_host, clocks, Config(**knobs), script, drawn)
+    return Scenario(seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, drawn)

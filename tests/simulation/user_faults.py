@@ -34,7 +34,7 @@ class HostPreempted(Fault):
     host: int
 
     def strike(self, job: SimulatedJob) -> None:
-        agent = job.agents[self.host]
+        agent = job.machines[self.host]
         if agent.process.alive:
             self._struck(job, f"host{self.host} is told to end", user=True, **host_guilt(job, self.host))
             agent.signal(SIGTERM)

@@ -127,7 +127,7 @@ class Worker:
     ) -> None:
         self.world, self.agent, self.rank, self.pid, self.script, self.config = world, agent, rank, pid, script, config
         self.joins = joins
-        self.host = agent.index
+        self.host = agent.machine
         self.process = Process(world, f"rank {rank}")
         self.deaths = Deaths()
         self.listens = False

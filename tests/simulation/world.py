@@ -228,3 +228,8 @@ class Network:
     def _tell(self) -> None:
         for do in list(self.changed):
             do()
+
+
+def address_of(host: int) -> str:
+    """The address of a host, by its number."""
+    return f"10.0.{host >> 8}.{host & 255}"

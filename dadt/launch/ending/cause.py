@@ -93,7 +93,8 @@ class Cause:
         # exception counts.
         if known is None or (known.thread and not record.thread):
             self._records[rank] = record
-        if record.secondary and record.type != "Mismatch" and self._held is None:
+        # what ranks report after a host was lost is a consequence of that
+        if record.secondary and record.type != "Mismatch" and self._held is None and not self._error:
             held = next((member for member in self._members if member.held and member.rank != rank), None)
             if held is not None:
                 self.hold(held)
