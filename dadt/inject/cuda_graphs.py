@@ -3,13 +3,13 @@ averaged, and an optimizer step inside a graph would run without DADT."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from dadt.errors import ConfigError
+from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 _OPTION = "triton.cudagraphs"
@@ -21,7 +21,6 @@ _BACKENDS = {"cudagraphs": "aot_eager"}
 def install(runtime: Runtime) -> None:
     """Patch the functions of torch that create CUDA graphs, so that they create none. A graph that the script captures
     itself raises an error in `refuse_capture`."""
-    compile_, graphed = torch.compile, torch.cuda.make_graphed_callables
     told = False
 
     def tell(what: str) -> None:
@@ -32,21 +31,18 @@ def install(runtime: Runtime) -> None:
             )
         told = True
 
-    @functools.wraps(compile_)
+    @replaces("compile", torch)
     def compile(model: Any = None, **options: Any) -> Any:
         changed = without_graphs(options)
         asked = options.get("backend") in (None, "inductor") and _forget_default()
         if (asked or changed != options) and torch.cuda.is_available():
             tell("torch.compile")
-        return compile_(model, **changed)
+        return compile.__wrapped__(model, **changed)
 
-    @functools.wraps(graphed)
+    @replaces("make_graphed_callables", torch.cuda)
     def make_graphed_callables(callables: Any, *args: Any, **kwargs: Any) -> Any:
         tell("torch.cuda.make_graphed_callables")
         return callables
-
-    torch.compile = compile
-    torch.cuda.make_graphed_callables = make_graphed_callables
 
 
 def without_graphs(options: Mapping[str, Any]) -> dict[str, Any]:

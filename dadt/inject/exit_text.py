@@ -3,10 +3,11 @@ store it."""
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
+
+from dadt.inject.patch import replaces
 
 
 class ExitText:
@@ -22,16 +23,12 @@ class ExitText:
         """Where the script called sys.exit with the text, as {file, line, function, text}; None without a text."""
 
     def install(self) -> None:
-        original = sys.exit
-
-        @functools.wraps(original)
-        def exit(status: Any = None, /) -> NoReturn:
+        @replaces("exit", sys)
+        def exit(status: Any = None, /) -> None:
             self.fails = status is not None and status != 0
             self.text = "" if status is None or isinstance(status, int) else str(status)
             self.frame = _place(sys._getframe(1)) if self.text else None
-            original(status)
-
-        sys.exit = exit
+            exit.__wrapped__(status)
 
 
 def _place(frame: FrameType) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Each such optimizer gets a Carrier: a torch optimizer over the same parameters, 
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -16,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dadt.errors import DadtError
+from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 DEPTH = 6
@@ -116,19 +116,15 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _average_first(kind: type, carriers: dict[int, Carrier]) -> None:
-    original: Callable[..., Any] = kind.step  # type: ignore[attr-defined]
-
-    @functools.wraps(original)
+    @replaces("step", kind)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         carrier = carriers.get(id(self))
         if carrier is None:
-            return original(self, *args, **kwargs)
+            return step.__wrapped__(self, *args, **kwargs)
         if any(callable(each) for each in (*args, *kwargs.values())):
             raise DadtError(
                 f"{type(self).__name__}.step was given a closure: DADT averages before the step of an optimizer that is"
                 " none of torch's, so call backward before it, and step() without a closure"
             )
-        carrier.run = lambda: original(self, *args, **kwargs)
+        carrier.run = lambda: step.__wrapped__(self, *args, **kwargs)
         return carrier.step()
-
-    kind.step = step  # type: ignore[attr-defined]

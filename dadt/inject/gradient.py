@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
 from dadt.inject.module import Modules
+from dadt.inject.patch import replaces
 from dadt.train.attachment import Attachment
 from dadt.train.runtime import Runtime
 
@@ -41,10 +42,9 @@ def install(runtime: Runtime, modules: Modules) -> None:
 
     for name in _OF_PARAMETERS:
         if hasattr(torch.nn.utils, name):
-            _patch(name, _before_parameters(getattr(torch.nn.utils, name), consume_of))
+            _average_before(name, consume_of)
     if hasattr(torch.nn.utils, "get_total_norm"):
-        _patch("get_total_norm", _before_gradients(torch.nn.utils.get_total_norm, runtime, consume_of))
-    scale, unscale, step = GradScaler.scale, GradScaler.unscale_, GradScaler.step
+        _average_before_norm(runtime, consume_of)
 
     def tell(scaler: GradScaler, attachments: Iterable[Attachment]) -> None:
         """Record for each attached optimizer the loss scale of this step's gradients, which may be clipped or sent
@@ -63,59 +63,45 @@ def install(runtime: Runtime, modules: Modules) -> None:
             consume(attachment)
         return attachment
 
-    @functools.wraps(scale)
-    def patched_scale(self: GradScaler, outputs: Any) -> Any:
-        result = scale(self, outputs)
+    @replaces("scale", GradScaler)
+    def scale(self: GradScaler, outputs: Any) -> Any:
+        result = scale.__wrapped__(self, outputs)
         tell(self, runtime.attachments)
         return result
 
-    @functools.wraps(unscale)
-    def patched_unscale(self: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    @replaces("unscale_", GradScaler)
+    def unscale_(self: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         scaled(self, optimizer)
-        unscale(self, optimizer)
+        unscale_.__wrapped__(self, optimizer)
 
-    @functools.wraps(step)
-    def patched_step(self: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    @replaces("step", GradScaler)
+    def step(self: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         attachment = scaled(self, optimizer)
-        result = step(self, optimizer, *args, **kwargs)
+        result = step.__wrapped__(self, optimizer, *args, **kwargs)
         if attachment is not None and attachment.consumed:
             attachment.skipped()
         return result
 
-    GradScaler.scale = patched_scale  # type: ignore[method-assign]
-    GradScaler.unscale_ = patched_unscale  # type: ignore[method-assign]
-    GradScaler.step = patched_step  # type: ignore[method-assign]
 
+def _average_before(name: str, consume: Callable[..., None]) -> None:
+    """Patch a function that uses the gradients of the parameters it is given."""
 
-def _patch(name: str, patched: Callable[..., Any]) -> None:
-    setattr(torch.nn.utils, name, patched)
-    if hasattr(clip_grad, name):
-        setattr(clip_grad, name, patched)
-
-
-def _before_parameters(original: Callable[..., Any], consume: Callable[..., None]) -> Callable[..., Any]:
-    @functools.wraps(original)
+    @replaces(name, torch.nn.utils, clip_grad)
     def patched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         consume(parameters)
-        return original(parameters, *args, **kwargs)
-
-    return patched
+        return patched.__wrapped__(parameters, *args, **kwargs)
 
 
-def _before_gradients(
-    original: Callable[..., Any], runtime: Runtime, consume: Callable[..., None]
-) -> Callable[..., Any]:
-    """Return a replacement for get_total_norm, which is given gradients: after averaging, each gradient is looked up
-    again, because the average may have replaced it."""
+def _average_before_norm(runtime: Runtime, consume: Callable[..., None]) -> None:
+    """Patch get_total_norm, which is given gradients: after averaging, each gradient is looked up again, because the
+    average may have replaced it."""
 
-    @functools.wraps(original)
-    def patched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces("get_total_norm", torch.nn.utils, clip_grad)
+    def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         owners = {id(p.grad): p for a in runtime.attachments for p in a.parameters if p.grad is not None}
         mine = [owners.get(id(t)) for t in tensors]
         consume(tensors, gradients=True)
         averaged = [t if p is None else p.grad for t, p in zip(tensors, mine, strict=True)]
-        return original([t for t in averaged if t is not None], *args, **kwargs)
-
-    return patched
+        return get_total_norm.__wrapped__([t for t in averaged if t is not None], *args, **kwargs)

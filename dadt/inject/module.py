@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from dadt.inject import foreign
 from dadt.inject.cuda_graphs import refuse_capture
 from dadt.inject.ddp import Wrappers
+from dadt.inject.patch import replaces
 from dadt.inject.roots import all_modules, by_parameters
 from dadt.train.attachment import Attachment
 from dadt.train.common_values import take_means
@@ -253,60 +254,46 @@ def install(modules: Modules) -> None:
     """Patch methods of nn.Module, and the copying of Parameter; only classes, so that instances look unchanged."""
     runtime = modules.runtime
     runtime.events.on_claim.append(modules.wrappers.decide)
-    train, state_dict, load_state_dict, compile_ = (
-        nn.Module.train,
-        nn.Module.state_dict,
-        nn.Module.load_state_dict,
-        nn.Module.compile,
-    )
 
-    @functools.wraps(train)
-    def patched_train(self: nn.Module, mode: bool = True) -> nn.Module:
-        result = train(self, mode)
+    @replaces("train", nn.Module)
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        result: nn.Module = train.__wrapped__(self, mode)
         modules.mode_changed(self, mode)
         return result
 
-    @functools.wraps(state_dict)
-    def patched_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @replaces("state_dict", nn.Module)
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Only for the outermost call: recursive calls for child modules pass a destination.
         if not args and kwargs.get("destination") is None:
             modules.reveal(self)
-        return state_dict(self, *args, **kwargs)
+        return state_dict.__wrapped__(self, *args, **kwargs)
 
-    @functools.wraps(load_state_dict)
-    def patched_load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @replaces("load_state_dict", nn.Module)
+    def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mine = modules.reveal(self)
-        result = load_state_dict(self, *args, **kwargs)
+        result = load_state_dict.__wrapped__(self, *args, **kwargs)
         modules.loaded(self, mine)
         return result
 
-    @functools.wraps(compile_)
-    def patched_compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    @replaces("compile", nn.Module)
+    def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         entry = self.__dict__.pop("_compiled_call_impl", None)
-        compile_(self, *args, **kwargs)
+        compile.__wrapped__(self, *args, **kwargs)
         if isinstance(entry, CallEntry):
             entry._call = self.__dict__["_compiled_call_impl"]
             self.__dict__["_compiled_call_impl"] = entry
 
-    nn.Module.train = patched_train  # type: ignore[assignment, method-assign]
-    nn.Module.state_dict = patched_state_dict  # type: ignore[method-assign]
-    nn.Module.load_state_dict = patched_load_state_dict  # type: ignore[method-assign]
-    nn.Module.compile = patched_compile  # type: ignore[method-assign]
+    @replaces("zero_grad", nn.Module)
+    def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(a.consumed for a in runtime.attachments):
+            runtime.attachments.discard_averages({id(p) for p in self.parameters()})
+        zero_grad.__wrapped__(self, *args, **kwargs)
+
     for name in ("__deepcopy__", "__reduce_ex__"):
         setattr(nn.Parameter, name, _true_first(getattr(nn.Parameter, name), runtime))
     _show_copies(runtime)
     torch.autograd.grad = _predicted_first(torch.autograd.grad, runtime)
     torch.autograd.backward = _counted(_predicted_first(torch.autograd.backward, runtime), runtime)
-    zero_grad = nn.Module.zero_grad
-
-    @functools.wraps(zero_grad)
-    def patched_zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if any(a.consumed for a in runtime.attachments):
-            ids = {id(p) for p in self.parameters()}
-            runtime.attachments.discard_averages(ids)
-        zero_grad(self, *args, **kwargs)
-
-    nn.Module.zero_grad = patched_zero_grad  # type: ignore[method-assign]
 
     def registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
@@ -368,33 +355,24 @@ def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., An
 def _show_copies(runtime: Runtime) -> None:
     """Patch copies and pickles of modules, and averages of models, to use the averaged buffers."""
     if "__getstate__" in nn.Module.__dict__:
-        getstate = nn.Module.__getstate__
 
-        @functools.wraps(getstate)
-        def patched_getstate(self: nn.Module) -> Any:
+        @replaces("__getstate__", nn.Module)
+        def getstate(self: nn.Module) -> Any:
             runtime.buffers.show(self)
-            return getstate(self)  # type: ignore[no-untyped-call]
+            return getstate.__wrapped__(self)
 
-        nn.Module.__getstate__ = patched_getstate  # type: ignore[method-assign]
-    update = AveragedModel.update_parameters
-
-    @functools.wraps(update)
-    def patched_update(self: AveragedModel, model: nn.Module) -> None:
+    @replaces("update_parameters", AveragedModel)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
         for m in model.modules():
             runtime.buffers.show(m)
         # Needs the true weights, as the script may update averages between a backward pass and its step.
         with runtime.prediction_scope.true_weights([a.prediction for a in runtime.attachments]):
-            update(self, model)
+            update_parameters.__wrapped__(self, model)
 
-    AveragedModel.update_parameters = patched_update  # type: ignore[method-assign]
-    update_bn = swa_utils.update_bn
-
-    @functools.wraps(update_bn)
-    def patched_update_bn(loader: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        update_bn(loader, model, *args, **kwargs)
+    @replaces("update_bn", swa_utils)
+    def update_bn(loader: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        update_bn.__wrapped__(loader, model, *args, **kwargs)
         for m in model.modules():
             runtime.buffers.forget(m)
         if runtime.attachments and runtime.ranks.together:  # each rank saw only its share of the data
             take_means(runtime.ranks, [b for b in model.buffers() if b.is_floating_point()], "update_bn")
-
-    swa_utils.update_bn = patched_update_bn

@@ -23,6 +23,7 @@ from dadt.errors import DadtError
 from dadt.inject.cuda_graphs import refuse_capture
 from dadt.inject.draws import draws_from_torch_alone, random_state
 from dadt.inject.module import Modules
+from dadt.inject.patch import replaces
 from dadt.inject.second_order import Derivatives
 from dadt.train import evaluation
 from dadt.train.attachment import Attachment
@@ -306,23 +307,19 @@ def _share_parameters(a: Optimizer, b: Optimizer) -> bool:
 
 
 def install(runtime: Runtime, modules: Modules) -> None:
-    init = Optimizer.__init__
-
-    @functools.wraps(init)
-    def patched_init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
+    @replaces("__init__", Optimizer)
+    def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        init.__wrapped__(self, *args, **kwargs)
         runtime.optimizers.register(self)
         if runtime.hooked and not runtime.script.explicit:
             modules.find(self)
 
-    Optimizer.__init__ = patched_init  # type: ignore[method-assign]
+    steps = Steps(runtime, modules)
     if not runtime.ranks.alone:
         _patch_groups_and_zeroing(runtime, modules)
         _patch_states(runtime, runtime.checkpoints)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau):
             _note_schedulers(runtime, kind)
-    steps = Steps(runtime, modules)
-    if not runtime.ranks.alone:
         _patch_steps(steps)
         steps.derivatives.install()
         torch.autograd.backward = steps.averaging(torch.autograd.backward)
@@ -331,15 +328,11 @@ def install(runtime: Runtime, modules: Modules) -> None:
 
 
 def _note_schedulers(runtime: Runtime, kind: type[Any]) -> None:
-    original = kind.__init__
-
-    @functools.wraps(original)
-    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    @replaces("__init__", kind)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init.__wrapped__(self, *args, **kwargs)
         if not runtime.ranks.alone:
             runtime.optimizers.schedule(self)
-
-    setattr(kind, "__init__", patched_init)  # noqa: B010 (mypy minds else)
 
 
 def _patch_steps(steps: Steps) -> None:
@@ -358,40 +351,31 @@ def _patch_steps(steps: Steps) -> None:
 
 
 def _patch_groups_and_zeroing(runtime: Runtime, modules: Modules) -> None:
-    add, zero = Optimizer.add_param_group, Optimizer.zero_grad
-
-    @functools.wraps(add)
-    def patched_add(self: Optimizer, param_group: dict[str, Any]) -> None:
-        add(self, param_group)
+    @replaces("add_param_group", Optimizer)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add_param_group.__wrapped__(self, param_group)
         if not runtime.ranks.alone and runtime.attachments.of(self) is not None:
             modules.find(self)
 
-    @functools.wraps(zero)
-    def patched_zero(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+    @replaces("zero_grad", Optimizer)
+    def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         attachment = runtime.attachments.of(self)
         if attachment is not None and attachment.consumed:
             runtime.attachments.discard_averages({id(p) for p in attachment.parameters})
-        zero(self, *args, **kwargs)
-
-    Optimizer.add_param_group = patched_add  # type: ignore[method-assign]
-    Optimizer.zero_grad = patched_zero  # type: ignore[method-assign]
+        zero_grad.__wrapped__(self, *args, **kwargs)
 
 
 def _patch_states(runtime: Runtime, checkpoints: Checkpoints) -> None:
     """Patch saving and loading of optimizers' states, to include what DADT needs to resume training exactly."""
-    save, load = Optimizer.state_dict, Optimizer.load_state_dict
 
-    @functools.wraps(save)
-    def patched_save(self: Optimizer) -> dict[str, Any]:
+    @replaces("state_dict", Optimizer)
+    def state_dict(self: Optimizer) -> dict[str, Any]:
         with runtime.replay.aside():
             more = checkpoints.save(self)
-        state_dict = save(self)
-        return state_dict if more is None else {**state_dict, KEY: more}
+        state: dict[str, Any] = state_dict.__wrapped__(self)
+        return state if more is None else {**state, KEY: more}
 
-    @functools.wraps(load)
-    def patched_load(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        load(self, state_dict)
+    @replaces("load_state_dict", Optimizer)
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        load_state_dict.__wrapped__(self, state_dict)
         checkpoints.load(self, state_dict)
-
-    Optimizer.state_dict = patched_save  # type: ignore[method-assign]
-    Optimizer.load_state_dict = patched_load  # type: ignore[method-assign]

@@ -3,12 +3,11 @@ each rank writes."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dadt.inject.failure import is_users
+from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 VARIABLES = frozenset(
@@ -48,12 +48,8 @@ def install(runtime: Runtime) -> None:
     _watch_environment(runtime)
     if dist.is_available():
         for name in ("get_rank", "get_world_size"):
-            asked = _asked(getattr(dist, name), runtime)
-            setattr(dist, name, asked)
-            setattr(distributed_c10d, name, asked)
-        made = _made(dist.init_process_group, runtime)
-        setattr(dist, "init_process_group", made)  # noqa: B010 (mypy minds else)
-        setattr(distributed_c10d, "init_process_group", made)  # noqa: B010
+            _watch_asking(name, runtime)
+        _watch_making(runtime)
 
 
 def _names_a_variable(module: Any) -> bool:
@@ -105,23 +101,19 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def _asked(original: Callable[..., int], runtime: Runtime) -> Callable[..., int]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> int:
+def _watch_asking(name: str, runtime: Runtime) -> None:
+    @replaces(name, dist, distributed_c10d)
+    def asked(*args: Any, **kwargs: Any) -> Any:
         if not runtime.script.knows_rank:
             runtime.script.knows_rank = _package(sys._getframe(1)) not in OURS
-        return original(*args, **kwargs)
-
-    return call
+        return asked.__wrapped__(*args, **kwargs)
 
 
-def _made(original: Callable[..., None], runtime: Runtime) -> Callable[..., None]:
-    signature = inspect.signature(original)
+def _watch_making(runtime: Runtime) -> None:
+    signature = inspect.signature(dist.init_process_group)
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> None:
+    @replaces("init_process_group", dist, distributed_c10d)
+    def made(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments.get("rank", -1)
         runtime.script.knows_rank |= given is not None and given >= 0  # code that passes a rank number knows its rank
-        return original(*args, **kwargs)
-
-    return call
+        made.__wrapped__(*args, **kwargs)

@@ -7,12 +7,11 @@ loss, if all ranks multiply by the same vectors.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from dadt.inject.patch import replaces
 from dadt.train.attachment import Attachment
 from dadt.train.runtime import Runtime
 
@@ -39,7 +38,17 @@ class Derivatives:
         self._taken = 0
 
     def install(self) -> None:
-        torch.autograd.grad = self._averaged(torch.autograd.grad)
+        """Patch torch.autograd.grad."""
+
+        @replaces("grad", torch.autograd)
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            found = grad.__wrapped__(*args, **kwargs)
+            if self._weight is not None and self._runtime.script.on_training_thread:
+                self._taken += 1
+                with torch.no_grad():
+                    tensors = [t for t in found if t is not None]
+                    self._runtime.ranks.average(tensors, f"second derivatives {self._taken}", self._weight)
+            return found
 
     def of(self, attachment: Attachment) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the optimizer's parameters whose gradients have an autograd graph, each with its gradient."""
@@ -59,16 +68,3 @@ class Derivatives:
 
     def end(self) -> None:
         self._weight = None
-
-    def _averaged(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def grad(*args: Any, **kwargs: Any) -> Any:
-            found = original(*args, **kwargs)
-            if self._weight is not None and self._runtime.script.on_training_thread:
-                self._taken += 1
-                with torch.no_grad():
-                    tensors = [t for t in found if t is not None]
-                    self._runtime.ranks.average(tensors, f"second derivatives {self._taken}", self._weight)
-            return found
-
-        return grad

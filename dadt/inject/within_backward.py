@@ -3,13 +3,13 @@ could be averaged."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
 import torch
 
 from dadt.errors import ConfigError
+from dadt.inject.patch import replaces
 from dadt.train.attachment import Attachment
 from dadt.train.replicas import checksum
 from dadt.train.runtime import Runtime
@@ -27,18 +27,14 @@ class BackwardWatch:
         """Number of backwards still to check for each attached optimizer."""
 
     def install(self) -> None:
-        original = torch.autograd.backward
-
-        @functools.wraps(original)
+        @replaces("backward", torch.autograd)
         def backward(*args: Any, **kwargs: Any) -> Any:
             looked = [(a, _sums(a), self._runtime.ranks.step) for a in self._runtime.attachments if self._looks_at(a)]
-            result = original(*args, **kwargs)
+            result = backward.__wrapped__(*args, **kwargs)
             for a, before, step in looked:
                 if step == self._runtime.ranks.step and _sums(a) != before:
                     self._refuse(a)
             return result
-
-        torch.autograd.backward = backward
 
     def _looks_at(self, attachment: Attachment) -> bool:
         left = self._left.get(attachment)

@@ -210,5 +210,5 @@ HOOKED = """
 )
 def test_weights_that_change_within_the_backward_are_refused(dadt_run, hook: str, change: str) -> None:
     refused = not change.startswith("0")
-    run = dadt_run(HOOKED.format(hook=hook, change=change), code=1 if refused else 0)
+    run = dadt_run(HOOKED.format(hook=hook, change=change), code=2 if refused else 0)
     assert ("Fused changes weights within the backward, before gradients are averaged" in run.output) is refused

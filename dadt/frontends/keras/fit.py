@@ -3,7 +3,6 @@ the ranks' mean logs of each epoch, and each rank evaluates all data."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import weakref
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from dadt.frontends.tensorflow.memory import to_numpy, to_torch
+from dadt.inject.patch import replaces
 from dadt.train.common_values import take_means
 from dadt.train.runtime import Runtime
 
@@ -41,10 +41,10 @@ class KerasTraining(ABC):
         # examines averaged gradients, so all ranks skip the same steps.
         for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
             self.average_at(kind)
-        keras.Model.fit = self.fits(keras.Model.fit)
-        keras.Model.evaluate = self._whole(keras.Model.evaluate)
-        keras.Model.predict = self._whole(keras.Model.predict)
-        keras.callbacks.CallbackList.on_epoch_end = self._told_alike(keras.callbacks.CallbackList.on_epoch_end)
+        self.patch_fit(keras.Model)
+        self._pass_whole("evaluate", keras.Model)
+        self._pass_whole("predict", keras.Model)
+        self._tell_alike(keras.callbacks.CallbackList)
 
     @abstractmethod
     def average_at(self, optimizers: Any) -> None:
@@ -92,11 +92,12 @@ class KerasTraining(ABC):
                 )
             self._warned.add(schedule)
 
-    def fits(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for `Model.fit`, which trains on all ranks."""
+    def patch_fit(self, kind: Any) -> None:
+        """Patch `Model.fit`, so that it trains on all ranks."""
 
-        @functools.wraps(original)
+        @replaces("fit", kind)
         def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+            original = fit.__wrapped__
             if self.runtime.script.explicit:
                 return original(model, *args, **kwargs)
             self.fitting.append(model)
@@ -109,22 +110,19 @@ class KerasTraining(ABC):
                 self.fitting.pop()
                 self.runtime.script.fitting = bool(self.fitting)
 
-        return fit
-
-    def _whole(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `evaluate` or `predict` so that each rank processes all data: data is not divided in a pass that begins
+    def _pass_whole(self, name: str, kind: Any) -> None:
+        """Patch `evaluate` or `predict` so that each rank processes all data: data is not divided in a pass that begins
         without gradients."""
 
-        @functools.wraps(original)
+        @replaces(name, kind)
         def run(model: Any, *args: Any, **kwargs: Any) -> Any:
+            original = run.__wrapped__
             if self.runtime.script.explicit:
                 return original(model, *args, **kwargs)
             if model in self.fitting:
                 self._average_statistics(model)
             with torch.no_grad():
                 return self._said_once(original, model, *args, **kwargs)
-
-        return run
 
     def _said_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the Keras method with its progress output turned off on all ranks but rank 0, since every rank would
@@ -135,12 +133,12 @@ class KerasTraining(ABC):
         given.arguments["verbose"] = 0
         return original(*given.args, **given.kwargs)
 
-    def _told_alike(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `on_epoch_end` so that callbacks receive equal logs on all ranks. Callbacks that stop training or change
-        the learning rate then do so on all ranks."""
+    def _tell_alike(self, kind: Any) -> None:
+        """Patch `on_epoch_end` so that callbacks receive equal logs on all ranks. Callbacks that stop training or
+        change the learning rate then do so on all ranks."""
         runtime = self.runtime
 
-        @functools.wraps(original)
+        @replaces("on_epoch_end", kind)
         def on_epoch_end(callbacks: Any, epoch: int, logs: Any = None) -> None:
             if self.fitting and logs:
                 # This claims the rank for this process. Without it, only a step of an optimizer would claim the rank.
@@ -154,9 +152,7 @@ class KerasTraining(ABC):
                 means = {name: value for name, value in logs.items() if isinstance(value, float)}
                 told = runtime.replay.reported(torch.tensor(list(means.values()), dtype=torch.float64, device="cpu"))
                 logs.update(zip(means, told.tolist(), strict=True))
-            original(callbacks, epoch, logs)
-
-        return on_epoch_end
+            on_epoch_end.__wrapped__(callbacks, epoch, logs)
 
     def _average_statistics(self, model: Any) -> None:
         """Average over ranks what layers record during training, such as the means of BatchNormalization."""

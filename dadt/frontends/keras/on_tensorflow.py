@@ -7,11 +7,10 @@ averaged gradients return to the graph. Weights are predicted within the graph.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from dadt.frontends.keras.fit import KerasTraining, inner_of, momentum_of, nothi
 from dadt.frontends.tensorflow.memory import to_numpy, to_torch
 from dadt.inject import worker
 from dadt.inject.foreign import Carrier
+from dadt.inject.patch import replaces
 from dadt.train.prediction.displacement import factors_by
 from dadt.train.runtime import Runtime
 
@@ -104,14 +104,12 @@ class TensorFlowTraining(KerasTraining):
 
     def install(self, keras: Any) -> None:
         arrays = importlib.import_module("keras.src.trainers.data_adapters.array_data_adapter").ArrayDataAdapter
-        arrays.get_tf_dataset = _permuted_alike(arrays.get_tf_dataset, self._tf)
+        _permute_alike(arrays, self._tf)
         self._prediction.install(lambda: [m.displacement for m in self._every() if m.displacement])
         super().install(keras)
-        trainer = importlib.import_module("keras.src.trainers.trainer").Trainer
         # patched on the base class, since Keras checks whether a model's class overrides `compile`
-        trainer.compile = self._without_xla(trainer.compile)
-        iterator = importlib.import_module("keras.src.backend.tensorflow.trainer").TFEpochIterator
-        iterator.reset = self._divided(iterator.reset)
+        self._leave_out_xla(importlib.import_module("keras.src.trainers.trainer").Trainer)
+        self._divide_epochs(importlib.import_module("keras.src.backend.tensorflow.trainer").TFEpochIterator)
 
     def _every(self) -> list[Mirror]:
         return [mirror for mirrors in self._mirrors.values() for mirror in mirrors.values()]
@@ -163,10 +161,11 @@ class TensorFlowTraining(KerasTraining):
         return mirrors[which]
 
     def average_at(self, optimizers: Any) -> None:
-        original, tf = optimizers.apply, self._tf
+        tf = self._tf
 
-        @functools.wraps(original)
+        @replaces("apply", optimizers)
         def apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+            original = apply.__wrapped__
             if self.left_alone(optimizer):
                 return original(optimizer, grads, trainable_variables)
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
@@ -203,27 +202,23 @@ class TensorFlowTraining(KerasTraining):
             tf.cond(there, step, lambda: tf.constant(False))
             return None
 
-        optimizers.apply = apply
+    def _leave_out_xla(self, kind: Any) -> None:
+        """Patch `Model.compile` so that XLA stays off, because code compiled by XLA cannot call back to Python."""
+        signature = inspect.signature(kind.compile)
 
-    def _without_xla(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `Model.compile` so that XLA stays off, because code compiled by XLA cannot call back to Python."""
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
+        @replaces("compile", kind)
         def compile(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             if given.arguments.get("jit_compile") is True and not self.runtime.ranks.world.rank:
                 text = "compile(jit_compile=True): XLA compiles no step that averages gradients, so it is left out"
                 self.runtime.ranks.say(text)
             given.arguments["jit_compile"] = False
-            return original(*given.args, **given.kwargs)
+            return compile.__wrapped__(*given.args, **given.kwargs)
 
-        return compile
+    def patch_fit(self, kind: Any) -> None:
+        super().patch_fit(kind)
 
-    def fits(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        run = super().fits(original)
-
-        @functools.wraps(original)
+        @replaces("fit", kind)
         def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.runtime.script.explicit:
                 self._check()
@@ -232,7 +227,7 @@ class TensorFlowTraining(KerasTraining):
                     worker.streams.enabled = False
             self._begun.append(False)
             try:
-                return run(model, *args, **kwargs)
+                return fit.__wrapped__(model, *args, **kwargs)
             except Exception:
                 optimizer = getattr(model, "optimizer", None)
                 for mirror in self._mirrors.get(optimizer, {}).values() if optimizer is not None else ():
@@ -242,16 +237,14 @@ class TensorFlowTraining(KerasTraining):
             finally:
                 self._begun.pop()
 
-        return fit
-
-    def _divided(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap the epoch iterator's `reset` so that each rank gets one of every `world_size` batches. Left-over batches
-        are dropped, so that all ranks make the same number of steps."""
+    def _divide_epochs(self, kind: Any) -> None:
+        """Patch the epoch iterator's `reset` so that each rank gets one of every `world_size` batches. Left-over
+        batches are dropped, so that all ranks make the same number of steps."""
         ranks, rank, tf = self.runtime.ranks.world.world_size, self.runtime.ranks.world.rank, self._tf
 
-        @functools.wraps(original)
+        @replaces("reset", kind)
         def reset(iterator: Any) -> None:
-            original(iterator)
+            reset.__wrapped__(iterator)
             if self.runtime.script.explicit or not self._begun or self._begun[-1]:
                 return
             self._begun[-1] = True  # iterators that `fit` resets after the first one read validation data
@@ -270,13 +263,11 @@ class TensorFlowTraining(KerasTraining):
             iterator._distributed_dataset = data.window(ranks, drop_remainder=True).flat_map(mine)
             iterator._num_batches = None if known is None else known // ranks
 
-        return reset
 
+def _permute_alike(kind: Any, tf: Any) -> None:
+    """Patch `get_tf_dataset` so that arrays are shuffled again in each epoch, in the same order on all ranks."""
 
-def _permuted_alike(original: Callable[..., Any], tf: Any) -> Callable[..., Any]:
-    """Wrap `get_tf_dataset` so that arrays are shuffled again in each epoch, in the same order on all ranks."""
-
-    @functools.wraps(original)
+    @replaces("get_tf_dataset", kind)
     def get_tf_dataset(self: Any) -> Any:
         draws, usual = order.draw(), tf.random.shuffle
 
@@ -286,8 +277,6 @@ def _permuted_alike(original: Callable[..., Any], tf: Any) -> Callable[..., Any]
 
         tf.random.shuffle = shuffle
         try:
-            return original(self)
+            return get_tf_dataset.__wrapped__(self)
         finally:
             tf.random.shuffle = usual
-
-    return get_tf_dataset

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from dadt.frontends.keras.fit import KerasTraining, momentum_of, nothing
 from dadt.inject import worker
 from dadt.inject.foreign import Carrier
+from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 
@@ -37,14 +37,12 @@ class TorchTraining(KerasTraining):
 
     def install(self, keras: Any) -> None:
         super().install(keras)
-        iterator = importlib.import_module("keras.src.trainers.epoch_iterator").EpochIterator
-        iterator.reset = self._divided(iterator.reset)
+        self._divide_epochs(importlib.import_module("keras.src.trainers.epoch_iterator").EpochIterator)
 
     def average_at(self, optimizers: Any) -> None:
-        original = optimizers.apply
-
-        @functools.wraps(original)
+        @replaces("apply", optimizers)
         def apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+            original = apply.__wrapped__
             if self.left_alone(optimizer):
                 return original(optimizer, grads, trainable_variables)
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
@@ -71,8 +69,6 @@ class TorchTraining(KerasTraining):
             finally:
                 carrier.run = nothing  # a reference to the function `run` would keep the Keras optimizer alive
 
-        optimizers.apply = apply
-
     def _carrier_of(self, optimizer: Any, variables: Sequence[Any]) -> KerasCarrier:
         if optimizer not in self._carriers:
             if not optimizer.built:
@@ -82,13 +78,13 @@ class TorchTraining(KerasTraining):
                 worker.wrap(carrier)
         return self._carriers[optimizer]
 
-    def _divided(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wrap the epoch iterator's `reset` so that an epoch has one rank's number of batches. The optimizer is made
+    def _divide_epochs(self, kind: Any) -> None:
+        """Patch the epoch iterator's `reset` so that an epoch has one rank's number of batches. The optimizer is made
         known to DADT before, so that DADT divides the data."""
 
-        @functools.wraps(original)
+        @replaces("reset", kind)
         def reset(iterator: Any) -> None:
-            original(iterator)
+            reset.__wrapped__(iterator)
             if not self.fitting or not torch.is_grad_enabled():
                 return
             model = self.fitting[-1]
@@ -101,5 +97,3 @@ class TorchTraining(KerasTraining):
             counted = type(iterator.data_adapter).__name__ == "TorchDataLoaderAdapter"
             if iterator._num_batches and not counted:
                 iterator._num_batches = -(-iterator._num_batches // self.runtime.ranks.world.world_size)
-
-        return reset

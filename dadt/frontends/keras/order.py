@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 from dadt.inject import worker
 from dadt.inject.after_import import after_import
+from dadt.inject.patch import replaces
 
 _local = threading.local()
 
@@ -21,10 +21,27 @@ def install() -> None:
     """Patch Keras and TensorFlow so that they shuffle data in the same way on all ranks."""
     module: Any = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
     module.random = _Shuffling()
-    adapter = module.PyDatasetAdapter
-    adapter.__init__ = _drawing(adapter.__init__)
-    adapter._finite_generator = _shuffling_within(adapter._finite_generator)
-    module.OrderedEnqueuer._run = _shuffling(module.OrderedEnqueuer._run)
+
+    @replaces("__init__", module.PyDatasetAdapter)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Also seed one random number generator for all epochs, in the training thread, since the data may be shuffled
+        in another thread."""
+        init.__wrapped__(self, *args, **kwargs)
+        self._dadt_numbers = draw()
+        if self.enqueuer is not None:
+            self.enqueuer._dadt_numbers = self._dadt_numbers
+
+    @replaces("_run", module.OrderedEnqueuer)
+    def run(self: Any) -> None:
+        """Load an epoch's data, in a thread, and shuffle it by the dataset's generator."""
+        _local.numbers = self._dadt_numbers
+        run.__wrapped__(self)
+
+    @replaces("_finite_generator", module.PyDatasetAdapter)
+    def generator(self: Any) -> Iterator[Any]:
+        _local.numbers = self._dadt_numbers
+        yield from generator.__wrapped__(self)
+
     after_import("tensorflow", _of_tensorflow)
 
 
@@ -46,71 +63,35 @@ class _Shuffling:
         return getattr(getattr(_local, "numbers", random), name)
 
 
-def _drawing(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of Keras's PyDataset adapter, so that it seeds one random number generator for all epochs.
-    The training thread does this, since the data may be shuffled in another thread."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self._dadt_numbers = draw()
-        if self.enqueuer is not None:
-            self.enqueuer._dadt_numbers = self._dadt_numbers
-
-    return __init__
-
-
-def _shuffling(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the function of the thread that loads an epoch's data, so that it shuffles by the dataset's generator."""
-
-    @functools.wraps(original)
-    def _run(self: Any) -> None:
-        _local.numbers = self._dadt_numbers
-        original(self)
-
-    return _run
-
-
-def _shuffling_within(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    @functools.wraps(original)
-    def generator(self: Any) -> Iterator[Any]:
-        _local.numbers = self._dadt_numbers
-        yield from original(self)
-
-    return generator
-
-
 def _of_tensorflow(tf: Any) -> None:
     data = tf.data.Dataset
-    data.shuffle = _seeded(data.shuffle)
-    data.sample_from_datasets = staticmethod(_seeded(data.sample_from_datasets))
-    data.map, data.interleave = _in_order(data.map), _in_order(data.interleave)
+    _seed("shuffle", data)
+    data.sample_from_datasets = staticmethod(_seed("sample_from_datasets", data))
+    _keep_order("map", data)
+    _keep_order("interleave", data)
 
 
-def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that shuffles, so that it gets a seed that is the same on all ranks if the script gives no
-    seed."""
-    signature = inspect.signature(original)
+def _seed(name: str, kind: Any) -> Any:
+    """Patch a function that shuffles, so that it gets a seed that is the same on all ranks if the script gives none."""
+    signature = inspect.signature(getattr(kind, name))
 
-    @functools.wraps(original)
+    @replaces(name, kind)
     def shuffle(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("seed") is None:
             given.arguments["seed"] = draw().getrandbits(31)
-        return original(*given.args, **given.kwargs)
+        return shuffle.__wrapped__(*given.args, **given.kwargs)
 
     return shuffle
 
 
-def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of tf.data so that batches have a fixed order, even where the script allows any order."""
-    signature = inspect.signature(original)
+def _keep_order(name: str, kind: Any) -> None:
+    """Patch a method of tf.data so that batches have a fixed order, even where the script allows any order."""
+    signature = inspect.signature(getattr(kind, name))
 
-    @functools.wraps(original)
+    @replaces(name, kind)
     def read(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("deterministic") is False and not _is_explicit():
             given.arguments["deterministic"] = True
-        return original(*given.args, **given.kwargs)
-
-    return read
+        return read.__wrapped__(*given.args, **given.kwargs)

@@ -8,12 +8,13 @@ variable makes no copy: TensorFlow drops the variable's memory, or uses the assi
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+from dadt.inject.patch import replaces
 
 
 class Displacement:
@@ -111,15 +112,13 @@ def _calls() -> list[Any]:
 
 
 def _predict_within(tape: Any, displacements: Callable[[], Iterable[Displacement]]) -> None:
-    enter, leave = tape.__enter__, tape.__exit__
-
-    @functools.wraps(enter)
-    def __enter__(self: Any) -> Any:
+    @replaces("__enter__", tape)
+    def enter(self: Any) -> Any:
         outermost = not getattr(_local, "depth", 0)
         if outermost:
             _local.shown = [(each, each.show()) for each in displacements()]
         try:
-            entered = enter(self)
+            entered = enter.__wrapped__(self)
         except BaseException:
             if outermost:
                 show_true_weights()
@@ -127,32 +126,26 @@ def _predict_within(tape: Any, displacements: Callable[[], Iterable[Displacement
         _local.depth = 1 if outermost else _local.depth + 1
         return entered
 
-    @functools.wraps(leave)
-    def __exit__(self: Any, kind: Any, *error: Any) -> Any:
-        result = leave(self, kind, *error)
+    @replaces("__exit__", tape)
+    def leave(self: Any, kind: Any, *error: Any) -> Any:
+        result = leave.__wrapped__(self, kind, *error)
         _local.depth -= 1
         if not _local.depth:
             show_true_weights()
         return result
 
-    tape.__enter__, tape.__exit__ = __enter__, __exit__
-
 
 def _watch_calls(function: Any) -> None:
-    original = function.__call__
-
-    @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces("__call__", function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (anew := getattr(self, ANEW, None)) is not None:
             return anew(*args, **kwargs)
         calls = _calls()
         calls.append(self)
         try:
-            return original(self, *args, **kwargs)
+            return call.__wrapped__(self, *args, **kwargs)
         finally:
             calls.pop()
-
-    function.__call__ = __call__
 
 
 def _list(values: Any) -> list[Any]:

@@ -32,8 +32,9 @@ from torch.utils.data._utils import fetch
 
 from dadt.inject.after_import import after_import
 from dadt.inject.data.reachable import reachable
-from dadt.inject.data.seed import Streams, python_generator
+from dadt.inject.data.seed import Streams, mix, python_generator
 from dadt.inject.failure import is_users
+from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 GENERATORS = ("numpy", "random", "scipy", "sklearn", "torch", "uuid", "dadt")
@@ -126,10 +127,10 @@ class Entropy:
             self._part_numpy(found)
         elif isinstance(found, torch.Generator):
             if found is not torch.default_generator and found.initial_seed() in self._scripts:
-                found.manual_seed(_mixed(found.initial_seed(), rank))
+                found.manual_seed(mix(found.initial_seed(), rank))
         elif isinstance(found, random.Random) and found in self._random:
             self._random.discard(found)
-            found.setstate(random.Random(_mixed(found.getrandbits(64), rank)).getstate())
+            found.setstate(random.Random(mix(found.getrandbits(64), rank)).getstate())
 
     def _part_numpy(self, found: Any) -> None:
         if found is np.random.mtrand._rand._bit_generator:
@@ -138,7 +139,7 @@ class Entropy:
         entropy, key = getattr(sequence, "entropy", None), (id(found), f"{sequence}")
         if isinstance(entropy, int) and entropy in self._scripts and key not in self._parted:
             self._parted.add(key)
-            found.state = type(found)(np.random.SeedSequence(_mixed(key[1], self._rank.ranks.world.rank))).state
+            found.state = type(found)(np.random.SeedSequence(mix(key[1], self._rank.ranks.world.rank))).state
 
     # Generators that ask the operating system for a seed ----------------------------------------------------
 
@@ -161,21 +162,17 @@ class Entropy:
         setattr(bit_generator, "randbits", randbits)  # noqa: B010
 
     def _patch_random(self) -> None:
-        original = random.Random.seed
-
-        @functools.wraps(original)
+        @replaces("seed", random.Random)
         def seed(generator: random.Random, a: Any = None, version: int = 2) -> None:
             given = self.seed(64, sys._getframe(1)) if a is None else None
-            original(generator, a if given is None else given, version)
+            seed.__wrapped__(generator, a if given is None else given, version)
             if given is not None and given in self._scripts and generator is not python_generator:
                 self._random.add(generator)
             elif self._random:
                 self._random.discard(generator)
 
-        setattr(random.Random, "seed", seed)  # noqa: B010 (mypy minds else)
-
     def _patch_torch(self) -> None:
-        original, seed_all = torch.Generator.seed, torch.seed
+        original = torch.Generator.seed
 
         def seed(generator: torch.Generator) -> int:
             given = self.seed(63, sys._getframe(1))
@@ -186,16 +183,15 @@ class Entropy:
                 self._torch.append(generator)
             return given
 
-        @functools.wraps(seed_all)
-        def seed_generators() -> int:
+        @replaces("seed", torch, torch.random)
+        def seed_all() -> int:
             given = self.seed(63, sys._getframe(1))
             if given is None:
-                return int(seed_all())
+                return int(seed_all.__wrapped__())
             torch.manual_seed(given)
             return given
 
         _set_method(torch.Generator, "seed", functools.update_wrapper(seed, original))
-        torch.seed = torch.random.seed = seed_generators
 
     def _urandom(self, size: int) -> bytes:
         """Replacement of `os.urandom` for `uuid`: ids from uuid name folders of runs, or studies whose names decide
@@ -208,18 +204,15 @@ class Entropy:
     def _patch_sklearn(self, module: ModuleType) -> None:
         """Give skopt a generator with a common seed. It would draw from NumPy's global generator, which differs between
         ranks once training has begun."""
-        original = module.check_random_state
 
-        @functools.wraps(original)
+        @replaces("check_random_state", module)
         def check_random_state(seed: Any) -> Any:
             asker = asker_of(sys._getframe(1))
             if (seed is None or seed is np.random) and asker is not None and sweeps(asker):
                 given = self.seed(32, sys._getframe(1), self._streams.numpy_state())
                 if given is not None:
                     return np.random.RandomState(given)
-            return original(seed)
-
-        setattr(module, "check_random_state", check_random_state)  # noqa: B010
+            return check_random_state.__wrapped__(seed)
 
 
 class _Os:
@@ -277,10 +270,6 @@ def _line(frame: FrameType) -> str:
     """Return file name, function and line of a frame, without the folder, which may differ between hosts."""
     code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{code.co_name}:{frame.f_lineno}"  # noqa: PTH119 (no object for each)
-
-
-def _mixed(seed: int | str, rank: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{rank}".encode(), digest_size=7).digest(), "big")
 
 
 def _set_method(kind: type, name: str, method: Callable[..., Any]) -> None:

@@ -3,7 +3,6 @@ its share."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from dadt.errors import ConfigError
 from dadt.inject.data.role import EVALUATES, TRAINS, LoaderRole
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import PerRank, StepShare
+from dadt.inject.patch import replaces
 from dadt.train.batch_weight import Pass
 from dadt.train.runtime import Runtime
 
@@ -41,24 +41,22 @@ class FastaiLoaders:
     def patch(self, module: Any) -> None:
         """Patch fastai's DataLoader. module: the imported fastai.data.load."""
         kind = module.DataLoader
-        iterate, length = kind.__iter__, kind.__len__
 
-        @functools.wraps(iterate)
-        def patched_iter(loader: Any) -> Iterator[Any]:
+        @replaces("__iter__", kind)
+        def iterate(loader: Any) -> Any:
             here = os.getpid() == self._loaders.pid and not self._runtime.script.explicit
-            return self._pass(loader, iterate) if here and self._shares(loader) else iterate(loader)
+            original = iterate.__wrapped__
+            return self._pass(loader, original) if here and self._shares(loader) else original(loader)
 
-        @functools.wraps(length)
-        def patched_len(loader: Any) -> int:
-            steps: int = length(loader)
+        @replaces("__len__", kind)
+        def length(loader: Any) -> int:
+            steps: int = length.__wrapped__(loader)
             role = self._loaders.role(loader)
             guess = TRAINS if loader.shuffle else EVALUATES
             if (role.kind or self._loaders.asked(role) or guess) != TRAINS or not self._can(loader) or role.gives_all:
                 return steps
             size = self._runtime.ranks.world.world_size
             return steps // size if loader.drop_last else -(-steps // size)
-
-        kind.__iter__, kind.__len__ = patched_iter, patched_len
 
     def _can(self, loader: Any) -> bool:
         """Whether the loader's data can be divided among ranks: not if the script divides it itself, or if samples are

@@ -43,6 +43,7 @@ from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Items, Share, Skipped, portion, stream_steps, unskipped
 from dadt.inject.data.stream import Counted, Here, Split, StreamFeed, lives_on, nth_of
 from dadt.inject.data.view import without_end
+from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 LISTED = 3
@@ -375,23 +376,20 @@ def install(runtime: Runtime, streams: Streams, entropy: Entropy) -> Loaders:
     sums.install(runtime, loaders.roles.get)
     runtime.batches.missing = loaders.missing
     after_import("fastai.data.load", FastaiLoaders(loaders).patch)
-    original_init = DataLoader.__init__
 
-    @functools.wraps(original_init)
-    def __init__(self: Loader, *args: Any, **kwargs: Any) -> None:
-        original_init(self, *args, **kwargs)
+    @replaces("__init__", DataLoader)
+    def init(self: Loader, *args: Any, **kwargs: Any) -> None:
+        init.__wrapped__(self, *args, **kwargs)
         if os.getpid() == loaders.pid:
             loaders.role(self)
 
-    @functools.wraps(DataLoader.__iter__)
-    def __iter__(self: Loader) -> Iterator[Any]:
+    @replaces("__iter__", DataLoader)
+    def iterate(self: Loader) -> Iterator[Any]:
         return loaders.iterate(self) if os.getpid() == loaders.pid else loaders.original_iter(self)
 
-    @functools.wraps(DataLoader.__len__)
-    def __len__(self: Loader) -> int:
+    @replaces("__len__", DataLoader)
+    def length(self: Loader) -> int:
         return loaders.length(self) if os.getpid() == loaders.pid else loaders.original_len(self)
 
-    for name, patched in (("__init__", __init__), ("__iter__", __iter__), ("__len__", __len__)):
-        setattr(DataLoader, name, patched)
     workers_seed.install(streams, loaders.pid)
     return loaders

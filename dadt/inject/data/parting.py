@@ -5,9 +5,7 @@ generators that the script has seeded since `dadt.init`.
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dadt.inject.data.seed import State, mix
+from dadt.inject.patch import replaces
 
 SEEDING: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (random, ("seed", "setstate")),
@@ -37,19 +36,17 @@ class Parting:
         self._done = False
         for module, names in SEEDING:
             for name in names:
-                setattr(module, name, self._noted(module, getattr(module, name)))
-        manual_seed = torch.manual_seed
+                self._note(module, name)
 
-        @functools.wraps(manual_seed)
-        def noted(seed: int) -> Any:
+        @replaces("manual_seed", torch, torch.random)
+        def manual_seed(seed: int) -> Any:
             # Only the initial seed needs a record: any other seed is visible in the generator itself, also whether
             # fork_rng has undone it.
             if seed == self._initial:
                 self._seeded.add(torch)
-            return manual_seed(seed)
+            return manual_seed.__wrapped__(seed)
 
-        torch.manual_seed = torch.random.manual_seed = noted
-        self._manual_seed = manual_seed
+        self._manual_seed = manual_seed.__wrapped__
         register_optimizer_step_post_hook(lambda *_: self.part())
 
     @property
@@ -81,10 +78,8 @@ class Parting:
     def _torch_is_seeded(self) -> bool:
         return torch in self._seeded or torch.initial_seed() != self._initial
 
-    def _noted(self, module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def seeding(*args: Any, **kwargs: Any) -> Any:
+    def _note(self, module: ModuleType, name: str) -> None:
+        @replaces(name, module)
+        def seed(*args: Any, **kwargs: Any) -> Any:
             self._seeded.add(module)
-            return original(*args, **kwargs)
-
-        return seeding
+            return seed.__wrapped__(*args, **kwargs)

@@ -3,11 +3,12 @@ process."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.optim.lr_scheduler import LRScheduler
+
+from dadt.inject.patch import replaces
 
 
 class Schedules:
@@ -29,12 +30,9 @@ class Schedules:
 
     def install(self) -> None:
         """Patch LRScheduler to record each scheduler that is created from now on."""
-        original = LRScheduler.__init__
 
-        @functools.wraps(original)
-        def __init__(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
-            original(scheduler, *args, **kwargs)
+        @replaces("__init__", LRScheduler)
+        def init(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
+            init.__wrapped__(scheduler, *args, **kwargs)
             if not self.length_asked:
                 self._steps[scheduler] = scheduler.last_epoch
-
-        setattr(LRScheduler, "__init__", __init__)  # noqa: B010 (mypy minds else)

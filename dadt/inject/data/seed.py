@@ -8,7 +8,6 @@ and augmentation differ between ranks, reproducibly.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import random
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 _seed_numpy, _set_numpy, _set_random = np.random.seed, np.random.set_state, random.setstate
@@ -75,7 +75,7 @@ class State(NamedTuple):
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
-def mix(seed: int, rank: int) -> int:
+def mix(seed: int | str, rank: int) -> int:
     """Return a seed for `rank` in [0, 2**56), different from other ranks' seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{rank}".encode(), digest_size=7).digest(), "big")
 
@@ -292,27 +292,17 @@ class Streams:
     def install(self) -> None:
         """Patch the seeding functions of torch, numpy and random, so that the script's seeds reach both streams."""
         self._manual_seed = torch.manual_seed
-        for name, patched in (
-            ("manual_seed", self._patched_manual_seed()),
-            ("get_rng_state", self._patched_get(torch.get_rng_state)),
-            ("set_rng_state", self._patched_set(torch.set_rng_state)),
-        ):
-            functools.update_wrapper(patched, getattr(torch, name))
-            setattr(torch, name, patched)
-            setattr(torch.random, name, patched)
-        for module, name, get, original, set_state in (
-            (np.random, "numpy", np.random.get_state, _seed_numpy, "set_state"),
-            (random, "random", random.getstate, _seed_python, "setstate"),
-        ):
-            setattr(module, "seed", self._patched_seed(name, get, module.seed, original))  # noqa: B010
-            setattr(module, set_state, self._patched_set_back(name, get, getattr(module, set_state)))
+        self._patch_torch()
+        self._patch_seed("numpy", np.random, "set_state", np.random.get_state, _seed_numpy)
+        self._patch_seed("random", random, "setstate", random.getstate, _seed_python)
 
-    def _patched_seed(
-        self, name: str, get: Callable[[], Any], named: Callable[..., Any], original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """Return a seed function for `random` or NumPy, after which all ranks draw alike until training continues."""
+    def _patch_seed(
+        self, name: str, module: Any, set_back: str, get: Callable[[], Any], original: Callable[..., Any]
+    ) -> None:
+        """Patch the functions of `random` or NumPy that set the generator's seed and state. After a seed all ranks draw
+        alike until training continues; if a state undoes the script's seed, ranks have streams of their own again."""
 
-        @functools.wraps(named)
+        @replaces("seed", module)
         def seed(*args: Any, **kwargs: Any) -> Any:
             if os.getpid() != self._pid or self._drawing or self.reads:
                 return original(*args, **kwargs)
@@ -323,45 +313,35 @@ class Streams:
                 self._joined[name] = before
             return result
 
-        return seed
-
-    def _patched_set_back(self, name: str, get: Callable[[], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a setstate function: if it undoes the script's seed, ranks have streams of their own again."""
-
-        @functools.wraps(original)
+        @replaces(set_back, module)
         def set_state(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
+            result = set_state.__wrapped__(*args, **kwargs)
             if name in self._joined and not self._drawing and repr(get()) == repr(self._joined[name]):
                 del self._joined[name]
             return result
 
-        return set_state
+    def _patch_torch(self) -> None:
+        """Patch the functions of torch that set the generator's seed, and that read and set its state. A state that the
+        script restores later, as fork_rng does, restores both streams: else `with fork_rng(): manual_seed(0)` in every
+        epoch would repeat the shuffle."""
 
-    def _patched_manual_seed(self) -> Callable[..., Any]:
-        original = self._manual_seed
-
+        @replaces("manual_seed", torch, torch.random)
         def manual_seed(seed: int) -> Any:
             if self.reads:
-                return original(seed)
+                return self._manual_seed(seed)
             self.seeded = True
             if not self._drawing:
                 self.seeded_anew.add("torch")
             if not self.divided:
-                return original(seed)
+                return self._manual_seed(seed)
             with self._lock:
-                if self._drawing:  # a sampler's seed is meant for the shared stream
-                    return original(seed)
-                self._rejoin()
-                return original(seed)
+                if not self._drawing:  # else a sampler's seed, which is meant for the shared stream
+                    self._rejoin()
+                return self._manual_seed(seed)
 
-        return manual_seed
-
-    def _patched_get(self, original: Callable[[], torch.Tensor]) -> Callable[..., Any]:
-        """Return a replacement for torch.get_rng_state. A state that the script restores later, as fork_rng does,
-        restores both streams: else `with fork_rng(): manual_seed(0)` in every epoch would repeat the shuffle."""
-
+        @replaces("get_rng_state", torch, torch.random)
         def get_rng_state() -> torch.Tensor:
-            state = original()
+            state: torch.Tensor = get_rng_state.__wrapped__()
             if self.divided and not self._drawing:
                 assert self._shared is not None
                 self._remembered[state.numpy().tobytes()] = self._shared.torch
@@ -369,11 +349,9 @@ class Streams:
                     self._remembered.popitem(last=False)
             return state
 
-        return get_rng_state
-
-    def _patched_set(self, original: Callable[[torch.Tensor], None]) -> Callable[..., Any]:
+        @replaces("set_rng_state", torch, torch.random)
         def set_rng_state(new_state: torch.Tensor) -> None:
-            original(new_state)
+            set_rng_state.__wrapped__(new_state)
             kept = self._remembered.get(new_state.numpy().tobytes())
             if kept is None or self._drawing or os.getpid() != self._pid:
                 return
@@ -383,8 +361,6 @@ class Streams:
                 self._shared = State.capture()._replace(torch=kept)
                 np.random.set_state(self._left.numpy)
                 random.setstate(self._left.random)
-
-        return set_rng_state
 
 
 def install(runtime: Runtime) -> Streams:

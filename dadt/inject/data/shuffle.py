@@ -5,7 +5,6 @@ twice and others left out.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from torch.utils import data
 from torch.utils.data import dataset as torch_dataset
 
 from dadt.inject.data.seed import Streams
+from dadt.inject.patch import replaces
 
 FUNCTIONS = (
     (random, "shuffle"),
@@ -37,24 +37,21 @@ class Shared(Protocol):
 
 def install(loaders: Shared) -> None:
     for module, name in FUNCTIONS:
-        setattr(module, name, _common(loaders, getattr(module, name), lambda given: _is_of_data(loaders, given)))
-    split = _common(loaders, torch_dataset.random_split, lambda given: True)
-    data.random_split = torch_dataset.random_split = split
+        _draw_alike(loaders, name, module, concerns=lambda given: _is_of_data(loaders, given))
+    _draw_alike(loaders, "random_split", data, torch_dataset, concerns=lambda given: True)
 
 
-def _common(loaders: Shared, original: Callable[..., Any], concerns: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Return a replacement for `original` that draws from the shared stream if `concerns` is true for its first
-    argument, but not while an item of a batch is read."""
+def _draw_alike(loaders: Shared, name: str, *modules: Any, concerns: Callable[[Any], bool]) -> None:
+    """Patch a function to draw from the shared stream if `concerns` is true for its first argument, but not while an
+    item of a batch is read."""
 
-    @functools.wraps(original)
+    @replaces(name, *modules)
     def draw(*args: Any, **kwargs: Any) -> Any:
         streams = loaders.streams
         if streams.divided and not streams.reads and args and concerns(args[0]):
             with streams.shared():
-                return original(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    return draw
+                return draw.__wrapped__(*args, **kwargs)
+        return draw.__wrapped__(*args, **kwargs)
 
 
 def _is_of_data(loaders: Shared, given: Any) -> bool:

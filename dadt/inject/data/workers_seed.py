@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -11,27 +10,25 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from dadt.inject.data.samplers import inner_sampler
 from dadt.inject.data.seed import Streams, mix
+from dadt.inject.patch import replaces
 
 
 def install(streams: Streams, pid: int) -> None:
     """Patch the creation of DataLoader iterators to reseed workers per rank. pid: the process that trains."""
-    original = torch_dataloader._BaseDataLoaderIter.__init__
 
-    @functools.wraps(original)
-    def iterator_init(self: Any, loader: Any) -> None:
+    @replaces("__init__", torch_dataloader._BaseDataLoaderIter)
+    def init(self: Any, loader: Any) -> None:
         if not isinstance(loader, DataLoader):  # fastai passes a stand-in for a DataLoader
-            original(self, loader)
+            init.__wrapped__(self, loader)
             return
         sampler, parting = inner_sampler(loader), streams.parting
         drawn = type(sampler) is RandomSampler and loader.generator is None and sampler.generator is None
         if drawn and parting is not None and parting.ahead and os.getpid() == pid:
             parting.part()  # without reseeding, all ranks would read the same data until the first step
-        original(self, loader)
+        init.__wrapped__(self, loader)
         rank = loader.__dict__.get("_dadt_rank")
         if rank is None and loader.generator is None and streams.parting is not None and streams.parting.ahead:
             rank = streams.rank
         # augmentation in the loader's worker processes should differ between ranks
         if rank is not None and streams.enabled:
             self._base_seed = mix(self._base_seed, rank)
-
-    setattr(torch_dataloader._BaseDataLoaderIter, "__init__", iterator_init)  # noqa: B010 (mypy minds else)

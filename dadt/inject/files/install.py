@@ -27,6 +27,7 @@ from dadt.inject.files.overlay import Overlay
 from dadt.inject.files.until_closed import is_held, wrapped
 from dadt.inject.files.whole import mark_of
 from dadt.inject.files.writers import Writers
+from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 CACHES = re.compile(r"_HOME|_CACHE|CACHE_?DIR|CONFIG_?DIR|_TMPDIR")
@@ -173,16 +174,13 @@ def _patch_reading(overlay: Overlay) -> None:
     put |= {"chdir": overlay.chdir}
     for name, function in put.items():
         _replace(os, name, function)
-    begin = subprocess.Popen.__init__
 
-    @functools.wraps(begin)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    @replaces("__init__", subprocess.Popen)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         overlay.held.hand_over()  # the new process may receive paths of files that this process has open
         if kwargs.get("cwd") is not None and (known := overlay.path(kwargs["cwd"])) is not None:
             kwargs["cwd"] = overlay.where(known)
-        begin(self, *args, **kwargs)
-
-    setattr(subprocess.Popen, "__init__", __init__)  # noqa: B010
+        init.__wrapped__(self, *args, **kwargs)
 
 
 def _replace(module: Any, name: str, function: Callable[..., Any]) -> None:
@@ -208,8 +206,8 @@ def _replace_in_pathlib(name: str, original: Callable[..., Any], call: Callable[
 
 def _patch_libraries(overlay: Overlay) -> None:
     """Patch library functions that read or write a path without Python's `open`."""
-    torch.load = torch.serialization.load = _first(torch.load, overlay)
-    torch.jit.load = _first(torch.jit.load, overlay)
+    _load_apart(overlay, torch, torch.serialization)
+    _load_apart(overlay, torch.jit)
 
     def safetensors(module: Any) -> None:
         module.safe_open = overlay.loading(module.safe_open)
@@ -218,13 +216,10 @@ def _patch_libraries(overlay: Overlay) -> None:
         module.Tokenizer.from_file = staticmethod(overlay.reading(module.Tokenizer.from_file))
 
     def hdf5(module: Any) -> None:
-        begin = module.File.__init__
+        @replaces("__init__", module.File)
+        def init(self: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+            init.__wrapped__(self, overlay.path_for_library(name, mode), mode, *args, **kwargs)
 
-        @functools.wraps(begin)
-        def __init__(self: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-            begin(self, overlay.path_for_library(name, mode), mode, *args, **kwargs)
-
-        module.File.__init__ = __init__
         module.is_hdf5 = overlay.reading(module.is_hdf5)
 
     after_import("h5py", hdf5)
@@ -232,11 +227,9 @@ def _patch_libraries(overlay: Overlay) -> None:
     after_import("tokenizers", tokenizers)
 
 
-def _first(original: Callable[..., Any], overlay: Overlay) -> Any:
-    reading = overlay.loading(original)
+def _load_apart(overlay: Overlay, *modules: Any) -> None:
+    reading = overlay.loading(modules[0].load)
 
-    @functools.wraps(original)
-    def call(f: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces("load", *modules)
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
         return reading(f, *args, **kwargs)
-
-    return call

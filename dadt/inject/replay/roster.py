@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
+
+from dadt.inject.patch import replaces
 
 
 class Roster:
@@ -28,10 +29,10 @@ class Roster:
 
     def install(self) -> None:
         """Number all modules, schedulers and scalers that are built after this call, including copies of modules."""
-        for name in ("__init__", "__setstate__"):
-            setattr(nn.Module, name, self._numbering(getattr(nn.Module, name)))
-        for kind, built in ((LRScheduler, self._schedulers), (GradScaler, self._scalers)):
-            setattr(kind, "__init__", _listing(kind.__init__, built))  # noqa: B010 (mypy minds else)
+        self._number("__init__")
+        self._number("__setstate__")
+        _list(LRScheduler, self._schedulers)
+        _list(GradScaler, self._scalers)
 
     def schedulers(self) -> dict[int, Any]:
         """Return the schedulers that still exist, by their numbers in the order of creation."""
@@ -100,24 +101,20 @@ class Roster:
     def _numbered(self) -> list[tuple[int, nn.Module]]:
         return sorted(((number, module) for module, number in self._modules.items()), key=itemgetter(0))
 
-    def _numbering(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def built(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            original(module, *args, **kwargs)
+    def _number(self, name: str) -> None:
+        @replaces(name, nn.Module)
+        def build(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            build.__wrapped__(module, *args, **kwargs)
             if module not in self._modules:
                 self._modules[module] = self._modules_built
                 self._modules_built += 1
 
-        return built
 
-
-def _listing(original: Callable[..., None], built: list[weakref.ref[Any]]) -> Callable[..., None]:
-    @functools.wraps(original)
+def _list(kind: type, built: list[weakref.ref[Any]]) -> None:
+    @replaces("__init__", kind)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         built.append(weakref.ref(self))
-        original(self, *args, **kwargs)
-
-    return init
+        init.__wrapped__(self, *args, **kwargs)
 
 
 def _alive(built: Sequence[weakref.ref[Any]]) -> dict[int, Any]:

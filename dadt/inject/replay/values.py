@@ -3,13 +3,12 @@ returns the same ones."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dadt.errors import NotResumed
 from dadt.inject.optimizer import is_caller
+from dadt.inject.patch import replaces
 
 SMALL = 64
 """Number of elements of the largest tensor whose values are recorded."""
@@ -87,29 +87,24 @@ class ReadValues:
 
     def install(self) -> None:
         for name in _READERS:
-            setattr(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
-        torch.load = torch.serialization.load = self._loading(torch.load)
-        shown: Callable[..., str] = torch.Tensor.__repr__
+            self._patch_reader(name)
+        self._patch_load()
 
-        @functools.wraps(shown)
-        def __repr__(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+        @replaces("__repr__", torch.Tensor)
+        def show(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             with self.aside():  # how often torch reads values while it prints a tensor depends on the values
-                return shown(tensor, *args, **kwargs)
+                return show.__wrapped__(tensor, *args, **kwargs)
 
-        setattr(torch.Tensor, "__repr__", __repr__)  # noqa: B010
-
-    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
+    def _patch_reader(self, name: str) -> None:
+        @replaces(name, torch.Tensor)
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._aside or self._in_step() or self.is_elsewhere(sys._getframe(1)):
-                return original(tensor, *args, **kwargs)
+                return read.__wrapped__(tensor, *args, **kwargs)
             with self.aside():  # torch's own methods for reading may call each other
                 if self.replaying:
-                    return original(self._known(tensor), *args, **kwargs)
+                    return read.__wrapped__(self._known(tensor), *args, **kwargs)
                 self._record(tensor)
-                return original(tensor, *args, **kwargs)
-
-        return read
+                return read.__wrapped__(tensor, *args, **kwargs)
 
     def told(self, tensor: torch.Tensor) -> torch.Tensor:
         """Record a value that DADT passes to the script, as if the script had read it; in a replay, return the earlier
@@ -119,16 +114,16 @@ class ReadValues:
         self._record(tensor)
         return tensor
 
-    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return torch.load wrapped so that numbers and text in a file count as read values: in a replay, the file may
-        be a newer one. Raises NotResumed if they differ."""
+    def _patch_load(self) -> None:
+        """Patch torch.load so that numbers and text in a file count as read values: in a replay, the file may be a
+        newer one. It raises NotResumed if they differ."""
 
-        @functools.wraps(original)
+        @replaces("load", torch, torch.serialization)
         def load(*args: Any, **kwargs: Any) -> Any:
             if self._aside or self._in_step() or self.is_elsewhere(sys._getframe(1)):
-                return original(*args, **kwargs)
+                return load.__wrapped__(*args, **kwargs)
             with self.aside():
-                content = original(*args, **kwargs)
+                content = load.__wrapped__(*args, **kwargs)
             plain = [each for each in tree_leaves(content) if isinstance(each, int | float | str)]
             told = hashlib.sha256(repr(plain).encode()).digest()
             told = struct.pack("<BH", 0, len(told)) + told
@@ -139,8 +134,6 @@ class ReadValues:
             else:
                 raise NotResumed("the script loads another file than it has loaded before")
             return content
-
-        return load
 
     def note(self, data: bytes) -> None:
         """Record other data among the values that are read."""
