@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -56,20 +56,8 @@ class World:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> World:
-        return cls(
-            rank=int(env.get("DADT_RANK", "0")),
-            local_rank=int(env.get("DADT_LOCAL_RANK", "0")),
-            cross_rank=int(env.get("DADT_CROSS_RANK", "0")),
-            world_size=int(env.get("DADT_WORLD_SIZE", "1")),
-            local_size=int(env.get("DADT_LOCAL_SIZE", "1")),
-            address=env.get("DADT_ADDRESS", ""),
-            job=env.get("DADT_JOB", ""),
-            agent=env.get("DADT_AGENT", ""),
-            rank_in_arguments=env.get("DADT_RANK_IN_ARGUMENTS", "") == "1",
-            restarts=int(env.get("DADT_RESTARTS", "0")),
-            joins=env.get("DADT_JOINS", "") == "1",
-            folder_writer=int(env.get("DADT_FOLDER_WRITER", "-1")),
-        )
+        kinds = {name: type(getattr(cls(), name)) for name in VARIABLES}
+        return cls(**{name: kinds[name](env[variable]) for name, variable in VARIABLES.items() if variable in env})
 
     @classmethod
     def from_launcher(cls, env: Mapping[str, str] = os.environ) -> World:
@@ -95,20 +83,18 @@ class World:
         return replace(self, rank=members.index(self.rank), world_size=len(members), generation=generation)
 
     def to_env(self) -> dict[str, str]:
+        values = {variable: getattr(self, name) for name, variable in VARIABLES.items()}
         return {
-            "DADT_RANK": str(self.rank),
-            "DADT_LOCAL_RANK": str(self.local_rank),
-            "DADT_CROSS_RANK": str(self.cross_rank),
-            "DADT_WORLD_SIZE": str(self.world_size),
-            "DADT_LOCAL_SIZE": str(self.local_size),
-            "DADT_ADDRESS": self.address,
-            "DADT_JOB": self.job,
-            "DADT_AGENT": self.agent,
-            "DADT_RANK_IN_ARGUMENTS": "1" if self.rank_in_arguments else "",
-            "DADT_RESTARTS": str(self.restarts),
-            "DADT_JOINS": "1" if self.joins else "",
-            "DADT_FOLDER_WRITER": str(self.folder_writer),
+            variable: ("1" if value else "") if isinstance(value, bool) else str(value)
+            for variable, value in values.items()
         }
+
+
+VARIABLES = {
+    field.name: f"DADT_{field.name.upper()}" for field in fields(World) if field.name not in ("generation", "launcher")
+}
+"""Environment variables from which a worker of `dadt run` reads the fields of its World. A flag that is not set is an
+empty text."""
 
 
 def master(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 
 # Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
 from os import listdir, scandir
@@ -41,30 +42,23 @@ class FolderEntry:
         return f"<DirEntry {self.name!r}>"
 
 
-class FolderListing:
+class FolderListing(ExitStack):
     """An iterator over entries that can be closed like the one that `os.scandir` returns."""
 
-    def __init__(self, entries: Iterable[Any], close: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, entries: Iterable[Any]) -> None:
+        super().__init__()
         self._entries = iter(entries)
-        self._close = close
 
     @classmethod
     def of(cls, path: Any) -> FolderListing:
         """List a folder without private copies in it, leaving out temporary folders for incomplete files."""
         entries = scandir(path)
-        return cls((entry for entry in entries if not is_half(entry.name)), entries.close)
+        listing = cls(entry for entry in entries if not is_half(entry.name))
+        listing.callback(entries.close)
+        return listing
 
     def __iter__(self) -> Iterator[Any]:
         return self._entries
 
     def __next__(self) -> Any:
         return next(self._entries)
-
-    def __enter__(self) -> FolderListing:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._close()

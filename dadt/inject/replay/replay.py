@@ -14,9 +14,8 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from time import perf_counter
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -29,9 +28,11 @@ from dadt.inject.replay import variables
 from dadt.inject.replay.content import alike, fits
 from dadt.inject.replay.held import HeldOutput
 from dadt.inject.replay.left import left_by, put
+from dadt.inject.replay.newcomer import Newcomer
 from dadt.inject.replay.own import Own
 from dadt.inject.replay.recorder import digest
 from dadt.inject.replay.roster import Roster
+from dadt.inject.replay.snapshot import StoredSnapshot
 from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
@@ -39,33 +40,8 @@ NEWS_SECONDS = 2.0
 """Seconds that a rank waits to learn which ranks continue to train."""
 
 
-class Goal(Protocol):
-    """The point up to which a replay runs the script: a snapshot, or the current step of other ranks."""
-
-    digest: str
-    """Hash of the arguments of the first training forward after the goal; empty if unknown."""
-
-    is_exact: bool
-    """Whether each rank receives its own state at the goal, and not only the state that all ranks have in common."""
-
-    at_start: dict[str, Any] | None
-    """The random state with which the script began, if nothing seeds it; otherwise None."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def began(self) -> float:
-        """When the job's first training forward began, in seconds since the epoch."""
-
-    @property
-    def log(self) -> Path:
-        """Path of a file for the script's output during the replay."""
-
-    def further(self) -> bool:
-        """Called when the script has reached the goal. Return whether the goal moves on."""
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return this rank's own state at the goal, and the state that all ranks have in common. Raises NotResumed."""
+Goal = StoredSnapshot | Newcomer
+"""The point up to which a replay runs the script: a snapshot, or the current step of other ranks."""
 
 
 class Replay:

@@ -113,20 +113,27 @@ class StoredSnapshot:
             check(told)
         whole = list(told["members"]) == list(range(runtime.ranks.world.world_size)) and told["shares"] == told["world"]
         self.is_exact = rank in there and whole and told["world"] == runtime.ranks.world.world_size
-        """Whether all ranks that took the snapshot, and no others, resume from it, each with its own state."""
+        """Whether all ranks that took the snapshot, and no others, resume from it, each with its own state, and not
+        only with the state that all ranks have in common."""
         values.recorded = bytearray(self._own["values"].numpy().tobytes())
         # If fewer ranks resume, they read the data of the same steps in larger batches.
         runtime.ranks.shares = told["shares"]
         self.digest: str = (
             told["next"] if rank in there and len(told["members"]) == runtime.ranks.world.world_size else ""
         )
+        """Hash of the arguments of the first training forward after the snapshot; empty if unknown."""
         self.at_start: dict[str, Any] | None = self._own["at_start"]
+        """The random state with which the script began, if nothing seeds it; otherwise None."""
         self.began: float = told["began"]
+        """When the job's first training forward began, in seconds since the epoch."""
         self.step: int = self._own["step"]
         self.log = folder.parent / f"replayed-rank{rank}.log"
+        """Path of a file for the script's output during the replay."""
 
     def further(self) -> bool:
+        """Called when the script has reached the goal. Return whether the goal moves on."""
         return False
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return this rank's own state at the goal, and the state that all ranks have in common."""
         return self._own, self._common
