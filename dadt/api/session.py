@@ -238,7 +238,7 @@ class _Rounds:
         self._ranks = sorted(ranks)
         self._name = name
         self._round = 0
-        self._told: dict[tuple[int, str], bytes] = {}
+        self._told: dict[str, bytes] = {}
         self._ended: dict[int, str] = {}
         self._compare()
 
@@ -249,22 +249,18 @@ class _Rounds:
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Send `blob` under this key, and wait for the values that all ranks of the set send under the same key.
         Returns the values by rank. Raises DadtError if a rank has failed."""
-        self._tell(key, blob, "")
-        while not all((rank, key) in self._told for rank in self._ranks):
-            self._pass()
-        return [self._told[rank, key] for rank in self._ranks]
+        self.put(f"{key} of {self._all.rank}", blob)
+        return self.get([f"{key} of {rank}" for rank in self._ranks])
 
     def put(self, key: str, blob: bytes) -> None:
-        self._tell(f"put {key}", blob, "")
+        self._tell(key, blob, "")
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait until ranks have put values under these keys, and return the values. Raises DadtError if a rank has
         failed."""
-        while True:
-            put = {key: blob for (_, key), blob in self._told.items()}
-            if all(f"put {key}" in put for key in keys):
-                return [put[f"put {key}"] for key in keys]
+        while not all(key in self._told for key in keys):
             self._pass()
+        return [self._told[key] for key in keys]
 
     def end(self, error: str = "") -> None:
         """Call this method when this rank has connected, or has failed with `error`. Takes part in further exchanges
@@ -292,7 +288,7 @@ class _Rounds:
             head, _, blob = data.partition(b"\n")
             key, ended = json.loads(head)
             if key:
-                self._told[rank, key] = blob
+                self._told[key] = blob
             if ended:
                 self._ended[rank] = ended
 

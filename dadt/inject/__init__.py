@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dadt.world import World
 
 asked_for = False
 """Whether the program itself imports dadt. Only if it does, DADT trains a program that mpirun, srun or torchrun has
@@ -17,7 +20,6 @@ def hook() -> None:
     whose script imports dadt. Does nothing in other processes, nor in children of multiprocessing (such as a
     DataLoader's workers), which are no ranks.
     """
-    from dadt.config import Config
     from dadt.world import World
 
     world = World.from_env()
@@ -31,12 +33,18 @@ def hook() -> None:
         _hook_elsewhere()
         return
     try:
-        if Config.from_env().inject != "none":
-            from dadt.inject import worker
-
-            worker.start(world)
+        _start(world)
     except Exception as error:  # noqa: BLE001 (whatever it is, it ends this worker)
         _end_by(error)
+
+
+def _start(world: World) -> None:
+    from dadt.config import Config
+
+    if Config.from_env().inject != "none":
+        from dadt.inject import worker
+
+        worker.start(world)
 
 
 def _end_by(error: Exception) -> None:
@@ -65,7 +73,6 @@ def _offer_backend() -> None:
 def _hook_elsewhere() -> None:
     """Start DADT in a worker of another launcher, such as torchrun or mpirun. Does nothing if there is only one rank,
     or in a program that has imported dadt_cli."""
-    from dadt.config import Config
     from dadt.errors import DadtError
     from dadt.world import World
 
@@ -73,10 +80,7 @@ def _hook_elsewhere() -> None:
     if world.world_size == 1 or "dadt_cli" in sys.modules:
         return
     try:
-        if Config.from_env().inject != "none":
-            from dadt.inject import worker
-
-            worker.start(world)
+        _start(world)
     except DadtError as error:
         # Written to stderr, because nothing else reports the error: only SystemExit leaves the import of torch
         # unchanged.

@@ -47,20 +47,17 @@ class Steps:
         """Number of backwards that the script had begun when each optimizer's last step ended."""
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        begun = perf_counter()
-        try:
-            with self._runtime.replay.aside():
-                return self._before(sys._getframe(1), optimizer, args, kwargs)
-        finally:
-            self._ranks.progress.hook_seconds += perf_counter() - begun
+        with self._timed(), self._runtime.replay.aside():
+            return self._before(sys._getframe(1), optimizer, args, kwargs)
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._ends(sys._getframe(1), optimizer)
+        self._after(sys._getframe(1), optimizer)
 
-    def _ends(self, frame: FrameType, optimizer: Optimizer) -> None:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         begun = perf_counter()
         try:
-            self._after(frame, optimizer)
+            yield
         finally:
             self._ranks.progress.hook_seconds += perf_counter() - begun
 
@@ -113,7 +110,7 @@ class Steps:
         if attachment is None:
             return step(*args, **kwargs)
         result = None if _withholds(attachment) else self._take(attachment, step, args, kwargs)
-        self._ends(frame, args[0])
+        self._after(frame, args[0])
         return result
 
     def _take(self, attachment: Attachment, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -168,6 +165,10 @@ class Steps:
         return any(p.grad is not None for p in attachment.parameters)
 
     def _after(self, frame: FrameType, optimizer: Optimizer) -> None:
+        with self._timed():
+            self._end(frame, optimizer)
+
+    def _end(self, frame: FrameType, optimizer: Optimizer) -> None:
         ended = [step for step in self._under_way if step[0] is frame]
         if not ended:
             return

@@ -79,7 +79,7 @@ def start(world: World, *, explicit: bool = False) -> None:
     if runtime.hooked:
         module.install(modules)
     if not runtime.ranks.alone:
-        within_backward.BackwardWatch(runtime).install()
+        within_backward.install(runtime)
         moved.install(runtime)
         cuda_graphs.install(runtime)
         gradient.install(runtime, modules)

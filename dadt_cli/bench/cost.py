@@ -170,13 +170,8 @@ def allreduce(figures: MeasuredCosts, size: int, compression: str, hosts: int) -
 
 def seconds(figures: MeasuredCosts, way: Combination, hosts: int) -> float:
     """Return the predicted seconds of one training step with the algorithm and compression `way` on `hosts` hosts."""
-    if way.algorithm == "sync":
-        return _sync(figures, way.compression, hosts)
-    if way.algorithm == "pipe":
-        return _pipe(figures, way.compression, hosts)
-    if way.algorithm == "local":
-        return _local(figures, way.compression, hosts)
-    return _gossip(figures, way.compression, hosts)
+    predict = {"sync": _sync, "pipe": _pipe, "local": _local, "gossip": _gossip}[way.algorithm]
+    return predict(figures, way.compression, hosts)
 
 
 def rates(figures: MeasuredCosts, hosts: Sequence[int]) -> dict[Combination, list[float]]:
@@ -211,7 +206,7 @@ def _sync(figures: MeasuredCosts, compression: str, hosts: int) -> float:
 def _pipe(figures: MeasuredCosts, compression: str, hosts: int) -> float:
     compute = figures.compute["pipe"]
     codec, low_rank = _codec(compression)
-    exchange = _exchange(figures, compression, hosts)
+    exchange = _weights(figures, compression, hosts) + _buffers(figures, hosts)
     if low_rank:
         return max(compute + figures.low_rank, exchange + _second(figures, hosts))
     return max(compute + _stolen(figures, figures.bytes, codec), exchange)
@@ -265,10 +260,6 @@ def _weights(figures: MeasuredCosts, compression: str, hosts: int) -> float:
     codec, low_rank = _codec(compression)
     sizes = [_halves(bucket)[0] if low_rank else bucket.bytes for bucket in figures.buckets]
     return sum(allreduce(figures, size, codec, hosts) for size in sizes)
-
-
-def _exchange(figures: MeasuredCosts, compression: str, hosts: int) -> float:
-    return _weights(figures, compression, hosts) + _buffers(figures, hosts)
 
 
 def _second(figures: MeasuredCosts, hosts: int) -> float:

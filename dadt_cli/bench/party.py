@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
@@ -50,18 +50,17 @@ class Party:
         train its task."""
         said = self._receive(self._lines, START_SECONDS)
         for each in said:
-            if "refused" in each:
-                raise ConfigError(each["refused"])
-        hellos = [(Hello(**each["hello"]), line) for each, line in zip(said, self._lines, strict=True)]
-        hellos.sort(key=lambda pair: pair[0].rank)
+            if isinstance(each, ConfigError):
+                raise each
+        hellos = sorted(zip(said, self._lines, strict=True), key=lambda pair: pair[0].rank)
         self.hellos, self._lines = [hello for hello, _ in hellos], [line for _, line in hellos]
 
     def train(self, lead: int, steps: int) -> list[Worked]:
         """Have all workers train `lead` uncounted and then `steps` counted steps, and return each rank's measurements.
         Exchanges left over from earlier steps finish within the uncounted steps."""
         for line in self._lines:
-            line.send(asdict(StepOrder(lead, steps)))
-        return [Worked(**each) for each in self._receive(self._lines, TURN_SECONDS)]
+            line.send(StepOrder(lead, steps))
+        return self._receive(self._lines, TURN_SECONDS)
 
     def dismiss(self) -> None:
         for line in self._lines:

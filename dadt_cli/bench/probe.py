@@ -20,6 +20,7 @@ from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.meet import Apart
 from dadt.comm.keepalive import leak
+from dadt.control.machine import cores
 from dadt.inject import worker
 from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
 from dadt.train.exchange.step_metadata import StepMetadata
@@ -105,7 +106,7 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
     found = ProbeResult(
         cross_rank=runtime.ranks.world.cross_rank,
         local_size=runtime.ranks.world.local_size,
-        cores=_cores(),
+        cores=cores(),
         threads=torch.get_num_threads(),
         executor=ranks.executor,
         alpha=alpha,
@@ -240,32 +241,25 @@ class _Ranks:
 
     def _round_trip(self, other: int) -> float:
         letter = torch.zeros(2)
+        ways = [self._group.send, self._group.recv]
         times = []
         for turn in range(ROUND_TRIPS + 5):
             begun = time.perf_counter()
-            if self._world.rank == 0:
-                self._group.send([letter], other, 0).wait()
-                self._group.recv([letter], other, 0).wait()
-            else:
-                self._group.recv([letter], other, 0).wait()
-                self._group.send([letter], other, 0).wait()
+            for move in ways if self._world.rank == 0 else reversed(ways):
+                move([letter], other, 0).wait()
             if turn >= 5:
                 times.append(time.perf_counter() - begun)
         return statistics.median(times)
 
     def _both_ways(self, other: int, size: int) -> float:
         mine, theirs = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-        self._round_trip_once(other)
+        self._swap(torch.zeros(1), torch.zeros(1), other, 2)
         begun = time.perf_counter()
-        works = [self._group.recv([theirs], other, 1), self._group.send([mine], other, 1)]
-        for work in works:
-            work.wait()
+        self._swap(mine, theirs, other, 1)
         return time.perf_counter() - begun
 
-    def _round_trip_once(self, other: int) -> None:
-        sign = torch.zeros(1)
-        works = [self._group.recv([torch.zeros(1)], other, 2), self._group.send([sign], other, 2)]
-        for work in works:
+    def _swap(self, mine: torch.Tensor, theirs: torch.Tensor, other: int, tag: int) -> None:
+        for work in [self._group.recv([theirs], other, tag), self._group.send([mine], other, tag)]:
             work.wait()
 
     def _together(self) -> None:
@@ -387,12 +381,6 @@ def _run_and_waited() -> tuple[float, float]:
     except OSError:
         return time.thread_time(), 0.0  # kernels without schedstat do not count the time that a thread waits
     return 1e-9 * int(ran), 1e-9 * int(waited)
-
-
-def _cores() -> int:
-    from dadt.control.machine import cores
-
-    return cores()
 
 
 def _finish(device: torch.device) -> None:

@@ -13,7 +13,6 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -55,12 +54,12 @@ def main() -> None:
         try:
             training = BenchTraining(asked)
         except ConfigError as error:
-            line.send({"refused": str(error)})
+            line.send(error)
             return
-        line.send({"hello": asdict(training.hello)})
+        line.send(training.hello)
         try:
             while (turn := line.recv()) is not None:
-                line.send(asdict(training.work(StepOrder(**turn))))
+                line.send(training.work(turn))
         except (EOFError, ConnectionError):  # the process that measures has ended, so no more orders will come
             return
 

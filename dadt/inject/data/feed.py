@@ -6,16 +6,13 @@ import functools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Share, StepShare
+from dadt.inject.data.view import BatchView
 from dadt.train.batch_weight import Pass
 from dadt.train.runtime import Runtime
-
-if TYPE_CHECKING:
-    pass
-
 
 FEW_BATCHES = 3
 """Minimum number of steps of a pass to judge before its end whether the script trains: in a shorter pass, a script may
@@ -71,7 +68,7 @@ class Order:
         return getattr(self.source, name)
 
 
-class Feed:
+class Feed(BatchView):
     """Iterator over the batches of a map-style data set on a rank that trains on its share. Counts samples as batches
     are handed out."""
 
@@ -109,16 +106,8 @@ class Feed:
             self.batches = start()
         return self
 
-    def __iter__(self) -> Feed:
-        return self
-
     def __len__(self) -> int:
         return len(self.share)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batches":
-            raise AttributeError(name)
-        return getattr(self.batches, name)
 
     def __next__(self) -> Any:
         try:
@@ -162,7 +151,7 @@ class Feed:
             self.over((self.runtime.ranks.step, self.runtime.script.backwards) != self._before)
 
 
-class Undecided:
+class Undecided(BatchView):
     """Iterator of a loader whose role (training or evaluation) is decided when the first batch is requested: scripts
     create iterators before they choose between training and evaluation, or even before they have an optimizer."""
 
@@ -184,9 +173,6 @@ class Undecided:
         self._before = self._runtime.script.backwards
         return self._begin()
 
-    def __iter__(self) -> Undecided:
-        return self
-
     def __next__(self) -> Any:
         try:
             return next(self.batches)
@@ -196,8 +182,3 @@ class Undecided:
 
     def __len__(self) -> int:
         return self._length()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.batches, name)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dadt.inject.data.samplers import Loader, sampler_slot
-from dadt.inject.data.view import like
+from dadt.inject.data.view import BatchView, like
 
 if TYPE_CHECKING:
     from dadt.train.runtime import Runtime
@@ -81,23 +81,15 @@ class Rest:
         return self._indices
 
 
-class Aside:
+class Aside(BatchView):
     """Iterator that marks all tensor reads made while a batch is produced as not being the script's own."""
 
     def __init__(self, rank: Runtime, batches: Iterator[Any]) -> None:
-        self._rank, self._batches = rank, batches
-
-    def __iter__(self) -> Aside:
-        return self
+        self._rank, self.batches = rank, batches
 
     def __next__(self) -> Any:
         with self._rank.replay.aside():
-            return next(self._batches)
+            return next(self.batches)
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_rank", "_batches"):
-            raise AttributeError(name)
-        return getattr(self._batches, name)
+        return len(self.batches)

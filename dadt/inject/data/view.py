@@ -1,10 +1,25 @@
-"""Creates copies of a DataLoader's attributes in new objects, which torch iterates in place of the loader."""
+"""Objects that look like a DataLoader or like its iterator: torch iterates over the former in place of the loader, the
+script over the latter."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from dadt.inject.data.samplers import Loader
+
+
+class BatchView:
+    """An iterator over batches that has the attributes of the one behind it, `batches`."""
+
+    batches: Any
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.batches, name)
 
 
 def without_end(kind: type[Loader]) -> type[Loader]:

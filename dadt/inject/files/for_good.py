@@ -13,10 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from os import open as os_open
 
 # Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
-from os import link, mkdir, rename, symlink, unlink
-from os import open as os_open
+from os import rename, unlink
 from typing import Any
 
 from dadt.inject.files.journal import PAUSE_SECONDS, WrittenJournal
@@ -56,15 +56,6 @@ class ForGood:
             self.journal.wrote(path)
             return os_open(path, flags, mode)
 
-    def mkdir(self, given: Any, path: str, mode: int, shared: bool) -> None:
-        self._make(path, shared, lambda: mkdir(given, mode))
-
-    def symlink(self, given: Any, source: Any, path: str, shared: bool) -> None:
-        self._make(path, shared, lambda: symlink(source, given))
-
-    def link(self, given: Any, source: Any, path: str, shared: bool, **kwargs: Any) -> None:
-        self._make(path, shared, lambda: link(source, given, **kwargs))
-
     def remove(self, path: str, shared: bool, act: Callable[[], Any]) -> None:
         """Remove a real file or folder by calling `act`, unless another rank has already removed it."""
         with self.journal.turn() if shared else nullcontext():
@@ -81,7 +72,8 @@ class ForGood:
             if target is not None:
                 self.journal.wrote(target)
 
-    def _make(self, path: str, shared: bool, act: Callable[[], Any]) -> None:
+    def make(self, path: str, shared: bool, act: Callable[[], Any]) -> None:
+        """Make a real folder or link by calling `act`, unless another rank has already made it."""
         with self.journal.turn() if shared else nullcontext():
             if shared and kind(path) is not None and self.is_made(path):
                 return

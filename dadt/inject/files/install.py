@@ -161,7 +161,7 @@ def opened(
     if is_held(mode, closefd) and (raw := overlay.open_held(file, mode)) is not None:
         return wrapped(raw, mode, buffering, encoding, errors, newline)
 
-    def opener(name: Any, flags: int) -> int:
+    def opener(name: Any, flags: int) -> Any:
         return overlay.open(name, flags, 0o666)
 
     return original(file, mode, buffering, encoding, errors, newline, closefd, opener)

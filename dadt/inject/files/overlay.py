@@ -6,6 +6,7 @@ Libraries that read or write without Python's `open`, `os` and `shutil` (such as
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import stat
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 # Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
-from os import chdir, listdir, lstat, mkdir, rename, rmdir, scandir, symlink, truncate, unlink
+from os import chdir, link, listdir, lstat, mkdir, rename, rmdir, scandir, symlink, truncate, unlink
 from os import open as os_open
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,25 @@ from dadt.inject.files.reopening import reopen
 from dadt.inject.files.tree import Tree, copy, error, kind, named, pattern
 from dadt.inject.files.until_closed import HeldFiles, UntilClosed
 from dadt.inject.files.writers import WriteRole, Writers
+
+
+def on_kept_paths(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for a method of Overlay that gets a path as given and as absolute path, and then further
+    arguments of `original`, which is called for paths of which ranks get no private copies. Errors name the given
+    path."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Overlay, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
+            if (known := self.path(path, dir_fd)) is None:
+                return original(path, *args, **(kwargs if dir_fd is None else {**kwargs, "dir_fd": dir_fd}))
+            with named(path):
+                return method(self, path, known, *args, **kwargs)
+
+        return call
+
+    return decorate
+
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -112,26 +132,21 @@ class Overlay(Tree):
 
         return call
 
-    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        known = self.path(path, dir_fd)
-        if known is None:
-            return os_open(path, flags, mode, dir_fd=dir_fd)
+    @on_kept_paths(os_open)
+    def open(self, path: Any, known: str, flags: int, mode: int = 0o777) -> int:
         if not flags & WRITES:
             self._tell(known)
-            with named(path):
-                return os_open(self.where(known), flags, mode)
-        with named(path):
-            there = kind(self.where(known))
-            if not ((there is None and flags & os.O_CREAT) or there in (stat.S_IFREG, stat.S_IFLNK)):
-                return os_open(self.where(known), flags, mode)
-            role = self.role(known)
-            if role is not WriteRole.APART:
-                self.reveal(known)
-                return self._for_good.open(known, flags, mode, self.writers.is_shared)
-            appeared = self._appeared(known)
-            if flags & os.O_EXCL and there is not None and not appeared:
-                raise error(errno.EEXIST, path)
-            return os_open(self._begin(known, flags, appeared), flags, mode)
+            return os_open(self.where(known), flags, mode)
+        there = kind(self.where(known))
+        if not ((there is None and flags & os.O_CREAT) or there in (stat.S_IFREG, stat.S_IFLNK)):
+            return os_open(self.where(known), flags, mode)
+        if self.role(known) is not WriteRole.APART:
+            self.reveal(known)
+            return self._for_good.open(known, flags, mode, self.writers.is_shared)
+        appeared = self._appeared(known)
+        if flags & os.O_EXCL and there is not None and not appeared:
+            raise error(errno.EEXIST, path)
+        return os_open(self._begin(known, flags, appeared), flags, mode)
 
     def open_held(self, given: Any, mode: str) -> UntilClosed | None:
         """Return the file, open for writing, if this rank writes a private copy until it is closed; else None."""
@@ -156,73 +171,56 @@ class Overlay(Tree):
             truncate(private, max(before, 0))  # another rank has begun to write the file while it was copied
         return private
 
-    def truncate(self, path: Any, length: int) -> None:
-        known = self.path(path)
-        with named(path):
-            if known is None:
-                truncate(path, length)
-            elif self.role(known) is WriteRole.APART:
-                truncate(self.place(known, keep=True), length)
-            else:
-                os.close(self.open(path, os.O_WRONLY))
-                truncate(self.where(known), length)
+    @on_kept_paths(truncate)
+    def truncate(self, path: Any, known: str, length: int) -> None:
+        if self.role(known) is WriteRole.APART:
+            truncate(self.place(known, keep=True), length)
+        else:
+            os.close(self.open(path, os.O_WRONLY))
+            truncate(self.where(known), length)
 
-    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        known = self.path(path, dir_fd)
-        if known is None:
-            mkdir(path, mode, dir_fd=dir_fd)
+    @on_kept_paths(mkdir)
+    def mkdir(self, path: Any, known: str, mode: int = 0o777) -> None:
+        if self.role(known) is not WriteRole.APART:
+            self._for_good.make(known, self.writers.is_shared, lambda: mkdir(path, mode))
             return
-        with named(path):
-            if self.role(known) is not WriteRole.APART:
-                self._for_good.mkdir(path, known, mode, self.writers.is_shared)
-                return
-            where = self.where(known)
-            if self.exists(known) and not (where == known and (self._appeared(known) or self._for_good.is_made(known))):
-                raise error(errno.EEXIST, path)
-            self._prepare(os.path.dirname(known))
-            self.reveal(known)
-            mkdir(self.tree + known, mode | stat.S_IRWXU)
-            if where == self._none:
-                self._cover(known)
+        where = self.where(known)
+        if self.exists(known) and not (where == known and (self._appeared(known) or self._for_good.is_made(known))):
+            raise error(errno.EEXIST, path)
+        self._prepare(os.path.dirname(known))
+        self.reveal(known)
+        mkdir(self.tree + known, mode | stat.S_IRWXU)
+        if where == self._none:
+            self._cover(known)
 
-    def chdir(self, path: Any) -> None:
-        known = self.path(path)
-        where = path if known is None else self.where(known)
-        if known is not None and where != self._none and kind(known) == stat.S_IFDIR:
-            where = known  # a real folder is used where it exists, so that getcwd() returns its real name
-        with named(path):
-            chdir(where)
+    @on_kept_paths(chdir)
+    def chdir(self, path: Any, known: str) -> None:
+        where = self.where(known)
+        # a real folder is used where it exists, so that getcwd() returns its real name
+        chdir(known if where != self._none and kind(known) == stat.S_IFDIR else where)
 
-    def remove(self, path: Any, *, dir_fd: int | None = None) -> None:
+    @on_kept_paths(unlink)
+    def remove(self, path: Any, known: str) -> None:
         """Remove a file. If only private copies are written, it may be missing: the first rank may have removed it."""
-        known = self.path(path, dir_fd)
-        if known is None:
-            unlink(path, dir_fd=dir_fd)
+        if self.role(known) is not WriteRole.APART:
+            self._remove_for_good(known, lambda: unlink(path))
             return
-        with named(path):
-            if self.role(known) is not WriteRole.APART:
-                self._remove_for_good(known, lambda: unlink(path))
-                return
-            where = self.where(known)
-            if kind(where) == stat.S_IFDIR:
-                raise error(errno.EISDIR, path)
-            if where not in (known, self._none):
-                unlink(where)
-            if where != self._none:
-                self._drop(known)
+        where = self.where(known)
+        if kind(where) == stat.S_IFDIR:
+            raise error(errno.EISDIR, path)
+        if where not in (known, self._none):
+            unlink(where)
+        if where != self._none:
+            self._drop(known)
 
-    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        known = self.path(path, dir_fd)
-        if known is None:
-            rmdir(path, dir_fd=dir_fd)
+    @on_kept_paths(rmdir)
+    def rmdir(self, path: Any, known: str) -> None:
+        if self.role(known) is not WriteRole.APART:
+            self._remove_for_good(known, lambda: rmdir(path))
             return
-        with named(path):
-            if self.role(known) is not WriteRole.APART:
-                self._remove_for_good(known, lambda: rmdir(path))
-                return
-            if self.exists(known) and not self._is_empty(known):
-                raise error(errno.ENOTEMPTY, path)
-            self._remove_tree(known)
+        if self.exists(known) and not self._is_empty(known):
+            raise error(errno.ENOTEMPTY, path)
+        self._remove_tree(known)
 
     def rmtree(self, original: Callable[..., None]) -> Callable[..., None]:
         def call(path: Any, *args: Any, **kwargs: Any) -> None:
@@ -285,7 +283,7 @@ class Overlay(Tree):
         if known is None:
             return symlink(src, dst, dir_fd=dir_fd)
         if self.role(known) is not WriteRole.APART:
-            return self._for_good.symlink(dst, src, known, self.writers.is_shared)
+            return self._for_good.make(known, self.writers.is_shared, lambda: symlink(src, dst))
         if self.exists(known) and not self._appeared(known):
             raise error(errno.EEXIST, src, dst)
         target = os.path.abspath(os.path.join(os.path.dirname(known), os.fspath(src)))
@@ -298,7 +296,7 @@ class Overlay(Tree):
         if known is None or self.role(known) is not WriteRole.APART:
             with named(src):
                 shared = known is not None and self.writers.is_shared
-                return self._for_good.link(dst, origin, known or "", shared, **kwargs)
+                return self._for_good.make(known or "", shared, lambda: link(origin, dst, **kwargs))
         if self.exists(known) and not self._appeared(known):
             raise error(errno.EEXIST, src, dst)
         with named(src), self.real():

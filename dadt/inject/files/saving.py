@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -86,6 +86,9 @@ class Saver:
                 self._thread.saves = False
 
         return save
+
+    def patch(self, name: str, owner: Any) -> None:
+        setattr(owner, name, self.saving(getattr(owner, name)))
 
     def regrouped(self) -> None:
         """Called when ranks were lost. If this rank is the first of its host, remove the incomplete files of lost
@@ -238,30 +241,16 @@ def _in_one_file(
 
 def install(runtime: Runtime, overlay: Overlay | None = None) -> Saver:
     saver = Saver(runtime, overlay)
-    saving = saver.saving
-    torch.save = torch.serialization.save = saving(torch.save)
-    torch.jit.save = saving(torch.jit.save)
-    scripted: Any = getattr(torch.jit, "RecursiveScriptModule")  # noqa: B009
-    scripted.save = saving(scripted.save)
-
-    def export(module: Any) -> None:
-        module.save = saving(module.save)
-
-    def safetensors(module: ModuleType) -> None:
-        setattr(module, "save_file", saving(module.save_file))  # noqa: B010
-
-    def tokenizers(module: Any) -> None:
-        module.Tokenizer.save = saving(module.Tokenizer.save)
+    torch.save = torch.serialization.save = saver.saving(torch.save)
+    saver.patch("save", torch.jit)
+    saver.patch("save", getattr(torch.jit, "RecursiveScriptModule"))  # noqa: B009
 
     def keras_weights(module: Any) -> None:
-        module.save_weights_only = _in_one_file(module.save_weights_only, saving)
-
-    def keras_model(module: Any) -> None:
-        module.save_model_to_hdf5 = saving(module.save_model_to_hdf5)
+        module.save_weights_only = _in_one_file(module.save_weights_only, saver.saving)
 
     after_import("keras.src.saving.saving_lib", keras_weights)
-    after_import("keras.src.legacy.saving.legacy_h5_format", keras_model)
-    after_import("torch.export", export)
-    after_import("tokenizers", tokenizers)
-    after_import("safetensors.torch", safetensors)
+    after_import("keras.src.legacy.saving.legacy_h5_format", partial(saver.patch, "save_model_to_hdf5"))
+    after_import("torch.export", partial(saver.patch, "save"))
+    after_import("tokenizers", lambda module: saver.patch("save", getattr(module, "Tokenizer")))  # noqa: B009
+    after_import("safetensors.torch", partial(saver.patch, "save_file"))
     return saver

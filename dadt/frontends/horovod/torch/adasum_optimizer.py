@@ -83,6 +83,3 @@ class _Adasum(Distributed):
     def skip_synchronize(self) -> NoReturn:
         """Raises AssertionError, as in Horovod: there is no synchronization to skip."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Does nothing: gradients accumulate until `step`, after any number of backward passes."""

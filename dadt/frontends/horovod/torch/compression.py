@@ -12,31 +12,21 @@ if TYPE_CHECKING:
 
 
 class Compressor:
-    """Base class of compressors, which make a tensor smaller before it is sent."""
+    """Base class of compressors, which make a tensor smaller before it is sent. This one leaves it as it is."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the tensor to send, and the context that `decompress` needs."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the received tensor in the form that it had before `compress`."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor as it is, and None in place of a context."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor unchanged, since `compress` did not change it."""
+        """Return the received tensor in the form that it had before `compress`."""
         return tensor
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
 
 
 class FP16Compressor(Compressor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -41,18 +42,8 @@ def wrap(
     if compression is not Compression.none:
         runtime.ranks.say(f"Compression.fp16 is the script's: {how} compresses by --compression", "warning")
     made = DistributedOptimizer(optimizer, reduction="sum" if op is ReduceOp.Sum else "mean")
-    return subclassed(made, _Delayed, _Left(names))
-
-
-class _Left:
-    """Holds the parameters' names of an optimizer whose gradients DADT's own algorithm averages. There is nothing to
-    undo in `release`."""
-
-    def __init__(self, names: dict[Tensor, str]) -> None:
-        self.names = names
-
-    def release(self) -> None:
-        """Does nothing, since DADT's own algorithm averages the gradients, and not this object."""
+    # nothing is released, as DADT's own algorithm averages the gradients, and not this object
+    return subclassed(made, _Delayed, SimpleNamespace(names=names, release=lambda: None))
 
 
 class _Delayed(Distributed):
@@ -66,6 +57,3 @@ class _Delayed(Distributed):
     def skip_synchronize(self) -> Iterator[None]:
         """Does nothing, since `step` never averages gradients twice."""
         yield
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Does nothing: gradients accumulate until `step`, after any number of backward passes."""

@@ -23,6 +23,9 @@ class Distributed:
         names: dict[torch.Tensor, str] = self._averaging.names
         return names
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Does nothing: gradients accumulate until `step`, after any number of backward passes."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle or copy the optimizer with the class that the script chose, so that the copy trains on one rank."""
         plain = plain_class(self)
