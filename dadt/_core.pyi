@@ -305,6 +305,8 @@ class Ticket:
     def done(self) -> bool: ...
     def wait(self, timeout: float) -> None:
         """As Work.wait. Also raises Mismatch, for this tensor alone, where the ranks have submitted different ones."""
+    def tell_that_it_is_waited_for(self) -> None:
+        """What `wait` tells rank 0 before it blocks."""
     @property
     def operation(self) -> str | None:
         """The name of the operation that it went with; None before that is decided."""
@@ -348,6 +350,11 @@ class Notice:
     @property
     def order(self) -> str: ...
 
+class ToldTime:
+    """The time as whoever simulates ranks tells it."""
+
+    def set(self, seconds: float) -> None: ...
+
 class Negotiation:
     """Named tensors in any order, from any thread: brings them into one order on all ranks, fuses allreduces and
     gives them to an engine that has no other user.
@@ -367,10 +374,13 @@ class Negotiation:
         buffer_bytes: int,
         group_buffer_bytes: int,
         stall_warning: float,
+        time: ToldTime | None = None,
+        cache_capacity: int = 4096,
     ) -> None:
         """broadcaster: for broadcasts; the same engine, or another. sockets: descriptors of connected streams, taken
         over: on rank 0 of each rank (its own: -1), elsewhere of rank 0. cycle: seconds that a ready tensor waits for
-        company; buffer_bytes: of a fused operation, 0: none."""
+        company; buffer_bytes: of a fused operation, 0: none. time: if given, there is no thread, and whoever simulates
+        ranks calls `turn`. cache_capacity: names that rank 0 remembers."""
     def allreduce(
         self,
         name: str,
@@ -416,6 +426,11 @@ class Negotiation:
     def close(self, timeout: float) -> None:
         """Wait until what is pending is decided, then take leave of the peers. Idempotent. CommTimeout if that took
         longer: the rest was aborted, then. The engine stays as it is."""
+    def leave(self) -> None:
+        """Take leave of the peers once what is pending is decided; does not block."""
+    def turn(self) -> float | None:
+        """Without a thread: do what there is to do now. Returns the seconds until there is more, unless a socket or a
+        call comes first; None at the end."""
     def forsake(self) -> None:
         """In a forked child: close the connections."""
     @property

@@ -49,6 +49,7 @@ void bind_ticket(py::module_& module) {
       .def_property_readonly("name", &Ticket::name)
       .def_property_readonly("done", &Ticket::done)
       .def("wait", &wait, py::arg("timeout"))
+      .def("tell_that_it_is_waited_for", &Ticket::tell_that_it_is_waited_for)
       .def_property_readonly("operation",
                              [](const Ticket& ticket) -> std::optional<std::string> {
                                const auto work = ticket.work();
@@ -83,20 +84,27 @@ void bind_ticket(py::module_& module) {
 
 void bind_negotiation(py::module_& module) {
   bind_ticket(module);
+  py::class_<ToldTime, std::shared_ptr<ToldTime>>(module, "ToldTime")
+      .def(py::init<>())
+      .def("set", &ToldTime::set, py::arg("seconds"));
   py::class_<Negotiation, std::unique_ptr<Negotiation, DeleteUnlocked>>(module, "Negotiation")
       .def(py::init([](Engine& engine, Engine& broadcaster, int rank, int world_size,
                        const std::vector<int>& sockets, double cycle, size_t buffer_bytes,
-                       size_t group_buffer_bytes, double stall_warning) {
+                       size_t group_buffer_bytes, double stall_warning, std::shared_ptr<ToldTime> time,
+                       size_t cache_capacity) {
              const NegotiationOptions options{.cycle = cycle,
                                               .buffer_bytes = buffer_bytes,
                                               .group_buffer_bytes = group_buffer_bytes,
-                                              .stall_warning = stall_warning};
+                                              .stall_warning = stall_warning,
+                                              .cache_capacity = cache_capacity};
              return std::unique_ptr<Negotiation, DeleteUnlocked>(
-                 new Negotiation(engine, broadcaster, rank, world_size, sockets, options));
+                 new Negotiation(engine, broadcaster, rank, world_size, sockets, options, std::move(time)));
            }),
            py::arg("engine"), py::arg("broadcaster"), py::arg("rank"), py::arg("world_size"),
            py::arg("sockets"), py::arg("cycle"), py::arg("buffer_bytes"), py::arg("group_buffer_bytes"),
-           py::arg("stall_warning"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+           py::arg("stall_warning"), py::arg("time").none(true) = py::none(),
+           py::arg("cache_capacity") = NegotiationOptions().cache_capacity, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>())
       .def("allreduce", &allreduce, py::arg("name"), py::arg("signature"), py::arg("layout"),
            py::arg("inputs"), py::arg("outputs"), py::arg("reduction"), py::arg("group") = "",
            py::arg("group_size") = 0)
@@ -116,7 +124,9 @@ void bind_negotiation(py::module_& module) {
           py::arg("reason"), py::arg("lost") = false)
       .def("notices", &Negotiation::notices, py::arg("timeout"), Unlocked())
       .def("order", &Negotiation::order, py::arg("text"))
+      .def("leave", &Negotiation::leave)
       .def("close", &Negotiation::close, py::arg("timeout"), Unlocked())
+      .def("turn", &Negotiation::turn)
       .def("forsake", &Negotiation::forsake)
       .def_property_readonly("closed", &Negotiation::closed)
       .def_property_readonly("error",

@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <cmath>
+
 #include "base/thread.h"
 #include "negotiation/negotiation_state.h"
 
@@ -27,7 +29,8 @@ Request request_of(const Operation& operation, std::string signature, std::strin
 }  // namespace
 
 Negotiation::Negotiation(Engine& engine, Engine& broadcaster, int rank, int world_size,
-                         const std::vector<int>& sockets, const NegotiationOptions& options)
+                         const std::vector<int>& sockets, const NegotiationOptions& options,
+                         std::shared_ptr<const ToldTime> time)
     : pid_(getpid()), state_(std::make_shared<NegotiationState>()) {
   check_rank(rank, world_size);
   const size_t expected = world_size == 1 ? sockets.size() : rank == 0 ? world_size : 1;
@@ -41,11 +44,13 @@ Negotiation::Negotiation(Engine& engine, Engine& broadcaster, int rank, int worl
   state_->rank = rank;
   state_->world_size = world_size;
   state_->options = options;
+  state_->time = std::move(time);
   state_->gone.resize(world_size);
   for (size_t i = 0; i < sockets.size(); ++i) {
     if (sockets[i] >= 0) state_->links.push_back(std::make_unique<Link>(sockets[i], static_cast<int>(i)));
   }
   if (rank == 0) state_->coordinator.emplace(world_size, options);
+  if (state_->time != nullptr) return;
   state_->thread = start_thread("dadt-names", [state = state_.get()] { state->run(); });
 }
 
@@ -98,7 +103,7 @@ std::shared_ptr<Ticket> Negotiation::submit(Operation operation, std::string sig
       entry->second.request = std::move(request);
       const bool was_full = state.fresh_bytes >= state.options.buffer_bytes;
       rings = state.fresh.empty();
-      if (rings) state.fresh_since = Clock::now();
+      if (rings) state.fresh_since = state.now();
       state.fresh.push_back(&entry->second);
       state.fresh_bytes += bytes;
       rings = rings || (!was_full && state.fresh_bytes >= state.options.buffer_bytes);
@@ -160,21 +165,24 @@ void Negotiation::order(const std::string& text) {
   state_->alarm->notify();
 }
 
+void Negotiation::leave() {
+  if (inert()) return;
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->closing = true;
+  }
+  state_->alarm->notify();
+}
+
 void Negotiation::close(double timeout) {
   if (inert()) return;
   NegotiationState& state = *state_;
   const auto deadline = deadline_after(timeout);
-  bool first = false;
-  {
-    const std::lock_guard lock(state.mutex);
-    first = !state.closing;
-    state.closing = true;
-  }
-  if (!first) {  // another thread closes, or has
+  if (state.is_closing.exchange(true)) {  // another thread closes, or has
     state.event.wait([&] { return state.is_closed.load(); }, deadline);
     return;
   }
-  state.alarm->notify();
+  leave();
   const auto settled = [&] { return state.is_finished.load(); };
   while (!settled() && Clock::now() < deadline) state.event.wait(settled, deadline);
   std::optional<Error> late;
@@ -184,7 +192,8 @@ void Negotiation::close(double timeout) {
   }
   state.is_stopping = true;
   state.alarm->notify();
-  state.thread.join();
+  if (state.time != nullptr) state.turn();
+  if (state.thread.joinable()) state.thread.join();
   state.is_closed = true;
   state.event.notify();
   if (late) throw *late;
@@ -195,6 +204,15 @@ bool Negotiation::closed() const { return state_->is_closed; }
 std::optional<Error> Negotiation::error() const {
   if (inert()) return std::nullopt;
   return state_->first_error();
+}
+
+std::optional<double> Negotiation::turn() {
+  check_alive();
+  if (state_->time == nullptr) throw std::runtime_error("the negotiation's own thread takes its turns");
+  state_->alarm->reset();
+  if (!state_->turn()) return std::nullopt;
+  const auto at = state_->wake_at();
+  return at == Clock::time_point::max() ? HUGE_VAL : seconds_between(state_->now(), at);
 }
 
 void Negotiation::forsake() {

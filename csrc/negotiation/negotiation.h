@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,6 +20,19 @@ struct Notice {
   std::string order;
 };
 
+// The time as whoever simulates ranks tells it.
+class ToldTime {
+ public:
+  void set(double seconds) { seconds_ = seconds; }
+  Clock::time_point now() const {
+    return Clock::time_point(
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds_)));
+  }
+
+ private:
+  std::atomic<double> seconds_{0};
+};
+
 // Named tensors in any order, from any thread: brings them into one order on all ranks, fuses them and gives
 // them to engines that have no other user. One thread, which sleeps while there is nothing to do.
 //
@@ -30,8 +44,10 @@ class Negotiation {
  public:
   // sockets: connected streams, taken over. On rank 0 that of each rank (its own: -1), elsewhere that of rank
   // 0. broadcaster: the engine for broadcasts, the same one or another. The engines must live longer.
+  // time: where it is given, there is no thread: whoever simulates ranks calls `turn`, at the time that it
+  // tells.
   Negotiation(Engine& engine, Engine& broadcaster, int rank, int world_size, const std::vector<int>& sockets,
-              const NegotiationOptions& options);
+              const NegotiationOptions& options, std::shared_ptr<const ToldTime> time = nullptr);
   // Aborts what is pending and joins the thread.
   ~Negotiation();
   Negotiation(const Negotiation&) = delete;
@@ -58,12 +74,19 @@ class Negotiation {
   // On rank 0: a notice for all other ranks.
   void order(const std::string& text);
 
+  // Any thread; does not block: takes leave of the peers once what is pending is decided.
+  void leave();
+
   // Blocks until what is pending is decided, then takes leave of the peers. Idempotent. Error(kTimeout) if
   // that took longer than `timeout` seconds; the rest was aborted, then.
   void close(double timeout);
 
   bool closed() const;
   std::optional<Error> error() const;
+
+  // Without a thread: does what there is to do now. Returns the seconds until there is more, unless a socket
+  // or a call of this rank's comes first; none at the end.
+  std::optional<double> turn();
 
   // Closes the sockets in a forked child: they would hide this process's end from its peers.
   void forsake();

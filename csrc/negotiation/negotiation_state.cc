@@ -12,6 +12,10 @@ namespace {
 constexpr double kEngineCheck = 0.1;
 constexpr double kFarewell = 1.0;
 
+Clock::duration duration(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
 template <typename T>
 void append(std::vector<T>& to, const std::vector<T>& more) {
   to.insert(to.end(), more.begin(), more.end());
@@ -22,9 +26,16 @@ void append(std::vector<T>& to, const std::vector<T>& more) {
 // The thread ------------------------------------------------------------------------------------------
 
 void NegotiationState::run() {
+  do {
+    sleep();
+  } while (turn());
+}
+
+// Once round; false at the end.
+bool NegotiationState::turn() {
+  if (is_finished) return false;
   try {
-    while (turn()) {
-    }
+    if (look_round()) return true;
   } catch (const Error& reason) {
     fail({rank, reason.code(), reason.what()});
   } catch (const std::exception& reason) {
@@ -34,11 +45,10 @@ void NegotiationState::run() {
   for (const auto& link : links) link->close();
   is_finished = true;
   event.notify();
+  return false;
 }
 
-// Once round; false at the end.
-bool NegotiationState::turn() {
-  sleep();
+bool NegotiationState::look_round() {
   for (const auto& link : links) receive(*link);
   for (const Engine* each : {engine, broadcaster}) {
     if (const auto error = each->error()) fail({rank, error->code(), error->what()});
@@ -55,7 +65,7 @@ bool NegotiationState::turn() {
   for (const auto& link : links) link->flush();
   const bool all_closed =
       std::none_of(links.begin(), links.end(), [](const auto& link) { return link->open(); });
-  return !is_stopping && !(farewell && (all_closed || Clock::now() >= *farewell));
+  return !is_stopping && !(farewell && (all_closed || now() >= *farewell));
 }
 
 void NegotiationState::sleep() {
@@ -78,49 +88,48 @@ void NegotiationState::sleep() {
 Clock::time_point NegotiationState::wake_at() {
   Clock::time_point at = farewell.value_or(Clock::time_point::max());
   if (has_error) return at;
-  if (is_due(Clock::now())) return Clock::now();
+  if (is_due(now())) return now();
   if (coordinator) at = std::min(at, coordinator->next());
   while (!running.empty() && running.front()->done()) running.pop_front();
-  if (!running.empty()) at = std::min(at, deadline_after(kEngineCheck));
+  if (!running.empty()) at = std::min(at, now() + duration(kEngineCheck));
   // It may have failed since it was looked at, and its operations with it.
-  if (engine->error() || broadcaster->error()) return Clock::now();
+  if (engine->error() || broadcaster->error()) return now();
   const std::lock_guard lock(mutex);
-  if (!pending.empty()) at = std::min(at, deadline_after(kEngineCheck));
-  if (!fresh.empty())
-    at = std::min(at, fresh_since + std::chrono::duration_cast<Clock::duration>(
-                                        std::chrono::duration<double>(options.cycle / 2)));
+  if (!pending.empty()) at = std::min(at, now() + duration(kEngineCheck));
+  if (!fresh.empty()) at = std::min(at, fresh_since + duration(options.cycle / 2));
   return at;
 }
 
 void NegotiationState::receive(Link& link) {
   if (!link.open()) return;
   const bool alive = link.receive();
-  while (const auto message = link.next()) hear(link, *message);
+  // What comes after a goodbye is nobody's.
+  for (auto message = link.next(); message && link.open(); message = link.next()) hear(link, *message);
   if (!alive && link.open()) lose(link);
 }
 
 void NegotiationState::hear(Link& link, const Link::Message& message) {
-  const auto now = Clock::now();
+  const bool is_from_rank_0 = !coordinator;
   switch (message.type) {
     case MessageType::kReport:
-      if (coordinator && !has_error) coordinator->take(link.peer(), decode_report(message.body), now);
+      if (is_from_rank_0) break;
+      if (!has_error) coordinator->take(link.peer(), decode_report(message.body), now());
       return;
     case MessageType::kDecision:
+      if (!is_from_rank_0) break;
       if (!has_error) follow(decode_decision(message.body));
       return;
-    case MessageType::kGivingUp: {
-      const GivingUp reason = decode_giving_up(message.body);
-      fail(reason);
-      if (coordinator) send_to_all(encode(reason), link.peer());
-      return;
-    }
+    case MessageType::kGivingUp:
+      // Rank 0 passes the first one on as its own; all ranks that it tells answer with theirs.
+      return fail(decode_giving_up(message.body));
     case MessageType::kGoodbye:
       gone[link.peer()] = true;
       link.close();
-      if (coordinator) coordinator->leave(link.peer(), now);
+      if (coordinator) coordinator->leave(link.peer(), now());
       return;
     case MessageType::kOrder:
-      return notify({std::nullopt, message.body});
+      if (!is_from_rank_0) break;
+      return notify({{std::nullopt, message.body}});
   }
   throw Error(Code::kComm, "rank " + std::to_string(link.peer()) + " sent what is no message of DADT's");
 }
@@ -147,18 +156,18 @@ std::string NegotiationState::title_of_pending() {
 }
 
 // Whether this rank has something to tell that should not wait for more.
-bool NegotiationState::is_due(Clock::time_point now) {
+bool NegotiationState::is_due(Clock::time_point at) {
   const std::lock_guard lock(mutex);
   const bool waits = alarm->waiters > 0 || (closing && !pending.empty());
   if (join_is_fresh || (waits && told_to_wait != followed + 1)) return true;
   if (fresh.empty()) return false;
   return waits || fresh_bytes >= options.buffer_bytes ||
-         seconds_between(fresh_since, now) >= options.cycle / 2;
+         seconds_between(fresh_since, at) >= options.cycle / 2;
 }
 
 // Tells rank 0 what has been submitted here.
 void NegotiationState::report() {
-  if (!is_due(Clock::now())) return;
+  if (!is_due(now())) return;
   Report report;
   std::vector<Pending*> told;
   {
@@ -183,22 +192,27 @@ void NegotiationState::report() {
   }
   if (report.waits) told_to_wait = followed + 1;
   if (coordinator) {
-    coordinator->take(rank, report, Clock::now());
+    coordinator->take(rank, report, now());
   } else {
     links[0]->send(encode(report));
   }
 }
 
 void NegotiationState::decide() {
-  const auto now = Clock::now();
-  while (const auto decision = coordinator->decide(now)) {
+  const auto at = now();
+  while (const auto decision = coordinator->decide(at)) {
     send_to_all(encode(*decision));
     follow(*decision);
   }
-  for (Stall& stall : coordinator->stalls(now)) notify({std::move(stall), {}});
+  std::vector<Notice> news;
+  for (Stall& stall : coordinator->stalls(at)) news.push_back({std::move(stall), {}});
+  notify(std::move(news));
 }
 
 void NegotiationState::follow(const Decision& decision) {
+  if (decision.number != followed + 1)
+    throw Error(Code::kComm, "rank 0 has sent decision " + std::to_string(decision.number) + " after " +
+                                 std::to_string(followed));
   followed = decision.number;
   for (const auto& [id, name] : decision.admitted) {
     names[id] = name;
@@ -280,13 +294,13 @@ void NegotiationState::start(const Batch& batch) {
     throw;
   }
   running.push_back(work);
-  const auto now = Clock::now();
+  const auto decided = Clock::now();
   Timeline* timeline = to->timeline();
   for (size_t i = 0; i < taken.size(); ++i) {
     Pending& one = taken[i];
     Known& known_as = known[one.request.name];
     if (!known_as.request) known_as = {batch.ids[i], std::move(one.request)};
-    if (timeline != nullptr) timeline->negotiated(one.ticket->name(), one.ticket->submitted(), now);
+    if (timeline != nullptr) timeline->negotiated(one.ticket->name(), one.ticket->submitted(), decided);
     one.ticket->run(work);
   }
 }
@@ -303,7 +317,7 @@ void NegotiationState::drop(uint64_t id) {
   if (found == pending.end() || !found->second.sent || found->second.sent_as != id) return;
   found->second.sent = false;
   found->second.sent_as = 0;
-  if (fresh.empty()) fresh_since = Clock::now();
+  if (fresh.empty()) fresh_since = now();
   fresh.push_back(&found->second);
   join_is_fresh = joining != nullptr;  // rank 0 counts nobody as joined whose requests it has not understood
 }
@@ -373,10 +387,11 @@ void NegotiationState::settle_all(const Error& error) {
 
 // Notices, orders, the end ----------------------------------------------------------------------------
 
-void NegotiationState::notify(Notice notice) {
+void NegotiationState::notify(std::vector<Notice> news) {
+  if (news.empty()) return;
   {
     const std::lock_guard lock(mutex);
-    notices.push_back(std::move(notice));
+    for (Notice& notice : news) notices.push_back(std::move(notice));
     has_notices = true;
   }
   event.notify();
@@ -399,14 +414,12 @@ void NegotiationState::take_leave() {
   }
   send_to_all(encode(MessageType::kGoodbye, {}));
   for (const auto& link : links) link->finish();
-  farewell = deadline_after(kFarewell);
+  farewell = now() + duration(kFarewell);
   is_leaving = true;
 }
 
-void NegotiationState::send_to_all(const std::string& message, int but) {
-  for (const auto& link : links) {
-    if (link->peer() != but) link->send(message);
-  }
+void NegotiationState::send_to_all(const std::string& message) {
+  for (const auto& link : links) link->send(message);
 }
 
 }  // namespace dadt

@@ -31,6 +31,7 @@ struct NegotiationState {
   int rank = 0;
   int world_size = 1;
   NegotiationOptions options;
+  std::shared_ptr<const ToldTime> time;  // null: the system's clock counts, and there is a thread
   std::shared_ptr<Alarm> alarm = std::make_shared<Alarm>();
 
   // Any thread.
@@ -40,6 +41,7 @@ struct NegotiationState {
   std::atomic<bool> is_leaving{false};  // goodbye is said
   std::atomic<bool> is_stopping{false};
   std::atomic<bool> is_finished{false};  // the thread is at its end
+  std::atomic<bool> is_closing{false};   // somebody is in close, or was
   std::atomic<bool> is_closed{false};
   EventCount event;
 
@@ -71,14 +73,16 @@ struct NegotiationState {
   // Whoever closes.
   std::thread thread;
 
+  Clock::time_point now() const { return time ? time->now() : Clock::now(); }
   void run();
   bool turn();
+  bool look_round();
   void sleep();
   Clock::time_point wake_at();
   void receive(Link& link);
   void hear(Link& link, const Link::Message& message);
   void lose(Link& link);
-  bool is_due(Clock::time_point now);
+  bool is_due(Clock::time_point at);
   void report();
   void decide();
   void follow(const Decision& decision);
@@ -92,10 +96,10 @@ struct NegotiationState {
   void check_rank_0();
   std::string title_of_pending();
   void settle_all(const Error& error);
-  void notify(Notice notice);
+  void notify(std::vector<Notice> news);
   void give_orders();
   void take_leave();
-  void send_to_all(const std::string& message, int but = -1);
+  void send_to_all(const std::string& message);
   std::optional<Error> first_error();
 };
 

@@ -50,6 +50,9 @@ class Ticket {
   // Blocks until done or the deadline; true if done. May return early, false, on a signal.
   bool wait(Clock::time_point deadline);
 
+  // As whoever waits: once all ranks wait, what is ready runs without waiting for company.
+  void tell_that_it_is_waited_for();
+
   // After done. Does not throw the error that it may hold. Of a fused operation: what all its tensors have in
   // common.
   const Result& result() const;
@@ -72,7 +75,6 @@ class Ticket {
 
   bool finish(std::unique_ptr<const End> end);
   const End& end() const;
-  void tell_that_it_is_waited_for();
 
   // Constant after construction.
   const std::string name_;

@@ -37,6 +37,8 @@ _TOKEN_BYTES = 32
 _RANK = struct.Struct("<I")
 _GREETING_BYTES = _TOKEN_BYTES + _RANK.size
 _DUMP = "dump"
+_MOST_TOLD = 8
+"""Largest number of tensors of which a rank prints that they wait, of those that stall at the same time."""
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 5),
@@ -160,21 +162,26 @@ class Named:
         """Body of the watch thread: prints which tensors rank 0 reports as stalled, and dumps stacks when rank 0 orders
         a dump."""
         while (notices := self._negotiation.notices(3600.0)) is not None:
-            for notice in notices:
-                if notice.stall is not None:
-                    self._tell(notice.stall)
-                elif notice.order == _DUMP:
-                    _dump(self.rank)
+            self._hear(notices)
 
-    def _tell(self, stall: _core.Stall) -> None:
-        """Handle a stalled tensor as `--on-stall` says. Printing comes after the orders to other ranks, since writing
-        fails if the reader of the output is gone."""
-        text = describe(stall)
+    def _hear(self, notices: Sequence[_core.Notice]) -> None:
+        if stalls := [notice.stall for notice in notices if notice.stall is not None]:
+            self._tell(stalls)
+        if any(notice.order == _DUMP for notice in notices):
+            _dump(self.rank)
+
+    def _tell(self, stalls: Sequence[_core.Stall]) -> None:
+        """Handle tensors that have stalled together as `--on-stall` says. Printing comes after the orders to other
+        ranks, since writing fails if the reader of the output is gone."""
+        texts = [describe(stall) for stall in stalls[:_MOST_TOLD]]
         if self._on_stall == "abort":
-            self._negotiation.abort(text)
+            self._negotiation.abort(texts[0])
         elif self._on_stall == "dump" and self._dump is None:
             self._negotiation.order(_DUMP)
-        _say(text)
+        for text in texts:
+            _say(text)
+        if (more := len(stalls) - len(texts)) > 0:
+            _say(f"{more} more tensors wait as well")
         if self._on_stall == "dump":
             (self._dump or partial(_dump, self.rank))()
 

@@ -1,0 +1,171 @@
+"""Connections of bytes between ranks: in order, cut into pieces at random, with latencies, cuts, and what a broken peer
+sends."""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+from collections.abc import Callable
+
+from simulation.world import Do, World
+
+_LENGTH = struct.Struct("<I")
+_KINDS = {1: "report", 2: "decision", 3: "giving up", 4: "goodbye", 5: "order"}
+_TEXT = re.compile(rb"[ -~]{3,}")
+MOST_SHOWN = 100
+
+Change = Callable[[bytes], list[bytes]]
+"""What becomes of one message on its way: that message, none, or several."""
+
+
+def kind_of(message: bytes) -> str:
+    """The kind of a message of the negotiation; its length goes before it."""
+    return _KINDS.get(message[4], "unknown") if len(message) > 4 else "unknown"
+
+
+def shown(message: bytes) -> str:
+    """A message as a line of a log."""
+    words = b", ".join(_TEXT.findall(message[5:]))[:MOST_SHOWN].decode()
+    return f"{kind_of(message)}, {len(message)} bytes" + (f": {words}" if words else "")
+
+
+class ByteWire:
+    """One direction of a connection between two ranks. Bytes come in order; a cut holds them up until it is mended."""
+
+    def __init__(self, world: World, name: str, latency: float, into: socket.socket, heard: Do) -> None:
+        """into: this world's end of the receiver's connection. heard: called when something has come."""
+        self._world, self._name, self._latency = world, name, latency
+        self._into, self._heard = into, heard
+        self._last = 0.0
+        self._begun = b""
+        """The first bytes of a message that is not complete yet."""
+        self._unread = bytearray()
+        """What has come while the receiver's memory was full."""
+        self._held: list[bytes | None] = []
+        self.cuts = 0
+        self.slow = 0.0
+        self.messages = self.orders = 0
+        self.sent: list[bytes] = []
+        """The newest messages."""
+        self.change: Change | None = None
+        self.open = True
+
+    def send(self, data: bytes) -> None:
+        """Pass on what the sender has written, message by message."""
+        self._begun += data
+        while len(self._begun) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._begun)[0]
+            if len(self._begun) < end:
+                return
+            message, self._begun = self._begun[:end], self._begun[end:]
+            self.messages += 1
+            self.orders += kind_of(message) == "order"
+            self.sent = [*self.sent[-7:], message]
+            for each in [message] if self.change is None else self.change(message):
+                self.put(each)
+
+    def put(self, data: bytes) -> None:
+        """Send these bytes as they are."""
+        if self.open:
+            if self._world.log is not None:
+                self._world.note(self._name, shown(data))
+            self._pass(data)
+
+    def close(self) -> None:
+        """The sender has ended: what it has sent still comes, and then the end."""
+        if self.open:
+            self.open = False
+            self._pass(None)
+
+    def vanish(self) -> None:
+        """The sender's machine is gone: nothing more comes, and no end."""
+        self.open = False
+        self._held, self.cuts = [], self.cuts + 1
+
+    def cut(self) -> None:
+        self.cuts += 1
+
+    def mend(self) -> None:
+        self.cuts -= 1
+        if not self.cuts:
+            held, self._held = self._held, []
+            for data in held:
+                self._pass(data)
+
+    def _pass(self, data: bytes | None) -> None:
+        if self.cuts:
+            self._held.append(data)
+            return
+        world = self._world
+        pieces: list[bytes | None] = [data]
+        if data and len(data) > 1 and world.random.random() < 0.1:  # TCP cuts where it likes
+            at = world.random.randrange(1, len(data))
+            pieces = [data[:at], data[at:]]
+        for piece in pieces:
+            self._last = max(self._last, world.now + world.spread(self._latency) + self.slow)
+            world.after(self._last - world.now, lambda piece=piece: self._come(piece))
+
+    def _come(self, data: bytes | None) -> None:
+        try:
+            if data is None:
+                self._into.shutdown(socket.SHUT_WR)
+            else:
+                self._unread += data
+                self.flush()
+        except OSError:
+            return  # the receiver has closed it
+        self._heard()
+
+    def flush(self) -> None:
+        """Hand over what the receiver has had no memory for so far."""
+        while self._unread:
+            try:
+                del self._unread[: self._into.send(self._unread)]
+            except BlockingIOError:
+                return
+            except OSError:
+                self._unread.clear()
+                return
+
+    def end(self) -> None:
+        """The connection has broken for the receiver: it reads its end."""
+        self._come(None)
+
+
+class RankConnection:
+    """A connection of one rank with rank 0: a pair of sockets on each side, and this world between them."""
+
+    def __init__(self, world: World, rank: int, latency: float, heard: Callable[[int], None]) -> None:
+        """heard: called with the rank to which something has come."""
+        self.rank = rank
+        ours, self.of_rank = socket.socketpair()
+        theirs, self.of_rank_0 = socket.socketpair()
+        for each in (ours, theirs):
+            each.setblocking(False)
+        self._ours = {rank: ours, 0: theirs}
+        self.wires = {
+            rank: ByteWire(world, f"{rank} -> 0", latency, theirs, lambda: heard(0)),
+            0: ByteWire(world, f"0 -> {rank}", latency, ours, lambda: heard(rank)),
+        }
+        """The two directions, by the rank that sends."""
+
+    def pump(self, sender: int) -> None:
+        """Take what a rank has written."""
+        self.wires[self.rank - sender].flush()
+        wire, ours = self.wires[sender], self._ours[sender]
+        while wire.open:
+            try:
+                data = ours.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if data:
+                wire.send(data)
+            else:
+                wire.close()
+
+    def close(self) -> None:
+        for each in self._ours.values():
+            each.close()

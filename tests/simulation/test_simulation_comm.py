@@ -1,0 +1,88 @@
+"""What ranks decide together, in a simulated world in which each seed decides all that is left open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simulation.comm_faults import NamedFault, RankDies, SendsNonsense
+from simulation.comm_mutations import COMM_MUTATIONS, comm_mutated
+from simulation.comm_negotiation import NegotiationJob
+from simulation.comm_scenario import NamedTensor, NamedTensors, draw_tensors
+from simulation.comm_search import CRASHED, KINDS
+from simulation.mutations import MOST_SEEDS
+
+SEEDS = {"negotiation": 300}
+LINES = 60
+
+
+def check(kind: str, found: tuple[Any, str] | None) -> None:
+    if found is not None:
+        again = f"again: PYTHONPATH=tests:. python -m simulation.comm --kind {kind} --replay {found[0].seed}"
+        pytest.fail("\n".join([*KINDS[kind].lines(KINDS[kind].shortest(found[0]))[-LINES:], again]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_goes_wrong_between_ranks_all_holds_that_has_to(kind: str) -> None:
+    check(kind, KINDS[kind].first_of(range(SEEDS[kind])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_gives_the_same_events(kind: str) -> None:
+    scenario = next(each for seed in range(1000) if len((each := KINDS[kind].draw(seed)).faults) > 1)
+    first, second = (KINDS[kind].lines(scenario) for _ in range(2))
+    assert first == second
+
+
+def test_64_ranks_exchange_named_tensors() -> None:
+    scenario = next(each for seed in range(10_000) if (each := draw_tensors(seed)).size == 64)
+    assert not KINDS["negotiation"].fail(scenario)
+
+
+def quiet(size: int, *faults: NamedFault, **changes: Any) -> NamedTensors:
+    """Ranks that submit the same few tensors in three rounds, and these faults."""
+    tensors = tuple(NamedTensor(f"t{number}") for number in range(3))
+    scenario = replace(
+        draw_tensors(0),
+        size=size,
+        latency=0.001,
+        rounds=(tensors,) * 3,
+        overlap=False,
+        tolerant=True,
+        cycle=0.001,
+        cache=4096,
+        step_seconds=0.1,
+        joins={},
+        faults=faults,
+    )
+    return replace(scenario, **changes)
+
+
+@pytest.mark.parametrize("how", ["doubled", "older"])
+def test_a_decision_that_comes_again_begins_nothing(how: str) -> None:
+    job = NegotiationJob(quiet(3, SendsNonsense(0.25, 0, 0, how)))
+    job.run()
+    assert any("rank 0 has sent decision" in rank.failed for rank in job.ranks)
+
+
+def test_a_decision_that_is_not_of_rank_0_is_refused() -> None:
+    job = NegotiationJob(quiet(3, SendsNonsense(0.25, 1, 0, "foreign")))
+    job.run()
+    assert all("rank 1 sent what is no message" in rank.failed for rank in (job.ranks[0], job.ranks[2]))
+
+
+def test_the_reason_of_an_end_goes_to_each_rank_once() -> None:
+    job = NegotiationJob(quiet(16, RankDies(0.2, 5, 0)))
+    job.run()
+    for each in job.connections:
+        assert each.wires[0].messages < 20, f"rank 0 sends {each.wires[0].messages} messages to rank {each.rank}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMM_MUTATIONS)
+def test_a_deliberate_fault_between_ranks_is_found(name: str) -> None:
+    with comm_mutated(name) as kind:
+        found = KINDS[kind].first_of(range(MOST_SEEDS))
+    assert found is not None and not found[1].startswith(CRASHED), found
