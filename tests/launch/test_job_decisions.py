@@ -317,5 +317,5 @@ def test_a_stopped_rank_is_not_the_cause_where_a_host_was_told_to_end_before() -
     world.say(0, "exit", rank=0, code=-9, **{**ENDED, "time": 3.0, "stopped": True})
     for rank in (0, 1):
         world.say(rank, "end", stuck=[], signal=0)
-    with pytest.raises(LaunchError, match="host2: the agent of this host .* was told to end by signal 15"):
+    with pytest.raises(LaunchError, match=r"host2: the agent of this host .* was told to end by signal 15"):
         world.job.judge(world.now, [], [])

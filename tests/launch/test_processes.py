@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 
+import pytest
 from harness.patience import PATIENCE, await_that
 
+from dadt.errors import LaunchError
+from dadt.launch.agent.worker import Worker
 from dadt.launch.ending.processes import Process
 
 SLEEP = "import os, sys, time; os.write(1, b'.'); sys.stdin.read(1); {}"
@@ -43,3 +47,19 @@ def test_another_one_with_the_same_pid_gets_no_signal() -> None:
         await_that(lambda: os.waitpid(process.pid, os.WUNTRACED | os.WNOHANG)[0], "the stop, before which no end came")
         assert process.poll() is None
         process.kill()
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_worker_for_which_no_descriptors_are_left_is_refused_in_a_sentence(left: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.dup(0) for _ in range(left + 1)]
+    for each in free:
+        os.close(each)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[left], hard))
+    try:
+        with pytest.raises(LaunchError, match="Too many open files"):
+            Worker.start(0, ["true"], {}, "/", 0)
+        for each in [os.dup(0) for _ in range(left)]:  # nothing has stayed open
+            os.close(each)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

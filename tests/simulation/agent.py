@@ -7,7 +7,6 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import TYPE_CHECKING, Any
 
-from dadt.config.version import VERSION
 from dadt.control import schema
 from dadt.control.frame import Frame, Parser
 from dadt.errors import DadtError
@@ -18,8 +17,9 @@ from dadt.launch.agent.other_hosts import OtherHosts
 from dadt.launch.agent.registry import Line, Saying
 from dadt.launch.ending import processes
 from dadt.launch.ending.signals import ENDING_SIGNALS
+from simulation.host_facts import probed, report_of
 from simulation.worker import LINE_SECONDS, Worker
-from simulation.world import Broken, Process, Timer, Wire, World, address_of
+from simulation.world import Broken, Process, Timer, Wire, World
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
@@ -47,6 +47,8 @@ class Agent:
         ahead. how: what is the matter with it as it is to join."""
         self.world, self.job, self.index, self.machine, self.clock = world, job, index, machine, clock
         self._how = how
+        self.lacks = ""
+        """What is used up on this host: `descriptors` of the agent, or the `disk`."""
         self.process = Process(world, f"host{machine}")
         self.up: Wire
         self.down: Wire
@@ -106,7 +108,7 @@ class Agent:
         self._contact.hear(self.world.now)
         self.heard = self.world.now
         if order.kind == "look":
-            self._look(order)
+            self._look()
         elif order.kind == "job":
             self._start(order)
         elif order.kind == "probe" and self.host is None:
@@ -116,38 +118,31 @@ class Agent:
             self._carry_out()
         self._wake(READ_SECONDS)
 
-    def _look(self, look: Frame) -> None:
-        """Tell what this host has, as Agent._await_job does."""
-        address = {"interface": "eth0", "address": address_of(self.machine), "speed": 1000.0}
-        facts = {
-            **dict.fromkeys(("python", "torch", "hostname", "executable"), "x"), "version": VERSION,
-            "machine": f"machine{self.machine}", "cores": 8, "gpus": [], "gpu_models": [], "addresses": [address],
-            "port": 2000, "pid": 100, "probe_port": 2001, "token": "00", "marker": None, "clock": self.epoch,
-            "problems": ["train.py: not there"] if self._how == "has a problem" else [],
-        }  # fmt: skip
+    def _look(self) -> None:
         if self._how != "never answers":
             seconds = 20.0 if self._how == "answers late" else self.world.spread(0.5)
-            self.process.after(seconds, lambda: self._send(Frame("ready", facts)))
+            ready = report_of(self.machine, self.epoch, bad=self._how == "has a problem")
+            self.process.after(seconds, lambda: self._send(ready))
 
     def _probe(self, order: Frame) -> None:
-        """Try the addresses of other hosts."""
-        reached = {}
-        for target in order["targets"]:
-            ways = [each for each in target["addresses"] if self._reaches(each)]
-            reached[str(target["index"])] = dict.fromkeys(ways, 0.001)
-        self.process.after(self.world.spread(0.1), lambda: self._send(Frame("probed", {"reached": reached})))
-
-    def _reaches(self, address: str) -> bool:
-        other = next((each for each in self.job.machines.values() if address_of(each.machine) == address), None)
-        return other is not None and other.process.alive and self.job.network.joined(self.machine, other.machine)
+        answer = probed(self.job, self.machine, order)
+        self.process.after(self.world.spread(0.1), lambda: self._send(answer))
 
     def _start(self, job: Frame) -> None:
+        if self.lacks == "disk":  # Agent._serve
+            self._send(Frame("unstarted", {"message": "/tmp/dadt/job: cannot be written (No space left on device)"}))
+            self._send(Frame("end", {"stuck": [], "signal": 0}))
+            self.die()
+            return
         host = self.host = HostJob(job, FOLDER, self.world.now)
         self._pulse = dict.fromkeys(host.ranks, (-1, self.world.now))
         if job.get("heartbeat") is not None:
             self._send(Frame("heartbeat", {"port": 4000 + self.index}))
-        for worker in job["workers"]:
+        for worker in job["workers"] if self.lacks != "descriptors" else ():
             self._own(worker["rank"], joins="DADT_JOINS" in worker["env"])
+        if self.lacks == "descriptors":
+            host.unstarted("no pipe for the output of a worker", self.world.now)
+            self._carry_out()
 
     def _own(self, rank: int, *, joins: bool) -> None:
         assert self.host is not None
@@ -316,7 +311,10 @@ class Agent:
                 self._answer(number, frame)
             case actions.StartAnew(rank):
                 self._pulse[rank] = -1, self.world.now
-                self._own(rank, joins=True)
+                if self.lacks == "descriptors":
+                    self._end(rank, NOT_RUN)
+                else:
+                    self._own(rank, joins=True)
             case actions.SignalGroup(rank, number):
                 self.workers[rank].signal(number)
             case actions.SignalProcess(process, number):

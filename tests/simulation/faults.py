@@ -13,6 +13,7 @@ from simulation.host_faults import (
     AllStops,
     ClockJumps,
     HostCrashes,
+    HostIsFull,
     HostJoinsBadly,
     HostsChange,
     LauncherCrashes,
@@ -58,6 +59,7 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
         lambda: StepSlow(at, rank, ending),
         lambda: HostJoinsBadly(at, random.choice(WAYS_TO_JOIN)),
         lambda: HostsChange(at, host),
+        lambda: HostIsFull(random.choice([0.0, at]), host, random.choice(["descriptors", "disk"])),
     ]
-    weights = [6, 4, 4, 2, 2, 3, 2, 1, 0.5, 0.3, 0.7, 2, 2, 1, 1, 0.5, 1, 1, 1, 2, 1, 0.5]
+    weights = [6, 4, 4, 2, 2, 3, 2, 1, 0.5, 0.3, 0.7, 2, 2, 1, 1, 0.5, 1, 1, 1, 2, 1, 0.5, 0.5]
     return random.choices(makes, weights)[0]()

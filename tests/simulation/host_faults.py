@@ -143,3 +143,16 @@ class HostsChange(Fault):
             self._struck(job, f"{name} is {'not there any more' if gone else 'there again'}, as is told")
             left = [host for host in candidates.hosts if host.name != name]
             candidates.hosts = left if gone else [*left, Host(name=name, slots=job.per_host)]
+
+
+@dataclass(frozen=True, slots=True)
+class HostIsFull(Fault):
+    """An agent has no descriptors left, or its host's disk is full, so that it cannot start workers."""
+
+    host: int
+    lacks: str
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (agent := job.machines[self.host]).process.alive:
+            self._struck(job, f"host{self.host} has no {self.lacks} left", **host_guilt(job, self.host))
+            agent.lacks = self.lacks

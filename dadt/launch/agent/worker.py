@@ -31,7 +31,7 @@ class Worker:
     @classmethod
     def start(cls, rank: int, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int) -> Worker:
         """Start a worker as a child of this process. Raises LaunchError if the command cannot be run."""
-        (out, printed), (err, complained) = os.pipe(), os.pipe()
+        (out, printed), (err, complained) = _pipes()
         try:
             process = spawn(command, env, cwd, stdin, printed, complained)
         except LaunchError:
@@ -67,3 +67,15 @@ class Worker:
         self.returncode = os.waitstatus_to_exitcode(status)
         if self._process is not None:
             self._process.returncode = self.returncode
+
+
+def _pipes() -> tuple[tuple[int, int], tuple[int, int]]:
+    """Create the pipes of a worker's output. Raises LaunchError if no file descriptors are left."""
+    first: tuple[int, int] | None = None
+    try:
+        first = os.pipe()
+        return first, os.pipe()
+    except OSError as error:
+        for end in first or ():
+            os.close(end)
+        raise LaunchError(f"no pipe for the output of a worker ({error.strerror}); raise `ulimit -n`") from error
