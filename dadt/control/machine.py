@@ -45,7 +45,7 @@ def report(env: Mapping[str, str]) -> dict[str, Any]:
 def identity() -> str:
     """Return an id of the machine that is independent of its name. Each network namespace counts as a machine of its
     own."""
-    return f"{_read(Path('/proc/sys/kernel/random/boot_id'))} {Path('/proc/self/ns/net').readlink()}"
+    return f"{read_text(Path('/proc/sys/kernel/random/boot_id'))} {Path('/proc/self/ns/net').readlink()}"
 
 
 def free_port() -> int:
@@ -59,7 +59,7 @@ def cores() -> int:
     """Return the number of CPU cores that this process may use, by its affinity and its cgroup's quota."""
     usable = len(os.sched_getaffinity(0))
     for folder in _cgroup_folders():
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        quota, _, period = read_text(folder / "cpu.max").partition(" ")
         if quota.isdigit() and period.isdigit() and int(period) > 0:
             usable = min(usable, max(1, int(quota) // int(period)))
     return usable
@@ -83,7 +83,7 @@ def gpus(env: Mapping[str, str] = os.environ, installed: Sequence[str] | None = 
 
 def resident(pid: int) -> int:
     """Return the bytes of physical memory that the process uses; 0 if it has ended."""
-    fields = _read(Path(f"/proc/{pid}/statm")).split()
+    fields = read_text(Path(f"/proc/{pid}/statm")).split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
 
 
@@ -91,7 +91,7 @@ def memory_limit() -> int:
     """Return the bytes that this host's processes may use together: the cgroup's limit, or the machine's memory."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     names = ("memory.max", "memory.limit_in_bytes")
-    texts = (_read(folder / name) for folder in _cgroup_folders() for name in names)
+    texts = (read_text(folder / name) for folder in _cgroup_folders() for name in names)
     limits.extend(int(text) for text in texts if text.isdigit())
     return min(limits)
 
@@ -101,7 +101,7 @@ def memory_kills() -> int:
     kills = 0
     for folder in _cgroup_folders():
         for name in ("memory.events", "memory.oom_control"):
-            for line in _read(folder / name).splitlines():
+            for line in read_text(folder / name).splitlines():
                 key, _, value = line.partition(" ")
                 if key == "oom_kill" and value.isdigit():
                     kills = max(kills, int(value))
@@ -116,7 +116,7 @@ def memory_facts(peak: int, kills_before: int) -> dict[str, int]:
 
 def process_limit() -> int:
     """Return the most processes and threads that this cgroup may have at once; 0 if there is no limit."""
-    texts = (_read(folder / "pids.max") for folder in _cgroup_folders())
+    texts = (read_text(folder / "pids.max") for folder in _cgroup_folders())
     return min((int(text) for text in texts if text.isdigit()), default=0)
 
 
@@ -131,13 +131,13 @@ def _installed_gpus() -> list[str]:
         return [line.partition(": ")[2].partition(" (UUID")[0] for line in lines]
     folder = Path("/proc/driver/nvidia/gpus")
     files = sorted(folder.glob("*/information")) if folder.is_dir() else []
-    return [next(iter(MODEL.findall(_read(file))), "unknown") for file in files]
+    return [next(iter(MODEL.findall(read_text(file))), "unknown") for file in files]
 
 
 def _cgroup_folders() -> Iterator[Path]:
     """Yield the folders of this process's cgroups (version 2, and memory of version 1), each followed by all its
     parents."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in read_text(Path("/proc/self/cgroup")).splitlines():
         _, names, path = line.split(":", 2)
         if names not in ("", "memory"):
             continue
@@ -160,8 +160,9 @@ def _version(package: str) -> str:
         return ""
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of one of the kernel's files; empty if it cannot be read, as not every kernel has every file."""
     try:
         return path.read_text().strip()
     except OSError:
-        return ""  # not every kernel has every file, so missing ones count as empty
+        return ""

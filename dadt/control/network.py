@@ -42,7 +42,9 @@ def addresses() -> list[dict[str, Any]]:
     for name, entries in psutil.net_if_addrs().items():
         state = states.get(name)
         # An interface may already be up a second before the kernel reports that it is running.
-        if name.startswith(VIRTUAL) or state is None or not (state.isup or _is_up(state)):
+        if state is None or name.startswith(VIRTUAL):
+            continue
+        if not (state.isup or "up" in getattr(state, "flags", "").split(",")):
             continue
         for entry in entries:
             if entry.family not in (socket.AF_INET, socket.AF_INET6):
@@ -52,10 +54,6 @@ def addresses() -> list[dict[str, Any]]:
                 told = {"interface": name, "address": str(address), "speed": state.speed}
                 (running if state.isup else others).append(told)
     return running or others
-
-
-def _is_up(state: Any) -> bool:
-    return "up" in getattr(state, "flags", "").split(",")
 
 
 def interface_of(address: str) -> str:
@@ -95,7 +93,8 @@ class ProbeListener:
         self._token = token
         # One socket serves IPv4 and IPv6 if the kernel supports IPv6.
         both = socket.has_dualstack_ipv6()
-        server = socket.create_server(("", 0), family=_family(), backlog=BACKLOG, dualstack_ipv6=both)
+        family = socket.AF_INET6 if both else socket.AF_INET
+        server = socket.create_server(("", 0), family=family, backlog=BACKLOG, dualstack_ipv6=both)
         server.setblocking(False)
         self._entrance = Entrance(server, lambda connection: connection.close())
         self.port = int(server.getsockname()[1])
@@ -250,10 +249,8 @@ def _cut(
         blind = [name for other, name in enumerate(names) if other != index and not reached[other].get(str(index))]
         by = ", ".join(blind) or "all others at one address"
         parts.append(f"{names[index]} ({tried}) is not reached by {by}" if tried else f"{names[index]} has no address")
-    return (
-        f"no way between hosts: {'; '.join(parts)} -> open the firewall between them, or choose another network with "
-        "--network-interface"
-    )
+    remedy = "open the firewall between them, or choose another network with --network-interface"
+    return f"no way between hosts: {'; '.join(parts)} -> {remedy}"
 
 
 def _matches(entry: Mapping[str, Any], part: str) -> bool:
@@ -261,7 +258,3 @@ def _matches(entry: Mapping[str, Any], part: str) -> bool:
         return part in (entry["interface"], entry["address"])
     network = ipaddress.ip_network(part, strict=False)
     return ipaddress.ip_address(entry["address"]) in network
-
-
-def _family() -> socket.AddressFamily:
-    return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET

@@ -259,36 +259,30 @@ ANSWERS = Speaker(
 _about_a_peer: dict[str, Check] = {"peer": RANK, "seconds": number}
 _address = record(interface=text(64), address=is_address, speed=number)
 
+_ready: dict[str, Check] = {
+    **dict.fromkeys(("version", "python", "torch"), text(100)), **dict.fromkeys(("hostname", "machine"), text(256)),
+    "executable": PATH, "cores": whole(1, 1 << 20), **dict.fromkeys(("gpus", "gpu_models"), listed(text(100), 1024)),
+    "addresses": listed(_address, 1 << 16), "port": whole(1, 65535), "pid": PID, "problems": listed(text(TEXT), 100),
+    "probe_port_": whole(1, 65535), "token_": matching(TOKEN), "marker_": maybe(_marker), "clock": number,
+}  # fmt: skip
+_beat: dict[str, Check] = {
+    "steps": mapped(pair(STEP, number), MOST_RANKS, RANKS),
+    "memory": mapped(COUNT, MOST_RANKS, RANKS),
+    "conditions": mapped(one_of("stopped", "traced", "hanging", "swapping", "busy"), MOST_RANKS, RANKS),
+    "clock": number,
+}
+_exit: dict[str, Check] = {
+    "rank": RANK, "code": whole(-255, 255), "time": number, "step": STEP, "stopped": flag,
+    **dict.fromkeys(("peak_memory", "memory_limit", "memory_kills"), COUNT),
+}  # fmt: skip
+
 AGENT = Speaker(
     "the agent",
     {
         **{name: FrameKind({**(kind.facts or {}), "line": LINE}, kind.body) for name, kind in _passed_on.items()},
-        "ready": FrameKind(
-            {
-                **dict.fromkeys(("version", "python", "torch"), text(100)),
-                **dict.fromkeys(("hostname", "machine"), text(256)),
-                "executable": PATH,
-                "cores": whole(1, 1 << 20),
-                **dict.fromkeys(("gpus", "gpu_models"), listed(text(100), 1024)),
-                "addresses": listed(_address, 1 << 16),
-                "port": whole(1, 65535),
-                "pid": PID,
-                "problems": listed(text(TEXT), 100),
-                "probe_port_": whole(1, 65535),
-                "token_": matching(TOKEN),
-                "marker_": maybe(_marker),
-                "clock": number,
-            }
-        ),
+        "ready": FrameKind(_ready),
         "probed": FrameKind({"reached": mapped(mapped(number), 1 << 16), "seen_": listed(RANK, 1 << 16)}),
-        "beat": FrameKind(
-            {
-                "steps": mapped(pair(STEP, number), MOST_RANKS, RANKS),
-                "memory": mapped(COUNT, MOST_RANKS, RANKS),
-                "conditions": mapped(one_of("stopped", "traced", "hanging", "swapping", "busy"), MOST_RANKS, RANKS),
-                "clock": number,
-            }
-        ),
+        "beat": FrameKind(_beat),
         "heartbeat": FrameKind({"port": PORT}),
         "silent": FrameKind(_about_a_peer),
         "heard": FrameKind(_about_a_peer),
@@ -297,16 +291,7 @@ AGENT = Speaker(
         "unstarted": FrameKind({"message": text(TEXT)}),
         "out": FrameKind({"rank": RANK}, OUTPUT),
         "err": FrameKind({"rank": RANK}, OUTPUT),
-        "exit": FrameKind(
-            {
-                "rank": RANK,
-                "code": whole(-255, 255),
-                "time": number,
-                "step": STEP,
-                **dict.fromkeys(("peak_memory", "memory_limit", "memory_kills"), COUNT),
-                "stopped": flag,
-            }
-        ),
+        "exit": FrameKind(_exit),
         "stacks": FrameKind(_process, OUTPUT),
         "stack": FrameKind({"number": COUNT, "rank": RANK, "problem": text(TEXT)}, OUTPUT),
         "refused": FrameKind({"rank": RANK, "why": text(TEXT)}),
@@ -321,38 +306,23 @@ AGENT = Speaker(
 _worker = record(rank=RANK, local_rank=RANK, env=VARIABLES, command=ARGUMENTS)
 _target = record(index=RANK, port=whole(1, 65535), token=matching(TOKEN), addresses=listed(is_address, 1 << 16))
 
+_look: dict[str, Check] = {
+    "job": text(64), "index": RANK, "hosts": RANK, "cwd": PATH, "files": listed(PATH, 1 << 16), "env": VARIABLES,
+    "prologue": text(1 << 20), "mpi_": text(100), "orphan_timeout": maybe(number),
+}  # fmt: skip
+_job: dict[str, Check] = {
+    "job": text(64), "env": VARIABLES, "workers": listed(_worker, 1 << 16), "cwd": PATH, "terminal": TERMINAL,
+    "adopt": number, "stays_": flag, "secret": text(64),
+    "heartbeat_": record(index=RANK, address=text(64), timeout=number),
+    "checkpoint_": record(number=SIGNAL, grace=number, alone=flag),
+}  # fmt: skip
+
 LAUNCHER = Speaker(
     "the launcher",
     {
-        "look": FrameKind(
-            {
-                "job": text(64),
-                "index": RANK,
-                "hosts": RANK,
-                "cwd": PATH,
-                "files": listed(PATH, 1 << 16),
-                "prologue": text(1 << 20),
-                "mpi_": text(100),
-                "orphan_timeout": maybe(number),
-                "env": VARIABLES,
-            }
-        ),
+        "look": FrameKind(_look),
         "probe": FrameKind({"targets": listed(_target, 1 << 16), "markers_": listed(_marker, 1 << 16)}),
-        "job": FrameKind(
-            {
-                "job": text(64),
-                "env": VARIABLES,
-                "workers": listed(_worker, 1 << 16),
-                "cwd": PATH,
-                "terminal": TERMINAL,
-                "adopt": number,
-                "stays_": flag,
-                "secret": text(64),
-                "heartbeat_": record(index=RANK, address=text(64), timeout=number),
-                "checkpoint_": record(number=SIGNAL, grace=number, alone=flag),
-            },
-            RESULT,
-        ),
+        "job": FrameKind(_job, RESULT),
         "stop": FrameKind({"grace_": number, "stacks_": flag, "natural_": number}),
         "interrupt": FrameKind({"grace": number}),
         "preempt": FrameKind({}),

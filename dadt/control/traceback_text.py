@@ -12,7 +12,7 @@ TRACEBACK = "Traceback (most recent call last):"
 DIRECT = "The above exception was the direct cause of the following exception:"
 OWN = "dadt.errors."
 """Prefix of exception types whose message explains the failure completely, so that their causes are not searched."""
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d{1,9})(?:, in (?P<function>.+))?$')
 _ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 _NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Indentation|Tab)Error: )', re.MULTILINE)
 _LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
@@ -39,13 +39,13 @@ class Raised:
 def innermost(text: str) -> Raised | None:
     """Return the root cause: the exception of the last traceback, or the innermost of those that it was raised from.
     For a script that is not Python, its syntax error. None if the text shows none."""
-    found = _last(text)
+    found = last(text)
     if found is None:
         return None
     raised, before = found
     around = [raised.text]
     while not raised.type.startswith(OWN) and before.rstrip().endswith(DIRECT):
-        deeper = _last(before.rstrip().removesuffix(DIRECT))
+        deeper = last(before.rstrip().removesuffix(DIRECT))
         if deeper is None:
             break
         raised, before = deeper
@@ -59,7 +59,7 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in before.splitlines() if line.strip()), "")
 
 
-def _last(text: str) -> tuple[Raised, str] | None:
+def last(text: str) -> tuple[Raised, str] | None:
     """Return the exception of the last traceback in the text, and the text before this traceback."""
     before, found, rest = text.rpartition(TRACEBACK)
     if not found:

@@ -61,12 +61,10 @@ class JobReport:
         self._nodes: Sequence[Node] = ()
         self._slots: Sequence[Slot] = ()
         self._watch: Watch | None = None
-        self._failure: Failure | None = None
+        self._outcome = Outcome(seconds=0.0)
+        """The outcome of a job that has run; before that, one without any facts."""
         self._restarts: list[dict[str, Any]] = []
         """For each restart: its time, and how the attempt before it failed."""
-        self._preemption: str | None = None
-        self._signal = 0
-        self._resume = ""
         self._error = "dadt itself failed"
         self._exit_code = 1
         self._over = False
@@ -91,9 +89,7 @@ class JobReport:
 
     def ended(self, outcome: Outcome) -> None:
         """Record the outcome of a job that ran: it succeeded, a worker failed, or it was ended from outside."""
-        self._exit_code, self._failure, self._signal = outcome.exit_code, outcome.failure, outcome.signal
-        self._preemption = outcome.preemption.text if outcome.preemption is not None else None
-        self._error, self._resume = "", outcome.resume
+        self._outcome, self._exit_code, self._error = outcome, outcome.exit_code, ""
 
     def failed(self, error: DadtError) -> None:
         """Record the error of a job that ended without an outcome."""
@@ -122,7 +118,7 @@ class JobReport:
             self._warned = True
 
     def _data(self) -> dict[str, Any]:
-        now = time.time()
+        now, told = time.time(), self._outcome
         gauges = self._watch.gauges if self._watch is not None else []
         return {
             "version": VERSION,
@@ -134,11 +130,11 @@ class JobReport:
             "end": now if self._over else None,
             "seconds": now - self._begin,
             "exit_code": self._exit_code if self._over else None,
-            "signal": self._signal or None,
+            "signal": told.signal or None,
             "error": (self._error or None) if self._over else None,
-            "failure": _failure(self._failure) if self._failure is not None else None,
-            "preemption": self._preemption if self._over else None,
-            "resume": self._resume or None,
+            "failure": _failure(told.failure) if told.failure is not None else None,
+            "preemption": told.preemption.text if told.preemption is not None else None,
+            "resume": told.resume or None,
             "restarts": self._restarts,
             "losses": [asdict(loss) for loss in (self._watch.losses if self._watch is not None else ())],
             "regroups": list(self._watch.generations if self._watch is not None else ()),

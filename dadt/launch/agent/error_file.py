@@ -14,13 +14,11 @@ from typing import Any
 from dadt import errors
 from dadt.control import schema
 from dadt.control.frame import Frame
+from dadt.control.traceback_text import last
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LIMIT = 1 << 20
 """Largest number of bytes to read from an error file."""
-FRAME = re.compile(
-    r'^  File "(?P<file>.+)", line (?P<line>\d{1,9})(?:, in (?P<function>.+))?\n(?:    (?P<text>.*))?', re.MULTILINE
-)
 RAISED = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
 FRAMES = 5
 SHOWN = 500
@@ -84,13 +82,7 @@ class ErrorFile:
 
 def _frames(trace: str) -> list[dict[str, Any]]:
     """Return the innermost stack frames of the user's code; if the trace has none, the innermost frames of any code."""
-    frames: list[dict[str, Any]] = [
-        {
-            "file": each["file"][:SHOWN],
-            "line": int(each["line"]),
-            "function": (each["function"] or "")[:SHOWN],
-            "text": (each["text"] or "").strip()[:SHOWN],
-        }
-        for each in FRAME.finditer(trace)
-    ]
-    return ([frame for frame in frames if "site-packages" not in frame["file"]] or frames)[-FRAMES:]
+    found = last(trace)
+    frames = found[0].frames if found is not None else ()
+    texts = ("file", "function", "text")
+    return [{"line": int(f["line"]), **{name: (f[name] or "")[:SHOWN] for name in texts}} for f in frames[-FRAMES:]]

@@ -14,6 +14,7 @@ from dadt.launch.members.member import Member
 from dadt.launch.monitor.log_files import log_path, stacks_path
 
 TAIL_BYTES = 1 << 14
+SAID_LETTERS = 1000
 UNCAUGHT = 1
 """Python's exit code after an uncaught exception."""
 
@@ -110,8 +111,8 @@ class Cause:
         elif ending.rank not in self._records and ending.code == UNCAUGHT and not ending.stopped:
             tail = self._tails[ending.rank]
             said = self._said.get(ending.rank)
-            # When sys.exit(text) ends a process, Python prints the text, so it must be in the rank's output.
-            if said is not None and _last_part(said.message) in tail.decode(errors="replace"):
+            # When sys.exit(text) ends a process, Python prints the text, so its end must be in the stored output.
+            if said is not None and said.message[-SAID_LETTERS:] in tail.decode(errors="replace"):
                 record: ErrorRecord | None = said
             else:
                 record = ErrorRecord.from_stderr(tail)
@@ -193,11 +194,6 @@ class Cause:
         if record is None and ending.rank in self._left and (ending.code == 0 or ending.stopped):
             return Blame.of_early(ending)
         return self._blame if record is not None and record.secondary and self._held is None else None
-
-
-def _last_part(text: str) -> str:
-    """Return the end of a text, no longer than the end of a rank's output that is stored."""
-    return text[-1000:]
 
 
 def _time(ending: Ending, record: ErrorRecord | None) -> float:

@@ -4,7 +4,7 @@ an exit code that has it queued again."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from dadt.errors import DadtError
@@ -40,9 +40,9 @@ class Preemption:
         ended = [each.rank for each in endings if (each.rank in self.done if each.stopped else each.code == 0)]
         stopped = [each.rank for each in endings if each.stopped and each.rank not in ended]
         failed = [each for each in endings if not each.stopped and each.code]
-        parts = [f"{ranks(ended)} ended by {_itself(ended)}"] if ended else []
+        parts = [f"{ranks(ended)} ended by {'themselves' if ended[1:] else 'itself'}"] if ended else []
         parts += [f"rank {each.rank} {each.text}" for each in failed]
-        parts += [f"{ranks(stopped)} went on and {_was(stopped)} stopped"] if stopped else []
+        parts += [f"{ranks(stopped)} went on and {'were' if stopped[1:] else 'was'} stopped"] if stopped else []
         return f"{self.who}: preempted; {', '.join(parts) or 'no worker was there'} (exit code {EXIT_CODE})"
 
 
@@ -50,11 +50,3 @@ def ranks(numbers: Collection[int]) -> str:
     """Return ranks as text, such as "rank 2" or "ranks 0, 2 and 3"."""
     *most, last = map(str, sorted(numbers))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
-def _itself(numbers: Sequence[int]) -> str:
-    return "itself" if len(numbers) == 1 else "themselves"
-
-
-def _was(numbers: Sequence[int]) -> str:
-    return "was" if len(numbers) == 1 else "were"

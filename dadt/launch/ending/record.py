@@ -108,11 +108,10 @@ def shortened(text: str) -> list[str]:
     if left_out > 1:
         begin = CAUSE_LINES - LAST_LINES
         lines = [*lines[:begin], f"... {left_out} more lines, in the log ...", *lines[begin + left_out :]]
-    return printable(_cut("\n".join(lines), CAUSE_LETTERS, LAST_LETTERS)).split("\n")
-
-
-def _cut(text: str, most: int, last: int) -> str:
-    return text if len(text) <= most else f"{text[: most - last]} ... {text[-last:]}"
+    text = "\n".join(lines)
+    if len(text) > CAUSE_LETTERS:
+        text = f"{text[: CAUSE_LETTERS - LAST_LETTERS]} ... {text[-LAST_LETTERS:]}"
+    return printable(text).split("\n")
 
 
 def printable(text: str) -> str:

@@ -62,9 +62,8 @@ def ray_module() -> Any:
     try:
         return import_module("ray")
     except ImportError:
-        raise ConfigError(
-            f"--launcher ray: Ray is not installed for {sys.executable}; pip install 'dadt[ray]'"
-        ) from None
+        remedy = "pip install 'dadt[ray]'"
+        raise ConfigError(f"--launcher ray: Ray is not installed for {sys.executable}; {remedy}") from None
 
 
 def reserve(config: Config, say: Callable[[str], None] = lambda text: None) -> list[RayHost]:
@@ -94,10 +93,8 @@ def _reserve(ray: Any, config: Config, name: str, say: Callable[[str], None]) ->
     # Ray does not report whether it has an autoscaler. A user who sets --start-timeout is assumed to wait for one.
     patient = config.start_timeout != Config().start_timeout
     if fit < config.np and not patient:
-        raise LaunchError(
-            f"--launcher ray: the cluster has room for {fit} of {wanted}; it has {_cluster(ray)}. Give"
-            " --start-timeout 600 to wait for nodes that an autoscaler starts"
-        )
+        hint = f"it has {_cluster(ray)}. Give --start-timeout 600 to wait for nodes that an autoscaler starts"
+        raise LaunchError(f"--launcher ray: the cluster has room for {fit} of {wanted}; {hint}")
     group = ray.util.placement_group([bundle] * config.np, strategy=config.ray_strategy, name=name)
     _await(ray, group, wanted, config.start_timeout, say)
     return hosts_of(name)
@@ -109,10 +106,8 @@ def _await(ray: Any, group: Any, wanted: str, most: float, say: Callable[[str], 
     while not group.wait(TURN_SECONDS):
         waited = time.monotonic() - begin
         if waited > most:
-            raise StartTimeout(
-                f"Ray did not place {wanted} within --start-timeout {most:g} s: it has {_cluster(ray)}, and"
-                f" {_named(ray.available_resources())} of it free"
-            )
+            there = f"it has {_cluster(ray)}, and {_named(ray.available_resources())} of it free"
+            raise StartTimeout(f"Ray did not place {wanted} within --start-timeout {most:g} s: {there}")
         if waited > QUIET_SECONDS and not told:
             told = True
             say(f"waiting for Ray to place {wanted}, for {most:g} s at most (--start-timeout)")
@@ -196,10 +191,8 @@ def connect(config: Config) -> Any:
     except failures(ray) as error:
         ray.shutdown()  # the connection may be half open after the error
         if address == "auto" and isinstance(error, ConnectionError):
-            raise ConfigError(
-                "--launcher ray: no Ray cluster is found on this machine; begin one with `ray start --head`, or give"
-                " --ray-address HOST:6379"
-            ) from None
+            remedy = "begin one with `ray start --head`, or give --ray-address HOST:6379"
+            raise ConfigError(f"--launcher ray: no Ray cluster is found on this machine; {remedy}") from None
         hint = "; --no-ship leaves the folder where it is" if shipped else ""
         if isinstance(error, ConnectionError) and not address.startswith("ray:"):
             hint = "; this machine is no node of it: `ray start --address` makes it one, or give ray://HOST:10001"
@@ -232,10 +225,8 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"--launcher ray: no Ray cluster is found at {address} ({why}); begin one with `ray start --head`, or give"
-            " --ray-address HOST:6379"
-        ) from None
+        remedy = "begin one with `ray start --head`, or give --ray-address HOST:6379"
+        raise ConfigError(f"--launcher ray: no Ray cluster is found at {address} ({why}); {remedy}") from None
 
 
 def own_node(ray: Any) -> str:

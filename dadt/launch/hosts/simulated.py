@@ -64,10 +64,8 @@ def hosts_and_slots(config: Config) -> dict[str, int]:
     hosts = config.simulate_hosts or config.np
     count = config.np or hosts
     if not 0 < hosts <= min(count, MOST_HOSTS):
-        raise ConfigError(
-            f"{asked}: {count} workers on {hosts} simulated hosts; give -np N, and --simulate-hosts from 1 to"
-            f" {min(count or MOST_HOSTS, MOST_HOSTS)}"
-        )
+        remedy = f"give -np N, and --simulate-hosts from 1 to {min(count or MOST_HOSTS, MOST_HOSTS)}"
+        raise ConfigError(f"{asked}: {count} workers on {hosts} simulated hosts; {remedy}")
     check_machine(asked)
     each, more = divmod(count, hosts)
     return {f"{PREFIX}{number}": each + (number < more) for number in range(hosts)}

@@ -67,10 +67,8 @@ def share_out(count: int, rooms: Sequence[HostRoom]) -> list[int]:
     if count > sum(places):
         offers = ", ".join(f"{room.host or 'this host'}:{room.places}" for room in rooms[:SHOWN])
         offers += ", ..." if len(rooms) > SHOWN else ""
-        raise ConfigError(
-            f"-np {count}: the hosts have {sum(places)} slots ({offers}); start fewer workers, or give hosts more "
-            "slots, as host:4"
-        )
+        remedy = "start fewer workers, or give hosts more slots, as host:4"
+        raise ConfigError(f"-np {count}: the hosts have {sum(places)} slots ({offers}); {remedy}")
     left = count or sum(places)
     shares = []
     for room in rooms:
@@ -78,10 +76,10 @@ def share_out(count: int, rooms: Sequence[HostRoom]) -> list[int]:
         left -= share
         if room.gpus and share > len(room.gpus):
             seen = f"{len(room.gpus)} GPUs are" if len(room.gpus) > 1 else "1 GPU is"
-            raise ConfigError(
-                f"{f'{share} workers on {room.host}' if room.host else f'-np {share}'}: only {seen} "
-                "visible; start fewer workers, or give --gpu-visibility all to let workers share GPUs"
+            problem = (
+                f"only {seen} visible; start fewer workers, or give --gpu-visibility all to let workers share GPUs"
             )
+            raise ConfigError(f"{f'{share} workers on {room.host}' if room.host else f'-np {share}'}: {problem}")
         shares.append(share)
     _check_owners(rooms, shares)
     return shares

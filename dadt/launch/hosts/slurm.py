@@ -23,10 +23,8 @@ def slurm_hosts(env: Mapping[str, str]) -> list[Host] | None:
     if "SLURM_JOB_ID" not in env or not nodes:
         return None
     if "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        raise ConfigError(
-            f"srun has started dadt run {env['SLURM_STEP_NUM_TASKS']} times: call it once, without srun; it starts "
-            "the workers on all nodes by itself"
-        )
+        remedy = "call it once, without srun; it starts the workers on all nodes by itself"
+        raise ConfigError(f"srun has started dadt run {env['SLURM_STEP_NUM_TASKS']} times: {remedy}")
     names = _expand(nodes)
     return [Host(name=name, slots=slots) for name, slots in zip(names, _slots(env, len(names)), strict=True)]
 

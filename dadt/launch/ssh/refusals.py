@@ -11,10 +11,8 @@ from dadt.launch.ssh.route import SSH_PORT, Route
 
 
 def unknown_host(name: str, reason: str) -> str:
-    return (
-        f"unknown host: {name} has no address ({reason}) -> check the name, or give it a HostName in the SSH "
-        "configuration"
-    )
+    remedy = "check the name, or give it a HostName in the SSH configuration"
+    return f"unknown host: {name} has no address ({reason}) -> {remedy}"
 
 
 def refused(where: str) -> str:
@@ -22,10 +20,8 @@ def refused(where: str) -> str:
 
 
 def silent(where: str, seconds: float) -> str:
-    return (
-        f"timeout: no answer from {where} within {seconds:.0f} s -> is it running, and does its firewall let this "
-        "machine in?"
-    )
+    remedy = "is it running, and does its firewall let this machine in?"
+    return f"timeout: no answer from {where} within {seconds:.0f} s -> {remedy}"
 
 
 def unreachable(where: str, reason: str) -> str:
@@ -33,10 +29,8 @@ def unreachable(where: str, reason: str) -> str:
 
 
 def closed(where: str) -> str:
-    return (
-        f"{where} closed the connection before it let anybody log in (too many at once: MaxStartups? a firewall?) -> "
-        "try again, or look into its log"
-    )
+    problem = "closed the connection before it let anybody log in (too many at once: MaxStartups? a firewall?)"
+    return f"{where} {problem} -> try again, or look into its log"
 
 
 def no_ssh(where: str, reason: str) -> str:
@@ -52,17 +46,13 @@ def overloaded(seconds: float) -> str:
 
 
 def changed_key(now: str, known: str, place: str, remedy: str) -> str:
-    return (
-        f"its host key has changed: it is {now}, known is {known} ({place}); somebody may be in between -> if the host "
-        f"was installed anew: {remedy}"
-    )
+    problem = f"its host key has changed: it is {now}, known is {known} ({place}); somebody may be in between"
+    return f"{problem} -> if the host was installed anew: {remedy}"
 
 
 def unknown_key(fingerprint: str, route: Route) -> str:
-    return (
-        f"its host key is not known: it is {fingerprint} -> compare it and run `ssh {login(route)}` once, or give "
-        "--ssh-host-keys accept-new"
-    )
+    remedy = f"compare it and run `ssh {login(route)}` once, or give --ssh-host-keys accept-new"
+    return f"its host key is not known: it is {fingerprint} -> {remedy}"
 
 
 def revoked_key(fingerprint: str, place: str) -> str:
@@ -86,10 +76,8 @@ def denied_early(tried: Sequence[str]) -> str:
 
 
 def other_way(ways: Sequence[str]) -> str:
-    return (
-        f"permission denied: it asks for {' or '.join(ways)}, not only for a key -> --ssh-backend openssh, with a "
-        "shared connection (ControlPath)"
-    )
+    remedy = "--ssh-backend openssh, with a shared connection (ControlPath)"
+    return f"permission denied: it asks for {' or '.join(ways)}, not only for a key -> {remedy}"
 
 
 def agent_keys(count: int) -> list[str]:

@@ -66,7 +66,8 @@ def find(config: Config, host: str, user: str = "", port: int = 0, identity: str
     one = {name: values[-1] for name, values in settings.items() if values and values[-1].lower() != "none"}
     jumps = [part for part in one.get("proxyjump", "").split(",") if part]
     identities = [identity] if identity else [file for file in settings.get("identityfile", []) if file != "none"]
-    known = f"{one.get('userknownhostsfile', '~/.ssh/known_hosts')} {_global(one)}".split()
+    known = one.get("userknownhostsfile", "~/.ssh/known_hosts").split()
+    known += one.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2").split()
     hostname = one.get("hostname", host).replace("%h", host)
     return Route(
         host=host,
@@ -143,10 +144,6 @@ def _of_files(config: Config, host: str) -> Settings:
                 settings.setdefault(name, [value])
     settings.setdefault("identityfile", [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519")])
     return settings
-
-
-def _global(one: Mapping[str, str]) -> str:
-    return one.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2")
 
 
 def _is_yes(text: str) -> bool:

@@ -19,37 +19,12 @@ from dadt.launch.hosts.slot import Slot
 SITE = Path(__file__).parents[2] / "inject" / "site"
 """Folder of the sitecustomize.py that makes `import horovod` find DADT, and that loads DADT where torch has no entry
 points for backends."""
-FORWARDED = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "LANG",
-    "LC_*",
-    "TZ",
-    "VIRTUAL_ENV",
-    "CONDA_*",
-    "PYTHON*",
-    "OMP_*",
-    "MKL_*",
-    "KMP_*",
-    "OPENBLAS_*",
-    "NCCL_*",
-    "GLOO_*",
-    "UCX_*",
-    "FI_*",
-    "TORCH*",
-    "CUBLAS_*",
-    "CUDA_HOME",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_DEVICE_ORDER",
-    "HF_*",
-    "TRANSFORMERS_*",
-    "TOKENIZERS_*",
-    "WANDB_*",
-    "MLFLOW_*",
-    "XDG_CACHE_HOME",
+FORWARDED = re.compile(
+    r"(LC|CONDA|OMP|MKL|KMP|OPENBLAS|NCCL|GLOO|UCX|FI|CUBLAS|HF|TRANSFORMERS|TOKENIZERS|WANDB|MLFLOW)_.*"
+    r"|(PYTHON|TORCH).*|PATH|LD_LIBRARY_PATH|LANG|TZ|VIRTUAL_ENV|CUDA_(HOME|LAUNCH_BLOCKING|DEVICE_ORDER)|XDG_CACHE_HOME"
 )
-"""Variables that the launcher passes to workers on other hosts by default. CUDA_VISIBLE_DEVICES is not among them, as
-it differs between hosts."""
+"""Matches variables that the launcher passes to workers on other hosts by default. CUDA_VISIBLE_DEVICES is not
+among them, as it differs between hosts."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PROLOGUE_SECONDS = 60.0
 
@@ -57,7 +32,7 @@ PROLOGUE_SECONDS = 60.0
 def forwarded(config: Config, env: Mapping[str, str] = os.environ) -> tuple[dict[str, str], dict[str, str]]:
     """Return two sets of variables: those that workers on other hosts get in addition to their host's environment, and
     those that all workers get, named by --env-file and -x. Raises ConfigError."""
-    defaults = {name: value for name, value in env.items() if _matches(name, FORWARDED)}
+    defaults = {name: value for name, value in env.items() if FORWARDED.fullmatch(name)}
     named = _file(Path(config.env_file)) if config.env_file else {}
     for text in config.forward:
         named.update(_named(text, env))
@@ -188,9 +163,8 @@ def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
     2.5, or configured not to."""
     if inject in ("none", "entrypoint"):
         return False
-    return (
-        inject == "sitecustomize" or env.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1" or _torch_version() < (2, 5)
-    )
+    calls = env.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1" and _torch_version() >= (2, 5)
+    return inject == "sitecustomize" or not calls
 
 
 def isolating_flags(arguments: Sequence[str]) -> list[str]:
@@ -237,10 +211,6 @@ def _file(path: Path) -> dict[str, str]:
             raise ConfigError(f"--env-file {path}, line {number}: a value cannot hold a NUL byte")
         found[name.strip()] = value
     return found
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _torch_version() -> tuple[int, int]:

@@ -74,13 +74,9 @@ def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, n
         logs=Path(config.log_dir) / job,
         nodes=nodes,
         slots=slots,
-        master=_master(config, nodes[0]),
+        master=(nodes[0].address or "127.0.0.1", int(nodes[0].report["port"])),
         secret=secrets.token_hex(32),
     )
-
-
-def _master(config: Config, first: Node) -> tuple[str, int]:
-    return first.address or "127.0.0.1", int(first.report["port"])
 
 
 def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> tuple[Config, str]:

@@ -40,9 +40,8 @@ def settled(config: Config, ranks: int, restarts: int) -> Config:
     from a job of fewer workers; after a restart the snapshot is not used then."""
     if config.resume and (shares := snapshots.told(Path(config.resume))["shares"]) < ranks:
         if not restarts:
-            raise ConfigError(
-                f"--resume: the snapshot {config.resume} is one of {shares} workers, and there are {ranks}: give fewer"
-            )
+            problem = f"the snapshot {config.resume} is one of {shares} workers, and there are {ranks}: give fewer"
+            raise ConfigError(f"--resume: {problem}")
         if config.snapshot_dir:
             snapshots.set_aside(Path(config.snapshot_dir), None, restarts)
         config = replace(config, resume="")
@@ -75,9 +74,8 @@ def _last(logs: Path, elsewhere: str) -> tuple[Path, Path]:
         if not _runs(root_job := roots[root]) and (newest := snapshots.newest(root)) is not None:
             return root_job, newest
     where = elsewhere or logs
-    raise ConfigError(
-        f"--resume {LAST}: no job in {where} that has ended has a whole snapshot; take them with --snapshot-every"
-    )
+    remedy = "take them with --snapshot-every"
+    raise ConfigError(f"--resume {LAST}: no job in {where} that has ended has a whole snapshot; {remedy}")
 
 
 def _named(name: str, logs: Path, config: Config) -> tuple[Path, Path]:
@@ -93,10 +91,8 @@ def _named(name: str, logs: Path, config: Config) -> tuple[Path, Path]:
                 raise ConfigError(f"--resume {name}: still runs; end it first (dadt kill {job.name})")
             return job, newest.absolute()
     if not any(path.exists() for path in (*jobs, *(root for root, _ in roots))):
-        raise ConfigError(
-            f"--resume {name}: there is no such job in {config.log_dir}, nor a snapshot; give the path of the job's"
-            " folder if it was started elsewhere"
-        )
+        remedy = "give the path of the job's folder if it was started elsewhere"
+        raise ConfigError(f"--resume {name}: there is no such job in {config.log_dir}, nor a snapshot; {remedy}")
     raise ConfigError(f"--resume {name}: has no whole snapshot in {logs}; take them with --snapshot-every")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt.config import Config, version
-from dadt.control import private_files, snapshots
+from dadt.control import private_files, schema, snapshots
 from dadt.errors import ConfigError
 
 FILE = "start.json"
@@ -30,6 +30,25 @@ SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 LOG_DIR = str(next(field.default for field in fields(Config) if field.name == "log_dir"))
 NOT_KEPT = frozenset({"resume", "force"})
 """Settings that apply to a single start only, and are not saved for a later `--resume`."""
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is a string that can be an argument on a command line, that is, without a zero byte. Raises
+    UnicodeError (a ValueError) if it cannot be encoded."""
+    return isinstance(value, str) and b"\0" not in os.fsencode(value)
+
+
+TEXTS = schema.listed(_is_text, LARGEST)
+CHECKS = {"words": TEXTS, "module": schema.flag, "no_python": schema.flag, "cwd": _is_text, "settings": schema.anything}
+"""Check of each fact in start.json."""
+OF_KIND: Mapping[type, schema.Check] = {
+    bool: schema.flag,
+    int: lambda value: type(value) is int,
+    float: lambda value: type(value) in (int, float),
+    str: _is_text,
+    tuple: TEXTS,
+}
+"""Check of a setting, by the type of its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +114,7 @@ def read(logs: Path) -> SavedStart:
         why = "is not there"
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         why = "is not what dadt has written there"
     raise ConfigError(f"--resume: {path} {why}: give the script and its arguments, as when the job was started")
 
@@ -120,34 +139,16 @@ def _own(path: Path) -> bytes:
 
 
 def _checked(told: Any) -> SavedStart:
-    """Validate what was parsed from start.json and return it as a Start. Raises ValueError, KeyError or TypeError."""
-    known = {field.name: field.default for field in fields(Config)}
-    words, settings, cwd = told["words"], told["settings"], told["cwd"]
-    texts = isinstance(words, list) and bool(words) and all(map(_is_text, [*words, cwd]))
-    if told["version"] != VERSION or not texts or not isinstance(settings, dict):
+    """Validate what was parsed from start.json and return it as a Start. Raises ValueError, KeyError, TypeError or
+    AttributeError."""
+    facts = {name: told[name] for name in CHECKS}
+    kinds = {field.name: type(field.default) for field in fields(Config) if field.name not in NOT_KEPT}
+    settings = facts["settings"].items()
+    sound = told["version"] == VERSION and facts["words"] and schema.misfit(CHECKS, facts) is None
+    if not sound or not all(name in kinds and OF_KIND[kinds[name]](value) for name, value in settings):
         raise ValueError
-    if not all(isinstance(told[name], bool) for name in ("module", "no_python")):
-        raise ValueError
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name not in known or name in NOT_KEPT:
-            raise ValueError
-        kind = type(known[name])
-        if kind is tuple:
-            if not (isinstance(value, list) and all(map(_is_text, value))):
-                raise ValueError
-            found[name] = tuple(value)
-        elif _is_text(value) if kind is str else type(value) is kind or (kind is float and type(value) is int):
-            found[name] = value
-        else:
-            raise ValueError
-    return SavedStart(words=words, module=told["module"], no_python=told["no_python"], cwd=cwd, settings=found)
-
-
-def _is_text(value: Any) -> bool:
-    """Whether a value is a string that can be an argument on a command line, that is, without a zero byte. Raises
-    UnicodeError (a ValueError) if it cannot be encoded."""
-    return isinstance(value, str) and b"\0" not in os.fsencode(value)
+    kept = {name: tuple(value) if kinds[name] is tuple else value for name, value in settings}
+    return SavedStart(**{**facts, "settings": kept})
 
 
 def check_variables(start: SavedStart, given: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
@@ -156,10 +157,8 @@ def check_variables(start: SavedStart, given: Sequence[str], env: Mapping[str, s
     named = {text.partition("=")[0] for text in given}
     for text in start.settings.get("forward", ()):
         if "=" not in text and "*" not in text and text not in named and text not in env:
-            raise ConfigError(
-                f"--resume: the job was given -x {text}, whose value is not kept in its folder: set {text}, or give"
-                f" -x {text}=VALUE"
-            )
+            remedy = f"set {text}, or give -x {text}=VALUE"
+            raise ConfigError(f"--resume: the job was given -x {text}, whose value is not kept in its folder: {remedy}")
 
 
 def command(logs: Path, root: str, came_from: str) -> str:

@@ -94,7 +94,7 @@ def await_agents(
     failures: dict[Node, str] = {}
     waiting = set(nodes)
     if named:
-        outbox.put(SayPart(f"job {job}: starting {_agents(len(nodes))} ..."))
+        outbox.put(SayPart(f"job {job}: starting {len(nodes)} agent{'s' * (len(nodes) > 1)} ..."))
     while waiting and now < deadline:
         event = yield deadline
         now = event.now
@@ -199,7 +199,3 @@ def _refuse(failures: Mapping[Node, str], late: bool, timeout: float, outbox: Ou
         outbox.say(f"... and {len(texts) - LISTED_HOSTS:,} other hosts", "error")
     after = f" within --start-timeout {timeout:g} s" if late else ""
     raise kind(f"nothing was started{after}; exit code {kind('').exit_code}")
-
-
-def _agents(count: int) -> str:
-    return "1 agent" if count == 1 else f"{count} agents"

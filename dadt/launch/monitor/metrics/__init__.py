@@ -45,8 +45,7 @@ def _prepare(kind: str, place: str) -> Export:
     try:
         module = import_module(f"{__name__}.{kind}")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--metrics {kind}:{place}: needs {error.name}, which is not installed -> pip install 'dadt[{kind}]'"
-        ) from error
+        problem = f"needs {error.name}, which is not installed -> pip install 'dadt[{kind}]'"
+        raise ConfigError(f"--metrics {kind}:{place}: {problem}") from error
     export: Export = getattr(module, EXPORTS[kind])(place)
     return export
