@@ -28,8 +28,8 @@ hierarchical:<name> are valid as well."""
 LAUNCHERS = {
     "local": "dadt.launch.launchers.nearby:launcher",
     "ssh": "dadt.launch.launchers.nearby:ssh",
-    "slurm": "dadt.launch.launchers.slurm:launcher",
-    "mpi": "dadt.launch.launchers.mpi:launcher",
-    "ray": "dadt.launch.launchers.ray:launcher",
+    "slurm": "dadt.launch.launchers.slurm:SlurmLauncher",
+    "mpi": "dadt.launch.launchers.mpi:MpiLauncher",
+    "ray": "dadt.launch.launchers.ray:RayLauncher",
 }
 """Names of launchers, with their functions launcher(request) -> Launcher."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 PEER = struct.Struct("3i")
@@ -97,6 +98,27 @@ class Entrance:
         else:
             time.sleep(FULL_SECONDS)  # no event reports that descriptors are free again, so pause before retrying
         self._spare = _spare()
+
+
+def listen_at(path: Path, backlog: int) -> socket.socket:
+    """Return a non-blocking Unix socket that listens at a path. Raises OSError."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(str(path))
+    server.listen(backlog)
+    server.setblocking(False)
+    return server
+
+
+def connect_to(path: Path, seconds: float | None = None) -> socket.socket:
+    """Connect to the Unix socket at a path. seconds: timeout of the socket. Raises OSError if nobody listens there."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    line.settimeout(seconds)
+    try:
+        line.connect(str(path))
+    except OSError:
+        line.close()
+        raise
+    return line
 
 
 class PeerCredentials(NamedTuple):

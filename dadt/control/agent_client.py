@@ -8,12 +8,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dadt import errors
 from dadt.control import schema
+from dadt.control.accept import connect_to
 from dadt.control.frame import CHUNK, Frame, Parser
 from dadt.control.heartbeat import Heartbeat
 from dadt.control.job_folder import line_of
@@ -23,8 +24,6 @@ from dadt.world import World
 
 REPORT_SECONDS = 0.2
 """Least seconds between two reports of a step's numbers, such as samples processed and seconds waited."""
-SHOWN = 4096
-"""Most characters sent of a path or of a line of source code."""
 LISTENER_SECONDS = 1.0
 """Seconds to wait for the listening thread to end."""
 ANSWER_SECONDS = 10.0
@@ -62,29 +61,6 @@ class Control(WorkerLine):
         except OSError as error:
             raise _gone(world.agent, error) from error
 
-    def hello(self, torch: str) -> None:
-        self._report("hello", torch=torch)
-
-    def stacks(self, path: Path, signal: int) -> None:
-        self._report("stacks", path=str(path), signal=int(signal))
-
-    def claim(self) -> tuple[int, int]:
-        answer = self._ask("claim", 0.0)
-        self.secret = answer.body
-        return answer["signal"], answer["saves"]
-
-    def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
-        return _parts(self._ask("exchange", timeout, blob, key=key, generation=generation))
-
-    def put(self, key: str, blob: bytes, generation: int = 0) -> None:
-        self._ask("put", 0.0, blob, key=key, generation=generation)
-
-    def get(self, keys: Sequence[str], timeout: float, generation: int = 0) -> list[bytes]:
-        return _parts(self._ask("get", timeout, keys=list(keys), generation=generation))
-
-    def say(self, text: str, level: str = "info") -> None:
-        self._report("say", text=text[: schema.TEXT], level=level)
-
     @property
     def due(self) -> bool:
         return time.monotonic() - self._reported >= REPORT_SECONDS
@@ -96,77 +72,10 @@ class Control(WorkerLine):
             self._reported = time.monotonic()
             self._report("numbers", droppable=not last, step=step, numbers=numbers)
 
-    def failed(
-        self,
-        type: str,
-        message: str,
-        frames: Sequence[Mapping[str, Any]] = (),
-        step: int | None = None,
-        *,
-        secondary: bool = False,
-        thread: str = "",
-        around: Sequence[str] = (),
-        **details: str,
-    ) -> None:
-        self._report(
-            "failed",
-            type=type,
-            message=message[: schema.TEXT],
-            frames=[{name: _shortened(value) for name, value in frame.items()} for frame in frames[-16:]],
-            step=step,
-            secondary=secondary,
-            thread=thread[:SHOWN],
-            time=time.time(),
-            around=[text[:SHOWN] for text in around[: schema.MOST_AROUND]],
-            **{name: _shortened(text) for name, text in details.items()},
-        )
-
-    def exits(self, text: str, frame: Mapping[str, Any] | None, step: int) -> None:
-        frames = [{name: _shortened(value) for name, value in frame.items()}] if frame is not None else []
-        self._report("exits", text=text[: schema.TEXT], frames=frames, step=step)
-
-    def ending(self, steps: int) -> None:
-        self._report("ending", steps=steps)
-
-    def done(self, summary: Mapping[str, Any]) -> None:
-        self._report("done", summary=dict(summary))
-
     def result(self, blob: bytes) -> None:
         """Send the result or exception of the function of `dadt.run`. Waits for the answer, so that the result arrives
         before the process exits."""
         self._ask("result", 0.0, blob)
-
-    def peers(self, starts: bool = False) -> list[dict[str, Any]]:
-        ranks: list[dict[str, Any]] = self._ask("peers", 0.0, starts=starts)["peers"]
-        return ranks
-
-    def reconnect(self, text: str, timeout: float, generation: int) -> tuple[bool, str]:
-        answer = self._ask("reconnect", timeout, text=text[: schema.TEXT], generation=generation)
-        return answer["anew"], answer["text"]
-
-    def approach(self, known: int, last: bool, timeout: float) -> bytes:
-        return _parts(self._ask("approach", timeout, known=known, last=last))[0]
-
-    def give(self, number: int, blob: bytes, generation: int, *, last: bool, text: str = "") -> None:
-        self._ask("give", 0.0, blob, number=number, generation=generation, last=last, text=text[: schema.TEXT])
-
-    def dump(self) -> None:
-        self._report("dump")
-
-    def writes(self, path: str, mark: str) -> None:
-        self._report("writes", path=path, mark=mark)
-
-    def saved(self, path: str, count: int, number: int) -> None:
-        self._report("saved", path=path, count=count, number=number)
-
-    def wrote(self, path: str, **facts: Any) -> bool:
-        self._report("wrote", path=path, **facts)
-        return True
-
-    def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
-        more: dict[str, Any] = {"far": True} if far else {}
-        answer = self._ask("await_save", timeout, path=path, count=count, number=number, step=step, **more)
-        return str(answer["verdict"])
 
     def listen(self, hear: Callable[[Frame], None]) -> bool:
         self._report("listen")
@@ -232,19 +141,13 @@ class Control(WorkerLine):
 def _dial(world: World) -> socket.socket:
     deadline = time.monotonic() + AGAIN_SECONDS
     while True:
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            line.connect(str(line_of(world.agent, world.local_rank)))
-            return line
+            return connect_to(line_of(world.agent, world.local_rank))
         # the socket was removed, for example by a cleanup of /tmp; the agent creates it again
         except FileNotFoundError:
-            line.close()
             if time.monotonic() > deadline:
                 raise
             time.sleep(LOOK_SECONDS)
-        except OSError:
-            line.close()
-            raise
 
 
 def _checked(frame: Frame) -> Frame:
@@ -252,10 +155,6 @@ def _checked(frame: Frame) -> Frame:
     if refusal := schema.WORKER.refusal(frame.kind, frame.header, len(frame.body)):
         raise DadtError(refusal)
     return frame
-
-
-def _shortened(value: Any) -> Any:
-    return value[:SHOWN] if isinstance(value, str) else value
 
 
 def _receive(line: socket.socket, deadline: float) -> Frame:
@@ -274,16 +173,6 @@ def _heard(line: socket.socket) -> bytes:
         return line.recv(CHUNK)
     except OSError:
         return b""
-
-
-def _parts(answer: Frame) -> list[bytes]:
-    """Split the body of an answer into the blobs it consists of."""
-    blobs: list[bytes] = []
-    start = 0
-    for size in answer["sizes"]:
-        blobs.append(answer.body[start : start + size])
-        start += size
-    return blobs
 
 
 def _gone(path: str, error: OSError) -> DadtError:

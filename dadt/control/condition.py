@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from dadt.control.proc import stat_fields, status
+
 STILL_SECONDS = 2.0
 """Seconds without a step after which a worker is inspected."""
 SWAPPING_FAULTS = 100.0
 """Major page faults per second from which a worker counts as swapping."""
-SWAPPED_BYTES = 16 << 20
+SWAPPED_KIB = 16 << 10
 BUSY_SHARE = 0.5
 """Share of a processor core from which a worker counts as busy."""
 
@@ -69,7 +71,7 @@ def _judge(now: Look | None, before: Look | None, pid: int) -> str:
     if before is None:
         return ""
     seconds = max(now.at - before.at, 1e-3)
-    if (now.faults - before.faults) / seconds > SWAPPING_FAULTS and _swapped(pid) > SWAPPED_BYTES:
+    if (now.faults - before.faults) / seconds > SWAPPING_FAULTS and int(status(pid, "VmSwap") or 0) > SWAPPED_KIB:
         return "swapping"
     if now.hanging & before.hanging:
         return "hanging"
@@ -79,10 +81,10 @@ def _judge(now: Look | None, before: Look | None, pid: int) -> str:
 
 def _look(pid: int) -> Look | None:
     """Return a sample of the process; None if it has ended."""
-    fields = _stat(Path(f"/proc/{pid}/stat"))
+    fields = stat_fields(Path(f"/proc/{pid}"))
     if not fields:
         return None
-    threads = ((task.name, _stat(task / "stat")) for task in _tasks(pid))
+    threads = ((task.name, stat_fields(task)) for task in _tasks(pid))
     hanging = frozenset(int(name) for name, thread in threads if thread and thread[0] == "D")
     return Look(time.monotonic(), fields[0], int(fields[9]), int(fields[11]) + int(fields[12]), hanging)
 
@@ -92,20 +94,3 @@ def _tasks(pid: int) -> list[Path]:
         return list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return []  # the process has just ended, so its folder in /proc is gone
-
-
-def _stat(path: Path) -> list[str]:
-    """Return the fields of a /proc stat file, from the process state on."""
-    try:
-        return path.read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []  # the process or thread has just ended, so its file is gone
-
-
-def _swapped(pid: int) -> int:
-    """Return the bytes of the process's memory that are swapped out."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-    except OSError:
-        return 0  # the process has just ended, so its file in /proc is gone
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmSwap:")), 0)

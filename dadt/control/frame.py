@@ -50,7 +50,8 @@ class Parser:
         """speaker: the sender, which determines the frames that are allowed. noisy: whether to skip everything before
         MAGIC."""
         self.preface = b""
-        """Bytes before the first MAGIC; empty until MAGIC has arrived."""
+        """Output of a login shell or of Python's start-up files before the agent's MAGIC; empty until MAGIC has
+        arrived."""
         self._speaker = speaker
         self._buffer = bytearray()
         self._noisy = noisy
@@ -119,20 +120,10 @@ class Link:
         self.reader = reader
         self.writer = writer
         self.unsent = bytearray()
-        self._parser = Parser(speaker, noisy)
+        self.parser = Parser(speaker, noisy)
         self._seal = seal
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
-
-    @property
-    def noise(self) -> bytes:
-        """Bytes received before the agent's MAGIC, while MAGIC has not arrived; else empty."""
-        return self._parser.noise
-
-    @property
-    def preface(self) -> bytes:
-        """Output of a login shell or of Python's start-up files that arrived before the agent's MAGIC."""
-        return self._parser.preface
 
     def receive(self) -> list[Frame]:
         """Return the complete frames received so far. Raises EOFError once the other side has closed, and DadtError for
@@ -149,7 +140,7 @@ class Link:
                 if frames:
                     break  # return the frames first; the next call reads the end again and raises EOFError
                 raise EOFError
-            frames.extend(self._parser.feed(data if self._seal is None else self._seal.opened(data)))
+            frames.extend(self.parser.feed(data if self._seal is None else self._seal.opened(data)))
         return frames
 
     def post(self, data: bytes) -> None:

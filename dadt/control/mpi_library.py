@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from dadt.errors import ConfigError
 
@@ -67,16 +71,7 @@ def variables(env: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 def loaded() -> str:
     """Return the version string of the MPI library that mpi4py loads here. Raises ConfigError if there is none."""
-    tell = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", tell], capture_output=True, text=True, timeout=CHECK_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"executor mpi: mpi4py could not be tried ({error}) -> {INSTALL}") from error
-    if done.returncode:
-        raise ConfigError(unusable(done.stderr))
-    return done.stdout
+    return _try("print(MPI.Get_library_version())", os.environ)
 
 
 def missing(env: Mapping[str, str], folder: Path) -> list[str]:
@@ -85,22 +80,25 @@ def missing(env: Mapping[str, str], folder: Path) -> list[str]:
 
     env: the worker's environment. folder: the job's folder.
     """
-    load = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", load],
-            env={**env, **variables(env, folder), "DADT_INJECT": "none"},
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=CHECK_SECONDS,
-            check=False,
-        )
+        _try("", {**env, **variables(env, folder), "DADT_INJECT": "none"})
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _try(code: str, env: Mapping[str, str]) -> str:
+    """Load an MPI library by mpi4py in another process, which then runs the code. Returns what it prints. Raises
+    ConfigError."""
+    command = [sys.executable, "-c", f"import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; {code}"]
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
+    try:
+        done = subprocess.run(command, env=env, cwd="/", timeout=CHECK_SECONDS, check=False, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"mpi4py could not be tried ({error}) -> {INSTALL}"]
-    return [unusable(done.stderr)] if done.returncode else []
+        raise ConfigError(f"executor mpi: mpi4py could not be tried ({error}) -> {INSTALL}") from error
+    if done.returncode:
+        raise ConfigError(unusable(done.stderr))
+    return str(done.stdout)
 
 
 def unusable(error: str) -> str:
@@ -130,13 +128,6 @@ def beside(program: Path) -> Iterator[Path]:
 
 def _ancestors() -> Iterator[Path]:
     """Yield the programs of this process's ancestors, nearest first."""
-    pid = os.getppid()
-    while pid > 1:
-        try:
-            yield Path(f"/proc/{pid}/exe").resolve(strict=True)
-        except OSError:
-            pass  # the program of another user's process, such as Slurm's daemon, cannot be read
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return  # the ancestor has ended in the meantime
+    for process in psutil.Process().parents():
+        with suppress(psutil.Error):  # the program of another user's process, such as Slurm's daemon, cannot be read
+            yield Path(process.exe())

@@ -4,18 +4,24 @@ ranks."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from dadt.control import schema
 from dadt.control.frame import Frame
 from dadt.errors import DadtError
 from dadt.world import World
 
+SHOWN = 4096
+"""Most characters sent of a path or of a line of source code."""
 
-class WorkerLine(Protocol):
-    """A worker's connection to the agent of its host, or to rank 0 if another launcher started the ranks; without an
-    agent some reports are ignored.
+
+class WorkerLine:
+    """A worker's connection to the agent of its host; subclasses send its reports and questions. Without an agent, as
+    another launcher started the ranks, some are ignored or refused.
 
     Thread-safe. Usable only in the process that connected: in a forked child every method raises DadtError.
     """
@@ -28,10 +34,11 @@ class WorkerLine(Protocol):
 
     def hello(self, torch: str) -> None:
         """Report that this process has imported torch, and that DADT is hooked in. torch: version of torch."""
+        self._report("hello", torch=torch)
 
     def stacks(self, path: Path, signal: int) -> None:
         """Report that this process writes its threads' stacks to the file `path` when it receives the signal."""
-        return
+        self._report("stacks", path=str(path), signal=int(signal))
 
     def claim(self) -> tuple[int, int]:
         """Register this process as the one that trains as this rank; repeated calls change nothing. Returns the number
@@ -39,6 +46,9 @@ class WorkerLine(Protocol):
 
         Raises DadtError if another living process has claimed the rank.
         """
+        answer = self._ask("claim", 0.0)
+        self.secret = answer.body
+        return answer["signal"], answer["saves"]
 
     # The parameter `generation` is the number of the set of ranks left after losses. The launcher does not answer
     # requests of an older generation.
@@ -49,17 +59,21 @@ class WorkerLine(Protocol):
         Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has exited; the message names the
         missing ranks and their progress.
         """
+        return _parts(self._ask("exchange", timeout, blob, key=key, generation=generation))
 
     def put(self, key: str, blob: bytes, generation: int = 0) -> None:
         """Publish a blob that any rank may read with get(). Raises DadtError if the key is in use, or if this rank has
         stored too many bytes."""
+        self._ask("put", 0.0, blob, key=key, generation=generation)
 
     def get(self, keys: Sequence[str], timeout: float, generation: int = 0) -> list[bytes]:
         """Wait for the blobs that ranks publish with put() under `keys`, and return them. Raises StartTimeout after
         `timeout` seconds, or as soon as a missing rank has exited."""
+        return _parts(self._ask("get", timeout, keys=list(keys), generation=generation))
 
     def say(self, text: str, level: str = "info") -> None:
         """Have `dadt: <text>` printed once, even if several ranks pass the same text. level: info or warning."""
+        self._report("say", text=text[: schema.TEXT], level=level)
 
     @property
     def due(self) -> bool:
@@ -90,62 +104,84 @@ class WorkerLine(Protocol):
         that was being handled; `disk`, which disk is full, and its free space; `unseen`, a path that was not found
         because this rank's file was written to a private copy.
         """
+        self._report(
+            "failed",
+            type=type,
+            message=message[: schema.TEXT],
+            frames=[_shortened(frame) for frame in frames[-16:]],
+            step=step,
+            secondary=secondary,
+            thread=thread[:SHOWN],
+            time=time.time(),
+            around=[text[:SHOWN] for text in around[: schema.MOST_AROUND]],
+            **_shortened(details),
+        )
 
     def exits(self, text: str, frame: Mapping[str, Any] | None, step: int) -> None:
         """Report the text with which the script called `sys.exit`, and the place {file, line, function, text}; the
         process may end by this call."""
-        return
+        frames = [_shortened(frame)] if frame is not None else []
+        self._report("exits", text=text[: schema.TEXT], frames=frames, step=step)
 
     def ending(self, steps: int) -> None:
         """Report that the script ended after `steps` steps and this rank now waits for other ranks."""
+        self._report("ending", steps=steps)
 
     def done(self, summary: Mapping[str, Any]) -> None:
         """Report that training succeeded. summary: {steps, delayed (number of steps with late averages), wait_fraction
         (share of time spent waiting)} and further numbers."""
+        self._report("done", summary=dict(summary))
 
     def peers(self, starts: bool = False) -> list[dict[str, Any]]:
         """Report that this rank waits for the others, and return facts about all ranks, in their order: {rank, pid,
         state, step (-1: none), seconds (since the last sign of life)}. starts: whether this rank waits for its first
         connection with them.
         """
+        ranks: list[dict[str, Any]] = self._ask("peers", 0.0, starts=starts)["peers"]
+        return ranks
 
     def reconnect(self, text: str, timeout: float, generation: int) -> tuple[bool, str]:
         """Ask that all ranks connect again, because this rank's connection failed. text: the error. Waits for the
         launcher's decision. Returns whether the ranks reconnect, and why not (empty if the error itself explains it).
         """
-        raise self._no_agent()
+        answer = self._ask("reconnect", timeout, text=text[: schema.TEXT], generation=generation)
+        return answer["anew"], answer["text"]
 
     def approach(self, known: int, last: bool, timeout: float) -> bytes:
         """As a replacement worker, ask for the state of training and wait until the other ranks have taken a step.
         known: bytes of the values read from tensors by other ranks' scripts that this worker already has. last: whether
         the other ranks wait for this worker. Raises StartTimeout, or NotResumed if the worker cannot join.
         """
-        raise self._no_agent()
+        return _parts(self._ask("approach", timeout, known=known, last=last))[0]
 
     def give(self, number: int, blob: bytes, generation: int, *, last: bool, text: str = "") -> None:
         """Answer a replacement worker's question `number` about the state of training. blob: the answer. last: whether
         this is the last answer, which all ranks send, one of them with the blob. text: why the worker cannot join;
         empty if it can.
         """
-        raise self._no_agent()
+        self._ask("give", 0.0, blob, number=number, generation=generation, last=last, text=text[: schema.TEXT])
 
     def dump(self) -> None:
         """Ask all ranks to write their Python stack traces."""
+        self._report("dump")
 
     def writes(self, path: str, mark: str) -> None:
         """Report that this process writes temporary files in folder `path`, under names that begin with `mark`. If the
         process is killed, the agent removes them."""
-        return
+        self._report("writes", path=path, mark=mark)
 
     def saved(self, path: str, count: int, number: int) -> None:
         """Report that local rank 0 has written the file `count` times. number: counts all saves of this rank, of any
         file."""
+        self._report("saved", path=path, count=count, number=number)
 
     def wrote(self, path: str, **facts: Any) -> bool:
         """Report a file that this process has written to the hosts that see the same folder. facts: `size` (bytes of
         the file that was there before), or `count` (saves of this file) and `number` (saves of any file). Returns
         whether the report was sent.
         """
+        self._report("wrote", path=path, **facts)
+        return True
 
     def heard(self) -> Sequence[bytes]:
         """Return the lines that ranks reported by `wrote` since the last call, in the same order on all ranks; empty if
@@ -160,6 +196,9 @@ class WorkerLine(Protocol):
         number `number`, went past `step`, ended, or took longer than `timeout` seconds. Returns "yours" if the caller
         has replaced the lost local rank 0.
         """
+        more: dict[str, Any] = {"far": True} if far else {}
+        answer = self._ask("await_save", timeout, path=path, count=count, number=number, step=step, **more)
+        return str(answer["verdict"])
 
     def listen(self, hear: Callable[[Frame], None]) -> bool:
         """Call `hear` in a new thread whenever another rank ends, with the frame `death`, or `regroup` if the remaining
@@ -176,9 +215,23 @@ class WorkerLine(Protocol):
         """Close the connection for reports. Repeated calls do nothing."""
         return
 
+    def _report(self, kind: str, **facts: Any) -> None:
+        """Send a report to the agent. Ignored without an agent."""
+
+    def _ask(self, kind: str, timeout: float, body: bytes = b"", **facts: Any) -> Frame:
+        """Ask the agent, and wait for its answer. Raises DadtError without an agent."""
+        raise DadtError(f"rank {self.world.rank} has no agent to ask: start it with `dadt run`")
+
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise DadtError(f"process {os.getpid()} is a fork of rank {self.world.rank} and cannot speak for it")
 
-    def _no_agent(self) -> DadtError:
-        return DadtError(f"rank {self.world.rank} has no agent to ask: start it with `dadt run`")
+
+def _shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value[:SHOWN] if isinstance(value, str) else value for name, value in facts.items()}
+
+
+def _parts(answer: Frame) -> list[bytes]:
+    """Split the body of an answer into the blobs it consists of."""
+    ends = list(accumulate(answer["sizes"], initial=0))
+    return [answer.body[start:end] for start, end in pairwise(ends)]

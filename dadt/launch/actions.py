@@ -133,22 +133,10 @@ class StartWorkers(NamedTuple):
     place: int
 
 
-Action = (
-    SendFrame
-    | SayText
-    | SayPart
-    | WriteJournal
-    | PrintOutput
-    | EndOutput
-    | MoveOutput
-    | WriteStacks
-    | AnswerCaller
-    | ReachHost
-    | AskHost
-    | GiveUpHost
-    | DismissHosts
-    | StartWorkers
-)
+StartAction = SendFrame | SayText | SayPart | AskHost | DismissHosts
+"""An action that the startup of a job decides on, before there are workers."""
+OutputAction = PrintOutput | EndOutput | MoveOutput | WriteStacks
+Action = StartAction | OutputAction | WriteJournal | AnswerCaller | ReachHost | GiveUpHost | StartWorkers
 
 
 def unknown(action: NoReturn) -> NoReturn:

@@ -6,18 +6,20 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from dadt.control.frame import Frame
 from dadt.errors import DadtError, LaunchError
-from dadt.launch.actions import Action, Event, Outbox, Steps, TimeReached
+from dadt.launch import actions
+from dadt.launch.actions import Action, Event, Outbox, StartAction, Steps, TimeReached, unknown
 from dadt.launch.channel import Channel, ChannelWithNotes, Launcher
 from dadt.launch.contact import Contact
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers.local import LocalChannel
 from dadt.launch.members.node import Node
+from dadt.launch.start.startup import Voice
 
 T = TypeVar("T")
 EXPLAIN_SECONDS = 2.0
@@ -102,6 +104,23 @@ class Agents:
         finally:
             outbox.empty(perform)
 
+    def start_up(self, action: StartAction, voice: Voice, look: Callable[[Node], Mapping[str, Any]]) -> None:
+        """Carry out an action of a job's startup. look: returns the fields of the order to report about a host."""
+        match action:
+            case actions.SendFrame(frame, node):
+                for each in self.nodes if node is None else [node]:
+                    self.send(each, frame)
+            case actions.SayText(text, level):
+                voice.say(text, level)
+            case actions.SayPart(text, last):
+                voice.part(text, last)
+            case actions.AskHost(node, place):
+                self.send(node, Frame("look", {**look(node), "index": place, "hosts": len(self.nodes)}))
+            case actions.DismissHosts(nodes):
+                self.dismiss(nodes)
+            case _:
+                unknown(action)
+
     def _watch_writes(self, node: Node) -> None:
         """Have the selector wake up as soon as this agent's connection accepts the bytes that are still unsent."""
         if (channel := self._channels.get(node)) is None or node.ended:
@@ -130,7 +149,7 @@ class Agents:
 
     def preface(self, node: Node) -> bytes:
         """Return what a login shell printed before the agent's first frame."""
-        return channel.link.preface if (channel := self._channels.get(node)) is not None else b""
+        return channel.link.parser.preface if (channel := self._channels.get(node)) is not None else b""
 
     def dismiss(self, nodes: Sequence[Node]) -> None:
         """End the agents of these hosts, on which no workers will run, and remove the hosts from the job."""

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
 from dadt.launch import actions
-from dadt.launch.actions import Action, Event, Outbox, Steps, unknown
+from dadt.launch.actions import Action, Event, Outbox, Steps
 from dadt.launch.agents import Agents
 from dadt.launch.channel import Launcher
 from dadt.launch.ending.outcome import Outcome, end_early
 from dadt.launch.ending.processes import sweep
 from dadt.launch.ending.signals import Interrupts, of_checkpoint
 from dadt.launch.hosts.discovery import Discovery
-from dadt.launch.hosts.host import Host
 from dadt.launch.job import Job
 from dadt.launch.members.replacement import replaces
 from dadt.launch.monitor.output import Output
@@ -40,35 +38,26 @@ Views = Callable[[Placed, Watch], Sequence[View]]
 """Function that creates the views which show and record a running job; called once every worker has its host."""
 
 
+@dataclass(eq=False)
 class Attempt:
     """Starts the agents, assigns the workers to hosts, and carries out the job's actions. All of this happens in `run`,
     which may be called once."""
 
-    def __init__(
-        self,
-        the_plan: Plan,
-        launcher: Launcher,
-        folder: Folder,
-        voice: Voice,
-        views: Views,
-        report: JobReport,
-        interrupts: Interrupts | None,
-        number: int,
-        discovery: Discovery,
-    ) -> None:
-        """number: how many times the job was restarted before. interrupts: signals that this process receives; None if
-        it may not handle signals."""
-        self._plan = the_plan
-        self._launcher = launcher
-        self._folder = folder
-        self._voice = voice
-        self._make_views = views
-        self._report = report
-        self._interrupts = interrupts
-        self._number = number
-        self._discovery = discovery
-        self._agents = Agents(launcher, the_plan.hosts, the_plan.config.orphan_timeout, report.journal.see)
-        self._look = partial(look, the_plan, folder.job)
+    _plan: Plan
+    _launcher: Launcher
+    _folder: Folder
+    _voice: Voice
+    _make_views: Views
+    _report: JobReport
+    _interrupts: Interrupts | None
+    """Signals that this process receives; None if it may not handle signals."""
+    _number: int
+    """How many times the job was restarted before."""
+    _discovery: Discovery
+
+    def __post_init__(self) -> None:
+        hosts, silence = self._plan.hosts, self._plan.config.orphan_timeout
+        self._agents = Agents(self._launcher, hosts, silence, self._report.journal.see)
 
     def run(self) -> Outcome:
         """Run the job until no process of it is left, and return its outcome. Raises DadtError if the workers could not
@@ -83,7 +72,7 @@ class Attempt:
                 outcome = self._wait()
             finally:
                 for node in [node for node in self._agents.nodes if node.failed]:
-                    self._blame(node.host)
+                    self._discovery.candidates.failed(node.host, time.monotonic())
             if (failure := outcome.failure) is not None:
                 outcome.failure = replace(failure, torch_env=self._plan.config.torch_env)
             return outcome
@@ -184,23 +173,11 @@ class Attempt:
     def _kill(self) -> float:
         return self._job.kill(time.monotonic())
 
-    def _blame(self, host: Host) -> None:
-        self._discovery.candidates.failed(host, time.monotonic())
-
     def _warn(self, text: str) -> None:
         self._voice.say(text, "warning")
 
     def _perform(self, action: Action) -> None:
         match action:
-            case actions.SendFrame(frame, node):
-                if node is None:
-                    self._agents.send_all(frame)
-                else:
-                    self._agents.send(node, frame)
-            case actions.SayText(text, level):
-                self._voice.say(text, level)
-            case actions.SayPart(text, last):
-                self._voice.part(text, last)
             case actions.WriteJournal(kind, facts):
                 self._report.journal.write(kind, **facts)
             case actions.PrintOutput(rank, stream, data):
@@ -215,17 +192,12 @@ class Attempt:
                 self._query.told(frame)
             case actions.ReachHost(node):
                 self._agents.reach(node)
-            case actions.AskHost(node, place):
-                about = {**self._look(node), "index": place, "hosts": len(self._agents.nodes)}
-                self._agents.send(node, Frame("look", about))
             case actions.GiveUpHost(node):
                 self._agents.give_up(node)
-            case actions.DismissHosts(nodes):
-                self._agents.dismiss(nodes)
             case actions.StartWorkers(node, place):
                 self._agents.send(node, order_to_join(self._where, place))
             case _:
-                unknown(action)
+                self._agents.start_up(action, self._voice, partial(look, self._plan, self._folder.job))
 
 
 def facts_of(the_plan: Plan, job: str, logs: Path, hosts: int) -> dict[str, Any]:

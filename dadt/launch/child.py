@@ -1,4 +1,4 @@
-"""Starts a child process that dies when its parent dies."""
+"""Starts and ends child processes: workers, agents and the programs that start agents."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from dadt.control.connection import SEAL, SealedConnection
 from dadt.errors import LaunchError
+
+AGENT = ("-u", "-m", "dadt.launch.agent")
+"""Arguments of Python that start an agent."""
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -26,7 +30,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a worker's process. Raises LaunchError if the command cannot be run.
 
-    Call it in the main thread of a single-threaded process: PR_SET_PDEATHSIG is bound to the thread that forks.
+    Call it in the main thread of a single-threaded process: the child also ends with the thread that forks.
     """
     parent = os.getpid()
     try:
@@ -39,18 +43,52 @@ def spawn(
             stderr=err,
             close_fds=close_fds,
             start_new_session=True,
-            preexec_fn=lambda: _die_with(parent),
+            preexec_fn=lambda: end_with(parent),
         )
     except (OSError, ValueError) as error:
-        raise LaunchError(f"{command[0]}: cannot be run ({_reason(error)})") from error
+        raise LaunchError(f"{command[0]}: cannot be run ({getattr(error, 'strerror', None) or error})") from error
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies. Runs in the child between fork and exec."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)  # the parent died before prctl took effect
+def spawn_agent(
+    connection: SealedConnection, python: str, env: Mapping[str, str], before: Callable[[], None] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start an agent whose standard input is this connection to its launcher, and close the connection here. before:
+    called in the child before it becomes the agent. Raises OSError."""
+    with connection.socket:
+        return subprocess.Popen(
+            [python, *AGENT],
+            stdin=connection.socket.fileno(),
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**env, SEAL: connection.seal.to_text()},
+            cwd="/",  # `python -m` looks first into the current folder, where the user may have such a module
+            preexec_fn=before,
+        )
 
 
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+def end(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait for the end of a process, and kill it after `seconds` seconds. Returns whether it ended by itself."""
+    try:
+        process.wait(seconds)
+        return True
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+
+
+def without_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables without those of DADT's."""
+    return {name: value for name, value in env.items() if not name.startswith("DADT_")}
+
+
+def is_signalled_at_end(parent: int, number: int) -> bool:
+    """Have the kernel send this process a signal when its parent ends. Returns whether the parent still runs."""
+    _libc.prctl(PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent
+
+
+def end_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel end this process by a signal when its parent ends. Runs in the child between fork and exec."""
+    if not is_signalled_at_end(parent, number):
+        os._exit(128 + number)  # the parent died before prctl took effect

@@ -26,13 +26,15 @@ from dadt.launch.members.node import Node
 from dadt.launch.members.rendezvous import Rendezvous
 from dadt.launch.members.silence import Silences
 from dadt.launch.members.stalls import Stalls
-from dadt.launch.monitor.notices import Notices
 from dadt.launch.monitor.watch import Watch
 
 TURN_SECONDS = 0.5
 WAITING_SECONDS = 0.05
 """Most seconds between two calls of `Job.turn` while ranks wait for each other at the launcher; at all other times,
 TURN_SECONDS applies."""
+
+MOST_TEXTS = 10_000
+"""Most different texts of ranks that are shown to the user."""
 
 Handler = Callable[[Event], None]
 
@@ -60,7 +62,7 @@ class Job:
         self._rendezvous = rendezvous = Rendezvous([slot.host for slot in slots], outbox, now)
         members = rendezvous.members
         self.watch = watch = Watch(members, outbox, now, begin)
-        self._silences = silences = Silences(nodes, slots, rendezvous, outbox, verbose=config.verbose)
+        self._silences = silences = Silences(nodes, slots, rendezvous, outbox, config.verbose)
         self._cause = cause = Cause(slots, members, logs, silences.blame)
         self._termination = Termination(outbox, watch, outcome, config.grace, now)
         self._joining = Joining(config, nodes, slots, members, candidates, outbox) if candidates is not None else None
@@ -70,7 +72,9 @@ class Job:
         parts = (rendezvous, cause, self._termination, membership, self._joining, outcome, patience, outbox)
         self._endings = endings = Endings(config, nodes, slots, *parts)
         self._stalls = stalls = Stalls(config, rendezvous, logs, outbox)
-        results, notices = Results(outcome, members, outbox), Notices(outbox)
+        results = Results(outcome, members, outbox)
+        self._said: set[str] = set()
+        """Texts of ranks that were shown to the user."""
         self.overdue = False
         """Whether agents have not ended in time, so that they and their workers have to be killed."""
         self.routes: Mapping[str, Sequence[Handler]] = {
@@ -96,7 +100,7 @@ class Job:
             "numbers": (watch.numbers, rendezvous.numbers),
             "out": (watch.printed, self._print),
             "err": (watch.printed, cause.complained, self._print),
-            "say": (notices.say,),
+            "say": (self._say,),
             "failed": (watch.failed, endings.failed),
             "exits": (cause.exits,),
             "ending": (rendezvous.ending, cause.ending),
@@ -208,6 +212,13 @@ class Job:
         for node in self._nodes:
             if node is not event.node and node.folder is not None and node.folder == event.node.folder:
                 self.outbox.send(node, Frame(event.frame.kind, header))
+
+    def _say(self, event: Event) -> None:
+        """Show the user a text that a rank reports, once even if several ranks report it."""
+        text = event.frame["text"]
+        if text not in self._said and len(self._said) < MOST_TEXTS:
+            self._said.add(text)
+            self.outbox.say(text, event.frame["level"])
 
     def _print(self, event: Event) -> None:
         self.outbox.put(PrintOutput(event.frame["rank"], event.frame.kind, event.frame.body))

@@ -173,9 +173,8 @@ def reserve(log_dir: Path) -> Folder:
     try:
         folder = Folder.reserve(log_dir)
     except OSError as error:
-        raise LaunchError(
-            f"{error.filename or 'a file'}: cannot be written ({error.strerror}); running jobs need it"
-        ) from error
+        why = "running jobs need it"
+        raise LaunchError(f"{error.filename or 'a file'}: cannot be written ({error.strerror}); {why}") from error
     try:
         private_files.make_inner_folder(log_dir / folder.job)
     except OSError as error:

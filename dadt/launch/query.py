@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dadt.control import schema
-from dadt.control.accept import Entrance, peer_of
+from dadt.control.accept import Entrance, connect_to, listen_at, peer_of
 from dadt.control.frame import CHUNK, Frame, Link, Parser
 from dadt.control.job_folder import Folder
 from dadt.errors import DadtError, LaunchError
@@ -21,6 +21,7 @@ from dadt.errors import DadtError, LaunchError
 if TYPE_CHECKING:
     from dadt.launch.monitor.watch import Gauge
 
+BACKLOG = 16
 WRITE_SECONDS = 0.05
 STACKS_SECONDS = 4.0
 """Seconds that agents have to answer a question about stacks; longer than they wait for their workers."""
@@ -75,33 +76,28 @@ class Watched(Protocol):
     def gauges(self) -> Sequence[Gauge]: ...
 
 
+@dataclass(eq=False)
 class Query:
     """The launcher's end of connections from other commands. Single-threaded: runs in the job's selector and never
     waits for a caller."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        agents: Channels,
-        watch: Watched,
-        facts: Mapping[str, Any],
-        end: Callable[[], float],
-        refused: Callable[[str], None],
-    ) -> None:
-        """facts: constants such as the job's id and command. end: ends the job and returns the seconds until workers
-        are killed. refused: called with the reason why a caller was turned away."""
-        self._folder = folder
-        self._looked = 0.0
-        self._agents = agents
-        self._watch = watch
-        self._facts = facts
-        self._end = end
-        self._refused = refused
-        self._callers: list[Caller] = []
-        self._inquiries: dict[int, StackInquiry] = {}
-        self._numbered = 0
-        self._entrance = Entrance(self._listen(), self._drop)
-        agents.watch(self._entrance.server, self._accept)
+    _folder: Folder
+    _agents: Channels
+    _watch: Watched
+    _facts: Mapping[str, Any]
+    """Constants such as the job's id and command."""
+    _end: Callable[[], float]
+    """Ends the job, and returns the seconds until workers are killed."""
+    _refused: Callable[[str], None]
+    """Called with the reason why a caller was turned away."""
+    _callers: list[Caller] = field(default_factory=list)
+    _inquiries: dict[int, StackInquiry] = field(default_factory=dict)
+    _numbered: int = 0
+    _looked: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._entrance = Entrance(listen_at(self._folder.query, BACKLOG), self._drop)
+        self._agents.watch(self._entrance.server, self._accept)
 
     def turn(self) -> float:
         """Send bytes that connections did not accept before, and end questions that take too long. Returns the seconds
@@ -128,17 +124,10 @@ class Query:
         with suppress(OSError, LaunchError):
             self._folder.tend()
             if not self._folder.query.exists():
-                server = self._listen()
+                server = listen_at(self._folder.query, BACKLOG)
                 self._agents.forget(self._entrance.server)
                 self._entrance.renew(server)
                 self._agents.watch(server, self._accept)
-
-    def _listen(self) -> socket.socket:
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        server.bind(str(self._folder.query))
-        server.listen(16)
-        server.setblocking(False)
-        return server
 
     def told(self, frame: Frame) -> None:
         """Handle an agent's answer about the stack of a rank."""
@@ -251,13 +240,7 @@ class CallerLine:
 
     def __init__(self, path: Path) -> None:
         """Connect to the socket at this path. Raises OSError if nobody listens."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(ANSWER_SECONDS)
-        try:
-            self._socket.connect(str(path))
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = connect_to(path, ANSWER_SECONDS)
         self._parser = Parser(schema.TOLD)
 
     def __enter__(self) -> CallerLine:

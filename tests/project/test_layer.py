@@ -189,7 +189,6 @@ DECISIONS = (
     "launch.members.membership",
     "launch.members.board",
     "launch.members.member",
-    "launch.monitor.notices",
     "launch.members.reconnect_request",
     "launch.members.rendezvous",
     "launch.members.silence",

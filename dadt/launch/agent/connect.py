@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -12,7 +11,7 @@ from dataclasses import replace
 
 from dadt.control.connection import Reach, SealedConnection, become_standard, dial
 from dadt.errors import LaunchError
-from dadt.launch.child import PR_SET_PDEATHSIG
+from dadt.launch.child import is_signalled_at_end
 from dadt.launch.hosts.slurm import forget_step
 
 REACH = "DADT_REACH"
@@ -56,6 +55,5 @@ def _end_with_actor(connection: SealedConnection, parent: int) -> None:
             end.shutdown(socket.SHUT_RDWR)
 
     signal.signal(signal.SIGUSR2, hang_up)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR2)
-    if os.getppid() != parent:
+    if not is_signalled_at_end(parent, signal.SIGUSR2):
         raise LaunchError("the actor of Ray's that has started this agent has ended")

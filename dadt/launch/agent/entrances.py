@@ -6,38 +6,36 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
-from dadt.control.accept import Entrance
+from dadt.control.accept import Entrance, listen_at
 from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder, line_of
 from dadt.errors import LaunchError
 from dadt.launch.agent.launcher_line import LauncherLine
 
 LOOK_SECONDS = 0.5
+BACKLOG = 128
 
 
+@dataclass(eq=False)
 class Entrances:
     """The sockets at which workers connect, one per rank. A removed socket is created again, since workers open a new
     connection for each question."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        ranks: Mapping[int, int],
-        launcher: LauncherLine,
-        accept: Callable[[int, Entrance], None],
-        drop: Callable[[socket.socket], None],
-    ) -> None:
-        """ranks: local rank of each rank. drop: closes a connection whose process has not proved that it belongs to the
-        job, to make room for another."""
-        self._folder = folder
-        self._ranks = ranks
-        self._launcher = launcher
-        self._accept = accept
-        self._looked = 0.0
-        self._entrances = {rank: Entrance(self._listen(rank), drop) for rank in ranks}
-        for rank in ranks:
+    _folder: Folder
+    _ranks: Mapping[int, int]
+    """Local rank of each rank."""
+    _launcher: LauncherLine
+    _accept: Callable[[int, Entrance], None]
+    _drop: Callable[[socket.socket], None]
+    """Closes a connection whose process has not proved that it belongs to the job, to make room for another."""
+    _looked: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._entrances = {rank: Entrance(self._listen(rank), self._drop) for rank in self._ranks}
+        for rank in self._ranks:
             self._watch(rank)
 
     def tend(self) -> None:
@@ -78,8 +76,4 @@ class Entrances:
         self._launcher.watch(entrance.server.fileno(), partial(self._accept, rank, entrance))
 
     def _listen(self, rank: int) -> socket.socket:
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        server.bind(str(line_of(self._folder.socket, self._ranks[rank])))
-        server.listen(128)
-        server.setblocking(False)
-        return server
+        return listen_at(line_of(self._folder.socket, self._ranks[rank]), BACKLOG)

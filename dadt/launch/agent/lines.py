@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from dadt.control import schema
@@ -31,28 +31,21 @@ class OpenLine:
     entrance: Entrance
 
 
+@dataclass(eq=False)
 class Lines:
     """Accepts the connections of a host's workers, reads their frames and sends answers, without ever blocking."""
 
-    def __init__(
-        self,
-        speaker: Speaker,
-        launcher: LauncherLine,
-        connected: Callable[[Line], None],
-        hear: Callable[[Line, Frame], None],
-        hung_up: Callable[[int], None],
-    ) -> None:
-        """speaker: the kinds of frames that workers may send. connected: called with each new connection. hear: called
-        with each frame; raises DadtError if the frame may not be sent. hung_up: called with the number of each closed
-        connection.
-        """
-        self._speaker = speaker
-        self._launcher = launcher
-        self._connected = connected
-        self._hear = hear
-        self._hung_up = hung_up
-        self._open: dict[int, OpenLine] = {}
-        self._count = 0
+    _speaker: Speaker
+    """The kinds of frames that workers may send."""
+    _launcher: LauncherLine
+    _connected: Callable[[Line], None]
+    """Called with each new connection."""
+    _hear: Callable[[Line, Frame], None]
+    """Called with each frame; raises DadtError if the frame may not be sent."""
+    _hung_up: Callable[[int], None]
+    """Called with the number of each closed connection."""
+    _open: dict[int, OpenLine] = field(default_factory=dict)
+    _count: int = 0
 
     def accept(self, rank: int, entrance: Entrance) -> None:
         """Accept the connections waiting at the socket of this rank."""

@@ -16,15 +16,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dadt.control import mpi_library, schema
-from dadt.control.connection import SEAL, Reach, dial
+from dadt.control.accept import connect_to
+from dadt.control.connection import Reach, dial
 from dadt.control.frame import Frame, Link
 from dadt.control.job_folder import SOCKET, line_of, root
 from dadt.errors import LaunchError
-from dadt.launch.child import spawn
+from dadt.launch.child import spawn, spawn_agent
 from dadt.launch.ending.signals import Interrupts
 from dadt.launch.start.standard_input import NoInput
 from dadt.world import World
@@ -75,29 +77,15 @@ class Shim:
 
     def _start_agent(self) -> None:
         """Start the agent, whose standard input is a connection to the launcher."""
-        hello = {"index": self._index}
-        connection, _, _ = dial(lambda: self._reach, hello, self._deadline)
+        connection, _, _ = dial(lambda: self._reach, {"index": self._index}, self._deadline)
         env = {name: value for name, value in os.environ.items() if name not in self._own}
-        env[SEAL] = connection.seal.to_text()
-        with connection.socket:
-            self._agent = subprocess.Popen(
-                [sys.executable, "-u", "-m", "dadt.launch.agent"],
-                stdin=connection.socket.fileno(),
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                env=env,
-                cwd="/",
-            )
+        self._agent = spawn_agent(connection, sys.executable, env)
 
     def _connect(self) -> socket.socket:
         """Connect to the agent, which listens once it has the order to start workers."""
         while time.monotonic() < self._deadline:
-            line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                line.connect(str(self._socket))
-                return line
-            except OSError:
-                line.close()  # the agent does not listen yet, and no event reports when it does, so try again
+            with suppress(OSError):  # the agent does not listen yet, and no event reports when it does, so try again
+                return connect_to(self._socket)
             if self._agent is not None and self._agent.poll() is not None:
                 raise LaunchError(f"the agent of this host has ended with code {self._agent.returncode}")
             time.sleep(RETRY_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from signal import SIGTERM
 
 from dadt.config import Config
@@ -26,43 +27,28 @@ PRIMARY_SECONDS = 1.0
 """Seconds to wait, after a failure that another rank's failure has caused, for a report of that other failure."""
 
 
+@dataclass(eq=False)
 class Endings:
     """Decides, when a rank or host is lost, whether the remaining ranks train on, or the job ends because too few are
     left."""
 
-    def __init__(
-        self,
-        config: Config,
-        nodes: Sequence[Node],
-        slots: Sequence[Slot],
-        rendezvous: Rendezvous,
-        cause: Cause,
-        termination: Termination,
-        membership: Membership,
-        joining: Joining | None,
-        outcome: Outcome,
-        patience: float,
-        outbox: Outbox,
-    ) -> None:
-        """patience: seconds for which ranks wait for a rank that cannot continue."""
-        self._nodes = nodes
-        self._slots = slots
-        self._rendezvous = rendezvous
-        self._cause = cause
-        self._termination = termination
-        self._membership = membership
-        self._joining = joining
-        self._outcome = outcome
-        self._patience = patience
-        self._outbox = outbox
-        self._checkpoint_signal = of_checkpoint(config)
-        self._together = config.algorithm != "gossip"
-        """Whether all ranks take each step together."""
-        self._leaving: set[Node] = set()
-        """Nodes whose agent received SIGTERM from outside: their workers save a checkpoint and end."""
-        self._held_since = float("-inf")
-        """Time (time.monotonic) since when all living ranks have been unable to continue while other ranks have ended.
-        """
+    _config: Config
+    _nodes: Sequence[Node]
+    _slots: Sequence[Slot]
+    _rendezvous: Rendezvous
+    _cause: Cause
+    _termination: Termination
+    _membership: Membership
+    _joining: Joining | None
+    """Hosts that join the running job; None if lost hosts are not replaced."""
+    _outcome: Outcome
+    _patience: float
+    """Seconds for which ranks wait for a rank that cannot continue."""
+    _outbox: Outbox
+    _leaving: set[Node] = field(default_factory=set)
+    """Nodes whose agent received SIGTERM from outside: their workers save a checkpoint and end."""
+    _held_since: float = float("-inf")
+    """Time (time.monotonic) since when all living ranks have been unable to continue while other ranks have ended."""
 
     def signal(self, caught: set[int], now: float) -> None:
         """Handle signals that `dadt run` received. SIGINT, SIGTERM and SIGHUP end the job gently, and at once when
@@ -70,7 +56,7 @@ class Endings:
         for number in caught - ENDING_SIGNALS:
             self._outbox.send_all(Frame("signal", {"number": number}))
         if number := min(caught & ENDING_SIGNALS, default=0):
-            if number == SIGTERM and self._checkpoint_signal and not self._outcome.signal:
+            if number == SIGTERM and of_checkpoint(self._config) and not self._outcome.signal:
                 preemption = Preemption(f"dadt run was told to end ({signal_name(number)})")
                 self._termination.preempt(preemption, now)
             else:
@@ -165,7 +151,11 @@ class Endings:
                 self._ended_badly(member, what, record, now, over=over)
             elif trains:
                 self._ended_early(member, f"{what}, while others went on", max(0, ending.step))
-            elif self._together and member.finished and any(not (each.finished or each.ended) for each in present):
+            elif (
+                self._config.algorithm != "gossip"
+                and member.finished
+                and any(not (each.finished or each.ended) for each in present)
+            ):
                 # the others may still have to meet it, as where they connect anew after a loss
                 self._membership.leaves(member.rank, f"{what}, while others went on")
         self._membership.exited(member, self._termination.goes_on and node not in self._leaving, now)

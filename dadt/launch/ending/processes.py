@@ -9,7 +9,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from dadt.control import guard
+from dadt.control.proc import stat_fields, status
 
 NATURAL_SECONDS = 0.5
 """Seconds that processes left by successful workers may take to end by themselves."""
@@ -32,7 +35,7 @@ class Process(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        fields = _stat(pid)
+        fields = stat_fields(Path(f"/proc/{pid}"))
         return cls(pid, int(fields[STARTED]) if fields else 0)
 
     @property
@@ -63,7 +66,8 @@ def members(mark: str, descendants: bool = False) -> list[int]:
     found = {int(entry.name) for entry in Path("/proc").iterdir() if _is_marked(entry, mark.encode())}
     if descendants:
         # Processes of other users (started by sudo or a setuid program) are left out, as this user cannot kill them.
-        found.update(pid for pid in _descendants(os.getpid()) if _is_own(Path(f"/proc/{pid}")))
+        children = psutil.Process().children(recursive=True)
+        found.update(child.pid for child in children if _is_own(Path(f"/proc/{child.pid}")))
     found.discard(os.getpid())
     found.difference_update([pid for pid in found if _is_marked(Path(f"/proc/{pid}"), guard.MARK.encode())])
     return sorted(pid for pid in found if is_alive(pid))
@@ -94,12 +98,8 @@ def _group(pid: int) -> int:
 def handles(pid: int, number: int) -> bool:
     """Return whether a process has a handler for this signal, so that the signal does not kill it; True also if the
     process has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-    except OSError:
-        return True
-    caught = next(line for line in lines if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    caught = status(pid, "SigCgt")
+    return not caught or bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def without_trackers(pids: Iterable[int]) -> list[int]:
@@ -146,35 +146,7 @@ def is_alive(pid: int) -> bool:
 
 def state(pid: int) -> str:
     """Return the kernel's letter for the state of the process, such as S or D; empty if there is no such process."""
-    return _state_and_parent(pid)[0]
-
-
-def _descendants(root: int) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            pid = int(entry.name)
-            children.setdefault(_state_and_parent(pid)[1], []).append(pid)
-    found: set[int] = set()
-    frontier = children.get(root, [])
-    while frontier:
-        found.update(frontier)
-        frontier = [child for pid in frontier for child in children.get(pid, [])]
-    return found
-
-
-def _state_and_parent(pid: int) -> tuple[str, int]:
-    fields = _stat(pid)
-    return (fields[0], int(fields[1])) if fields else ("", 0)
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state onwards; empty if there is no such process."""
-    try:
-        # The process's name, which stands before the state in parentheses, may itself contain spaces and parentheses.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+    return next(iter(stat_fields(Path(f"/proc/{pid}"))), "")
 
 
 def _bytes(path: Path) -> bytes:

@@ -38,6 +38,16 @@ class Host:
         return self.name
 
     @property
+    def login(self) -> str:
+        """The host's name as `ssh` and mpirun take it, with the user if one is given."""
+        return f"{self.user}@{self.name}" if self.user else self.name
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this machine is meant: by one of its names, or because the job names no hosts."""
+        return not self.name or self.is_local
+
+    @property
     def is_local(self) -> bool:
         """Whether the host's name is a name of the machine on which this process runs."""
         return self.name in ("localhost", "127.0.0.1", "::1", socket.gethostname()) and not self.user
@@ -109,10 +119,10 @@ def choose(hosts: Sequence[Host], include: str, exclude: str, changing: bool = F
             continue
         names = {part.strip() for part in text.split(",")}
         if (unknown := names - {host.name for host in hosts}) and not changing:
-            raise ConfigError(
-                f"{name} {_brief(text)}: {_brief(', '.join(sorted(unknown)))} is not among the hosts"
-                f" {_brief(', '.join(map(str, hosts)))}"
+            problem = (
+                f"{_brief(', '.join(sorted(unknown)))} is not among the hosts {_brief(', '.join(map(str, hosts)))}"
             )
+            raise ConfigError(f"{name} {_brief(text)}: {problem}")
         chosen = [host for host in chosen if (host.name in names) == (name == "--include")]
     if not (chosen or changing):
         raise ConfigError("--include and --exclude leave no host")

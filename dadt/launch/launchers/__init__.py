@@ -9,7 +9,10 @@ from dadt.config.extensions import LAUNCHERS
 from dadt.launch.channel import AgentRequest, Launcher
 from dadt.launch.hosts.simulated import wanted
 
-UNNAMED = {"simulated": "dadt.launch.launchers.simulated:launcher", "manual": "dadt.launch.launchers.manual:launcher"}
+UNNAMED = {
+    "simulated": "dadt.launch.launchers.simulated:SimulatedLauncher",
+    "manual": "dadt.launch.launchers.manual:HandLauncher",
+}
 """Launchers that are chosen by flags other than --launcher."""
 
 

@@ -2,54 +2,141 @@
 
 from __future__ import annotations
 
+import secrets
+import signal
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from dadt.control import schema
-from dadt.control.connection import SealedConnection, Words
+from dadt.control.connection import Listener, Reach, SealedConnection, Words
 from dadt.control.frame import CHUNK, Link
 from dadt.errors import LaunchError
-from dadt.launch.channel import Channel
+from dadt.launch.channel import AgentRequest, Channel
+
+END_SECONDS = 5.0
+"""Seconds that a program which started agents may take to end after them, and then after SIGTERM."""
 
 
-class Arrivals:
-    """Futures of the agents that are expected to connect, by name. Several threads may settle a future; the first one
-    wins."""
+class ConnectBackLauncher:
+    """A launcher whose agents connect to it. Subclasses have others start the agents."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.futures: dict[str, Future[Channel]] = {name: Future() for name in names}
-        self._lock = threading.Lock()
+    extends = False
 
-    def greet(self, hello: Words) -> Words:
-        """Return the answer to an agent that connects and names itself: a refusal, or empty if the agent is
-        expected."""
+    def __init__(self, request: AgentRequest, names: Iterable[str] = ()) -> None:
+        """names: names under which the agents will introduce themselves."""
+        self._request, self._config = request, request.config
+        self._arrivals: dict[str, Future[Channel]] = {name: Future() for name in names}
+        """Future of each agent that is expected to connect, by name."""
+        self._settling = threading.Lock()
+        """Held by a thread that settles a future; several may try, and the first one wins."""
+        self._listener: Listener | None = None
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def _listen(self, key: bytes = b"", port: int = 0) -> Reach:
+        """Begin to listen, and return where agents can connect. key: the key that they know; a random one if empty.
+        Raises OSError if the port is in use."""
+        silence, turned_away = self._config.orphan_timeout, self._request.turned_away
+        key = key or secrets.token_bytes(32)
+        self._listener = Listener(key, silence, self._greet, self._take, port, turned_away=turned_away)
+        return self._listener.reach(self._config.network_interface)
+
+    def _greet(self, hello: Words) -> Words:
+        """Return the answer to an agent that connects: a refusal, or empty if the agent is expected."""
         name = hello.get("name")
-        if name not in self.futures:
+        if name not in self._arrivals:
             return {"refused": f"{name} is not among the hosts of this job"}
-        return {"refused": f"{name} has an agent already"} if self.has(name) else {}
+        return {"refused": f"{name} has an agent already"} if self._arrivals[name].done() else {}
 
-    def admit(self, name: str, channel: Channel) -> None:
+    def _take(self, hello: Words, connection: SealedConnection) -> None:
+        """Begin to use the connection of an agent that was not refused."""
+        self._admit(hello["name"], SocketChannel(connection))
+
+    def _admit(self, name: str, channel: Channel) -> None:
         """Complete the future of the agent `name` with this channel. The channel is closed if nobody waits for the
         agent any more."""
         if not self._settle(name, lambda future: future.set_result(channel)):
             channel.end(0.0)
 
-    def refuse(self, name: str, error: LaunchError) -> None:
-        self._settle(name, lambda future: future.set_exception(error))
-
-    def has(self, name: str) -> bool:
-        return self.futures[name].done()
+    def _refuse(self, name: str, why: str) -> None:
+        """Give up on an agent, unless it has connected."""
+        self._settle(name, lambda future: future.set_exception(LaunchError(why)))
 
     def _settle(self, name: str, settle: Callable[[Future[Channel]], None]) -> bool:
-        future = self.futures[name]
-        with self._lock:
+        future = self._arrivals[name]
+        with self._settling:
             if future.done() or not future.set_running_or_notify_cancel():
                 return False
             settle(future)
         return True
+
+    @property
+    def _missing(self) -> list[str]:
+        """Names of the agents that have not connected."""
+        return [name for name, future in self._arrivals.items() if not future.done()]
+
+
+class StartingProgram:
+    """A running program, such as srun, that starts all agents of a job, and whose output explains failures."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], ended: Callable[[], None]) -> None:
+        """ended: called in another thread when the program has ended. Raises OSError if it cannot be run."""
+        self.closing = threading.Event()
+        self._ended = ended
+        self._news = threading.Condition()
+        """Held while output is handled; notified after each line and at the end."""
+        self._over = False
+        self._process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C goes to `dadt run` only, which then ends the job
+            cwd="/",
+            text=True,
+            errors="replace",
+        )
+        self._thread = threading.Thread(target=self._read, name="dadt-starter", daemon=True)
+
+    def listen(self) -> None:
+        """Begin to read the program's output. Call this once `ended` may be called, as the program may end at once."""
+        self._thread.start()
+
+    def close(self, at_once: bool) -> None:
+        """Wait until the program has ended. at_once: do not wait for what it has started to end by itself.
+        Idempotent."""
+        self.closing.set()
+        for patience, number in ((0.0 if at_once else END_SECONDS, signal.SIGTERM), (END_SECONDS, signal.SIGKILL)):
+            try:
+                self._process.wait(patience)
+                break
+            except subprocess.TimeoutExpired:
+                self._process.send_signal(number)  # SIGTERM makes srun kill the whole step
+        self._thread.join(END_SECONDS)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                with self._news:
+                    self._hear(line.rstrip())
+                    self._news.notify_all()
+        self._process.wait()
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+        self._ended()
+
+    def _hear(self, line: str) -> None:
+        """Handle a line of the program's output."""
+        raise NotImplementedError
 
 
 class SocketChannel:

@@ -15,6 +15,7 @@ from dadt.control import schema
 from dadt.control.frame import Link
 from dadt.errors import LaunchError
 from dadt.launch.channel import Channel
+from dadt.launch.child import AGENT, end, without_settings
 from dadt.launch.ending.failure import signal_name
 from dadt.launch.hosts.host import Host
 from dadt.launch.start import standard_input
@@ -32,7 +33,7 @@ class LocalLauncher:
         self._python = config.python or sys.executable
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        return [self._start() for _ in hosts]
+        return [start(self._python) for _ in hosts]
 
     def command(self, host: Host) -> str:
         return f"{self._python} -u -m dadt.launch.agent"
@@ -40,57 +41,63 @@ class LocalLauncher:
     def close(self) -> None:
         pass  # nothing to do: an agent ends when its channel does
 
-    def _start(self) -> Future[Channel]:
-        future: Future[Channel] = Future()
-        try:
-            future.set_result(LocalChannel(self._python))
-        except OSError as error:
-            hint = " -> --python PATH" if error.errno in (ENOENT, EACCES, ENOEXEC) else ""
-            future.set_exception(LaunchError(f"{self._python}: cannot be run ({error.strerror}){hint}"))
-        return future
+
+def start(python: str, place: Sequence[str] = (), more: Mapping[str, str] | None = None) -> Future[Channel]:
+    """Start an agent on this machine; the parameters are those of LocalChannel."""
+    future: Future[Channel] = Future()
+    try:
+        future.set_result(LocalChannel(python, place, more))
+    except OSError as error:
+        hint = " -> --python PATH" if not place and error.errno in (ENOENT, EACCES, ENOEXEC) else ""
+        future.set_exception(LaunchError(f"{[*place, python][0]}: cannot be run ({error.strerror}){hint}"))
+    return future
 
 
-class LocalChannel:
+class ProcessChannel:
+    """An agent at the other end of the pipes of a child process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
+        self.link = Link(process.stdout.fileno(), process.stdin.fileno(), schema.AGENT, noisy=True)
+
+    def hang_up(self) -> None:
+        self._stdin.close()
+
+    def _await_end(self, timeout: float) -> bool:
+        """Wait until the process has ended, and kill it after `timeout` seconds. Returns whether it ended by itself."""
+        self.hang_up()
+        ended = end(self._process, timeout)
+        self._stdout.close()
+        return ended
+
+
+class LocalChannel(ProcessChannel):
     """An agent that leads its own session, so Ctrl-C does not reach it."""
 
     def __init__(self, python: str, place: Sequence[str] = (), more: Mapping[str, str] | None = None) -> None:
         """place: words before the agent's command line, such as a program that runs the agent elsewhere. more:
         additional environment variables. Raises OSError."""
-        env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
         with standard_input.of_launcher() as passed:
-            self._process = subprocess.Popen(
-                [*place, python, "-u", "-m", "dadt.launch.agent", *(f"--stdin={number}" for number in passed)],
+            process = subprocess.Popen(
+                [*place, python, *AGENT, *(f"--stdin={number}" for number in passed)],
                 pass_fds=passed,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
-                env={**env, **(more or {})},
-                # `python -m` first looks for modules in the current folder, where the user may have a module of the
-                # same name.
-                cwd="/",
+                env={**without_settings(os.environ), **(more or {})},
+                cwd="/",  # `python -m` looks first into the current folder, where the user may have such a module
             )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        for pipe in (self._process.stdin, self._process.stdout):
+        super().__init__(process)
+        self._python = python
+        for pipe in (self._stdin, self._stdout):
             try:
                 fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
             except OSError:
                 pass  # this user's limit of pipe memory is reached; a small pipe works as well
-        self._python = python
-        self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), schema.AGENT, noisy=True)
-
-    def hang_up(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
 
     def end(self, timeout: float) -> str:
-        assert self._process.stdout is not None
-        self.hang_up()
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        self._await_end(timeout)
         code = self._process.returncode
         if code == 0:
             return ""

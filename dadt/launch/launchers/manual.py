@@ -3,7 +3,6 @@ node 0."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import selectors
@@ -11,65 +10,53 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from dadt.config import Config
 from dadt.control import schema
-from dadt.control.connection import SEAL, Listener, SealedConnection, Unreached, Words, dial
+from dadt.control.connection import SealedConnection, Unreached, Words, dial
 from dadt.control.frame import Frame, Link
 from dadt.errors import DadtError, LaunchError, StartTimeout
-from dadt.launch.channel import AgentRequest, Channel, Launcher
+from dadt.launch.channel import AgentRequest, Channel
+from dadt.launch.child import end, end_with, spawn_agent, without_settings
 from dadt.launch.ending.failure import signal_name
 from dadt.launch.ending.preemption import EXIT_CODE
 from dadt.launch.ending.signals import Interrupts
 from dadt.launch.hosts.host import Host
-from dadt.launch.launchers.connect_back import Arrivals, SocketChannel
+from dadt.launch.launchers.connect_back import ConnectBackLauncher, SocketChannel
 from dadt.launch.launchers.local import LocalLauncher
 from dadt.launch.launchers.node_rendezvous import rendezvous_of
 from dadt.launch.start.startup import Voice
 
 END_SECONDS = 10.0
 """Seconds that this host's agent may take to end after the job."""
-PR_SET_PDEATHSIG = 1
 
 
-def launcher(request: AgentRequest) -> Launcher:
-    return HandLauncher(request.config, request.job, request.command, request.turned_away)
-
-
-class HandLauncher:
+class HandLauncher(ConnectBackLauncher):
     """The launcher on node 0. Its own agent is a child process, and those of the other nodes connect to it."""
 
-    extends = False
-
-    def __init__(self, config: Config, job: str, command: Sequence[str], turned_away: Callable[[str], None]) -> None:
-        self._turned_away = turned_away
-        self._config = config
-        self._job = job
-        self._claims = claims(config, command)
-        self._meeting = rendezvous_of(config)
-        self._local = LocalLauncher(config)
-        self._arrivals = Arrivals(f"node{rank}" for rank in range(1, config.nnodes))
+    def __init__(self, request: AgentRequest) -> None:
+        super().__init__(request, (f"node{rank}" for rank in range(1, request.config.nnodes)))
+        self._claims = claims(self._config, request.command)
+        self._meeting = rendezvous_of(self._config)
+        self._local = LocalLauncher(self._config)
         self._watchers: dict[str, SealedConnection] = {}
         """Connections of `dadt run` on the other nodes, which wait for the job's result, by node name."""
-        self._listener: Listener | None = None
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        config, meeting = self._config, self._meeting
+        meeting = self._meeting
         try:
-            self._listener = Listener(
-                meeting.key, config.orphan_timeout, self._greet, self._take, meeting.port, turned_away=self._turned_away
-            )
+            reach = self._listen(meeting.key, meeting.port)
         except OSError as error:
             reason = os.strerror(error.errno or 0)
-            raise LaunchError(f"--rendezvous {config.rendezvous}: cannot listen there ({reason})") from error
+            raise LaunchError(f"--rendezvous {self._config.rendezvous}: cannot listen there ({reason})") from error
         try:
-            meeting.open(self._listener.reach(config.network_interface))
+            meeting.open(reach)
         except LaunchError:
-            self._listener.close()
+            super().close()
             raise
-        return [*self._local.launch(hosts[:1]), *(self._arrivals.futures[host.name] for host in hosts[1:])]
+        return [*self._local.launch(hosts[:1]), *(self._arrivals[host.name] for host in hosts[1:])]
 
     def command(self, host: Host) -> str:
         rank = host.name.removeprefix("node")
@@ -80,10 +67,9 @@ class HandLauncher:
     def close(self) -> None:
         # Close the listener before other nodes learn that the job is over, so that their next job does not find this
         # job's rendezvous.
+        super().close()
         if self._listener is not None:
-            self._listener.close()
             self._meeting.close()
-        self._local.close()
 
     def conclude(self, code: int, lines: Sequence[str]) -> None:
         verdict = Frame("verdict", {"code": code, "lines": [line[: schema.TEXT] for line in lines[:100]]})
@@ -94,23 +80,23 @@ class HandLauncher:
 
     def _greet(self, hello: Words) -> Words:
         name, asks = str(hello.get("node")), hello.get("asks")
-        if name not in self._arrivals.futures:
+        if name not in self._arrivals:
             last = self._config.nnodes - 1
-            return {"refused": f"there is no {name} in job {self._job}, which has nodes 0 to {last}"}
+            return {"refused": f"there is no {name} in job {self._request.job}, which has nodes 0 to {last}"}
         for what, ours in self._claims.items():
             if (theirs := hello.get(what)) != ours:
                 return {"refused": f"{name} was started with {what} {theirs}, node0 with {what} {ours}"}
         watcher = self._watchers.get(name)
-        if self._arrivals.has(name) if asks == "orders" else watcher is not None and not _is_gone(watcher):
-            return {"refused": f"job {self._job} has a {name} already: give each host its own --node-rank"}
-        return {"job": self._job}
+        if self._arrivals[name].done() if asks == "orders" else watcher is not None and not _is_gone(watcher):
+            return {"refused": f"job {self._request.job} has a {name} already: give each host its own --node-rank"}
+        return {"job": self._request.job}
 
     def _take(self, hello: Words, connection: SealedConnection) -> None:
         name = hello["node"]
         if hello["asks"] == "verdict":
             self._watchers[name] = connection
         else:
-            self._arrivals.admit(name, SocketChannel(connection))
+            self._admit(name, SocketChannel(connection))
 
 
 def join(config: Config, command: Sequence[str], voice: Voice) -> int:
@@ -157,10 +143,10 @@ def _follow(watcher: SealedConnection, agent: subprocess.Popen[bytes], interrupt
                     verdicts = link.receive()
                 except (EOFError, DadtError):
                     voice.say("node0 is gone, without a word on how the job ended", "error")
-                    _await(agent)
+                    end(agent, END_SECONDS)
                     return LaunchError.exit_code
                 for verdict in verdicts:
-                    _await(agent)
+                    end(agent, END_SECONDS)
                     voice.say("\n".join(verdict["lines"]))
                     return 128 + caught if caught and verdict["code"] != EXIT_CODE else int(verdict["code"])
 
@@ -181,36 +167,8 @@ def _is_gone(connection: SealedConnection) -> bool:
 
 def _agent(config: Config, connection: SealedConnection) -> subprocess.Popen[bytes]:
     """Start this host's agent with the connection as its standard input. Raises LaunchError."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
-    env[SEAL] = connection.seal.to_text()
-    libc, parent = ctypes.CDLL(None), os.getpid()
-
-    def end_with_us() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    python = config.python or sys.executable
-    with connection.socket:
-        try:
-            return subprocess.Popen[bytes](
-                [python, "-u", "-m", "dadt.launch.agent"],
-                stdin=connection.socket.fileno(),
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                env=env,
-                # `python -m` first looks for modules in the current folder, where the user may have a module of the
-                # same name.
-                cwd="/",
-                preexec_fn=end_with_us,
-            )
-        except OSError as error:
-            raise LaunchError(f"{python}: cannot be run ({error.strerror}) -> --python PATH") from error
-
-
-def _await(agent: subprocess.Popen[bytes]) -> None:
+    python, parent = config.python or sys.executable, os.getpid()
     try:
-        agent.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        agent.kill()
-        agent.wait()
+        return spawn_agent(connection, python, without_settings(os.environ), lambda: end_with(parent, signal.SIGTERM))
+    except OSError as error:
+        raise LaunchError(f"{python}: cannot be run ({error.strerror}) -> --python PATH") from error

@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from dadt.config import Config
 from dadt.config.check import mpi_arguments
-from dadt.control.connection import Listener, SealedConnection, Words
+from dadt.control.connection import SealedConnection, Words
 from dadt.errors import ConfigError, LaunchError
 from dadt.launch.agent.shim import NOTE
-from dadt.launch.channel import AgentRequest, Channel, Launcher
+from dadt.launch.channel import AgentRequest, Channel
+from dadt.launch.child import without_settings
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import HostRoom, share_out
 from dadt.launch.hosts.slurm import forget_step
 from dadt.launch.launchers import slurm
-from dadt.launch.launchers.connect_back import Arrivals, SocketChannel
+from dadt.launch.launchers.connect_back import ConnectBackLauncher, SocketChannel, StartingProgram
 
 FLAVOURS = {
     "Open MPI": ("Open MPI", "OpenRTE", "PRRTE"),
@@ -47,40 +45,24 @@ NO_WAY = re.compile(
 NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zero exit code. Per user-direction")
 
 
-def launcher(request: AgentRequest) -> Launcher:
-    return MpiLauncher(request.config, request.hosts, request.job, request.turned_away)
-
-
-class MpiLauncher:
+class MpiLauncher(ConnectBackLauncher):
     """Starts all agents of a job by one mpirun, whose output explains failures."""
 
-    extends = False
-
-    def __init__(self, config: Config, hosts: Sequence[Host], job: str, turned_away: Callable[[str], None]) -> None:
-        self._turned_away = turned_away
-        self._config = config
-        self._job = job
-        self._hosts = hosts
-        self._arrivals = Arrivals([])
-        """The expected agents, by the index of their host."""
-        self._listener: Listener | None = None
+    def __init__(self, request: AgentRequest) -> None:
+        super().__init__(request, map(str, range(len(request.hosts))))
         self._mpirun: Mpirun | None = None
         self._connections: list[SealedConnection] = []
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         shares = _shares(self._config, hosts)
         path, flavour = find(self._config.mpirun)
-        self._arrivals = Arrivals(str(index) for index in range(len(hosts)))
-        self._listener = Listener(
-            secrets.token_bytes(32), self._config.orphan_timeout, self._greet, self._take, turned_away=self._turned_away
-        )
         note = {
-            "job": self._job,
+            "job": self._request.job,
             "shares": shares,
-            "reach": self._listener.reach(self._config.network_interface).to_text(),
+            "reach": self._listen().to_text(),
             "timeout": self._config.start_timeout,
         }
-        env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
+        env = without_settings(os.environ)
         env |= ssh_variables(self._config, env) | {NOTE: json.dumps(note)}
         if flavour == "Slurm":
             forget_step(env)
@@ -89,41 +71,40 @@ class MpiLauncher:
         try:
             self._mpirun = Mpirun(command, env, self._give_up)
         except OSError as error:
-            self._listener.close()
+            self.close()
             raise LaunchError(f"{path}: cannot be run ({error.strerror}); give another by --mpirun") from error
         self._mpirun.listen()
-        return list(self._arrivals.futures.values())
+        return list(self._arrivals.values())
 
     def command(self, host: Host) -> str:
         path, flavour = find(self._config.mpirun)
-        return shlex.join(command_line(path, flavour, self._config, self._hosts, _shares(self._config, self._hosts)))
+        hosts = self._request.hosts
+        return shlex.join(command_line(path, flavour, self._config, hosts, _shares(self._config, hosts)))
 
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        super().close()
         if self._mpirun is not None:
-            self._mpirun.close(at_once=not all(map(self._arrivals.has, self._arrivals.futures)))
+            self._mpirun.close(at_once=bool(self._missing))
 
     def _greet(self, hello: Words) -> Words:
         index = hello.get("index")
-        if not isinstance(index, int) or str(index) not in self._arrivals.futures:
+        if not isinstance(index, int) or str(index) not in self._arrivals:
             return {"refused": f"there is no host {index} in this job"}
-        return {"refused": "this host has an agent already"} if self._arrivals.has(str(index)) else {}
+        return {"refused": "this host has an agent already"} if self._arrivals[str(index)].done() else {}
 
     def _take(self, hello: Words, connection: SealedConnection) -> None:
         assert self._mpirun is not None
         self._connections.append(connection)
-        self._arrivals.admit(str(hello["index"]), SocketChannel(connection, self._mpirun.why))
+        self._admit(str(hello["index"]), SocketChannel(connection, self._mpirun.why))
 
     def _give_up(self) -> None:
         """Handle the end of mpirun: agents that have not connected never will, and connections to agents whose workers
         are gone are closed."""
         assert self._mpirun is not None
-        why = self._mpirun.why(0.0)
-        for index in self._arrivals.futures:
-            if not self._arrivals.has(index):
-                self._arrivals.refuse(index, LaunchError(why or "mpirun ended before this agent had connected"))
-                why = "mpirun did not start it either"
+        why = self._mpirun.why(0.0) or "mpirun ended before this agent had connected"
+        for index in self._missing:
+            self._refuse(index, why)
+            why = "mpirun did not start it either"
         if not self._mpirun.closing.wait(END_SECONDS):
             for connection in self._connections:
                 try:
@@ -132,37 +113,19 @@ class MpiLauncher:
                     pass  # the connection was closed meanwhile
 
 
-class Mpirun:
+class Mpirun(StartingProgram):
     """A running mpirun, and its output."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], ended: Callable[[], None]) -> None:
-        """ended: called in another thread when mpirun has ended. Raises OSError if mpirun cannot be run."""
-        self.closing = threading.Event()
-        self._ended = ended
+        super().__init__(command, env, ended)
         self._said: list[str] = []
-        self._over = threading.Event()
-        self._process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C goes to `dadt run` only, which then ends the job
-            cwd="/",
-            text=True,
-            errors="replace",
-        )
-        self._thread = threading.Thread(target=self._read, name="dadt-mpirun", daemon=True)
-
-    def listen(self) -> None:
-        """Begin to read mpirun's output. Call this once `ended` may be called, as mpirun may end at once."""
-        self._thread.start()
 
     def why(self, seconds: float) -> str:
         """Return why an agent is gone or has not come, if the reason becomes known within `seconds` seconds; else an
         empty text."""
-        if not self._over.wait(seconds) or self._process.returncode == 0:
-            return ""
+        with self._news:
+            if not self._news.wait_for(lambda: self._over, seconds) or self._process.returncode == 0:
+                return ""
         ours = [line.removeprefix("dadt: ") for line in self._said if line.startswith("dadt: ")]
         if ours:
             return ours[0]
@@ -171,28 +134,11 @@ class Mpirun:
         shown = "".join(f"\n  {line}" for line in words[:SHOWN_LINES])
         return f"mpirun ended with code {self._process.returncode}{shown}"
 
-    def close(self, at_once: bool) -> None:
-        """Wait until mpirun has ended. at_once: do not wait for the ranks to end by themselves. Idempotent."""
-        self.closing.set()
-        for patience, number in ((0.0 if at_once else END_SECONDS, signal.SIGTERM), (END_SECONDS, signal.SIGKILL)):
-            try:
-                self._process.wait(patience)
-                break
-            except subprocess.TimeoutExpired:
-                self._process.send_signal(number)
-        self._thread.join(END_SECONDS)
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                if len(self._said) < SAID_LINES:
-                    self._said.append(line.rstrip())
-                if NO_WAY.match(line):
-                    self._process.terminate()
-        self._process.wait()
-        self._over.set()
-        self._ended()
+    def _hear(self, line: str) -> None:
+        if len(self._said) < SAID_LINES:
+            self._said.append(line)
+        if NO_WAY.match(line):
+            self._process.terminate()
 
 
 def located(name: str) -> str | None:
@@ -213,10 +159,10 @@ def find(name: str) -> tuple[str, str]:
     for flavour, marks in FLAVOURS.items():
         if any(mark in text for mark in marks):
             return path, flavour
-    raise ConfigError(
-        f"{path} is not known: its --version says {text.strip()[:80]!r}, and not Open MPI, MPICH or Intel MPI; give "
-        "another by --mpirun"
+    problem = (
+        f"its --version says {text.strip()[:80]!r}, and not Open MPI, MPICH or Intel MPI; give another by --mpirun"
     )
+    raise ConfigError(f"{path} is not known: {problem}")
 
 
 def said_version(path: str) -> str:
@@ -232,7 +178,7 @@ def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host],
     """Return the command line of mpirun. Ranks are placed host by host and are not bound to cores, as `dadt run`
     assigns cores to workers."""
     shim = [config.python or sys.executable, "-u", "-m", "dadt.launch.agent.shim"]
-    places = [(_name(host), share) for host, share in zip(hosts, shares, strict=True)]
+    places = [(host.login or "localhost", share) for host, share in zip(hosts, shares, strict=True)]
     extra = mpi_arguments(config.mpi_args)
     if flavour == "Open MPI":
         root = ["--allow-run-as-root"] if os.getuid() == 0 else []
@@ -266,21 +212,14 @@ def ssh_variables(config: Config, env: Mapping[str, str]) -> dict[str, str]:
     return joined | {"OMPI_MCA_orte_keep_fqdn_hostnames": "1", "PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
 
 
-def _name(host: Host) -> str:
-    name = host.name or "localhost"
-    return f"{host.user}@{name}" if host.user else name
-
-
 def _shares(config: Config, hosts: Sequence[Host]) -> list[int]:
     """Return the number of workers per host, which mpirun must know before an agent can report its GPUs. Raises
     ConfigError."""
     if six := [host.name for host in hosts if ":" in host.name]:
         raise ConfigError(f"--launcher mpi: mpirun does not take {', '.join(six)} for a host; give its name")
     if vague := [host.name for host in hosts if not host.slots]:
-        raise ConfigError(
-            f"--launcher mpi: how many workers on {', '.join(vague)}? Give them, as in -H {vague[0]}:2, or by "
-            "--accelerators"
-        )
+        remedy = f"Give them, as in -H {vague[0]}:2, or by --accelerators"
+        raise ConfigError(f"--launcher mpi: how many workers on {', '.join(vague)}? {remedy}")
     shares = share_out(config.np, [HostRoom(host=host.name, slots=host.slots) for host in hosts])
     if idle := [host.name for host, share in zip(hosts, shares, strict=True) if not share]:
         raise ConfigError(f"-np {config.np}: no worker is left for {', '.join(idle)}; leave it out of -H")

@@ -29,12 +29,12 @@ class NearbyLauncher:
         self._far: Launcher | None = None
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        far = [host for host in hosts if not _is_here(host)]
+        far = [host for host in hosts if not host.is_here]
         futures = dict(zip(far, self._ssh().launch(far), strict=True)) if far else {}
         return [futures[host] if host in futures else self._local.launch([host])[0] for host in hosts]
 
     def command(self, host: Host) -> str:
-        return self._local.command(host) if _is_here(host) else self._ssh().command(host)
+        return self._local.command(host) if host.is_here else self._ssh().command(host)
 
     def close(self) -> None:
         if self._far is not None:
@@ -55,7 +55,3 @@ def ssh_launcher(config: Config) -> Launcher:
     from dadt.launch.launchers.ssh import SshLauncher
 
     return SshLauncher(config)
-
-
-def _is_here(host: Host) -> bool:
-    return not host.name or host.is_local

@@ -7,21 +7,18 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 from dadt.config import Config
-from dadt.control import schema
-from dadt.control.frame import CHUNK, Link
+from dadt.control.frame import CHUNK
 from dadt.errors import LaunchError
 from dadt.launch.channel import Channel
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers import remote_shell
+from dadt.launch.launchers.local import ProcessChannel
 from dadt.launch.ssh import route as routes
-from dadt.launch.ssh.attempt import Attempts
 from dadt.launch.ssh.gate import Gates
 from dadt.launch.ssh.report import SshReport
 from dadt.launch.ssh.route import Route
@@ -43,27 +40,16 @@ OPTIONS = (
 )
 
 
-class OpensshLauncher:
+class OpensshLauncher(remote_shell.ShellLauncher):
     """Runs one `ssh` per host, and waits until it has logged in."""
 
-    extends = True
-
     def __init__(self, config: Config) -> None:
-        self._config = config
-        self._python = config.python or sys.executable
-        self._command = remote_shell.command(self._python)
-        self._attempts = Attempts(self._attempt)
+        super().__init__(config)
         self._gates = Gates()
         self._processes: set[subprocess.Popen[bytes]] = set()
 
-    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        return self._attempts.begin(hosts, self._config.start_timeout)
-
-    def command(self, host: Host) -> str:
-        return remote_shell.shown(self._config, host, self._command)
-
     def close(self) -> None:
-        self._attempts.close()
+        super().close()
         for process in list(self._processes):
             process.kill()
 
@@ -107,27 +93,20 @@ class OpensshLauncher:
         return [*words, "--", host.name, self._command]
 
 
-class OpensshChannel:
-    """processes: the launcher's set of running `ssh` processes, from which its `close` ends them."""
+class OpensshChannel(ProcessChannel):
+    """An agent that a running `ssh` has started."""
 
     def __init__(self, command: list[str], python: str, processes: set[subprocess.Popen[bytes]]) -> None:
         """processes: the set of running processes, so that `close` can end them."""
+        pipe, env = subprocess.PIPE, {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=env)
+        super().__init__(process)
         self._python = python
         self._processes = processes
         self.notes: Sequence[str] = ()
         self._stderr = b""
         self._explanation: str | None = None
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
-        )
-        processes.add(self._process)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.link = Link(self._process.stdout.fileno(), self._process.stdin.fileno(), schema.AGENT, noisy=True)
+        processes.add(process)
         self._errors = threading.Thread(target=self._read_errors, name="dadt-ssh-err", daemon=True)
         self._errors.start()
 
@@ -152,25 +131,12 @@ class OpensshChannel:
     def report(self) -> SshReport:
         return SshReport(self._stderr.decode(errors="replace"))
 
-    def hang_up(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
     def end(self, timeout: float) -> str:
         if self._explanation is None:
-            self.hang_up()
-            gave_up = False
-            try:
-                self._process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                gave_up = True
-                self._process.kill()
-                self._process.wait()
+            ended = self._await_end(timeout)
             self._processes.discard(self._process)
             self._errors.join(FORCE_SECONDS)
-            assert self._process.stdout is not None and self._process.stderr is not None
-            self._process.stdout.close()
-            self._explanation = self._explain(gave_up)
+            self._explanation = self._explain(not ended)
         return self._explanation
 
     def _explain(self, gave_up: bool) -> str:
@@ -184,7 +150,7 @@ class OpensshChannel:
             code = None
         elif code == SSH_FAILED:
             return f"the connection was lost ({report.last_words or 'closed by the other side'})"
-        return remote_shell.explain(code, self.link.noise, report.others.encode(), self._python)
+        return remote_shell.explain(code, self.link.parser.noise, report.others.encode(), self._python)
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -11,15 +10,14 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from dadt.control.connection import Listener, SealedConnection, Words
-from dadt.errors import LaunchError
+from dadt.control.connection import Reach, SealedConnection, Words
 from dadt.launch.agent import ray_actor
 from dadt.launch.agent.connect import NAME, REACH
-from dadt.launch.channel import AgentRequest, Channel, Launcher
+from dadt.launch.channel import AgentRequest, Channel
 from dadt.launch.ending.failure import signal_name
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.ray import RayHost, connect, end_of_node, own_node
-from dadt.launch.launchers.connect_back import Arrivals, SocketChannel
+from dadt.launch.launchers.connect_back import ConnectBackLauncher, SocketChannel
 
 END_SECONDS = 5.0
 QUIET_SECONDS = 1.0
@@ -29,10 +27,6 @@ DEATH_SHARE = 0.6
 from Ray whether a node is gone. Ray notices a node's end about 15 seconds later than an actor's. A job that trains on
 without lost ranks does not wait.
 """
-
-
-def launcher(request: AgentRequest) -> Launcher:
-    return RayLauncher(request)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,30 +42,21 @@ class Started:
     """The reason why the agent has ended, as known before Ray reports whether its node is gone."""
 
 
-class RayLauncher:
+class RayLauncher(ConnectBackLauncher):
     """Starts one agent per node by a Ray actor, whose result, or Ray's error for it, is used to explain failures."""
 
     extends = True
 
     def __init__(self, request: AgentRequest) -> None:
-        self._config = request.config
-        self._turned_away, self._say = request.turned_away, request.say
+        super().__init__(request)
         self._ray = connect(request.config)
-        self._arrivals = Arrivals(())
-        self._listener: Listener | None = None
+        self._reach: Reach | None = None
         self._started: dict[str, Started] = {}
         """The newest agent of each host, by the host's name."""
         self._lock = threading.Lock()
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        if self._listener is None:
-            self._listener = Listener(
-                secrets.token_bytes(32),
-                self._config.orphan_timeout,
-                self._arrivals.greet,
-                self._take,
-                turned_away=self._turned_away,
-            )
+        self._reach = self._reach or self._listen()
         return [self._launch(host) for host in hosts]
 
     def command(self, host: Host) -> str:
@@ -79,8 +64,7 @@ class RayLauncher:
         return f"by an actor of Ray's on node {host.node}, in bundle {host.bundles[0]} of group {host.group}"
 
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        super().close()
         wait([each.end for each in self._started.values() if each.arrival.done()], END_SECONDS)
         for each in self._started.values():
             if each.actor is not None and self._ray.is_initialized():  # the actor lives on after its agent has ended
@@ -90,7 +74,7 @@ class RayLauncher:
         assert isinstance(host, RayHost)
         started = Started(host, Future())
         with self._lock:
-            self._arrivals.futures[host.name] = started.arrival
+            self._arrivals[host.name] = started.arrival
             self._started[host.name] = started
         try:
             run = self._begin(started)
@@ -103,7 +87,7 @@ class RayLauncher:
     def _begin(self, started: Started) -> Any:
         """Have Ray create the actor. Returns a reference to the actor's future result."""
         ray, config, host = self._ray, self._config, started.host
-        assert self._listener is not None
+        assert self._reach is not None
         strategies = import_module("ray.util.scheduling_strategies")
         group = ray.util.get_placement_group(host.group)
         within = partial(strategies.PlacementGroupSchedulingStrategy, group)
@@ -120,7 +104,7 @@ class RayLauncher:
             for index in (host.bundles if each["num_gpus"] else ())
         ]
         variables = {
-            REACH: self._listener.reach(config.network_interface).to_text(),
+            REACH: self._reach.to_text(),
             NAME: host.name,
             "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
             "OMP_NUM_THREADS": str(max(1, int(bundle.get("CPU", 1)))),
@@ -131,16 +115,15 @@ class RayLauncher:
 
     def _take(self, hello: Words, connection: SealedConnection) -> None:
         name = hello["name"]
-        self._arrivals.admit(name, SocketChannel(connection, partial(self._explain, self._started[name])))
+        self._admit(name, SocketChannel(connection, partial(self._explain, self._started[name])))
 
     def _explain(self, started: Started, seconds: float) -> str:
         if seconds and not self._config.min_np:
             seconds += DEATH_SHARE * self._config.orphan_timeout
         if wait([started.end], min(seconds, QUIET_SECONDS)).not_done and seconds > QUIET_SECONDS:
-            self._say(
-                f"waiting for Ray to say why {started.host.name} is gone, for {seconds - QUIET_SECONDS:.0f} s at most"
-            )
-            wait([started.end], seconds - QUIET_SECONDS)
+            most = seconds - QUIET_SECONDS
+            self._request.say(f"waiting for Ray to say why {started.host.name} is gone, for {most:.0f} s at most")
+            wait([started.end], most)
         return started.end.result() if started.end.done() else started.reason
 
     def _watch(self, started: Started, run: Any) -> None:
@@ -158,7 +141,7 @@ class RayLauncher:
         with self._lock:  # another agent may have been started on this host meanwhile
             if self._started[started.host.name] is started:
                 text = why or "the agent ended before it was asked for anything"
-                self._arrivals.refuse(started.host.name, LaunchError(text))
+                self._refuse(started.host.name, text)
 
 
 def _verdict(code: int, tail: Sequence[str], python: str) -> str:

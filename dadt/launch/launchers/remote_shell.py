@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from concurrent.futures import Future
 
 from dadt.config import Config
 from dadt.errors import ConfigError
+from dadt.launch.channel import Channel
 from dadt.launch.ending.failure import last_line, signal_name
 from dadt.launch.hosts.host import Host
+from dadt.launch.ssh.attempt import Attempts
 
 PLAIN = re.compile(r"[\w@%+=:,./~-]+")
 STDERR_BYTES = 4096
@@ -19,6 +23,31 @@ NO_PROGRAM = ("command not found", "no such file or directory", "not found", "un
 NO_MODULE = re.compile(r"No module named '?dadt\b")
 NO_AGENT = re.compile(r"No module named '?dadt\.")
 """Matches Python's error on a host with an older DADT version, which has its agent in another module."""
+
+
+class ShellLauncher:
+    """A launcher that starts agents through the shells of other hosts. Subclasses make the connections."""
+
+    extends = True
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._python = config.python or sys.executable
+        self._command = command(self._python)
+        self._attempts = Attempts(self._attempt)
+
+    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
+        return self._attempts.begin(hosts, self._config.start_timeout)
+
+    def command(self, host: Host) -> str:
+        return shown(self._config, host, self._command)
+
+    def close(self) -> None:
+        self._attempts.close()
+
+    def _attempt(self, host: Host, deadline: float) -> Channel:
+        """Connect to a host by the deadline (time.monotonic), and start its agent. Raises LaunchError."""
+        raise NotImplementedError
 
 
 def command(python: str) -> str:
@@ -38,7 +67,7 @@ def shown(config: Config, host: Host, command: str) -> str:
     words = ["-F", config.ssh_config] if config.ssh_config else []
     words += ["-p", str(config.ssh_port)] if config.ssh_port else []
     words += ["-i", config.ssh_identity_file] if config.ssh_identity_file else []
-    return shlex.join(["ssh", *words, f"{host.user}@{host.name}" if host.user else host.name, command])
+    return shlex.join(["ssh", *words, host.login, command])
 
 
 def explain(code: int | None, noise: bytes, stderr: bytes, python: str) -> str:

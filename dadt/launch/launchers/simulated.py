@@ -6,17 +6,11 @@ import os
 import sys
 from concurrent.futures import Future
 
-from dadt.config import Config
 from dadt.control import machine
-from dadt.errors import LaunchError
-from dadt.launch.channel import AgentRequest, Channel, Launcher
+from dadt.launch.channel import AgentRequest, Channel
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.simulated import Network, link_of
-from dadt.launch.launchers.local import LocalChannel
-
-
-def launcher(request: AgentRequest) -> Launcher:
-    return SimulatedLauncher(request.config)
+from dadt.launch.launchers.local import start
 
 
 class SimulatedLauncher:
@@ -25,9 +19,9 @@ class SimulatedLauncher:
 
     extends = True
 
-    def __init__(self, config: Config) -> None:
-        self._python = config.python or sys.executable
-        self._link = link_of(config)
+    def __init__(self, request: AgentRequest) -> None:
+        self._python = request.config.python or sys.executable
+        self._link = link_of(request.config)
         self._network: Network | None = None
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
@@ -43,10 +37,15 @@ class SimulatedLauncher:
         futures = []
         for number, (host, place) in enumerate(zip(hosts, places, strict=True)):
             # With more hosts than cores, each host gets one core, which it shares with other hosts.
-            mine = cores[number :: len(hosts)] or [cores[number % len(cores)]]
-            pinned = [*place, "taskset", "--cpu-list", ",".join(map(str, mine))]
+            shared = cores[number :: len(hosts)] or [cores[number % len(cores)]]
+            pinned = [*place, "taskset", "--cpu-list", ",".join(map(str, shared))]
             before = sum(each.slots for each in hosts[:number])
-            futures.append(self._start(pinned, host, gpus[before : before + host.slots]))
+            mine = gpus[before : before + host.slots]
+            # Without an id per host, NCCL would see one machine and bypass the network. Torch would warn that the
+            # addresses have no names, so its log level is raised.
+            env = {"NCCL_HOSTID": host.name, "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
+            futures.append(start(self._python, pinned, env))
         return futures
 
     def command(self, host: Host) -> str:
@@ -55,15 +54,3 @@ class SimulatedLauncher:
     def close(self) -> None:
         if self._network is not None:
             self._network.close()
-
-    def _start(self, place: list[str], host: Host, gpus: list[str]) -> Future[Channel]:
-        # Without an id per host, NCCL would see one machine and bypass the network. Torch would warn that the addresses
-        # have no names, so its log level is raised.
-        env = {"NCCL_HOSTID": host.name, "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-        env |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-        future: Future[Channel] = Future()
-        try:
-            future.set_result(LocalChannel(self._python, place, env))
-        except OSError as error:
-            future.set_exception(LaunchError(f"{place[0]}: cannot be run ({error.strerror})"))
-        return future

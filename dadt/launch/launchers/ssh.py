@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import paramiko
 
 from dadt.config import Config
 from dadt.control import schema
 from dadt.control.frame import CHUNK, Link
-from dadt.launch.channel import Channel
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers import remote_shell
-from dadt.launch.ssh.attempt import Attempts, Transient
+from dadt.launch.ssh.attempt import Transient
 from dadt.launch.ssh.connection import Connector, SshConnection
 
 OPEN_SECONDS = 15.0
@@ -25,26 +22,15 @@ STATUS_SECONDS = 5.0
 FORCE_SECONDS = 1.0
 
 
-class SshLauncher:
+class SshLauncher(remote_shell.ShellLauncher):
     """Connects in daemon threads, so that an attempt that hangs does not keep the process from ending."""
 
-    extends = True
-
     def __init__(self, config: Config) -> None:
-        self._config = config
-        self._python = config.python or sys.executable
-        self._command = remote_shell.command(self._python)
+        super().__init__(config)
         self._connector = Connector(config)
-        self._attempts = Attempts(self._attempt)
-
-    def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        return self._attempts.begin(hosts, self._config.start_timeout)
-
-    def command(self, host: Host) -> str:
-        return remote_shell.shown(self._config, host, self._command)
 
     def close(self) -> None:
-        self._attempts.close()
+        super().close()
         self._connector.close()
 
     def _attempt(self, host: Host, deadline: float) -> SshChannel:
@@ -105,7 +91,7 @@ class SshChannel:
         code = self._channel.exit_status
         if code < 0 and self._lost is not None:
             return f"the connection was lost ({self._lost})"
-        return remote_shell.explain(None if code < 0 else code, self.link.noise, self._stderr, self._python)
+        return remote_shell.explain(None if code < 0 else code, self.link.parser.noise, self._stderr, self._python)
 
     def _carry_in(self) -> None:
         try:

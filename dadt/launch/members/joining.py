@@ -45,32 +45,25 @@ class Arrival:
     """Other hosts that see this host's working folder."""
 
 
+@dataclass(eq=False)
 class Joining:
     """Finds new hosts for a job whose lost hosts may be replaced, and lets them join."""
 
-    def __init__(
-        self,
-        config: Config,
-        nodes: list[Node],
-        slots: list[Slot],
-        members: Sequence[Member],
-        candidates: Candidates,
-        outbox: Outbox,
-    ) -> None:
-        """nodes, slots: lists of the job's hosts and places, in which a new host's entries replace the lost host's."""
-        self._config = config
-        self._nodes = nodes
-        self._slots = slots
-        self._members = members
-        self._candidates = candidates
-        self._outbox = outbox
-        self._arrivals: list[Arrival] = []
-        self._came: set[Node] = set()
-        self._missed: set[Node] = set()
-        """Lost nodes whose hosts were already reported to `Discovery` as failed."""
-        self._drained: set[str] = set()
-        """Names of hosts that were asked to end from outside, and so are not used again."""
-        self._told: set[str] = set()
+    _config: Config
+    _nodes: list[Node]
+    """The job's hosts, among which a new host replaces a lost one."""
+    _slots: list[Slot]
+    """The job's places, which get the resources of the new host."""
+    _members: Sequence[Member]
+    _candidates: Candidates
+    _outbox: Outbox
+    _arrivals: list[Arrival] = field(default_factory=list)
+    _came: set[Node] = field(default_factory=set)
+    _missed: set[Node] = field(default_factory=set)
+    """Lost nodes whose hosts were already reported to `Discovery` as failed."""
+    _drained: set[str] = field(default_factory=set)
+    """Names of hosts that were asked to end from outside, and so are not used again."""
+    _told: set[str] = field(default_factory=set)
 
     def turn(self, now: float) -> None:
         """Look for new hosts for the places of lost ones, and advance those that are about to join. Call regularly."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from signal import SIGKILL
 
 from dadt.config import Config
@@ -35,57 +36,50 @@ TRIALS = 3
 """Number of times that all ranks may connect again without completing a step in between."""
 
 
+@dataclass(eq=False)
 class Membership:
     """The ranks that train, as the launcher decides. Each loss begins a new generation of ranks, which connect to each
     other again; so does a broken connection even if no rank was lost."""
 
-    def __init__(
-        self,
-        config: Config,
-        slots: Sequence[Slot],
-        rendezvous: Rendezvous,
-        cause: Cause,
-        nodes: Sequence[Node],
-        watch: Watch,
-        silences: Silences,
-        patience: float,
-        joining: Joining | None,
-        outbox: Outbox,
-    ) -> None:
-        """patience: seconds for which ranks wait for a silent rank. joining: None if lost hosts are not replaced."""
-        self._least = config.min_np
+    _config: Config
+    _slots: Sequence[Slot]
+    _rendezvous: Rendezvous
+    _cause: Cause
+    _nodes: Sequence[Node]
+    _watch: Watch
+    _silences: Silences
+    _patience: float
+    """Seconds for which ranks wait for a silent rank."""
+    _joining: Joining | None
+    """Hosts that join the running job; None if lost hosts are not replaced."""
+    _outbox: Outbox
+    _overdue: dict[int, float] = field(default_factory=dict)
+    """Lost ranks whose processes have not exited yet, with the time at which each will be killed."""
+    _left: dict[int, str] = field(default_factory=dict)
+    """Ranks that exited with code 0 before their training was complete, each with a text about the exit. They count
+    as lost only once another rank waits, as all ranks may be about to exit in the same way."""
+    _requests: dict[int, ReconnectRequest] = field(default_factory=dict)
+    """Unanswered requests of ranks whose connections have failed, by rank."""
+    _scarce: tuple[Collection[int], float, str] = ((), 0.0, "")
+    """Ranks for which all others have waited in vain, as too few are left without them: since when, and a text."""
+    _trials: list[str] = field(default_factory=list)
+    """For each time that all ranks have connected again since the last completed step: the reason."""
+    _tried_at: int = -1
+    """The highest step of any rank when all ranks last connected again."""
+    _handed: int = 0
+    """The newest generation that a new worker joined after the others had waited for it; 0 if there is none."""
+    _moved: float = float("-inf")
+    _told_to_end: bool = False
+    _deaths: list[Frame] = field(default_factory=list)
+    """Frames about ranks that have ended, still to be sent to all ranks."""
+
+    def __post_init__(self) -> None:
+        self._least = self._config.min_np
         """Training continues while at least this many ranks are left; 0 means that it ends when any rank is lost."""
-        self._slots = slots
-        self._rendezvous = rendezvous
-        self._cause = cause
-        self._nodes = nodes
-        self._watch = watch
-        self._silences = silences
-        self._patience = patience
-        self._outbox = outbox
-        self._overdue: dict[int, float] = {}
-        """Lost ranks whose processes have not exited yet, with the time at which each will be killed."""
-        self._left: dict[int, str] = {}
-        """Ranks that exited with code 0 before their training was complete, each with a text about the exit. They count
-        as lost only once another rank waits, as all ranks may be about to exit in the same way."""
-        self._requests: dict[int, ReconnectRequest] = {}
-        """Unanswered requests of ranks whose connections have failed, by rank."""
-        self._scarce: tuple[Collection[int], float, str] = ((), 0.0, "")
-        """Ranks for which all others have waited in vain, as too few are left without them: since when, and a text."""
-        self._trials: list[str] = []
-        """For each time that all ranks have connected again since the last completed step: the reason."""
-        self._tried_at = -1
-        """The highest step of any rank when all ranks last connected again."""
-        self._apart = config.algorithm == "gossip"
+        self._apart = self._config.algorithm == "gossip"
         """Whether ranks train without waiting for each other, as with the algorithm `gossip`."""
-        self._replacements = Replacements(outbox, self._hears) if replaces(config) else None
-        self._handovers = Handovers(outbox, self.kill, patience)
-        self._handed = 0
-        """The newest generation that a new worker joined after the others had waited for it; 0 if there is none."""
-        self._joining = joining
-        self._moved, self._told_to_end = float("-inf"), False
-        self._deaths: list[Frame] = []
-        """Frames about ranks that have ended, still to be sent to all ranks."""
+        self._replacements = Replacements(self._outbox, self._hears) if replaces(self._config) else None
+        self._handovers = Handovers(self._outbox, self.kill, self._patience)
 
     def can_lose(self, ranks: Collection[int]) -> bool:
         """Return whether enough ranks are left to continue training without these ranks."""

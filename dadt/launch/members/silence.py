@@ -35,27 +35,19 @@ class Outage:
     told: bool = False
 
 
+@dataclass(eq=False)
 class Silences:
     """Tracks outages of the network between all pairs of hosts."""
 
-    def __init__(
-        self,
-        nodes: Sequence[Node],
-        slots: Sequence[Slot],
-        rendezvous: Rendezvous,
-        outbox: Outbox,
-        *,
-        verbose: bool = False,
-    ) -> None:
-        """verbose: also report pairs of hosts between which no heartbeat has ever arrived."""
-        self._nodes = nodes
-        self._slots = slots
-        self._rendezvous = rendezvous
-        self._outbox = outbox
-        self._verbose = verbose
-        self._ports: dict[int, int] = {}
-        """Port on which each host listens for heartbeats, by host; 0 if it does not listen."""
-        self._outages: dict[tuple[int, int], Outage] = {}
+    _nodes: Sequence[Node]
+    _slots: Sequence[Slot]
+    _rendezvous: Rendezvous
+    _outbox: Outbox
+    _verbose: bool = False
+    """Whether to report also pairs of hosts between which no heartbeat has ever arrived."""
+    _ports: dict[int, int] = field(default_factory=dict)
+    """Port on which each host listens for heartbeats, by host; 0 if it does not listen."""
+    _outages: dict[tuple[int, int], Outage] = field(default_factory=dict)
 
     def heartbeat(self, event: Event) -> None:
         """Record the port at which a host listens for heartbeats (0: none). Once all ports are known, and again after a

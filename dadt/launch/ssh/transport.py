@@ -11,6 +11,7 @@ from typing import IO
 import paramiko
 
 from dadt.errors import LaunchError
+from dadt.launch.child import end
 from dadt.launch.ssh import refusals
 from dadt.launch.ssh.attempt import Transient
 from dadt.launch.ssh.route import Route
@@ -100,9 +101,5 @@ class Proxy:
 
     def close(self) -> None:
         self.socket.close()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process, END_SECONDS)
         self._stderr.close()

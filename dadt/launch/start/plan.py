@@ -59,17 +59,12 @@ class Plan:
         return replace(self, elsewhere={**given, **self.elsewhere}, named={**given, **self.named})
 
     @property
-    def by_name(self) -> bool:
-        """Whether the user or a scheduler has named the hosts."""
-        return any(host.name for host in self.hosts)
-
-    @property
     def timeline(self) -> Path | None:
         """The file of `--timeline` if it is known to lie on this host, else None, as before Ray places the workers."""
         first = next(iter(self.hosts), None)
         if not self.config.timeline or first is None or isinstance(first, ray.RayHost):
             return None
-        return Path(self.config.timeline) if not first.name or first.is_local else None
+        return Path(self.config.timeline) if first.is_here else None
 
 
 def make(
@@ -249,10 +244,8 @@ def _by_hand(config: Config) -> list[Host]:
     slots = config.accelerators
     if config.np and not slots:
         if config.np % config.nnodes:
-            raise ConfigError(
-                f"-np {config.np} is no multiple of --nnodes {config.nnodes}: give --accelerators N, the most workers "
-                "of each host"
-            )
+            remedy = "give --accelerators N, the most workers of each host"
+            raise ConfigError(f"-np {config.np} is no multiple of --nnodes {config.nnodes}: {remedy}")
         slots = config.np // config.nnodes
     rendezvous_of(config)  # called only to raise its errors, before the launcher listens on any port
     return [Host(name=f"node{index}", slots=slots) for index in range(config.nnodes)]

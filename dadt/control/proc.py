@@ -1,0 +1,24 @@
+"""Reads what the kernel tells of a process in /proc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def stat_fields(folder: Path) -> list[str]:
+    """Return the fields of a process's or thread's file `stat` from the state onwards; empty if it has ended. folder:
+    its folder in /proc."""
+    try:
+        # The process's name, which stands before the state in parentheses, may itself contain spaces and parentheses.
+        return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def status(pid: int | str, name: str) -> str:
+    """Return the first word of a line of the process's file `status`; empty if the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
