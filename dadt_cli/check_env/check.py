@@ -85,5 +85,6 @@ def ask(command: Sequence[str], seconds: float) -> tuple[str, str]:
         return "", f" has not answered within {seconds:g} s"
     except OSError as error:
         return "", f" cannot be run ({error.strerror})"
-    wrong = f": {last_line(done.stderr) or last_line(done.stdout)}" if done.returncode else ""
+    words = last_line(done.stderr) or last_line(done.stdout) or f"it ended with code {done.returncode}"
+    wrong = f": {words}" if done.returncode else ""
     return done.stdout.decode(errors="replace"), wrong

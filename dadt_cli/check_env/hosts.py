@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
 from dadt.errors import LaunchError
-from dadt.launch import actions
-from dadt.launch.actions import Action, Outbox
+from dadt.launch.actions import Action, Outbox, StartAction
 from dadt.launch.agents import Agents
 from dadt.launch.attempt import HANG_UP_SECONDS
 from dadt.launch.channel import AgentRequest
@@ -29,7 +29,7 @@ from dadt.launch.ending.processes import sweep
 from dadt.launch.hosts.host import Host
 from dadt.launch.launchers import launcher_of
 from dadt.launch.members.node import Node
-from dadt.launch.start import plan, startup
+from dadt.launch.start import orders, plan, startup
 from dadt.launch.start.plan import Plan
 from dadt.launch.start.startup import Voice
 from dadt_cli.check_env import SUBJECTS, matrix, training
@@ -37,16 +37,8 @@ from dadt_cli.check_env.check import WARN, Check, CheckOptions, fail, good, refu
 from dadt_cli.check_env.pairs import TOKEN_BYTES, HostPair, PairOrder
 from dadt_cli.check_env.probe import longest
 
-REACHED_BY = (
-    "ssh_backend",
-    "ssh_port",
-    "ssh_identity_file",
-    "ssh_config",
-    "ssh_host_keys",
-    "network_interface",
-    "python",
-    "prologue",
-)
+OF_SSH = ("ssh_backend", "ssh_port", "ssh_identity_file", "ssh_config", "ssh_host_keys")
+REACHED_BY = (*OF_SSH, "network_interface", "python", "prologue")
 """Settings that decide how hosts are reached, and which Python runs there."""
 SPARE_SECONDS = 15.0
 SKEW_SECONDS = 1.0
@@ -115,20 +107,8 @@ def _look(
     steps = startup.await_agents(agents.nodes, config.start_timeout, job, outbox, time.monotonic())
 
     def perform(action: Action) -> None:
-        match action:
-            case actions.SendFrame(frame, Node() as node):
-                agents.send(node, frame)
-            case actions.AskHost(node, place):
-                about = {**_order(the_plan, job, node), "index": place, "hosts": len(agents.nodes)}
-                agents.send(node, Frame("look", about))
-            case actions.SayText(text, level):
-                voice.say(text, level)
-            case actions.SayPart(text, last):
-                voice.part(text, last)
-            case actions.DismissHosts(dismissed):
-                agents.dismiss(dismissed)
-            case _:
-                raise AssertionError(action)
+        assert isinstance(action, StartAction)
+        agents.start_up(action, voice, partial(_order, the_plan, job))
 
     failures, _, _ = agents.go_through(steps, outbox, perform)
     found = HostChecks({node.name: [] for node in nodes})
@@ -161,14 +141,7 @@ def _look(
 def _order(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
     """Build the order for the checks that an agent makes before it reports ready. Files and the workers' folder are
     left out; later checks cover them."""
-    return {
-        "job": job,
-        "cwd": "/",
-        "files": [],
-        "prologue": the_plan.config.prologue,
-        "orphan_timeout": None if node.is_child else the_plan.config.orphan_timeout,
-        "env": dict(the_plan.named if node.is_child else the_plan.elsewhere),
-    }
+    return {**orders.look(the_plan, job, node), "cwd": "/", "files": []}
 
 
 def _agent(node: Node, seconds: float) -> Check:

@@ -58,7 +58,7 @@ def _files() -> Check:
         if hard != resource.RLIM_INFINITY and hard <= soft:
             how = "docker run --ulimit nofile=65536, or nofile in /etc/security/limits.conf"
         return warn("open files", soft, f"{how}: many hosts, or DataLoader workers, need more")
-    return good("open files", _limit(soft))
+    return good("open files", "unlimited" if soft == resource.RLIM_INFINITY else soft)
 
 
 def _processes() -> Check:
@@ -77,9 +77,8 @@ def _locked_memory() -> Check:
     if soft != resource.RLIM_INFINITY and rdma.devices():
         hint = "ulimit -l unlimited (docker run --ulimit memlock=-1): RDMA locks its buffers into memory"
         return warn("locked memory", size(soft), hint)
-    return good(
-        "locked memory", "unlimited" if soft == resource.RLIM_INFINITY else f"{size(soft)} (only RDMA needs more)"
-    )
+    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{size(soft)} (only RDMA needs more)"
+    return good("locked memory", value)
 
 
 def _core_files() -> Check:
@@ -109,10 +108,6 @@ def _disk(cwd: Path) -> Check:
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     value = f"{size(free)} free in {folder}"
-    return (
-        good("disk", value) if free >= LEAST_DISK else warn("disk", value, "make room, or give --log-dir DIR elsewhere")
-    )
-
-
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+    if free < LEAST_DISK:
+        return warn("disk", value, "make room, or give --log-dir DIR elsewhere")
+    return good("disk", value)

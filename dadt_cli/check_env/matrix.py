@@ -25,11 +25,13 @@ def judged(ways: Sequence[HostPair], names: Sequence[str], links: Sequence[float
         listed = _listed([f"{_pair(way, names)}: {way.error}" for way in failed])
         hint = "let all of TCP pass between them; if only large packets are lost: one MTU on all hosts and switches"
         found.append(fail("pairs", listed, hint))
-    trips = sorted((way for way in ways if way.seconds is not None), key=lambda way: -(way.seconds or 0.0))
+    trips = [(way.seconds, _pair(way, names)) for way in ways if way.seconds is not None]
     if trips:
-        found += [_trip(trips, names), _jitter(sorted(trips, key=lambda way: -(way.jitter or 0.0)), names)]
-    if speeds := sorted((way for way in ways if way.speed is not None), key=lambda way: way.speed or 0.0):
-        found.append(_speed(speeds, names, links))
+        jitters = [(way.jitter, _pair(way, names)) for way in ways if way.jitter is not None]
+        found += [_trip(sorted(trips, reverse=True)), _jitter(sorted(jitters, reverse=True))]
+    speeds = [(way.speed, way.source, way.target) for way in ways if way.speed is not None]
+    if speeds:
+        found.append(_speed(sorted(speeds), names, links))
     return found
 
 
@@ -48,49 +50,44 @@ def as_pairs(ways: Sequence[HostPair], names: Sequence[str]) -> list[dict[str, A
     return list(found.values())
 
 
-def _trip(trips: Sequence[HostPair], names: Sequence[str]) -> Check:
-    """Check the round trips between hosts. trips: measurements, the slowest first."""
-    slow = [way for way in trips if (way.seconds or 0.0) > SLOW_SECONDS]
-    value = _range([_ms(way.seconds) for way in reversed(trips)])
-    if slow:
+def _trip(trips: Sequence[tuple[float, str]]) -> Check:
+    """Check the round trips between hosts. trips: seconds and names of each pair, the slowest first."""
+    if slow := [f"{_ms(seconds)} ms {pair}" for seconds, pair in trips if seconds > SLOW_SECONDS]:
         hint = "far apart, or a full line between them: sync waits so long at each step, pipe and local less"
-        listed = _listed([f"{_ms(way.seconds)} ms {_pair(way, names)}" for way in slow])
-        return warn("round trip", listed, hint)
-    return good("round trip", f"{value} ms" + (f", longest {_pair(trips[0], names)}" if len(trips) > 1 else ""))
+        return warn("round trip", _listed(slow), hint)
+    longest = f", longest {trips[0][1]}" if len(trips) > 1 else ""
+    return good("round trip", f"{_range(_ms(trips[-1][0]), _ms(trips[0][0]))} ms{longest}")
 
 
-def _jitter(trips: Sequence[HostPair], names: Sequence[str]) -> Check:
-    """Check the jitter of round trips between hosts. trips: measurements, the one with the most jitter first."""
-    value = _range([_ms(way.jitter) for way in reversed(trips)])
-    unsteady = [way for way in trips if (way.jitter or 0.0) > JITTER_SECONDS]
-    if unsteady:
+def _jitter(jitters: Sequence[tuple[float, str]]) -> Check:
+    """Check the jitter of round trips between hosts. jitters: seconds and names of each pair, the most jitter first."""
+    if unsteady := [f"{_ms(seconds)} ms {pair}" for seconds, pair in jitters if seconds > JITTER_SECONDS]:
         hint = "something else loads these hosts or the network: end it, or use cables in place of Wi-Fi and VPN"
-        return warn("jitter", _listed([f"{_ms(way.jitter)} ms {_pair(way, names)}" for way in unsteady]), hint)
-    return good("jitter", f"{value} ms")
+        return warn("jitter", _listed(unsteady), hint)
+    return good("jitter", f"{_range(_ms(jitters[-1][0]), _ms(jitters[0][0]))} ms")
 
 
-def _speed(speeds: Sequence[HostPair], names: Sequence[str], links: Sequence[float]) -> Check:
-    """Check the speeds between hosts against their network cards. speeds: measurements, the slowest first."""
+def _speed(speeds: Sequence[tuple[float, int, int]], names: Sequence[str], links: Sequence[float]) -> Check:
+    """Check the speeds between hosts against their network cards. speeds: bytes per second, and the indices of the
+    sending and the receiving host, the slowest first."""
     slow = []
-    for way in speeds:
-        link = min(links[way.source], links[way.target])
-        if link and 8 * (way.speed or 0.0) < ENOUGH * link:
-            slow.append(f"{_gbit(way)} Gbit/s of {link / 1e9:g} from {names[way.source]} to {names[way.target]}")
+    for speed, source, target in speeds:
+        link = min(links[source], links[target])
+        if link and 8 * speed < ENOUGH * link:
+            slow.append(f"{_gbit(speed)} Gbit/s of {link / 1e9:g} from {names[source]} to {names[target]}")
     if slow:
         hint = "does something else use it? `ethtool` of both cards and the switch's port may tell another speed"
         return warn("bandwidth", _listed(slow), hint)
-    value = f"{_range([_gbit(way) for way in speeds])} Gbit/s"
     known = sorted({link / 1e9 for link in links if link})
     cards = f", cards of {' and '.join(f'{speed:g}' for speed in known)} Gbit/s" if known else ", cards tell no speed"
-    return good("bandwidth", value + cards)
+    return good("bandwidth", f"{_range(_gbit(speeds[0][0]), _gbit(speeds[-1][0]))} Gbit/s{cards}")
 
 
 def _pair(way: HostPair, names: Sequence[str]) -> str:
     return f"{names[way.source]}-{names[way.target]}"
 
 
-def _range(sorted_values: Sequence[str]) -> str:
-    low, high = sorted_values[0], sorted_values[-1]
+def _range(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
@@ -99,9 +96,9 @@ def _listed(texts: Sequence[str]) -> str:
     return ", ".join(texts[:SHOWN]) + more
 
 
-def _ms(seconds: float | None) -> str:
-    return f"{1e3 * (seconds or 0.0):.3g}"
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}"
 
 
-def _gbit(way: HostPair) -> str:
-    return f"{8e-9 * (way.speed or 0.0):.3g}"
+def _gbit(speed: float) -> str:
+    return f"{8e-9 * speed:.3g}"

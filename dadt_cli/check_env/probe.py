@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
 
 from dadt.launch.ending.failure import last_line, signal_name
 from dadt_cli.check_env import SUBJECTS
@@ -83,26 +82,17 @@ def of_subject(subject: str, asked: CheckOptions, env: Mapping[str, str] = os.en
         _kill(process)
         how = f"no answer within {seconds:g} s"
     else:
-        how = _ending(process.returncode)
+        code = process.returncode
+        how = f"it was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"it ended with code {code}"
+        how = how if code else ""
     # A killed process may leave an incomplete last line, which is ignored.
     lines = [line for line in out.splitlines(keepends=True) if line.endswith(b"\n")]
-    checks = [_parse(line).of(subject) for line in lines]
+    checks = [Check(**json.loads(line)).of(subject) for line in lines]
     if how:
         words = last_line(err)
         hint = f"{sys.executable} -m dadt_cli.check_env {subject} shows where it stays"
         checks.append(fail("ended", f"{how}: {words}" if words else how, hint).of(subject))
     return checks
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"it was ended by signal {-code} ({signal_name(-code)})"
-    return f"it ended with code {code}" if code else ""
-
-
-def _parse(line: bytes) -> Check:
-    fields: dict[str, Any] = json.loads(line)
-    return Check(**fields)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

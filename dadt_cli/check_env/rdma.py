@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from dadt.control import machine
 from dadt_cli.check_env.check import Check, CheckOptions, good, warn
 
 FOLDER = Path("/sys/class/infiniband")
@@ -35,15 +36,8 @@ def devices() -> list[Path]:
 
 def _port(device: Path, port: Path) -> Check:
     name = f"{device.name} port {port.name}"
-    state = _read(port / "state").partition(": ")[2] or "unknown"
-    value = f"{state}, {_read(port / 'link_layer')}, {_read(port / 'rate')}"
+    state = machine.read_text(port / "state").partition(": ")[2] or "unknown"
+    value = f"{state}, {machine.read_text(port / 'link_layer')}, {machine.read_text(port / 'rate')}"
     if state == "ACTIVE":
         return good(name, value)
     return warn(name, value, "check the cable and the subnet manager, or leave it out with NCCL_IB_HCA")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

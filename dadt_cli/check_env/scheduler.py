@@ -37,7 +37,8 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
             found = True
             yield good(name, f"{variable} is set", remedy)
     if not found:
-        yield good("scheduler", "none" + (", in a container" if _in_container() else ""))
+        contained = Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
+        yield good("scheduler", "none" + (", in a container" if contained else ""))
 
 
 def _slurm() -> Check:
@@ -74,7 +75,3 @@ def _ray() -> Iterator[Check]:
             yield warn(f"Ray node {node.name}", value, f"install the same {', '.join(differing)} on all nodes")
         else:
             yield good(f"Ray node {node.name}", value)
-
-
-def _in_container() -> bool:
-    return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dadt_cli.check_env.check import Check, CheckOptions, good, warn
+from dadt.control.proc import status
+from dadt_cli.check_env.check import Check, CheckOptions, ask, good, warn
 
 TOOLS = {
     "py-spy": ("--version", "pip install py-spy, to see where a process is that `dadt stacks` gets no answer from"),
@@ -38,15 +38,10 @@ def _tool(name: str, flag: str, hint: str) -> Check:
     path = shutil.which(name) or (str(beside) if os.access(beside, os.X_OK) else None)
     if path is None:
         return good(name, "none", hint)
-    try:
-        done = subprocess.run([path, flag], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return warn(name, f"{path} cannot be run", f"install it again, or take it out of PATH; {hint}")
-    lines = (done.stdout or done.stderr).strip().splitlines()
-    if done.returncode:
-        reason = lines[-1] if lines else f"it ends with code {done.returncode}"
-        return warn(name, f"{path}: {reason}", f"install it again, or take it out of PATH; {hint}")
-    return good(name, f"{path} ({lines[0] if lines else 'no version'})")
+    version, wrong = ask([path, flag], ANSWER_SECONDS)
+    if wrong:
+        return warn(name, f"{path}{wrong}", f"install it again, or take it out of PATH; {hint}")
+    return good(name, f"{path} ({next(iter(version.splitlines()), 'no version')})")
 
 
 def _numactl() -> Check:
@@ -72,14 +67,7 @@ def _ptrace() -> Check:
     if scope >= NOBODY:
         hint = "kernel.yama.ptrace_scope=1 in /etc/sysctl.d and a reboot, for py-spy and gdb; `dadt stacks` works"
         return warn("ptrace_scope", f"{scope}: nobody may attach", hint)
-    if _has(CAP_SYS_PTRACE):
+    if int(status("self", "CapEff"), 16) >> CAP_SYS_PTRACE & 1:
         return good("ptrace_scope", f"{scope}, and this user may attach all the same")
     hint = "sudo py-spy, sysctl -w kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; `dadt stacks` works"
     return warn("ptrace_scope", f"{scope}: py-spy and gdb may not attach to workers", hint)
-
-
-def _has(capability: int) -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> capability & 1)
-    return False

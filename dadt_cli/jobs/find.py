@@ -82,9 +82,8 @@ def describe(trace: Trace) -> dict[str, Any] | None:
             for answer in line.ask(Frame("describe")):
                 return answer.header
         except TimeoutError:
-            raise DadtError(
-                f"job {trace.job}: its launcher (pid {line.pid}) does not answer -> dadt kill {trace.job}"
-            ) from None
+            remedy = f"dadt kill {trace.job}"
+            raise DadtError(f"job {trace.job}: its launcher (pid {line.pid}) does not answer -> {remedy}") from None
     return None  # the launcher has ended before it answered the question
 
 
@@ -104,9 +103,8 @@ def folder_of(job: str, log_dir: Path, file: str) -> tuple[Trace | None, Path]:
     if not folder.is_dir():
         there = sorted({*running, *(path.name for path in _jobs(log_dir, file))})
         known = f"there are {', '.join(there)}" if there else "there are none"
-        raise ConfigError(
-            f"job {job}: it does not run here and has no logs in {log_dir}; {known} (--log-dir elsewhere)"
-        )
+        others = f"{known} (--log-dir elsewhere)"
+        raise ConfigError(f"job {job}: it does not run here and has no logs in {log_dir}; {others}")
     return None, folder
 
 

@@ -18,7 +18,7 @@ from dadt.launch.local_jobs import Trace, traces
 from dadt_cli.jobs import past
 from dadt_cli.jobs.find import describe, find, jobs, log_dir_option
 from dadt_cli.terminal import console
-from dadt_cli.terminal.table import figure, fitting, moment, table
+from dadt_cli.terminal.table import figure, fitting, moment, table, without_python
 
 HEAD = ["JOB", "SINCE", "WORKERS", "STEP", "STATE", "SCRIPT", "LOGS"]
 RANK_HEAD = ["RANK", "HOST", "PID", "STEP", "STEPS/S", "SAMPLES/S", "WAITING", "MEMORY", "STATE"]
@@ -69,33 +69,19 @@ def _past_row(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _row(trace: Trace) -> list[str]:
+    here = [trace.job, moment(trace.since), f"{len(trace.workers)} here", _span(trace.steps())]
     try:
         told = describe(trace)
     except DadtError:
-        return [trace.job, moment(trace.since), _workers(trace), _span(trace.steps()), "does not answer", "", ""]
+        return [*here, "does not answer", "", ""]
     if told is None:
-        return [
-            trace.job,
-            moment(trace.since),
-            _workers(trace),
-            _span(trace.steps()),
-            _state(trace),
-            _script(trace),
-            "",
-        ]
+        return [*here, _state(trace), _script(trace), ""]
     ranks = told["ranks"]
-    workers = f"{_count(told['hosts'], 'host')} x {_each(ranks)}" if ranks else "-"
-    steps = [rank["step"] for rank in ranks if not rank["lost"]]
+    workers = f"{told['hosts']} host{'s' * (told['hosts'] != 1)} x {_each(ranks)}" if ranks else "-"
+    steps = _span([rank["step"] for rank in ranks if not rank["lost"]])
     lost = sum(bool(rank["lost"]) for rank in ranks)
-    return [
-        trace.job,
-        moment(told["begin"]),
-        workers,
-        _span(steps),
-        told["state"] + f", {lost} lost" * bool(lost),
-        _program(told["command"]),
-        told["logs"],
-    ]
+    state = told["state"] + f", {lost} lost" * bool(lost)
+    return [trace.job, moment(told["begin"]), workers, steps, state, _program(told["command"]), told["logs"]]
 
 
 def _ranks(told: Mapping[str, Any]) -> list[str]:
@@ -107,7 +93,7 @@ def _ranks(told: Mapping[str, Any]) -> list[str]:
                 str(rank["rank"]),
                 rank["host"] or "-",
                 str(rank["pid"] or "-"),
-                _step(rank["step"]),
+                str(rank["step"]) if rank["step"] >= 0 else "-",
                 *("-" if speed is None else figure(speed) for speed in speeds),
                 "-" if rank["wait_fraction"] is None else f"{100 * rank['wait_fraction']:.0f} %",
                 size(rank["memory"]) if rank["memory"] else "-",
@@ -148,14 +134,10 @@ def _script(trace: Trace) -> str:
 
 def _program(command: Sequence[str]) -> str:
     """Return a command in one short line, without the Python interpreter."""
-    words = command[1:] if len(command) > 1 and Path(command[0]).name.startswith("python") else command
+    words = without_python(command)
     if list(words[:3]) == ["-m", "dadt_cli.bench.trainer", "--name"] and len(words) > 5:
         return f"dadt bench {words[5]}: {words[3]}"
     return textwrap.shorten(shlex.join(words), SCRIPT_WIDTH, placeholder=" ...")
-
-
-def _workers(trace: Trace) -> str:
-    return f"{len(trace.workers)} here"
 
 
 def _each(ranks: list[Mapping[str, Any]]) -> str:
@@ -164,16 +146,8 @@ def _each(ranks: list[Mapping[str, Any]]) -> str:
     return _span([hosts.count(host) for host in set(hosts)])
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _span(values: list[int]) -> str:
     if not values or max(values) < 0:
         return "-"
     least, most = max(0, min(values)), max(values)
     return str(most) if least == most else f"{least}-{most}"
-
-
-def _step(value: int) -> str:
-    return str(value) if value >= 0 else "-"

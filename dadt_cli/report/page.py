@@ -23,7 +23,7 @@ from dadt.launch.start import saved_start
 from dadt_cli.report import chart, progress
 from dadt_cli.report.record import JobRecord, placed_in, verdict
 from dadt_cli.report.timeline import Summary, parts, read
-from dadt_cli.terminal.table import Table, figure
+from dadt_cli.terminal.table import Table, figure, without_python
 from dadt_cli.terminal.template import template
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -40,7 +40,7 @@ def page(record: JobRecord, running: bool) -> str:
     return template(TEMPLATE, "dadt report").render(
         job=report.get("job") or record.folder.name,
         folder=str(record.folder.resolve()),
-        command=shlex.join(_program(report.get("command") or [])),
+        command=shlex.join(without_python(report.get("command") or [])),
         cwd=report.get("cwd", ""),
         verdict=verdict(report, running),
         size=_size(report),
@@ -106,11 +106,6 @@ def _moment(seconds: float | None) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
         return ""  # seconds outside of the range of any calendar
-
-
-def _program(command: Sequence[str]) -> Sequence[str]:
-    """Return the command without the Python interpreter."""
-    return command[1:] if len(command) > 1 and Path(command[0]).name.startswith("python") else command
 
 
 # Tables of ranks, failures and events ------------------------------------------------------------------------------
@@ -195,11 +190,9 @@ def _failure(record: JobRecord) -> dict[str, Any]:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    return (
-        f"{len(ranks)} other ranks"
-        if len(ranks) > 8
-        else "rank" + "s" * (len(ranks) > 1) + " " + ", ".join(map(str, ranks))
-    )
+    if len(ranks) > 8:
+        return f"{len(ranks)} other ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _plain(text: str) -> str:

@@ -211,9 +211,9 @@ def _of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
             hosts.append({key: event.get(names.get(key, key)) for key in HOST})
         elif kind == "placed":
             told["config"] = {key: event[key] for key in ("algorithm", "executor") if key in event}
-            ranks |= {each["rank"]: dict(each) for each in placed_in(event) if _has_rank(each)}
+            ranks |= {each["rank"]: dict(each) for each in placed_in(event)}
         elif kind == "failed" and "failure" not in told and not event.get("secondary") and rank not in lost:
-            told["failure"] = {**{key: event.get(key) for key in ("rank", "host", "type", "message", "step", "thread")}}
+            told["failure"] = {key: event.get(key) for key in ("rank", "host", "type", "message", "step", "thread")}
         elif kind == "end":
             told |= {"end": event["time"], "exit_code": event.get("exit_code")}
         elif isinstance(rank, int) and rank in ranks:
@@ -229,11 +229,8 @@ def _of_events(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def placed_in(event: Mapping[str, Any]) -> list[Any]:
     ranks = event.get("ranks")
-    return ranks if isinstance(ranks, list) else []
-
-
-def _has_rank(told: Any) -> bool:
-    return isinstance(told, dict) and isinstance(told.get("rank"), int)
+    told = ranks if isinstance(ranks, list) else []
+    return [each for each in told if isinstance(each, dict) and isinstance(each.get("rank"), int)]
 
 
 def _of_rank(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +257,5 @@ def _first_exit(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     for event in events:
         bad = event["kind"] == "exit" and event.get("code") and not event.get("stopped")
         if bad and event.get("rank") not in lost:
-            return {key: event.get(name) for key, name in {"rank": "rank", "host": "host", "step": "step"}.items()} | {
-                "exit_code": event["code"]
-            }
+            return {**{key: event.get(key) for key in ("rank", "host", "step")}, "exit_code": event["code"]}
     return None

@@ -184,9 +184,8 @@ class Summary:
             [_time(time), str(rank), str(step), f"{at / 1e6:.3f} s", what]
             for time, rank, step, what, at in sorted(self.longest, reverse=True)
         ]
-        return Table(
-            "longest exposed waits, without the first step", ["WAIT", "RANK", "STEP", "AT", "FOR"], rows, ["FOR"]
-        )
+        head = ["WAIT", "RANK", "STEP", "AT", "FOR"]
+        return Table("longest exposed waits, without the first step", head, rows, ["FOR"])
 
     def verdict(self) -> list[str]:
         lines = []

@@ -30,7 +30,7 @@ from dadt.launch.monitor.watch import Watch
 from dadt.launch.start import environment, plan, saved_start, user_class
 from dadt.launch.start.placement import Placed
 from dadt_cli.run import live
-from dadt_cli.run.dry import describe, placement
+from dadt_cli.run.dry import describe, placement, size_of
 from dadt_cli.run.live import Live
 from dadt_cli.run.resumed import as_started
 from dadt_cli.terminal import console
@@ -198,17 +198,11 @@ def _warnings(where: Placed) -> list[str]:
 def _first_line(where: Placed) -> str:
     config = where.config
     executor = "" if len(where.slots) == 1 else f", executor {shown(config)}"
-    return f"{_size(where)}{executor}, algorithm {config.algorithm} (job {where.job}, logs in {where.logs})"
+    return f"{size_of(where)}{executor}, algorithm {config.algorithm} (job {where.job}, logs in {where.logs})"
 
 
 def _title(where: Placed) -> str:
-    return f"job {where.job}: {_size(where)}, algorithm {where.config.algorithm}, executor {shown(where.config)}"
-
-
-def _size(where: Placed) -> str:
-    workers = "1 worker" if len(where.slots) == 1 else f"{len(where.slots)} workers"
-    names = [node.name for node in where.nodes]
-    return f"{workers} on " + (names[0] or "this host" if len(names) == 1 else f"{len(names)} hosts")
+    return f"job {where.job}: {size_of(where)}, algorithm {where.config.algorithm}, executor {shown(where.config)}"
 
 
 def _finish(outcome: Outcome, where: Placed) -> int:
@@ -245,10 +239,8 @@ def _missed(outcome: Outcome) -> str:
     count = sum(summary["files_missed"] for summary in found)
     one = f"such as {os.path.relpath(found[0]['file_missed'])}"
     what = f"{count} files" if count > 1 else "1 file"
-    return (
-        f"not kept: {what} that only ranks other than the first of their host wrote, {one}"
-        " (--files all keeps what every rank writes)"
-    )
+    who = "that only ranks other than the first of their host wrote"
+    return f"not kept: {what} {who}, {one} (--files all keeps what every rank writes)"
 
 
 def _last_line(outcome: Outcome) -> str:

@@ -6,12 +6,10 @@ import functools
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dadt.control import machine
 from dadt.errors import ConfigError
 from dadt.launch.channel import AgentRequest
-from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import place, share_out
 from dadt.launch.launchers import launcher_of
 from dadt.launch.members.node import Node
@@ -35,7 +33,10 @@ def describe(the_plan: Plan) -> list[str]:
     if not the_plan.hosts:
         raise ConfigError(f"--host-discovery-script {config.host_discovery_script}: there is no host now")
     launcher = launcher_of(AgentRequest(config, the_plan.hosts, the_plan.command, JOB))
-    nodes = [Node(index, host, report=_report(host)) for index, host in enumerate(the_plan.hosts)]
+    here = {"machine": machine.identity(), "gpus": machine.gpus(), "cores": machine.cores(), "port": PORT}
+    there = {**here, "machine": "", "gpus": []}
+    hosts = enumerate(the_plan.hosts)
+    nodes = [Node(index, host, report=here if host.is_here else there) for index, host in hosts]
     rooms = [room(node, config) for node in nodes]
     fit = sum(each.places for each in rooms)
     shares = share_out(min(config.np, max(fit, config.min_np)) if config.min_np else config.np, rooms)
@@ -54,16 +55,14 @@ def describe(the_plan: Plan) -> list[str]:
         master=(nodes[0].address or "127.0.0.1", PORT),
         secret="",
     )
-    workers = "1 worker" if len(slots) == 1 else f"{len(slots)} workers"
-    on = nodes[0].name or "this host" if len(nodes) == 1 else f"{len(nodes)} hosts"
-    lines = [f"{workers} on {on}, algorithm {config.algorithm}, logs in {where.logs}"]
-    unsure = [node.name for node in nodes if not (node.host.slots or _is_here(node.host))]
+    lines = [f"{size_of(where)}, algorithm {config.algorithm}, logs in {where.logs}"]
+    unsure = [node.name for node in nodes if not (node.host.slots or node.host.is_here)]
     if unsure:
         lines.append(f"slots of {', '.join(unsure)} are unknown until their agents count GPUs; one each is assumed")
     lines += ["", *placement(where)]
     for node, order in zip(nodes[:HOSTS], orders(where), strict=False):
         lines += ["", f"{node.name or 'this host'}: {launcher.command(node.host)}", f"  in {the_plan.cwd}"]
-        given = the_plan.named if _is_here(node.host) else the_plan.elsewhere
+        given = the_plan.named if node.host.is_here else the_plan.elsewhere
         lines += _variables("  for each worker, beside the host's own:", {**given, **order["env"]})
         for worker in order["workers"]:
             lines.append(f"  rank {worker['rank']}: {shlex.join(worker['command'])}")
@@ -74,6 +73,13 @@ def describe(the_plan: Plan) -> list[str]:
     return lines
 
 
+def size_of(where: Placed) -> str:
+    """Return the numbers of workers and hosts as text, such as "4 workers on 2 hosts"."""
+    workers = "1 worker" if len(where.slots) == 1 else f"{len(where.slots)} workers"
+    names = [node.name for node in where.nodes]
+    return f"{workers} on " + (names[0] or "this host" if len(names) == 1 else f"{len(names)} hosts")
+
+
 def placement(where: Placed) -> list[str]:
     """Return a table that shows on which host and GPU each rank runs."""
     head = ("rank", "host", "local rank", "address", "GPU", "threads")
@@ -82,19 +88,6 @@ def placement(where: Placed) -> list[str]:
         for slot in where.slots
     ]
     return table(head, [tuple(map(str, row)) for row in rows], left=head)
-
-
-def _report(host: Host) -> Mapping[str, Any]:
-    return _report_of_this() if _is_here(host) else {**_report_of_this(), "machine": "", "gpus": []}
-
-
-@functools.cache
-def _report_of_this() -> Mapping[str, Any]:
-    return {"machine": machine.identity(), "gpus": machine.gpus(), "cores": machine.cores(), "port": PORT}
-
-
-def _is_here(host: Host) -> bool:
-    return not host.name or host.is_local
 
 
 def _variables(head: str, variables: Mapping[str, str]) -> list[str]:

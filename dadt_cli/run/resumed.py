@@ -35,7 +35,8 @@ def as_started(
     saved_start.check_variables(start, given["forward"])
     told = settings_of(given, variables=False)
     now = {name: getattr(config, name) for name, setting in told.items() if setting.source != DEFAULT}
-    kept = {name: value for name, value in start.settings.items() if not _is_replaced(name, now)}
+    replaced = HOSTS if any(name in now for name in HOSTS) else ()
+    kept = {name: value for name, value in start.settings.items() if name not in replaced}
     if "forward" in kept:
         now["forward"] = (*kept["forward"], *now.get("forward", ()))
     if start.cwd != here():
@@ -44,10 +45,6 @@ def as_started(
         # The path is made absolute, since the user sees it from another folder.
         kept["log_dir"] = str(Path(start.cwd, kept.get("log_dir", saved_start.LOG_DIR)))
     return tuple(start.words), Config(**{**kept, **now, "resume": str(snapshot)}), start.module, start.no_python
-
-
-def _is_replaced(name: str, now: Mapping[str, Any]) -> bool:
-    return name in HOSTS and any(each in now for each in HOSTS)
 
 
 def _is_script(text: str, config: Config) -> bool:

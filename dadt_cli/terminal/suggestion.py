@@ -46,7 +46,8 @@ def command(arguments: Sequence[str], known: Collection[str]) -> str:
     commands."""
     first = arguments[0]
     if _is_script(first) or (first.startswith("-") and any(map(_is_script, arguments))):
-        return f"a script is run by {shlex.join(['dadt', 'run', *_workers_of(first), *arguments])}"
+        workers = [] if first.startswith("-") else ["-np", "2"]  # a flag in front may set the number of workers
+        return f"a script is run by {shlex.join(['dadt', 'run', *workers, *arguments])}"
     meant = difflib.get_close_matches(first, known, n=1)
     return f"did you mean {shlex.join(['dadt', meant[0], *arguments[1:]])}?" if meant else ""
 
@@ -63,12 +64,6 @@ def slip(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
     end = place + 1 + (takes_value and not _is_script(arguments[place + 1]))
     words = ["dadt", "run", *arguments[:place], *arguments[end:], *arguments[place:end]]
     return f"if it is the script's, give it behind the script: {shlex.join(words)}"
-
-
-def _workers_of(first: str) -> list[str]:
-    """Return arguments that set the number of workers for a suggested command; empty if the command line begins with a
-    flag, since that flag may set the number."""
-    return [] if first.startswith("-") else ["-np", "2"]
 
 
 def _is_script(word: str) -> bool:
@@ -114,18 +109,16 @@ def elastic(hosts: str) -> str:
 
 def _workers(flag: str, value: str, hosts: str) -> str:
     if value and not value.isdigit():  # the value may be a word such as gpu, cpu or auto instead of a number
-        return (
-            "give the number of all workers, -np N; hosts named without one, -H host1,host2, get a worker for each GPU"
-        )
+        each = "hosts named without one, -H host1,host2, get a worker for each GPU"
+        return f"give the number of all workers, -np N; {each}"
     if flag == "--num-processes" or hosts in ("", "1"):
         return f"give -np {value or 'N'}, the number of all workers"
     if not value or not hosts.isdigit():
         return "give -np, the number of workers on all hosts together"
     total = int(value) * int(hosts)
-    return (
-        f"give -np {total}, the number of all workers: once, with -H host1:{value},host2:{value} and so on; or on each"
-        f" host, with --nnodes {hosts}, --node-rank and --rendezvous"
-    )
+    once = f"once, with -H host1:{value},host2:{value} and so on"
+    on_each = f"on each host, with --nnodes {hosts}, --node-rank and --rendezvous"
+    return f"give -np {total}, the number of all workers: {once}; or {on_each}"
 
 
 def _hosts(arguments: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from dadt_cli.terminal import console
@@ -44,6 +45,11 @@ def fitting(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[s
 def _cells(head: Sequence[str], row: Sequence[str], widths: Sequence[int], left: Sequence[str]) -> list[str]:
     triples = zip(head, row, widths, strict=True)
     return [cell.ljust(width) if name in left else cell.rjust(width) for name, cell, width in triples]
+
+
+def without_python(command: Sequence[str]) -> Sequence[str]:
+    """Return the command without the Python interpreter."""
+    return command[1:] if len(command) > 1 and Path(command[0]).name.startswith("python") else command
 
 
 def figure(value: float) -> str:
