@@ -178,13 +178,7 @@ class Job:
     def decompress(self, wires: Sequence[int], weights: Sequence[float] | None, divisor: float) -> None:
         """outputs = sum(weight * wire) / divisor, in float32. Releases the GIL."""
     def finish(
-        self,
-        lanes: Sequence[bytes],
-        weight_sum: float,
-        seconds: float,
-        waited: float,
-        sent: int = 0,
-        plain: int = 0,
+        self, lanes: Sequence[bytes], weight_sum: float, seconds: float, waited: float, sent: int = 0, plain: int = 0
     ) -> None:
         """sent: bytes that went to peers, of an allreduce; plain: that would have, uncompressed."""
     @property
@@ -491,10 +485,7 @@ def reduce(
 def predict(
     dtype: DType, counts: Sequence[int], parameters: Sequence[int], displacements: Sequence[int], factor: float
 ) -> None:
-    """Pairwise, in one pass: displacement = parameter + factor * displacement."""
-
-def displace(dtype: DType, counts: Sequence[int], parameters: Sequence[int], before: Sequence[int]) -> None:
-    """Pairwise, in one pass: before = parameter - before."""
+    """Pairwise, in one pass: displacement = parameter + factor * displacement; by -1, how far a parameter has moved."""
 
 class NextStep:
     """The next step of SGD or Adam, as factors. With g = expected + w * decay it leads the weights w to

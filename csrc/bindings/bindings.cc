@@ -26,13 +26,6 @@ void translate(std::exception_ptr pending) {
   }
 }
 
-// The result of a work that went well; else its error is raised again.
-const Result& good(const Work& work) {
-  const Result& result = work.result();
-  if (result.error) throw *result.error;
-  return result;
-}
-
 py::buffer_info buffer_of(const Received& received) {
   const Buffer& buffer = received.work->result().received[received.rank];
   return py::buffer_info(buffer.data.get(), 1, py::format_descriptor<uint8_t>::format(),
@@ -73,11 +66,7 @@ std::shared_ptr<Work> broadcast(Engine& engine, const Layout& layout, const Addr
 }
 
 std::shared_ptr<Work> allgather(Engine& engine, std::string data, std::string name) {
-  Operation operation;
-  operation.kind = Kind::kAllgather;
-  operation.name = std::move(name);
-  operation.lane = std::move(data);
-  return engine.submit(std::move(operation));
+  return engine.submit({.kind = Kind::kAllgather, .name = std::move(name), .lane = std::move(data)});
 }
 
 std::shared_ptr<Work> exchange(Engine& engine, const Pieces& sends, const std::optional<Pieces>& receives,
@@ -103,24 +92,20 @@ Addresses addresses(const std::vector<Pointer>& pointers) {
 
 void finish(Job& job, std::vector<std::string> lanes, double weight_sum, double seconds, double waited,
             size_t sent, size_t plain) {
-  Result result;
-  result.lanes = std::move(lanes);
-  result.weight_sum = weight_sum;
-  result.seconds = seconds;
-  result.waited = waited;
-  result.sent = sent;
-  result.plain = plain;
-  job.finish(std::move(result));
+  job.finish({.lanes = std::move(lanes),
+              .weight_sum = weight_sum,
+              .sent = sent,
+              .plain = plain,
+              .seconds = seconds,
+              .waited = waited});
 }
 
 // One tensor of float32, there and back.
 Operation flat(Codec codec, const void* input, void* output, size_t count) {
-  Operation operation;
-  operation.layout = Layout(DType::kFloat32, {count});
-  operation.inputs = {input};
-  operation.outputs = {output};
-  operation.compression.codec = codec;
-  return operation;
+  return {.layout = Layout(DType::kFloat32, {count}),
+          .inputs = {input},
+          .outputs = {output},
+          .compression = {.codec = codec}};
 }
 
 void compress_flat(Codec codec, uintptr_t source, size_t count, uintptr_t wire, uintptr_t owed, double keep) {
@@ -147,13 +132,11 @@ void combine_wires(Codec codec, const Addresses& wires, const std::optional<std:
 
 void bind_compression(py::module_& module) {
   module.attr("BLOCK") = kBlock;
-  module.def("compress", &compress_flat, py::arg("codec"), py::arg("source"), py::arg("count"),
-             py::arg("wire"), py::arg("owed") = 0, py::arg("keep") = 1.0);
-  module.def("decompress", &decompress_flat, py::arg("codec"), py::arg("wire"), py::arg("destination"),
-             py::arg("count"));
-  module.def("combine", &combine_wires, py::arg("codec"), py::arg("wires"), py::arg("weights").none(true),
-             py::arg("divisor"), py::arg("first"), py::arg("total"), py::arg("blocks"), py::arg("wire"),
-             py::arg("owed"), py::arg("share"));
+  module.def("compress", &compress_flat, "codec"_a, "source"_a, "count"_a, "wire"_a, "owed"_a = 0,
+             "keep"_a = 1.0);
+  module.def("decompress", &decompress_flat, "codec"_a, "wire"_a, "destination"_a, "count"_a);
+  module.def("combine", &combine_wires, "codec"_a, "wires"_a, "weights"_a.none(true), "divisor"_a, "first"_a,
+             "total"_a, "blocks"_a, "wire"_a, "owed"_a, "share"_a);
 }
 
 void bind_types(py::module_& module) {
@@ -167,10 +150,10 @@ void bind_types(py::module_& module) {
   auto codec = py::enum_<Codec>(module, "Codec");
   for (int i = 0; i < kCodecs; ++i) codec.value(kCodecNames[i], static_cast<Codec>(i));
   codec.def_property_readonly("block_bytes", &block_bytes);
-  codec.def("wire_bytes", &wire_bytes, py::arg("values"));
+  codec.def("wire_bytes", &wire_bytes, "values"_a);
 
   py::class_<Layout>(module, "Layout")
-      .def(py::init<DType, std::vector<size_t>>(), py::arg("dtype"), py::arg("counts"))
+      .def(py::init<DType, std::vector<size_t>>(), "dtype"_a, "counts"_a)
       .def_property_readonly("dtype", &Layout::dtype)
       .def_property_readonly("counts", &Layout::counts)
       .def_property_readonly("total", &Layout::total);
@@ -180,11 +163,11 @@ void bind_executors(py::module_& module) {
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
       .def_property_readonly("name", &Executor::name)
       .def("endpoint", [](Executor& executor) { return py::bytes(executor.endpoint()); })
-      .def("connect", &Executor::connect, py::arg("endpoints"), py::arg("timeout"), Unlocked());
+      .def("connect", &Executor::connect, "endpoints"_a, "timeout"_a, Unlocked());
   py::class_<ShmExecutor, Executor, std::shared_ptr<ShmExecutor>>(module, "ShmExecutor")
-      .def(py::init<int, int>(), py::arg("rank"), py::arg("world_size"));
+      .def(py::init<int, int>(), "rank"_a, "world_size"_a);
   py::class_<NullExecutor, Executor, std::shared_ptr<NullExecutor>>(module, "NullExecutor")
-      .def(py::init<int, int>(), py::arg("rank"), py::arg("world_size"));
+      .def(py::init<int, int>(), "rank"_a, "world_size"_a);
 }
 
 void bind_work(py::module_& module) {
@@ -194,7 +177,7 @@ void bind_work(py::module_& module) {
       .def_property_readonly("done", &Work::done)
       .def(
           "wait", [](Work& work, double timeout) { wait_for(work, timeout, work.operation().title()); },
-          py::arg("timeout"))
+          "timeout"_a)
       .def_property_readonly("lanes", [](const Work& work) { return as_bytes(good(work).lanes); })
       .def_property_readonly("received", &received)
       .def_property_readonly("weight_sum", [](const Work& work) { return good(work).weight_sum; })
@@ -232,25 +215,24 @@ void bind_work(py::module_& module) {
           [](const Job& job, size_t begin, size_t end, uintptr_t to) {
             job.compress(begin, end, reinterpret_cast<void*>(to));
           },
-          py::arg("begin"), py::arg("end"), py::arg("wire"), Unlocked())
+          "begin"_a, "end"_a, "wire"_a, Unlocked())
       .def(
           "decompress",
           [](const Job& job, const Addresses& addresses, const std::optional<std::vector<double>>& weights,
              double divisor) { job.decompress(wires_of(addresses, weights, divisor)); },
-          py::arg("wires"), py::arg("weights").none(true), py::arg("divisor"), Unlocked())
+          "wires"_a, "weights"_a.none(true), "divisor"_a, Unlocked())
       .def(
           "pack",
           [](const Job& job, uintptr_t to, std::optional<double> factor, bool spread) {
             job.pack(reinterpret_cast<void*>(to), factor, spread);
           },
-          py::arg("destination"), py::arg("factor").none(true) = py::none(), py::arg("spread") = false,
-          Unlocked())
+          "destination"_a, "factor"_a.none(true) = py::none(), "spread"_a = false, Unlocked())
       .def(
           "unpack",
           [](const Job& job, uintptr_t from, double scale, bool spread) {
             job.unpack(reinterpret_cast<void*>(from), scale, spread);
           },
-          py::arg("source"), py::arg("scale"), py::arg("spread") = false, Unlocked())
+          "source"_a, "scale"_a, "spread"_a = false, Unlocked())
       .def_property_readonly("flat",
                              [](const Job& job) { return reinterpret_cast<uintptr_t>(job.operation().flat); })
       .def_property_readonly("room", [](const Job& job) { return job.operation().room; })
@@ -259,9 +241,8 @@ void bind_work(py::module_& module) {
       .def(
           "allocate",
           [](Job& job, const std::vector<size_t>& bytes) { return addresses(job.allocate(bytes)); },
-          py::arg("bytes"))
-      .def("finish", &finish, py::arg("lanes"), py::arg("weight_sum"), py::arg("seconds"), py::arg("waited"),
-           py::arg("sent") = 0, py::arg("plain") = 0)
+          "bytes"_a)
+      .def("finish", &finish, "lanes"_a, "weight_sum"_a, "seconds"_a, "waited"_a, "sent"_a = 0, "plain"_a = 0)
       .def(
           "fail",
           [](Job& job, const py::str& error, bool mismatch) {
@@ -269,36 +250,26 @@ void bind_work(py::module_& module) {
             const Unlock unlocked;
             job.fail(reason);
           },
-          py::arg("error"), py::arg("mismatch") = false)
+          "error"_a, "mismatch"_a = false)
       .def_property_readonly("unsure", [](const Job& job) { return job.operation().unsure; });
 }
 
 void bind_engine(py::module_& module) {
   py::class_<Engine, std::unique_ptr<Engine, DeleteUnlocked>>(module, "Engine")
-      .def(py::init<std::shared_ptr<Executor>, int, int, double>(), py::arg("executor").none(true),
-           py::arg("rank"), py::arg("world_size"), py::arg("timeout"))
-      .def("allreduce", &allreduce, py::arg("layout"), py::arg("inputs"), py::arg("outputs"), py::arg("name"),
-           py::arg("weight") = 1.0, py::arg("lane") = py::bytes(), py::arg("reduction") = Reduction::kMean,
-           py::arg("unsure") = false, py::arg("codec") = Codec::kNone, py::arg("owed") = 0,
-           py::arg("keep") = 1.0, py::arg("plain") = -1, py::arg("held") = false, py::arg("flat") = 0,
-           py::arg("room") = 0)
-      .def("release", &Engine::release, py::arg("work"))
-      .def("exchange", &exchange, py::arg("sends"), py::arg("receives").none(true), py::arg("name"),
-           py::arg("unsure") = false)
-      .def("broadcast", &broadcast, py::arg("layout"), py::arg("tensors"), py::arg("root"), py::arg("name"),
-           py::arg("unsure") = false)
-      .def("allgather", &allgather, py::arg("data"), py::arg("name"))
-      .def("pull", &Engine::pull, py::arg("timeout"), Unlocked())
-      .def(
-          "abort",
-          [](Engine& engine, const py::str& reason, bool lost) {
-            const Error error(lost ? Code::kPeerLost : Code::kAborted, utf8(reason));
-            const Unlock unlocked;
-            engine.abort(error);
-          },
-          py::arg("reason"), py::arg("lost") = false)
-      .def("close", &Engine::close, py::arg("timeout"), Unlocked())
-      .def("record", &Engine::record, py::arg("timeline"), py::arg("track"))
+      .def(py::init<std::shared_ptr<Executor>, int, int, double>(), "executor"_a.none(true), "rank"_a,
+           "world_size"_a, "timeout"_a)
+      .def("allreduce", &allreduce, "layout"_a, "inputs"_a, "outputs"_a, "name"_a, "weight"_a = 1.0,
+           "lane"_a = py::bytes(), "reduction"_a = Reduction::kMean, "unsure"_a = false,
+           "codec"_a = Codec::kNone, "owed"_a = 0, "keep"_a = 1.0, "plain"_a = -1, "held"_a = false,
+           "flat"_a = 0, "room"_a = 0)
+      .def("release", &Engine::release, "work"_a)
+      .def("exchange", &exchange, "sends"_a, "receives"_a.none(true), "name"_a, "unsure"_a = false)
+      .def("broadcast", &broadcast, "layout"_a, "tensors"_a, "root"_a, "name"_a, "unsure"_a = false)
+      .def("allgather", &allgather, "data"_a, "name"_a)
+      .def("pull", &Engine::pull, "timeout"_a, Unlocked())
+      .def("abort", &abort_unlocked<Engine>, "reason"_a, "lost"_a = false)
+      .def("close", &Engine::close, "timeout"_a, Unlocked())
+      .def("record", &Engine::record, "timeline"_a, "track"_a)
       .def_property_readonly("sent", &Engine::sent)
       .def_property_readonly("closed", &Engine::closed)
       .def_property_readonly("error", [](const Engine& engine) { return text_of(engine.error()); });
@@ -310,25 +281,21 @@ namespace dadt {
 
 Operation allreduce_operation(const Layout& layout, const Addresses& inputs, const Addresses& outputs,
                               std::string name, Reduction reduction) {
-  Operation operation;
-  operation.kind = Kind::kAllreduce;
-  operation.reduction = reduction;
-  operation.name = std::move(name);
-  operation.layout = layout;
-  operation.inputs = pointers<const void*>(inputs);
-  operation.outputs = pointers<void*>(outputs);
-  return operation;
+  return {.kind = Kind::kAllreduce,
+          .reduction = reduction,
+          .name = std::move(name),
+          .layout = layout,
+          .inputs = pointers<const void*>(inputs),
+          .outputs = pointers<void*>(outputs)};
 }
 
 Operation broadcast_operation(const Layout& layout, const Addresses& tensors, int root, std::string name) {
-  Operation operation;
-  operation.kind = Kind::kBroadcast;
-  operation.name = std::move(name);
-  operation.layout = layout;
-  operation.inputs = pointers<const void*>(tensors);
-  operation.outputs = pointers<void*>(tensors);
-  operation.root = root;
-  return operation;
+  return {.kind = Kind::kBroadcast,
+          .name = std::move(name),
+          .layout = layout,
+          .inputs = pointers<const void*>(tensors),
+          .outputs = pointers<void*>(tensors),
+          .root = root};
 }
 
 Operation exchange_operation(const Pieces& sends, const std::optional<Pieces>& receives, std::string name) {

@@ -10,6 +10,7 @@
 namespace dadt {
 
 namespace py = pybind11;
+using namespace py::literals;
 
 using Addresses = std::vector<uintptr_t>;
 using Pieces = std::vector<std::pair<uintptr_t, size_t>>;  // address, bytes
@@ -88,6 +89,22 @@ struct DeleteUnlocked {
   }
 };
 
+// The result of a Work or Ticket that went well; else its error is raised again.
+template <typename Handle>
+const Result& good(const Handle& handle) {
+  const Result& result = handle.result();
+  if (result.error) throw *result.error;
+  return result;
+}
+
+// The `abort(reason, lost=False)` of what has an abort(Error).
+template <typename Owner>
+void abort_unlocked(Owner& owner, const py::str& reason, bool lost) {
+  const Error error(lost ? Code::kPeerLost : Code::kAborted, utf8(reason));
+  const Unlock unlocked;
+  owner.abort(error);
+}
+
 // Waits without the GIL and looks for Ctrl-C every 0.1 s. False if that took longer than `timeout` seconds.
 template <typename Handle>
 bool wait_unlocked(Handle& handle, double timeout) {
@@ -111,7 +128,7 @@ void wait_for(Handle& handle, double timeout, const std::string& title) {
     const std::string seconds = py::str(py::float_(timeout));
     throw Error(Code::kTimeout, title + " was not done within " + seconds + " s");
   }
-  if (handle.result().error) throw *handle.result().error;
+  good(handle);
 }
 
 void bind_kernels(py::module_& module);

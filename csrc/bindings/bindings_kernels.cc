@@ -30,17 +30,6 @@ void predict(DType dtype, const std::vector<size_t>& counts, const Addresses& pa
   }
 }
 
-void displace(DType dtype, const std::vector<size_t>& counts, const Addresses& parameters,
-              const Addresses& before) {
-  check_pairs(counts, parameters, before);
-  const auto loop = kernels().displace[static_cast<int>(dtype)];
-  if (loop == nullptr) no_float(dtype);
-  const Unlock unlocked;
-  for (size_t i = 0; i < counts.size(); ++i) {
-    loop(reinterpret_cast<const void*>(parameters[i]), reinterpret_cast<void*>(before[i]), counts[i]);
-  }
-}
-
 void foresee_all(DType dtype, const std::vector<size_t>& counts, const Addresses& parameters,
                  const Addresses& ahead, const Addresses& momenta, const Addresses& squares,
                  const NextStep& step, const std::vector<Addresses>& sources,
@@ -89,22 +78,18 @@ void reduce_sources(DType dtype, Reduction reduction, uintptr_t destination, con
 }  // namespace
 
 void bind_kernels(py::module_& module) {
-  module.def("predict", &predict, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
-             py::arg("displacements"), py::arg("factor"));
-  module.def("reduce", &reduce_sources, py::arg("dtype"), py::arg("reduction"), py::arg("destination"),
-             py::arg("sources"), py::arg("weights").none(true), py::arg("divisor"), py::arg("count"));
-  module.def("displace", &displace, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
-             py::arg("before"));
+  module.def("predict", &predict, "dtype"_a, "counts"_a, "parameters"_a, "displacements"_a, "factor"_a);
+  module.def("reduce", &reduce_sources, "dtype"_a, "reduction"_a, "destination"_a, "sources"_a,
+             "weights"_a.none(true), "divisor"_a, "count"_a);
   py::class_<NextStep>(module, "NextStep")
       .def(py::init([](double momentum, double gradient, double decay, double keep, double square,
                        double squared, double root, double epsilon) {
              return NextStep{momentum, gradient, decay, keep, square, squared, root, epsilon};
            }),
-           py::kw_only(), py::arg("momentum"), py::arg("gradient"), py::arg("decay"), py::arg("keep"),
-           py::arg("square"), py::arg("squared"), py::arg("root"), py::arg("epsilon"));
-  module.def("foresee", &foresee_all, py::arg("dtype"), py::arg("counts"), py::arg("parameters"),
-             py::arg("ahead"), py::arg("momenta"), py::arg("squares"), py::arg("step"), py::arg("sources"),
-             py::arg("weights"));
+           py::kw_only(), "momentum"_a, "gradient"_a, "decay"_a, "keep"_a, "square"_a, "squared"_a, "root"_a,
+           "epsilon"_a);
+  module.def("foresee", &foresee_all, "dtype"_a, "counts"_a, "parameters"_a, "ahead"_a, "momenta"_a,
+             "squares"_a, "step"_a, "sources"_a, "weights"_a);
 }
 
 }  // namespace dadt

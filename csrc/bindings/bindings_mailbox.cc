@@ -20,32 +20,25 @@ int source(const Transit& transit) {
 void bind_mailbox(py::module_& module) {
   py::class_<Transit, std::shared_ptr<Transit>>(module, "Transit")
       .def_property_readonly("done", &Transit::done)
-      .def("wait", &wait, py::arg("timeout"))
+      .def("wait", &wait, "timeout"_a)
       .def_property_readonly("source", &source);
   py::class_<Mailbox, std::unique_ptr<Mailbox, DeleteUnlocked>>(module, "Mailbox")
-      .def(py::init<int, int>(), py::arg("rank"), py::arg("world_size"))
+      .def(py::init<int, int>(), "rank"_a, "world_size"_a)
       .def("endpoint", [](const Mailbox& mailbox) { return py::bytes(mailbox.endpoint()); })
-      .def("connect", &Mailbox::connect, py::arg("endpoints"), py::arg("timeout"), Unlocked())
+      .def("connect", &Mailbox::connect, "endpoints"_a, "timeout"_a, Unlocked())
       .def(
           "send",
           [](Mailbox& mailbox, uintptr_t address, size_t bytes, int peer, int64_t tag) {
             return mailbox.send(reinterpret_cast<const void*>(address), bytes, peer, tag);
           },
-          py::arg("address"), py::arg("bytes"), py::arg("peer"), py::arg("tag"), Unlocked())
+          "address"_a, "bytes"_a, "peer"_a, "tag"_a, Unlocked())
       .def(
           "receive",
           [](Mailbox& mailbox, uintptr_t address, size_t bytes, int peer, int64_t tag) {
             return mailbox.receive(reinterpret_cast<void*>(address), bytes, peer, tag);
           },
-          py::arg("address"), py::arg("bytes"), py::arg("peer"), py::arg("tag"), Unlocked())
-      .def(
-          "abort",
-          [](Mailbox& mailbox, const py::str& reason, bool lost) {
-            const Error error(lost ? Code::kPeerLost : Code::kAborted, utf8(reason));
-            const Unlock unlocked;
-            mailbox.abort(error);
-          },
-          py::arg("reason"), py::arg("lost") = false)
+          "address"_a, "bytes"_a, "peer"_a, "tag"_a, Unlocked())
+      .def("abort", &abort_unlocked<Mailbox>, "reason"_a, "lost"_a = false)
       .def("close", &Mailbox::close, Unlocked());
 }
 

@@ -7,12 +7,6 @@ namespace {
 
 std::string title_of(const Ticket& ticket) { return "\"" + ticket.name() + "\""; }
 
-const Result& good(const Ticket& ticket) {
-  const Result& result = ticket.result();
-  if (result.error) throw *result.error;
-  return result;
-}
-
 void wait(Ticket& ticket, double timeout) {
   try {
     wait_for(ticket, timeout, title_of(ticket));
@@ -48,7 +42,7 @@ void bind_ticket(py::module_& module) {
   py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
       .def_property_readonly("name", &Ticket::name)
       .def_property_readonly("done", &Ticket::done)
-      .def("wait", &wait, py::arg("timeout"))
+      .def("wait", &wait, "timeout"_a)
       .def("tell_that_it_is_waited_for", &Ticket::tell_that_it_is_waited_for)
       .def_property_readonly("operation",
                              [](const Ticket& ticket) -> std::optional<std::string> {
@@ -100,32 +94,23 @@ void bind_negotiation(py::module_& module) {
              return std::unique_ptr<Negotiation, DeleteUnlocked>(
                  new Negotiation(engine, broadcaster, rank, world_size, sockets, options, std::move(time)));
            }),
-           py::arg("engine"), py::arg("broadcaster"), py::arg("rank"), py::arg("world_size"),
-           py::arg("sockets"), py::arg("cycle"), py::arg("buffer_bytes"), py::arg("group_buffer_bytes"),
-           py::arg("stall_warning"), py::arg("time").none(true) = py::none(),
-           py::arg("cache_capacity") = NegotiationOptions().cache_capacity, py::keep_alive<1, 2>(),
+           "engine"_a, "broadcaster"_a, "rank"_a, "world_size"_a, "sockets"_a, "cycle"_a, "buffer_bytes"_a,
+           "group_buffer_bytes"_a, "stall_warning"_a, "time"_a.none(true) = py::none(),
+           "cache_capacity"_a = NegotiationOptions().cache_capacity, py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>())
-      .def("allreduce", &allreduce, py::arg("name"), py::arg("signature"), py::arg("layout"),
-           py::arg("inputs"), py::arg("outputs"), py::arg("reduction"), py::arg("group") = "",
-           py::arg("group_size") = 0)
-      .def("broadcast", &broadcast, py::arg("name"), py::arg("signature"), py::arg("layout"),
-           py::arg("tensors"), py::arg("root"), py::arg("group") = "", py::arg("group_size") = 0)
-      .def("exchange", &exchange, py::arg("name"), py::arg("signature"), py::arg("sends"),
-           py::arg("receives").none(true), py::arg("group") = "", py::arg("group_size") = 0)
+      .def("allreduce", &allreduce, "name"_a, "signature"_a, "layout"_a, "inputs"_a, "outputs"_a,
+           "reduction"_a, "group"_a = "", "group_size"_a = 0)
+      .def("broadcast", &broadcast, "name"_a, "signature"_a, "layout"_a, "tensors"_a, "root"_a,
+           "group"_a = "", "group_size"_a = 0)
+      .def("exchange", &exchange, "name"_a, "signature"_a, "sends"_a, "receives"_a.none(true), "group"_a = "",
+           "group_size"_a = 0)
       .def("join", &Negotiation::join)
-      .def("set_step", &Negotiation::set_step, py::arg("step"))
-      .def(
-          "abort",
-          [](Negotiation& negotiation, const py::str& reason, bool lost) {
-            const Error error(lost ? Code::kPeerLost : Code::kAborted, utf8(reason));
-            const Unlock unlocked;
-            negotiation.abort(error);
-          },
-          py::arg("reason"), py::arg("lost") = false)
-      .def("notices", &Negotiation::notices, py::arg("timeout"), Unlocked())
-      .def("order", &Negotiation::order, py::arg("text"))
+      .def("set_step", &Negotiation::set_step, "step"_a)
+      .def("abort", &abort_unlocked<Negotiation>, "reason"_a, "lost"_a = false)
+      .def("notices", &Negotiation::notices, "timeout"_a, Unlocked())
+      .def("order", &Negotiation::order, "text"_a)
       .def("leave", &Negotiation::leave)
-      .def("close", &Negotiation::close, py::arg("timeout"), Unlocked())
+      .def("close", &Negotiation::close, "timeout"_a, Unlocked())
       .def("turn", &Negotiation::turn)
       .def("forsake", &Negotiation::forsake)
       .def_property_readonly("closed", &Negotiation::closed)

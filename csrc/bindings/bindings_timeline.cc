@@ -34,9 +34,9 @@ py::bytes drain(Timeline& timeline, double timeout) {
 void bind_timeline(py::module_& module) {
   py::class_<Timeline, std::shared_ptr<Timeline>>(module, "Timeline")
       .def(py::init([](int rank, double origin) { return std::make_shared<Timeline>(rank, at(origin)); }),
-           py::arg("rank"), py::arg("origin"))
-      .def("step", &step, py::arg("number"), py::arg("begin"), py::arg("end"), py::arg("waits"))
-      .def("drain", &drain, py::arg("timeout"))
+           "rank"_a, "origin"_a)
+      .def("step", &step, "number"_a, "begin"_a, "end"_a, "waits"_a)
+      .def("drain", &drain, "timeout"_a)
       .def("close", &Timeline::close)
       .def_property_readonly("dropped", &Timeline::dropped);
 }

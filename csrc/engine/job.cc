@@ -123,9 +123,7 @@ void Job::finish(Result result) {
 }
 
 void Job::fail(const Error& error) {
-  Result result;
-  result.error = error;
-  record(result);
+  record({.error = error});
   state_->fail(error);
   work_->fail(error);
   state_->settled(*work_);

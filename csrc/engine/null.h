@@ -7,12 +7,12 @@ namespace dadt {
 // Moves nothing: every rank gets its own values back. The limit that everything is measured against.
 class NullExecutor final : public Executor {
  public:
-  NullExecutor(int rank, int world_size);
+  NullExecutor(int rank, int world_size) : world_size_(world_size) { check_rank(rank, world_size); }
 
   const char* name() const override { return "null"; }
   std::string endpoint() override { return {}; }
-  void connect(const std::vector<std::string>& endpoints, double timeout) override;
-  Result run(const Operation& operation, double timeout) override;
+  void connect(const std::vector<std::string>&, double) override {}
+  Result run(const Operation& operation, double) override { return run_alone(operation, world_size_); }
   void abort(const Error&) override {}
   void close() override {}
 

@@ -28,10 +28,6 @@ bool Work::finish(Result result) {
   return true;
 }
 
-bool Work::fail(const Error& error) {
-  Result result;
-  result.error = error;
-  return finish(std::move(result));
-}
+bool Work::fail(const Error& error) { return finish({.error = error}); }
 
 }  // namespace dadt

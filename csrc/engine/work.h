@@ -34,13 +34,13 @@ struct Compression {
 struct Operation {
   Kind kind = Kind::kAllreduce;
   Reduction reduction = Reduction::kMean;  // of an allreduce
-  std::string name;
-  Layout layout;                    // of an exchange: the bytes that go to each rank
-  std::vector<const void*> inputs;  // one per tensor; null: zeros. Empty in an allgather
-  std::vector<void*> outputs;       // one per tensor; null: not delivered. A broadcast's tensors are in both
-  Layout receives;  // an exchange's outputs: the bytes that come from each rank. Both empty: as many as
-                    // are sent, in Result::received
-  Compression compression;  // of a mean or a sum
+  std::string name{};
+  Layout layout{};                    // of an exchange: the bytes that go to each rank
+  std::vector<const void*> inputs{};  // one per tensor; null: zeros. Empty in an allgather
+  std::vector<void*> outputs{};  // one per tensor; null: not delivered. A broadcast's tensors are in both
+  Layout receives{};  // an exchange's outputs: the bytes that come from each rank. Both empty: as many as
+                      // are sent, in Result::received
+  Compression compression{};  // of a mean or a sum
   void* flat =
       nullptr;         // one buffer in which all outputs lie, in order, and nothing else; null: there is none
   size_t room = 0;     // its elements, of which those behind the last output are for whoever moves it
@@ -48,7 +48,7 @@ struct Operation {
   double weight = 1.0;
   int participants = 0;  // ranks whose weight is 1 where the others' is 0; 0: not known before
   int root = 0;
-  std::string lane;     // travels with an allreduce; an allgather's bytes
+  std::string lane{};   // travels with an allreduce; an allgather's bytes
   bool unsure = false;  // the ranks may differ in what they submit, and must then all be told
 
   size_t plain_bytes() const { return plain < 0 ? layout.bytes() : static_cast<size_t>(plain); }
@@ -67,9 +67,9 @@ struct Buffer {
 
 // The end of an operation.
 struct Result {
-  std::optional<Error> error;
-  std::vector<std::string> lanes;  // by rank
-  std::vector<Buffer> received;    // by rank; of an exchange that did not say where to
+  std::optional<Error> error{};
+  std::vector<std::string> lanes{};  // by rank
+  std::vector<Buffer> received{};    // by rank; of an exchange that did not say where to
   double weight_sum = 0;
   size_t sent = 0;             // bytes that this rank has sent, of an allreduce
   size_t plain = 0;            // that it would have sent uncompressed

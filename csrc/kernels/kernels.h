@@ -13,14 +13,7 @@ namespace dadt {
 // keep + (momentum * `momentum` + g * `gradient`) / (sqrt(square * `square` + g * g * squared) * root +
 // epsilon).
 struct NextStep {
-  double momentum;
-  double gradient;
-  double decay;
-  double keep;
-  double square;
-  double squared;
-  double root;
-  double epsilon;
+  double momentum, gradient, decay, keep, square, squared, root, epsilon;
 };
 
 // Loops over memory, one table per instruction set. All tables give the same bits.
@@ -38,8 +31,6 @@ struct Kernels {
   using Scale = void (*)(void* destination, const void* source, double factor, size_t count);
   // displacement = parameter + factor * displacement. Floating dtypes, null for the others.
   using Predict = void (*)(const void* parameter, void* displacement, double factor, size_t count);
-  // before = parameter - before. Floating dtypes, null for the others.
-  using Displace = void (*)(const void* parameter, void* before, size_t count);
   // ahead = parameter after a step with the expected gradient; it may be that gradient's memory. momentum:
   // null where there is none; square: null where the step is not divided. stream: as above. Floating dtypes,
   // null for the others.
@@ -66,7 +57,6 @@ struct Kernels {
   const Fold* product;
   Scale scale[kDTypes];
   Predict predict[kDTypes];
-  Displace displace[kDTypes];
   Foresee foresee[kDTypes];
   Copy copy;
   Encode encode[kCodecs];  // null for none

@@ -40,31 +40,19 @@ bool can_stream(const T* address) {
 // Joins the value of one more rank to those before, for vectors and scalars alike.
 struct Add {
   static constexpr bool kScaled = true;
-  template <typename V>
-  static V join(V a, V b) {
-    return a + b;
-  }
+  static auto join(auto a, auto b) { return a + b; }
 };
 struct Lesser {
   static constexpr bool kScaled = false;
-  template <typename V>
-  static V join(V a, V b) {
-    return lesser(a, b);
-  }
+  static auto join(auto a, auto b) { return lesser(a, b); }
 };
 struct Greater {
   static constexpr bool kScaled = false;
-  template <typename V>
-  static V join(V a, V b) {
-    return greater(a, b);
-  }
+  static auto join(auto a, auto b) { return greater(a, b); }
 };
 struct Times {
   static constexpr bool kScaled = false;
-  template <typename V>
-  static V join(V a, V b) {
-    return a * b;
-  }
+  static auto join(auto a, auto b) { return a * b; }
 };
 
 template <typename T, typename Join, bool kWeighted>
@@ -145,22 +133,10 @@ void fold_float(void* destination, const void* const* sources, int ranks, size_t
 
 // Whole numbers. Sums and products in 64 bits without sign, whose low ones are those of any width: overflow
 // wraps, and is not undefined.
-template <typename T>
-T join_integers(T a, T b, Lesser) {
-  return a < b ? a : b;
-}
-template <typename T>
-T join_integers(T a, T b, Greater) {
-  return a > b ? a : b;
-}
-template <typename T>
-T join_integers(T a, T b, Add) {
-  return static_cast<T>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
-}
-template <typename T>
-T join_integers(T a, T b, Times) {
-  return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
-}
+inline uint64_t join_integers(auto a, auto b, Lesser) { return static_cast<uint64_t>(a < b ? a : b); }
+inline uint64_t join_integers(auto a, auto b, Greater) { return static_cast<uint64_t>(a > b ? a : b); }
+inline uint64_t join_integers(uint64_t a, uint64_t b, Add) { return a + b; }
+inline uint64_t join_integers(uint64_t a, uint64_t b, Times) { return a * b; }
 
 // A block at a time, beside the destination: that may be any of the sources.
 template <typename T, typename Join>
@@ -172,7 +148,7 @@ void fold_integer(void* destination, const void* const* sources, int ranks, size
     std::memcpy(block, static_cast<const T*>(sources[0]) + begin, size * sizeof(T));
     for (int r = 1; r < ranks; ++r) {
       const T* from = static_cast<const T*>(sources[r]) + begin;
-      for (size_t i = 0; i < size; ++i) block[i] = join_integers(block[i], from[i], Join());
+      for (size_t i = 0; i < size; ++i) block[i] = static_cast<T>(join_integers(block[i], from[i], Join()));
     }
     std::memcpy(static_cast<T*>(destination) + begin, block, size * sizeof(T));
   }
@@ -225,20 +201,6 @@ void predict_float(const void* parameter, void* displacement, double factor, siz
     (Vector::load(p + i) + Vector::load(d + i) * scale).store(d + i);
   }
   for (; i < count; ++i) narrow(widen(p[i]) + widen(d[i]) * static_cast<Scalar>(factor), d + i);
-}
-
-template <typename T>
-void displace_float(const void* parameter, void* before, size_t count) {
-  using Scalar = typename Accumulator<T>::Scalar;
-  using Vector = typename Accumulator<T>::Vector;
-  const T* p = static_cast<const T*>(parameter);
-  T* b = static_cast<T*>(before);
-  const Vector minus = Vector::fill(Scalar(-1));
-  size_t i = 0;
-  for (; i + Vector::kWidth <= count; i += Vector::kWidth) {
-    (Vector::load(p + i) + Vector::load(b + i) * minus).store(b + i);
-  }
-  for (; i < count; ++i) narrow(widen(p[i]) - widen(b[i]), b + i);
 }
 
 template <typename T, bool kStream>
@@ -329,26 +291,24 @@ struct Folds {
 };
 
 constexpr Kernels make_kernels(const char* name) {
-  return Kernels{
-      name,
-      {reduce_float<float>, reduce_float<double>, reduce_float<Half>, reduce_float<BFloat>,
-       reduce_integer<int64_t>, reduce_integer<int32_t>, reduce_integer<int16_t>, reduce_integer<int8_t>,
-       reduce_integer<uint8_t>},
-      Folds<Lesser>::kRow,
-      Folds<Greater>::kRow,
-      Folds<Times>::kRow,
-      {scale_float<float>, scale_float<double>, scale_float<Half>, scale_float<BFloat>,
-       scale_integer<int64_t>, scale_integer<int32_t>, scale_integer<int16_t>, scale_integer<int8_t>,
-       scale_integer<uint8_t>},
-      {predict_float<float>, predict_float<double>, predict_float<Half>, predict_float<BFloat>},
-      {displace_float<float>, displace_float<double>, displace_float<Half>, displace_float<BFloat>},
-      {foresee_float<float>, foresee_float<double>, foresee_float<Half>, foresee_float<BFloat>},
-      copy_bytes,
-      {nullptr, encode_short<BFloat>, encode_short<Half>, encode_int8},
-      {nullptr, decode_short<BFloat>, decode_short<Half>, decode_int8},
-      {gather_values<float>, gather_values<double>, gather_short<Half>, gather_short<BFloat>},
-      settle,
-      {scatter_values<float>, scatter_values<double>, scatter_short<Half>, scatter_short<BFloat>}};
+  return Kernels{name,
+                 {reduce_float<float>, reduce_float<double>, reduce_float<Half>, reduce_float<BFloat>,
+                  reduce_integer<int64_t>, reduce_integer<int32_t>, reduce_integer<int16_t>,
+                  reduce_integer<int8_t>, reduce_integer<uint8_t>},
+                 Folds<Lesser>::kRow,
+                 Folds<Greater>::kRow,
+                 Folds<Times>::kRow,
+                 {scale_float<float>, scale_float<double>, scale_float<Half>, scale_float<BFloat>,
+                  scale_integer<int64_t>, scale_integer<int32_t>, scale_integer<int16_t>,
+                  scale_integer<int8_t>, scale_integer<uint8_t>},
+                 {predict_float<float>, predict_float<double>, predict_float<Half>, predict_float<BFloat>},
+                 {foresee_float<float>, foresee_float<double>, foresee_float<Half>, foresee_float<BFloat>},
+                 copy_bytes,
+                 {nullptr, encode_short<BFloat>, encode_short<Half>, encode_int8},
+                 {nullptr, decode_short<BFloat>, decode_short<Half>, decode_int8},
+                 {gather_values<float>, gather_values<double>, gather_short<Half>, gather_short<BFloat>},
+                 settle,
+                 {scatter_values<float>, scatter_values<double>, scatter_short<Half>, scatter_short<BFloat>}};
 }
 
 }  // namespace

@@ -28,10 +28,7 @@ struct F32 {
     const uint32x4_t quiet = vorrq_u32(high, vdupq_n_u32(0x40));
     vst1_u16(&p->bits, vmovn_u32(vbslq_u32(number, rounded, quiet)));
   }
-  template <typename T>
-  void stream(T* p) const {
-    store(p);
-  }
+  void stream(auto* p) const { store(p); }
   F32 operator+(F32 other) const { return {vaddq_f32(v, other.v)}; }
   F32 operator*(F32 other) const { return {vmulq_f32(v, other.v)}; }
   F32 operator/(F32 other) const { return {vdivq_f32(v, other.v)}; }

@@ -16,16 +16,8 @@ struct BFloat {
   uint16_t bits;
 };
 
-inline uint32_t to_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-inline float from_bits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
+inline uint32_t to_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline float from_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 inline float widen(float x) { return x; }
 inline double widen(double x) { return x; }

@@ -12,18 +12,9 @@ struct One {
   Scalar v;
 
   static One fill(Scalar x) { return {x}; }
-  template <typename T>
-  static One load(const T* p) {
-    return {widen(*p)};
-  }
-  template <typename T>
-  void store(T* p) const {
-    narrow(v, p);
-  }
-  template <typename T>
-  void stream(T* p) const {
-    store(p);
-  }
+  static One load(const auto* p) { return {widen(*p)}; }
+  void store(auto* p) const { narrow(v, p); }
+  void stream(auto* p) const { store(p); }
   One operator+(One other) const { return {v + other.v}; }
   One operator*(One other) const { return {v * other.v}; }
   One operator/(One other) const { return {v / other.v}; }

@@ -51,8 +51,7 @@ Coordinator::Coordinator(int world_size, const NegotiationOptions& options)
       left_(world_size) {}
 
 size_t Coordinator::Entry::first_rank() const {
-  return std::find_if(requests.begin(), requests.end(), [](const auto& one) { return one != nullptr; }) -
-         requests.begin();
+  return std::ranges::find_if(requests, [](const auto& one) { return one != nullptr; }) - requests.begin();
 }
 
 void Coordinator::take(int rank, const Report& report, Time now) {
@@ -329,8 +328,7 @@ std::optional<Decision> Coordinator::decide(Time now) {
   decision.number = ++decisions_;
   decision.failures = std::move(failures_);
   failures_.clear();
-  std::stable_sort(full_groups_.begin(), full_groups_.end(),
-                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::ranges::stable_sort(full_groups_, {}, &decltype(full_groups_)::value_type::first);
   for (auto& [key, members] : std::exchange(full_groups_, {}))
     fuse(std::move(members), options_.group_buffer_bytes, true, decision);
   if (all || has_full_buffer_) {
@@ -362,8 +360,7 @@ void Coordinator::fuse(std::vector<Entry*> entries, size_t limit, bool all, Deci
   const auto place = [](const Entry* entry) {
     return std::tuple<uint64_t, const std::string&>(entry->id - 1, entry->name);
   };
-  std::sort(entries.begin(), entries.end(),
-            [&](const Entry* a, const Entry* b) { return place(a) < place(b); });
+  std::ranges::sort(entries, {}, place);
   std::map<Kin, std::pair<std::vector<Entry*>, size_t>> open;
   for (Entry* entry : entries) {
     const Request& request = entry->request();
@@ -452,7 +449,7 @@ std::vector<Stall> Coordinator::stalls(Time now) {
     if (join_patience_->is_over(now)) found.push_back(describe_join(now));
     next_stall_ = std::min(next_stall_, join_patience_->ends);
   }
-  std::sort(found.begin(), found.end(), [](const Stall& a, const Stall& b) { return a.name < b.name; });
+  std::ranges::sort(found, {}, &Stall::name);
   return found;
 }
 

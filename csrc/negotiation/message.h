@@ -18,7 +18,7 @@ struct Request {
   // The fields of an allreduce; other operations leave them as they are here.
   DType dtype = DType::kUInt8;
   Reduction reduction = Reduction::kMean;
-  std::vector<size_t> counts;
+  std::vector<size_t> counts{};
 
   bool operator==(const Request&) const = default;
   size_t bytes() const;

@@ -12,12 +12,11 @@ namespace {
 
 Request request_of(const Operation& operation, std::string signature, std::string group,
                    uint64_t group_size) {
-  Request request;
-  request.name = operation.name;
-  request.signature = std::move(signature);
-  request.group = std::move(group);
-  request.group_size = group_size;
-  request.kind = operation.kind;
+  Request request{.name = operation.name,
+                  .signature = std::move(signature),
+                  .group = std::move(group),
+                  .group_size = group_size,
+                  .kind = operation.kind};
   if (operation.kind == Kind::kAllreduce) {
     request.dtype = operation.layout.dtype();
     request.reduction = operation.reduction;

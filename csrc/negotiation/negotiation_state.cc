@@ -63,8 +63,7 @@ bool NegotiationState::look_round() {
   }
   take_leave();
   for (const auto& link : links) link->flush();
-  const bool all_closed =
-      std::none_of(links.begin(), links.end(), [](const auto& link) { return link->open(); });
+  const bool all_closed = std::ranges::none_of(links, [](const auto& link) { return link->open(); });
   return !is_stopping && !(farewell && (all_closed || now() >= *farewell));
 }
 
@@ -138,8 +137,7 @@ void NegotiationState::lose(Link& link) {
   link.close();
   if (gone[link.peer()] || farewell) return;
   const std::string who = "rank " + std::to_string(link.peer());
-  const GivingUp reason{-1, Code::kPeerLost, who + " is gone: its connection has ended without a goodbye"};
-  fail(reason);
+  fail({-1, Code::kPeerLost, who + " is gone: its connection has ended without a goodbye"});
 }
 
 // Without rank 0 nothing is decided.
@@ -220,7 +218,7 @@ void NegotiationState::follow(const Decision& decision) {
   }
   for (const Batch& batch : decision.batches) start(batch);
   for (const auto& failure : decision.failures) {
-    if (std::find(failure.ranks.begin(), failure.ranks.end(), rank) == failure.ranks.end()) continue;
+    if (std::ranges::find(failure.ranks, rank) == failure.ranks.end()) continue;
     std::shared_ptr<Ticket> ticket;
     {
       const std::lock_guard lock(mutex);
@@ -259,8 +257,8 @@ std::vector<NegotiationState::Pending> NegotiationState::take(const std::vector<
 void NegotiationState::start(const Batch& batch) {
   if (batch.ids.empty() || batch.missing.size() >= static_cast<size_t>(world_size))
     throw Error(Code::kComm, "rank 0 has decided on an operation without tensors or ranks");
-  const bool is_missing = std::find(batch.missing.begin(), batch.missing.end(),
-                                    static_cast<uint64_t>(rank)) != batch.missing.end();
+  const bool is_missing =
+      std::ranges::find(batch.missing, static_cast<uint64_t>(rank)) != batch.missing.end();
   Operation operation;
   std::vector<Pending> taken;
   if (is_missing) {

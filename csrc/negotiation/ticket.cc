@@ -84,21 +84,13 @@ bool Ticket::finish(std::unique_ptr<const End> end) {
 }
 
 bool Ticket::run(std::shared_ptr<Work> work) {
-  auto end = std::make_unique<End>();
-  end->work = std::move(work);
-  return finish(std::move(end));
+  return finish(std::make_unique<const End>(End{.work = std::move(work)}));
 }
 
 bool Ticket::fail(const Error& error) {
-  auto end = std::make_unique<End>();
-  end->result.error = error;
-  return finish(std::move(end));
+  return finish(std::make_unique<const End>(End{.result = {.error = error}}));
 }
 
-bool Ticket::join(int last) {
-  auto end = std::make_unique<End>();
-  end->last_joined = last;
-  return finish(std::move(end));
-}
+bool Ticket::join(int last) { return finish(std::make_unique<const End>(End{.last_joined = last})); }
 
 }  // namespace dadt

@@ -68,8 +68,8 @@ class Ticket {
 
  private:
   struct End {
-    std::shared_ptr<Work> work;
-    Result result;  // without a work
+    std::shared_ptr<Work> work{};
+    Result result{};  // without a work
     int last_joined = -1;
   };
 

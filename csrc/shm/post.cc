@@ -56,9 +56,8 @@ void Post::start_send(const Handle& transit) {
 }
 
 void Post::start_receive(const Handle& transit) {
-  const auto stray = std::find_if(strays_.begin(), strays_.end(), [&](const Stray& one) {
-    return matches(*transit, one.source, one.frame.tag);
-  });
+  const auto stray = std::ranges::find_if(
+      strays_, [&](const Stray& one) { return matches(*transit, one.source, one.frame.tag); });
   if (stray == strays_.end()) {
     if (const auto peer = nobody_for(*transit)) return end(*transit, lost(*transit, *peer));
     posted_.push_back(transit);
@@ -93,8 +92,8 @@ void Post::accept(const Handle& receive, int source, const Frame& offer) {
 }
 
 Handle Post::take_posted(int source, int64_t tag) {
-  const auto found = std::find_if(posted_.begin(), posted_.end(),
-                                  [&](const Handle& one) { return matches(*one, source, tag); });
+  const auto found =
+      std::ranges::find_if(posted_, [&](const Handle& one) { return matches(*one, source, tag); });
   if (found == posted_.end()) return nullptr;
   Handle transit = std::move(*found);
   posted_.erase(found);

@@ -112,14 +112,8 @@ Segment::~Segment() {
 }
 
 std::string Segment::endpoint() const {
-  Endpoint to{};
+  Endpoint to{{}, head().nonce, owner_start_, reinterpret_cast<uint64_t>(memory_), body_bytes_, owner_, fd_};
   std::memcpy(to.format, kFormat, sizeof kFormat);
-  to.nonce = head().nonce;
-  to.start = owner_start_;
-  to.address = reinterpret_cast<uint64_t>(memory_);
-  to.body_bytes = body_bytes_;
-  to.pid = owner_;
-  to.fd = fd_;
   return std::string(reinterpret_cast<const char*>(&to), sizeof to);
 }
 

@@ -277,16 +277,16 @@ TEST(Kernels, PredictGoesFromTheParameterByTheDisplacement) {
   }
 }
 
-TEST(Kernels, DisplaceIsTheDifference) {
+TEST(Kernels, PredictByMinusOneIsTheDifference) {
   const std::vector<float> parameter = {3, 5, 7};
   for (const Kernels* table : tables()) {
     std::vector<float> before = {1, 5, 9};
-    table->displace[0](parameter.data(), before.data(), 3);
+    table->predict[0](parameter.data(), before.data(), -1, 3);
     EXPECT_EQ(before, (std::vector<float>{2, 0, -2})) << table->name;
     for (DType dtype : kFloats) {
       Numbers p(dtype, 101, 1), got(dtype, 101, 2), want(dtype, 101, 2);
-      table->displace[static_cast<int>(dtype)](p.data(), got.data(), 101);
-      scalar_kernels()->displace[static_cast<int>(dtype)](p.data(), want.data(), 101);
+      table->predict[static_cast<int>(dtype)](p.data(), got.data(), -1, 101);
+      scalar_kernels()->predict[static_cast<int>(dtype)](p.data(), want.data(), -1, 101);
       EXPECT_TRUE(got == want) << table->name << " " << dtype_name(dtype);
     }
   }

@@ -67,7 +67,7 @@ class Displacement(Prediction):
             return
         groups, others = grouped(self._pairs)
         for dtype, counts, (parameters, buffers) in groups:
-            _core.displace(dtype, counts, parameters, buffers)
+            _core.predict(dtype, counts, parameters, buffers, -1.0)
         if others:
             moved = [b for _, b in others]
             torch._foreach_neg_(moved)
@@ -114,7 +114,8 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     """Return the largest momentum or first beta of the optimizer's groups, and whether it is Nesterov momentum."""
     found = (0.0, False)
     for group in optimizer.param_groups:
-        momentum = float(group.get("momentum") or _first_beta(group))
+        betas = group.get("betas") or (0.0,)
+        momentum = float(group.get("momentum") or betas[0])
         found = max(found, (momentum, bool(group.get("nesterov") or "momentum_decay" in group)))
     return found
 
@@ -136,8 +137,3 @@ def factors_by(momentum: float, nesterov: bool) -> tuple[float, float]:
     if not momentum:
         return 0.0, 0.0
     return (1.0, 0.0) if nesterov else (2 * momentum, -momentum)
-
-
-def _first_beta(group: dict[str, Any]) -> float:
-    betas = group.get("betas")
-    return float(betas[0]) if betas else 0.0

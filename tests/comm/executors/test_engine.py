@@ -292,10 +292,11 @@ def test_predict_goes_by_the_displacement() -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def test_displace_is_the_difference() -> None:
+def test_predict_by_minus_one_is_the_difference() -> None:
     parameter, before = gradients(0), gradients(1)
     moved = [p - old for p, old in zip(parameter, before, strict=True)]
-    _core.displace(_core.DType.float32, [array.size for array in parameter], addresses(parameter), addresses(before))
+    counts = [array.size for array in parameter]
+    _core.predict(_core.DType.float32, counts, addresses(parameter), addresses(before), -1.0)
     for got, want in zip(before, moved, strict=True):
         np.testing.assert_array_equal(got, want)
 
