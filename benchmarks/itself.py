@@ -11,7 +11,8 @@ from functools import cached_property
 
 from dadt.comm import executors
 from dadt.comm.executors.base import Connection
-from dadt.train import recovery, runtime
+from dadt.train import runtime
+from dadt.train.loss import recovery
 from dadt.train.ranks import Ranks
 
 

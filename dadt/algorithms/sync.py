@@ -4,15 +4,13 @@ backward pass."""
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dadt.train.algorithm import Algorithm
+from dadt.train.attachment import Attachment
 from dadt.train.exchange.exchange import Exchange
-
-if TYPE_CHECKING:
-    from dadt.train.attachment import Attachment
 
 
 class Sync(Algorithm):

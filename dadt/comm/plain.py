@@ -11,7 +11,7 @@ import math
 import struct
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -285,29 +285,15 @@ class _Reader:
         return None if number == _MOST else min(number, _MOST)
 
 
-class _Kind:
+class _Kind(NamedTuple):
     """Tag byte of one type, with the functions that write and read its values."""
 
-    def __init__(
-        self, tag: bytes, write: Callable[[_Writer, Any, int], None], read: Callable[[_Reader, int], Any]
-    ) -> None:
-        self.tag = tag
-        self.write = write
-        self.read = read
+    tag: bytes
+    write: Callable[[_Writer, Any, int], None]
+    read: Callable[[_Reader, int], Any]
 
 
 _ARRAYS = {np.dtype(kind).newbyteorder(order).str for kind in _NUMBERS for order in (">", "<")}
-
-
-def _nothing(writer: _Writer, value: Any, depth: int) -> None: ...
-
-
-def _write_bool(writer: _Writer, value: bool, depth: int) -> None:
-    writer.parts.append(b"\1" if value else b"\0")
-
-
-def _read_bool(reader: _Reader, depth: int) -> bool:
-    return reader.take(1)[0] != 0
 
 
 def _write_int(writer: _Writer, value: int, depth: int) -> None:
@@ -330,19 +316,15 @@ def _write_deque(writer: _Writer, value: deque[Any], depth: int) -> None:
     writer.items(value, len(value), depth)
 
 
-def _write_scalar(writer: _Writer, value: np.generic, depth: int) -> None:
-    writer.array(np.asarray(value))
-
-
 def _items(writer: _Writer, value: Any, depth: int) -> None:
     writer.items(value, len(value), depth)
 
 
 _TENSOR = _Kind(b"T", lambda w, v, _: w.tensor(v), lambda r, _: r.tensor())
-_SCALAR = _Kind(b"g", _write_scalar, lambda r, _: r.scalar())
+_SCALAR = _Kind(b"g", lambda w, v, _: w.array(np.asarray(v)), lambda r, _: r.scalar())
 _KINDS: dict[type, _Kind] = {
-    type(None): _Kind(b"0", _nothing, lambda r, _: None),
-    bool: _Kind(b"b", _write_bool, _read_bool),
+    type(None): _Kind(b"0", lambda w, v, _: None, lambda r, _: None),
+    bool: _Kind(b"b", lambda w, v, _: w.parts.append(b"\1" if v else b"\0"), lambda r, _: r.take(1)[0] != 0),
     int: _Kind(b"i", _write_int, _read_int),
     float: _Kind(b"f", lambda w, v, _: w.parts.append(_FLOAT.pack(v)), lambda r, _: _FLOAT.unpack(r.take(8))[0]),
     complex: _Kind(

@@ -45,9 +45,7 @@ class Config:
     worker from environment variables."""
 
     algorithm: str = knob(
-        "pipe",
-        "How ranks average: pipe, sync, local, gossip, auto, or <module>:<Class>.",
-        metavar="NAME",
+        "pipe", "How ranks average: pipe, sync, local, gossip, auto, or <module>:<Class>.", metavar="NAME"
     )
     horovod: str = knob(
         "sync",
@@ -98,9 +96,7 @@ class Config:
         "exponential", "`gossip`: which ranks average with each other.", choices=TOPOLOGIES, advanced=True
     )
     batch: str = knob(
-        "per-rank",
-        "Give each rank the script's batch size, or divide it among ranks.",
-        choices=("per-rank", "global"),
+        "per-rank", "Give each rank the script's batch size, or divide it among ranks.", choices=("per-rank", "global")
     )
     scale_lr: str = knob(
         "none", "Multiply learning rates by the number of workers.", choices=("none", "linear", "sqrt")
@@ -130,9 +126,7 @@ class Config:
     bucket_mb: float = knob(25.0, "Approximate size of a gradient bucket in MiB.", advanced=True)
     timeline: str = knob("", "Record a timeline of all ranks, for Perfetto.", metavar="FILE")
     cycle_duration_ms: float = knob(
-        1.0,
-        "Named tensors: milliseconds that a ready tensor may wait to be fused with others.",
-        advanced=True,
+        1.0, "Named tensors: milliseconds that a ready tensor may wait to be fused with others.", advanced=True
     )
     all_reduce_buffer_size: int = knob(
         64 << 20, "Named tensors: size of the fusion buffer in bytes; 0 reduces them one by one.", advanced=True
@@ -141,9 +135,7 @@ class Config:
         64 << 20, "Named tensors: size of the fusion buffer within an explicit group, in bytes.", advanced=True
     )
     stall_warning: float = knob(
-        60.0,
-        "Warn when some ranks have not submitted a tensor after this many seconds.",
-        advanced=True,
+        60.0, "Warn when some ranks have not submitted a tensor after this many seconds.", advanced=True
     )
     on_stall: str = knob(
         "dump",
@@ -251,10 +243,7 @@ class Config:
     torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and similar variables.", advanced=True)
     output: str = launch_knob("once", "Output to show: once, all, rank0, errors, 0,3-5.", metavar="WHAT")
     log_dir: str = launch_knob(
-        "dadt-logs",
-        "Folder for the logs, which hold everything that workers print.",
-        metavar="DIR",
-        advanced=True,
+        "dadt-logs", "Folder for the logs, which hold everything that workers print.", metavar="DIR", advanced=True
     )
     live: str = launch_knob(
         "auto", "Live view of all ranks; auto shows it on a terminal.", choices=("auto", "on", "off"), advanced=True
@@ -279,10 +268,7 @@ class Config:
         "USR1,USR2", "Comma-separated signals that dadt passes on to all workers.", advanced=True, metavar="NAMES"
     )
     checkpoint_signal: str = launch_knob(
-        "",
-        "Signal on which the script saves, such as USR1; a SIGTERM sends it first.",
-        advanced=True,
-        metavar="NAME",
+        "", "Signal on which the script saves, such as USR1; a SIGTERM sends it first.", advanced=True, metavar="NAME"
     )
     heartbeat_timeout: float = launch_knob(
         10.0, "Warn when two hosts have exchanged no heartbeat for this many seconds; 0: never.", advanced=True

@@ -87,7 +87,7 @@ def adopt(runtime: Runtime) -> None:
         carriers[id(each)] = Carrier(each, unique)
         runtime.ranks.say(f"{type(each).__name__} is none of torch's optimizers: averaged at its step all the same")
     if carriers:  # such an optimizer's state cannot be rebuilt by a replay, whose steps have no gradients
-        runtime.optimizers.take_no_snapshots("they could not hold the state of such an optimizer")
+        runtime.replay.take_no_snapshots("they could not hold the state of such an optimizer")
     for kind in {type(carrier.owner) for carrier in carriers.values()}:
         _average_first(kind, carriers)
 

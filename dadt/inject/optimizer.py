@@ -84,7 +84,7 @@ class Steps:
         if attachment is None:
             return None
         if attachment.step == 0 and self._runtime.replay.possible and keeps_elsewhere(optimizer):
-            self._optimizers.take_no_snapshots("they could not hold the state of such an optimizer")
+            self._runtime.replay.take_no_snapshots("they could not hold the state of such an optimizer")
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure) and self._ranks.together:
             if self._comes_after_backward(optimizer, attachment):
@@ -155,7 +155,7 @@ class Steps:
             drawn = before is not None and before != random_state(only_torch)
         if drawn:
             name = type(attachment.optimizer).__name__
-            self._optimizers.take_no_snapshots(f"steps of {name} draw random numbers, and a replay takes none")
+            self._runtime.replay.take_no_snapshots(f"steps of {name} draw random numbers, and a replay takes none")
 
     def _comes_after_backward(self, optimizer: Optimizer, attachment: Attachment) -> bool:
         """Whether an optimizer that is given a closure already has gradients from a backward, which it may use first,

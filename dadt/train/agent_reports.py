@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dadt.comm.peer_deaths import Generation
+from dadt.control.frame import Frame
 from dadt.train.approaches import Approach
 from dadt.train.attachments import Attachments
 from dadt.train.ranks import Ranks
-
-if TYPE_CHECKING:
-    from dadt.control.frame import Frame
 
 
 class AgentReports:

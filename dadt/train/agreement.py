@@ -91,13 +91,7 @@ class Agreement:
         return trained >> _HALF << _HALF | untrained >> _HALF
 
     def check(
-        self,
-        lanes: list[StepMetadata],
-        exchange: Exchange | RestoredExchange,
-        newest: int,
-        loader: str,
-        *,
-        late: bool,
+        self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange, newest: int, loader: str, *, late: bool
     ) -> None:
         """Compare the ranks' metadata of one exchange, and act on every difference. Raises Mismatch if ranks have taken
         different steps.

@@ -25,10 +25,11 @@ from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.finite import Finite
 from dadt.train.growth import Growth
-from dadt.train.lockstep import Lockstep
+from dadt.train.loss.lockstep import Lockstep
 from dadt.train.measure import Measure
 from dadt.train.optimizers import Optimizers
 from dadt.train.param_groups import groups_crc
+from dadt.train.prediction_scope import PredictionScope
 from dadt.train.ranks import Ranks
 from dadt.train.replicas import Replicas
 from dadt.train.restored import RestoredExchange
@@ -47,11 +48,13 @@ class Attachment:
         siblings: Iterable[Attachment],
         replicas: Replicas,
         events: Events,
+        scope: PredictionScope,
         optimizer: torch.optim.Optimizer,
     ) -> None:
         """siblings: the attachments of all optimizers that train, including this one."""
         self.ranks = self.runtime = ranks  # user-written algorithms use the name `runtime`
         self.optimizers, self.siblings, self.replicas, self.events = optimizers, siblings, replicas, events
+        self._scope = scope
         self._optimizer = weakref.ref(optimizer)
         self.index = optimizers.number(optimizer)
         self.step = 0
@@ -178,14 +181,8 @@ class Attachment:
             if self._growth.watches or self.algorithm.wants_gradients:
                 self.watch_gradients()
             self._tables = sparse_tables(self.modules, parameters)
-        self._schema = BucketPlan(
-            parameters,
-            self.buffers(),
-            int(self.ranks.config.bucket_mb * 2**20),
-            self.ranks.device,
-            self.algorithm.in_flight + 1,
-            self.compression,
-        )
+        size, turns = int(self.ranks.config.bucket_mb * 2**20), self.algorithm.in_flight + 1
+        self._schema = BucketPlan(parameters, self.buffers(), size, self.ranks.device, turns, self.compression)
         self._token = token
 
     def watch_gradients(self) -> None:
@@ -202,9 +199,9 @@ class Attachment:
     def switch_to(self, algorithm: Algorithm, **note: Any) -> None:
         """Train with another algorithm for the rest of the training. All ranks call this method in the same step.
 
-        note: entries that checkpoints add to the algorithm's state, so that a run that loads one switches, too.
+        note: further entries of `switch_note`, so that a run that loads the checkpoint switches, too.
         """
-        self.algorithm, self.switch_note = algorithm, note
+        self.algorithm, self.switch_note = algorithm, {**self.switch_note, **note}
         self.measure.late = 0
 
     def average_gradients(self) -> None:
@@ -303,8 +300,7 @@ class Attachment:
         averaged gradients, for example because of their norm."""
         self.prediction.forget()
         self._end_step()
-        for callback in self.events.on_skipped:
-            callback()
+        self._scope.stepped()
 
     def _end_step(self) -> None:
         self.algorithm.after_step()

@@ -129,7 +129,7 @@ class Checkpoints:
             failed = ranks.engine.error is not None
             if not (failed and not ranks.survives):
                 try:
-                    return {**a.algorithm.state(), **a.switch_note}
+                    return observation.state_of(a)
                 except CommError as error:
                     if ranks.survives and any(each.consumed for each in self._attachments):
                         # Other ranks may lack the averages that this rank is about to apply, and sending them is

@@ -23,8 +23,6 @@ class Events:
     """Called in each step before its exchange of gradients is launched."""
     on_stepped: Callbacks = field(default_factory=list)
     """Called after each complete optimizer step."""
-    on_skipped: Callbacks = field(default_factory=list)
-    """Called when all ranks have skipped an optimizer step."""
     on_regroup: Callbacks = field(default_factory=list)
     """Called after a loss of ranks, once this rank is connected with the remaining ranks."""
     on_end: Callbacks = field(default_factory=list)

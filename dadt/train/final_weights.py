@@ -20,7 +20,7 @@ import torch
 from dadt.errors import WeightsDiffer
 from dadt.train.attachment import Attachment
 from dadt.train.attachments import Attachments
-from dadt.train.exchange.fingerprint import of_values, some_values
+from dadt.train.exchange.fingerprint import is_dense, of_values, some_values
 from dadt.train.optimizers import Optimizers
 from dadt.train.ranks import Ranks
 from dadt.train.replicas import checksum
@@ -50,14 +50,14 @@ class LastStepWeights:
         self.versions = list(map(_version, parameters))
         if parameters:
             self.last = self.step % len(parameters)
-            if is_compared(parameters[self.last]):
+            if is_dense(parameters[self.last]):
                 self.copies[self.last] = self.step, some_values(parameters[self.last], _VALUES).clone()
 
     def told(self) -> dict[str, Any]:
         """Return this rank's checksums and copies of the weights, in plain values to send to other ranks."""
         is_other = self._was_replaced()
         sums = [
-            None if is_other or p._version != version or not is_compared(p) else _sum(p)
+            None if is_other or p._version != version or not is_dense(p) else _sum(p)
             for p, version in zip(self.parameters, self.versions, strict=True)
         ]
         copies = [[at, step, of_values(copy)] for at, (step, copy) in self.copies.items()]
@@ -133,10 +133,6 @@ class FinalWeights:
             " a step or the script adds to weights, weights set from a rank's own batch or anew after training began,"
             " or a change made on one rank alone. --verify-every 10 says from which step on, and makes them equal"
         )
-
-
-def is_compared(p: torch.Tensor) -> bool:
-    return p.layout == torch.strided and p.device.type != "meta" and p.numel() > 0
 
 
 def _sum(parameter: torch.Tensor) -> int | None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from dadt.errors import DadtError
-
-if TYPE_CHECKING:
-    from dadt.train.exchange.exchange import Exchange
-    from dadt.train.exchange.step_metadata import StepMetadata
-    from dadt.train.measure import Measure
-    from dadt.train.ranks import Ranks
-    from dadt.train.restored import RestoredExchange
+from dadt.train.exchange.exchange import Exchange
+from dadt.train.exchange.step_metadata import StepMetadata
+from dadt.train.measure import Measure
+from dadt.train.ranks import Ranks
+from dadt.train.restored import RestoredExchange
 
 IGNORE, SKIP, STOP = "ignore", "skip", "stop"
 TOLD = 5

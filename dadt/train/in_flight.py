@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from dadt._core import Work
-    from dadt.comm.executors.device import Averaging
+from dadt._core import Work
+from dadt.comm.executors.device import Averaging
 
 
 class InFlight(Protocol):

@@ -56,7 +56,12 @@ class Observation:
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the algorithm's state, which all ranks have in common; call it after `complete`."""
-        return {**self.attachment.algorithm.state(), **self.attachment.switch_note}
+        return state_of(self.attachment)
+
+
+def state_of(a: Attachment) -> dict[str, Any]:
+    """Return the algorithm's state, with the notes of `Attachment.switch_to`. May wait for the exchange in flight."""
+    return {**a.algorithm.state(), **a.switch_note}
 
 
 def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any], state: Mapping[str, Any]) -> None:

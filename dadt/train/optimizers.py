@@ -182,10 +182,4 @@ class Optimizers:
         self._ranks.say(f"{name} is left alone: {reason}")
         # Ranks may be at different steps of an optimizer that DADT does not manage, so its state is different on each
         # rank.
-        self.take_no_snapshots(f"{name} is left alone")
-
-    def take_no_snapshots(self, why: str) -> None:
-        """Stop taking snapshots, as a replay could not restore the script's state. why: the reason, for the user."""
-        if self._replay.possible:
-            self._replay.stop_snapshots()
-            self._ranks.say(f"no snapshots are taken, as {why}", "warning")
+        self._replay.take_no_snapshots(f"{name} is left alone")

@@ -10,34 +10,32 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from dadt._core import Engine, Layout, Work
 from dadt.comm import plain
 from dadt.comm.bucket import DTYPES, split
+from dadt.comm.executors.base import Connection, P2PWork, PointToPoint
+from dadt.comm.executors.device import Averaging, Device
 from dadt.comm.executors.meet import AllRanks, Apart, Meet
 from dadt.comm.executors.point_to_point import NoPointToPoint
 from dadt.comm.keepalive import leak
 from dadt.comm.peer_deaths import Deaths, Generation
+from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.control import snapshots
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import CommError, CommTimeout, Mismatch
 from dadt.train.exchange.background import Background
-from dadt.train.gathering import Gathering, Gatherings
 from dadt.train.in_flight import Flights, InFlight
+from dadt.train.loss.gathering import Gathering, Gatherings
+from dadt.train.loss.reconnection import Reconnection
 from dadt.train.progress import Progress
-from dadt.train.reconnection import Reconnection
 from dadt.train.requests import Requests
 from dadt.train.stall import PATIENCE, Stall
 from dadt.world import World
-
-if TYPE_CHECKING:
-    from dadt._core import Engine, Layout, Work
-    from dadt.comm.executors.base import Connection, P2PWork, PointToPoint
-    from dadt.comm.executors.device import Averaging, Device
-    from dadt.comm.trace.recorder import Timeline
-    from dadt.control.worker_line import WorkerLine
 
 _NAMED = re.compile(r'("[^"]*")|\brank (\d+)\b')
 
@@ -53,9 +51,11 @@ class Ranks:
         control: WorkerLine | None,
         together: Callable[[], bool],
         parameter_names: Callable[[], Mapping[int, str]],
+        connect_anew: Callable[[CommError], None],
     ) -> None:
         """together: returns whether the algorithm lets all ranks take the same steps. parameter_names: returns the
-        names of parameters, as far as they are known, by id."""
+        names of parameters, as far as they are known, by id. connect_anew: connects with the remaining ranks after an
+        error, or raises the error if no loss of ranks explains it."""
         self.world = world
         """This rank among the ranks with which the job began."""
         self.group = world
@@ -91,11 +91,8 @@ class Ranks:
         lost; else None."""
         self.closing = False
         """Whether this rank has begun to end its training; all other ranks are expected to end, too."""
-        self.connect_anew: Callable[[CommError], None] = _give_up
-        """Callback that connects with the remaining ranks after an error, or raises the error if no loss of ranks
-        explains it."""
-        most = config.timeout + config.start_timeout
-        self.reconnection = Reconnection(self.deaths, lambda error: self.connect_anew(error), most)
+        self.reconnection = Reconnection(self.deaths, connect_anew, config.timeout + config.start_timeout)
+        self._connect_anew = connect_anew
         self._stood_for = snapshots.shares(Path(config.resume)) if config.resume else 1
         self._steps_together = together
         self._parameter_names = parameter_names
@@ -235,7 +232,7 @@ class Ranks:
         """Called when ranks were lost or a connection has failed: connect again with the remaining ranks. Raises the
         error if it has another cause, or if training cannot continue."""
         if self.together or not self.survives:
-            self.connect_anew(error)
+            self._connect_anew(error)
         else:
             self.reconnection.wait(error)
 
@@ -364,7 +361,3 @@ class Ranks:
         except CommError:
             self.engine.abort(f"rank {self.world.rank} gave up waiting")
             raise
-
-
-def _give_up(error: CommError) -> None:
-    raise error

@@ -7,14 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from dadt.config import Config
+from dadt.train.ranks import Ranks
 
 
 class ReplayState:
     """State of snapshots and replay that other training code reads. Without snapshots, it never changes."""
 
-    def __init__(self, config: Config) -> None:
-        self.possible = bool(config.resume or config.snapshot_dir)
+    def __init__(self, ranks: Ranks) -> None:
+        self._say = ranks.say
+        self.possible = bool(ranks.config.resume or ranks.config.snapshot_dir)
         """Whether this job resumes by replaying the script, or takes snapshots so that a later job can do so."""
         self.under_way = False
         """Whether a replay is running, in which ranks exchange nothing and train nothing."""
@@ -27,3 +28,9 @@ class ReplayState:
         recorded one."""
         self.stop_snapshots: Callable[[], None] = lambda: None
         """Stops the taking of snapshots for the rest of the job."""
+
+    def take_no_snapshots(self, why: str) -> None:
+        """Stop taking snapshots, as a replay could not restore the script's state. why: the reason, for the user."""
+        if self.possible:
+            self.stop_snapshots()
+            self._say(f"no snapshots are taken, as {why}", "warning")

@@ -20,9 +20,9 @@ class Requests:
 
     def agree(self, lanes: Sequence[StepMetadata]) -> None:
         """Learn from one exchange's metadata which requests each rank has received."""
-        self.checkpoint_signal.agree(lane.saves for lane in lanes)
+        self.checkpoint_signal.agree([lane.saves for lane in lanes])
         self.interruption.agree([lane.interrupted for lane in lanes])
-        self.approaches.agree(lane.approach for lane in lanes)
+        self.approaches.agree([lane.approach for lane in lanes])
 
     def stepped(self) -> None:
         """Called after a complete optimizer step: raise the signals that all ranks have received."""

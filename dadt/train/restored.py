@@ -4,7 +4,7 @@ continues."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,9 +13,6 @@ from dadt.comm.compression import LowRank
 from dadt.train.exchange.exchange import BucketPlan, Exchange
 from dadt.train.exchange.step_metadata import StepMetadata, mean_loss
 from dadt.train.ranks import Ranks
-
-if TYPE_CHECKING:
-    pass
 
 
 class Trained(Protocol):

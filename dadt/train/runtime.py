@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.config.check import AUTO
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import ConfigError, DadtError, PeerLost, StartTimeout
 from dadt.train import timelines
 from dadt.train.agent_reports import AgentReports
@@ -25,18 +25,15 @@ from dadt.train.departure import Departure
 from dadt.train.drawn_batches import DrawnBatches
 from dadt.train.events import Events
 from dadt.train.final_weights import FinalWeights
+from dadt.train.loss.recovery import Recovery
 from dadt.train.optimizers import Optimizers
 from dadt.train.prediction_scope import PredictionScope
 from dadt.train.ranks import Ranks
-from dadt.train.recovery import Recovery
 from dadt.train.replay_state import ReplayState
 from dadt.train.replicas import Replicas
 from dadt.train.script import Script
 from dadt.train.verification import Verification
 from dadt.world import World
-
-if TYPE_CHECKING:
-    from dadt.control.worker_line import WorkerLine
 
 
 class Runtime:
@@ -46,19 +43,22 @@ class Runtime:
     """
 
     def __init__(
-        self,
-        world: World,
-        config: Config,
-        control: WorkerLine | None,
-        find: Callable[[str], type[Algorithm]],
+        self, world: World, config: Config, control: WorkerLine | None, find: Callable[[str], type[Algorithm]]
     ) -> None:
         """find: returns the algorithm class for a name."""
         self.events = Events()
         self.script = Script(world)
-        self.replay = ReplayState(config)
         self.optimizers: Optimizers
-        together, names = lambda: self.optimizers.algorithm.together, lambda: self.optimizers.parameter_names()
-        self.ranks = ranks = Ranks(world, config, control, together, names)
+        self.recovery: Recovery
+        self.ranks = ranks = Ranks(
+            world,
+            config,
+            control,
+            together=lambda: self.optimizers.algorithm.together,
+            parameter_names=lambda: self.optimizers.parameter_names(),
+            connect_anew=lambda error: self.recovery.connect_anew(error),
+        )
+        self.replay = ReplayState(ranks)
         self.optimizers = optimizers = Optimizers(ranks, self.script, self.replay, find)
         self.attachments = attachments = Attachments()
         self.buffers = optimizers.buffers
@@ -83,7 +83,6 @@ class Runtime:
         self._claimed = False
         self.replay.under_way = self.replay.possible and (ranks.together if world.joins else bool(config.resume))
         ranks.requests.interruption.abort = self._interrupt
-        self.events.on_skipped.append(self.prediction_scope.stepped)
         self.events.on_end.append(self.verification.finish)
 
     def _interrupt(self) -> None:
@@ -138,9 +137,12 @@ class Runtime:
             return
         for callback in self.events.on_claim:
             callback()
-        if len(self._unattached()) > 1:
+        unattached = self._unattached()
+        if len(unattached) > 1:
+            del unattached
             gc.collect()  # a dropped optimizer in a reference cycle may still be alive on some ranks only
-        for optimizer in self._unattached():
+            unattached = self._unattached()
+        for optimizer in unattached:
             self._attach(optimizer)
 
     def take_place(self) -> None:
@@ -203,7 +205,8 @@ class Runtime:
             reason = "its tensors are made for one batch, which is another one on each rank"
             self.optimizers.leave_alone(optimizer, reason)
             return
-        attachment = Attachment(self.ranks, self.optimizers, self.attachments, self.replicas, self.events, optimizer)
+        parts = self.ranks, self.optimizers, self.attachments, self.replicas, self.events, self.prediction_scope
+        attachment = Attachment(*parts, optimizer)
         self.batches.attach(attachment)
         self.attachments.add(attachment)
         self.ranks.progress.measures.append(attachment.measure)

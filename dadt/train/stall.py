@@ -4,14 +4,12 @@ useless."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from dadt.comm.executors.meet import PATIENCE
+from dadt.config import Config
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import CommError, CommTimeout, Mismatch
-
-if TYPE_CHECKING:
-    from dadt.config import Config
-    from dadt.control.worker_line import WorkerLine
 
 __all__ = ["PATIENCE", "Stall"]
 
@@ -36,12 +34,7 @@ class Stall:
         """
 
     def look(
-        self,
-        work: Awaited,
-        waited: float,
-        steps_before: int | None,
-        timeout: CommTimeout,
-        parameters: str,
+        self, work: Awaited, waited: float, steps_before: int | None, timeout: CommTimeout, parameters: str
     ) -> None:
         """Warn of a long wait, or raise Mismatch or CommTimeout if waiting longer is useless.
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dadt.comm.trace import gather as trace
 from dadt.comm.trace.merge import merge
+from dadt.comm.trace.recorder import Timeline
 from dadt.train.ranks import Ranks
-
-if TYPE_CHECKING:
-    from dadt.comm.trace.recorder import Timeline
 
 _MERGE_SECONDS = 300.0  # seconds allowed for merging all ranks' timelines into one
 

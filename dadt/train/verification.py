@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from dadt.errors import CommError, ConfigError
 from dadt.train.attachment import Attachment
-from dadt.train.gathering import Gathering
+from dadt.train.loss.gathering import Gathering
 from dadt.train.ranks import Ranks
 from dadt.train.replicas import Replicas, checksum
 

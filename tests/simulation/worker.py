@@ -604,7 +604,7 @@ class Worker:
         return not (ours or wanted or starts)
 
     def _connect_anew(self, error: CommError) -> Steps:
-        """What Runtime.connect_anew does."""
+        """What Recovery.connect_anew does."""
         if self._regrouping:
             raise error
         self._regrouping = True
@@ -626,7 +626,7 @@ class Worker:
             self.report("say", text=text, level="info")
 
     def _regroup(self) -> Steps:
-        """What dadt/train/regroup.py does: all tell how far they are, and those that are behind take the weights."""
+        """What dadt/train/loss/regroup.py does: all tell how far they are; those that are behind take the weights."""
         if len(self.members) == 1:
             return
         told = yield from self._call("position", (self.rank, self.averaged, self.weights))

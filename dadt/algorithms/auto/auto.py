@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,17 +20,12 @@ from dadt.algorithms.local.local import Local
 from dadt.algorithms.pipe.pipe import Pipe
 from dadt.config.check import LEAST_MEASURED
 from dadt.control.machine import cores
-from dadt.train.algorithm import Algorithm
+from dadt.train.algorithm import Algorithm, Relaunched
+from dadt.train.attachment import Attachment
+from dadt.train.exchange.exchange import Exchange
+from dadt.train.loss.gathering import Gathering
 from dadt.train.measure import milliseconds
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from dadt.train.algorithm import Relaunched
-    from dadt.train.attachment import Attachment
-    from dadt.train.exchange.exchange import Exchange
-    from dadt.train.gathering import Gathering
-    from dadt.train.restored import RestoredExchange
+from dadt.train.restored import RestoredExchange
 
 TRIES = 3
 """Number of synchronous steps in which each compression is tried. A compression's first step is slow because it
@@ -245,7 +241,7 @@ class Auto(Algorithm):
         while no exchange is under way."""
         a = self.attachment
         self._way, self._told = way, None
-        self._pipe.switch_note = note = {"way": list(way)}
+        a.switch_note = {"way": list(way)}
         self._pipe.begin()
         self._compress(way.compression)
         if known := self._record.moving(way.compression):
@@ -254,10 +250,10 @@ class Auto(Algorithm):
             self._pipe.step_synchronously("" if given_algorithm(a) else f"{_flags(a)} chose sync")
         elif way.algorithm == "local":
             a.prediction.end()
-            a.switch_to(self._local, **note)
+            a.switch_to(self._local)
             self._local.begin(way.compression)
         else:
-            a.switch_to(self._pipe, **note)
+            a.switch_to(self._pipe)
 
     # State in checkpoints --------------------------------------------------------------------------------------
 

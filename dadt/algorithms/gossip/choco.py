@@ -12,17 +12,12 @@ and the rounding error of x(i) - r is part of the next difference.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from dadt import _core
 from dadt.algorithms.gossip.link_state import PlainLinkState, half_way
-from dadt.algorithms.gossip.snapshot import grains
+from dadt.algorithms.gossip.snapshot import Part, WeightSnapshot, grains
 from dadt.comm.compression.base import BLOCK, WIDE, Codec
-
-if TYPE_CHECKING:
-    from dadt.algorithms.gossip.snapshot import Part, WeightSnapshot
 
 _ALIGNMENT = 64
 

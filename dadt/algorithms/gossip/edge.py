@@ -8,16 +8,14 @@ import queue
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from dadt.algorithms.gossip.link_state import LinkState
+from dadt.algorithms.gossip.snapshot import WeightSnapshot
+from dadt.comm.executors.base import P2PWork, PointToPoint
 from dadt.errors import CommTimeout
-
-if TYPE_CHECKING:
-    from dadt.algorithms.gossip.link_state import LinkState
-    from dadt.algorithms.gossip.snapshot import WeightSnapshot
-    from dadt.comm.executors.base import P2PWork, PointToPoint
 
 _SLICE = 1 << 28
 """Largest number of bytes in one message: some communication libraries count bytes in 32 bits."""

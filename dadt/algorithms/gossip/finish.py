@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from time import monotonic
-from typing import TYPE_CHECKING
 
 import torch
 
+from dadt.comm.executors.base import P2PWork
 from dadt.errors import CommError, CommTimeout
-
-if TYPE_CHECKING:
-    from dadt.comm.executors.base import P2PWork
-    from dadt.train.ranks import Ranks
+from dadt.train.ranks import Ranks
 
 _PATIENCE = 3.0
 """Seconds of waiting in the final barrier after which a rank finds out how many steps its peers have made."""

@@ -7,9 +7,8 @@ import json
 import weakref
 import zlib
 from collections import Counter
-from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from statistics import median_high
+from typing import cast
 
 import torch
 from torch import nn
@@ -19,10 +18,8 @@ from dadt.algorithms.gossip.pairing import Pairing
 from dadt.comm.compression import CODECS
 from dadt.errors import ConfigError
 from dadt.train.algorithm import Algorithm
-
-if TYPE_CHECKING:
-    from dadt.train.attachment import Attachment
-    from dadt.train.ranks import Ranks
+from dadt.train.attachment import Attachment
+from dadt.train.ranks import Ranks
 
 _Place = tuple[int, int]
 """A tensor's address, and its number of elements."""
@@ -68,7 +65,8 @@ class Gossip(Algorithm):
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
         end = GossipFinalAverage(ranks, weakref.ref(attachment), self._pairing, tag + 1)
         attachment.events.on_end.append(end)
-        attachment.events.on_regroup.append(partial(reconnect, ranks, self._pairing))
+        pairing = self._pairing
+        attachment.events.on_regroup.append(lambda: pairing.connect(ranks.mail, ranks.group, ranks.members))
         attachment.events.on_stop.append(self._pairing.stop)
 
     @property
@@ -173,10 +171,6 @@ class GossipFinalAverage:
                 tensor.copy_(average)
 
 
-def reconnect(ranks: Ranks, pairing: Pairing) -> None:
-    pairing.connect(ranks.mail, ranks.group, ranks.members)
-
-
 def check_copies(compression: str, topology: str, world_size: int) -> None:
     """Check that compression would not need too many copies of the weights, one per neighbour. Raises ConfigError, on
     all ranks alike."""
@@ -209,15 +203,8 @@ def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
     number of steps since the weights were copied."""
     text = f"gossip: {exchanges:,} exchanges"
     if ages:
-        text += f", {_steps(_median(ages))} old at the median ({_steps(max(ages))} at most)"
+        text += f", {_steps(median_high(ages.elements()))} old at the median ({_steps(max(ages))} at most)"
     return text + (f"; {in_vain:,} in vain, as the other rank had no such weights" if in_vain else "")
-
-
-def _median(ages: Counter[int]) -> int:
-    """Return the median of the ages; for an even number of ages, the greater of the two in the middle."""
-    ordered = sorted(ages)
-    up_to = accumulate(ages[age] for age in ordered)
-    return next(age for age, count in zip(ordered, up_to, strict=True) if 2 * count > ages.total())
 
 
 def _steps(count: int) -> str:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import abc
 import zlib
-from typing import TYPE_CHECKING
 
 import torch
 
-from dadt.algorithms.gossip.snapshot import grains
-
-if TYPE_CHECKING:
-    from dadt.algorithms.gossip.snapshot import WeightSnapshot
+from dadt.algorithms.gossip.snapshot import WeightSnapshot, grains
 
 
 class LinkState(abc.ABC):

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,11 +21,9 @@ from dadt.algorithms.gossip.powergossip import PowerGossip
 from dadt.algorithms.gossip.snapshot import WeightSnapshot
 from dadt.algorithms.gossip.topology import asks, neighbours, partner
 from dadt.comm.compression import CODECS
+from dadt.comm.executors.base import PointToPoint
 from dadt.errors import CommError, CommTimeout
-
-if TYPE_CHECKING:
-    from dadt.comm.executors.base import PointToPoint
-    from dadt.world import World
+from dadt.world import World
 
 _LATE_SECONDS = 1.0
 """Least number of seconds after which an answer is late, so that another neighbour is asked as well."""

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from dadt.algorithms.gossip.link_state import LinkState, half_way
+from dadt.algorithms.gossip.snapshot import TensorLayout, WeightSnapshot
 from dadt.comm.compression.base import WIDE
 from dadt.comm.compression.powersgd import orthonormal
-
-if TYPE_CHECKING:
-    from dadt.algorithms.gossip.snapshot import TensorLayout, WeightSnapshot
 
 _ALIGNMENT = 64
 _SEED = 2008_01425

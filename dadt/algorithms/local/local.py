@@ -6,23 +6,20 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
 
 from dadt.algorithms.local.outer import Fragment, Outer, parts
 from dadt.algorithms.sync import Sync
 from dadt.comm import plain
-from dadt.train.algorithm import Algorithm
+from dadt.train.attachment import Attachment
 from dadt.train.param_groups import groups_crc
-
-if TYPE_CHECKING:
-    import torch
-
-    from dadt.train.attachment import Attachment
-    from dadt.train.exchange.exchange import Exchange
+from dadt.train.restored import numbers_of
 
 
-class Local(Algorithm):
-    """Trains synchronously for `warmup_steps` steps (post-local SGD, arXiv:1808.07217), then in rounds of H =
+class Local(Sync):
+    """Trains like `sync` for `warmup_steps` steps (post-local SGD, arXiv:1808.07217), then in rounds of H =
     `sync_every` steps, in which each rank trains alone.
 
     The anchor a (the weights that the ranks agree on) and the outer momentum m with velocity v are equal on all ranks.
@@ -39,21 +36,16 @@ class Local(Algorithm):
     """
 
     identical = False
-    survives = True
-    wants_gradients = True
-
-    attachment: Attachment
+    in_flight = 1
 
     def __init__(self, attachment: Attachment) -> None:
-        super().__init__(attachment)
+        super().__init__(attachment, watches=True)
         config = attachment.ranks.config
         self._every = config.sync_every
         self._delay = (self._every + 1) // 2
         """Number of steps for which an exchange may run in the background: half a round. With a whole round, the ranks
         would train apart for two rounds."""
         self._outer = Outer(config.outer_lr, config.outer_momentum)
-        self._sync = Sync(attachment)
-        """The algorithm of the synchronous steps before the first round."""
         self._fragments: dict[int, Fragment] = {}
         """Fragments (groups of parameters exchanged together) by number; empty before the first round."""
         self._divisions = 0
@@ -101,20 +93,16 @@ class Local(Algorithm):
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         if self.averages:
-            self._sync.gradient_ready(parameter)
+            super().gradient_ready(parameter)
 
     def before_step(self) -> None:
         if self.averages:
-            self._sync.before_step()
-
-    @property
-    def holds(self) -> bool:
-        return self._sync.holds
+            super().before_step()
 
     def after_step(self) -> None:
         a = self.attachment
         if self.averages:
-            self._sync.after_step()
+            super().after_step()
             if a.step + 1 >= a.warmup_steps:
                 self.begin(self._compression)
             return
@@ -257,13 +245,9 @@ class Local(Algorithm):
     def rests(self) -> bool:
         return not any(fragment.under_way for fragment in self._fragments.values())
 
-    @property
-    def launched(self) -> Exchange | None:
-        return self._sync.launched
-
     def regroup(self, behind: bool, keep: bool) -> None:
         if self.averages:
-            self._sync.regroup(behind, keep)
+            super().regroup(behind, keep)
 
     def common(self) -> Mapping[int, torch.Tensor]:
         return {key: row.anchor for fragment in self._fragments.values() for key, row in fragment.rows.items()}
@@ -302,13 +286,13 @@ class Local(Algorithm):
         progress stands for the mean."""
         if not self._fragments:
             return {}
-        numbers = _numbers(self.attachment.optimizer)
+        numbers = numbers_of(self.attachment.optimizer)
         resumed = [
             (number, a, v)
             for f in self._fragments.values()
             for row, a, v in f.resumed()
             # The script may have removed the parameter from the optimizer since the last step.
-            if (number := numbers.get(id(row.parameter))) is not None
+            if (number := numbers.get(row.parameter)) is not None
         ]
         return {
             "steps": self._steps,
@@ -332,11 +316,11 @@ class Local(Algorithm):
                 state = ranks.collect(name, mine if ranks.group.rank == 0 else {})[0]
         self._divide()
         self._steps = state["steps"]
-        numbers = _numbers(self.attachment.optimizer)
+        numbers = numbers_of(self.attachment.optimizer)
         for row in (row for fragment in self._fragments.values() for row in fragment.rows.values()):
             # A parameter that was frozen at the checkpoint has no anchor in the state; its round begins at its current
             # weights.
-            number = numbers[id(row.parameter)]
+            number = numbers[row.parameter]
             if (anchor := state["anchors"].get(number)) is not None:
                 row.anchor.copy_(anchor)
             if row.velocity is not None and (velocity := state["velocities"].get(number)) is not None:
@@ -367,13 +351,6 @@ class LocalFinalAverage:
         self._ranks.wait(work)
         if a is not None and all(lane == b"\x01" for lane in work.lanes):
             cast("Local", a.algorithm).settle()
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return each parameter's number by its id. Frozen parameters are numbered too, so that the numbers do not depend
-    on which parameters are trained."""
-    every = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
-    return {key: number for number, key in enumerate(every)}
 
 
 def _megabytes(size: float) -> str:

@@ -7,18 +7,16 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from dadt._core import Work
 from dadt.comm.bucket import Bucket, split
 from dadt.comm.compression import LowRank, forms
+from dadt.comm.executors.device import Averaging
 from dadt.errors import CommError, Mismatch
 from dadt.train.exchange.bucket_exchange import BucketExchange, RankLink
-
-if TYPE_CHECKING:
-    from dadt._core import Work
-    from dadt.comm.executors.device import Averaging
 
 _OWN, _MEAN = 0, 1
 """Indices of a bucket's two buffers: one for the values that this rank sends, one for the received mean."""

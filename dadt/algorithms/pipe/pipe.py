@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from dadt.algorithms.pipe.divergence import FACTOR, Divergence
 from dadt.algorithms.sync import Sync
 from dadt.train.algorithm import Algorithm
+from dadt.train.attachment import Attachment
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.later import Later
 from dadt.train.restored import RestoredExchange, flights
-
-if TYPE_CHECKING:
-    from dadt.train.attachment import Attachment
 
 _PARTS, _PATIENCE = 4, 12
 """Points that each change of the set of trained parameters adds (each step subtracts one), and the points at which
@@ -41,9 +39,6 @@ class Pipe(Algorithm):
     """
 
     survives = True
-    switch_note: Mapping[str, Any] = {}
-    """Facts that a checkpoint stores in addition to the state of `sync`, after this algorithm has switched to `sync`.
-    """
 
     attachment: Attachment
 
@@ -177,7 +172,7 @@ class Pipe(Algorithm):
         a = self.attachment
         a.measure.why = why
         a.prediction.end()
-        a.switch_to(Sync(a, watches=True), **self.switch_note, synchronous=True, in_flight=[])
+        a.switch_to(Sync(a, watches=True), synchronous=True, in_flight=[])
         a.watch_gradients()
 
     def state(self) -> dict[str, Any]:
@@ -245,7 +240,7 @@ class Pipe(Algorithm):
         lanes = oldest.receive()
         self._launched = None
         a.measure.delayed += 1
-        alarm = max(lane.value for lane in lanes)
+        alarm = max([lane.value for lane in lanes])
         self._count_changes(oldest, exchange)
         applies = a.finite.judge(lanes, oldest) and _trains(oldest)
         if alarm or self._changes >= _PATIENCE:

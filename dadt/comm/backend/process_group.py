@@ -141,26 +141,23 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> BackendWork:
-        return self._reduce_scatter(outputs, inputs, opts)
+        reduction = reduction_of(opts)
+        pairs = zip(inputs, outputs, strict=True)
+        calls = [operation.reduce_scatter(i, o, reduction, self._rank, self._size) for i, o in pairs]
+        return self._run(outputs, opts, calls)
 
     @_verb
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> BackendWork:
-        return self._reduce_scatter([output], [parts(tensor, output, self._size)], opts)
+        return self.reduce_scatter([output], [parts(tensor, output, self._size)], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     @_verb
     def reduce_scatter_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> BackendWork:
         pieces = [parts(t, o, self._size) for t, o in zip(tensors, outputs, strict=True)]
-        return self._reduce_scatter(outputs, pieces, opts)
+        return self.reduce_scatter(outputs, pieces, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> BackendWork:
-        reduction = reduction_of(opts)
-        pairs = zip(inputs, outputs, strict=True)
-        calls = [operation.reduce_scatter(i, o, reduction, self._rank, self._size) for i, o in pairs]
-        return self._run(outputs, opts, calls)
 
     # Broadcast, scatter and gather: one rank is the root --------------------------------------------------------------
 
@@ -188,29 +185,26 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
 
     @_verb
     def allgather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> BackendWork:
-        return self._all_gather(outputs, tensors, opts)
+        pairs = zip(outputs, tensors, strict=True)
+        return self._run(outputs, opts, [operation.all_gather(t, self._size, o) for o, t in pairs])
 
     @_verb
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> BackendWork:
-        return self._all_gather([parts(output, tensor, self._size)], [tensor], opts)
+        return self.allgather([parts(output, tensor, self._size)], [tensor], opts)
 
     _allgather_base = all_gather_single
 
     @_verb
     def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> BackendWork:
         pieces = [parts(o, t, self._size) for o, t in zip(outputs, tensors, strict=True)]
-        return self._all_gather(pieces, tensors, opts)
+        return self.allgather(pieces, tensors, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @_verb
     def allgather_coalesced(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any = None) -> BackendWork:
         """outputs: one list per rank, each with one output tensor per input tensor."""
-        return self._all_gather(list(zip(*outputs, strict=True)), tensors, opts)
-
-    def _all_gather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> BackendWork:
-        pairs = zip(outputs, tensors, strict=True)
-        return self._run(outputs, opts, [operation.all_gather(t, self._size, o) for o, t in pairs])
+        return self.allgather(list(zip(*outputs, strict=True)), tensors, opts)
 
     @_verb
     def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> BackendWork:

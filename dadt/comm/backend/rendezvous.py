@@ -8,18 +8,16 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from dadt.comm.rendezvous import store, store_client
 from dadt.control import machine
 from dadt.errors import StartTimeout
 from dadt.world import World
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 PAUSES = (0.001, 0.05)
 """Seconds between polls of the store for values of other ranks: the pause grows from the first value to the second."""

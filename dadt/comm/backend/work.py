@@ -39,13 +39,7 @@ class BackendWork(Work):
     """torch's Work for one call of a collective, or for one message. Any thread may wait for it."""
 
     def __init__(
-        self,
-        owner: PendingWorks,
-        what: str,
-        number: int,
-        parcels: Sequence[Transfer],
-        outputs: list[Any],
-        limit: float,
+        self, owner: PendingWorks, what: str, number: int, parcels: Sequence[Transfer], outputs: list[Any], limit: float
     ) -> None:
         """number: sequence number of the group's call, 0 for a message. limit: seconds to wait; 0 or less leaves the
         limit to the executor."""

@@ -14,24 +14,20 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dadt import _core
 from dadt.comm.collectives.operation import Operation
 from dadt.comm.collectives.ordered import Pending
+from dadt.comm.executors.base import Connection, PointToPoint
+from dadt.comm.executors.meet import Meet
 from dadt.comm.keepalive import KeepAlive
+from dadt.config import Config
 from dadt.control.accept import MOST_UNPROVED, Entrance
 from dadt.errors import CommError, StartTimeout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from dadt.comm.executors.base import Connection, PointToPoint
-    from dadt.comm.executors.meet import Meet
-    from dadt.config import Config
-    from dadt.world import World
+from dadt.world import World
 
 _TOKEN_BYTES = 32
 _RANK = struct.Struct("<I")
@@ -56,12 +52,7 @@ class Named:
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        config: Config,
-        world: World,
-        meet: Meet,
-        dump: Callable[[], None] | None = None,
+        self, connection: Connection, config: Config, world: World, meet: Meet, dump: Callable[[], None] | None = None
     ) -> None:
         """Connect to all ranks. Nothing else may use the C++ engine of the connection. Raises StartTimeout or
         CommError.
@@ -71,7 +62,7 @@ class Named:
         """
         self.rank = world.rank
         self.size = world.world_size
-        self._connection = connection
+        self.connection = connection
         self._on_stall = config.on_stall
         self._dump = dump
         try:
@@ -97,12 +88,8 @@ class Named:
         self._watch.start()
 
     @property
-    def connection(self) -> Connection:
-        return self._connection
-
-    @property
     def mail(self) -> PointToPoint:
-        return self._connection.mail
+        return self.connection.mail
 
     def submit(self, call: Operation, name: str, group: str = "", group_size: int = 0) -> Pending:
         """Start the operation once all ranks have submitted this name; does not block.
@@ -141,7 +128,7 @@ class Named:
         rank was lost. May be called from any thread."""
         self._negotiation.abort(reason, lost)
         if lost:
-            self._connection.abort(reason, lost)
+            self.connection.abort(reason, lost)
 
     def close(self, timeout: float) -> None:
         """Wait for pending operations, then close the connections. Raises CommTimeout if that takes longer than
@@ -149,14 +136,14 @@ class Named:
         deadline = time.monotonic() + timeout
         with ExitStack() as stack:
             stack.callback(self._kept.close)
-            stack.callback(self._connection.close)
-            stack.callback(lambda: self._connection.engine.close(max(0.0, deadline - time.monotonic())))
+            stack.callback(self.connection.close)
+            stack.callback(lambda: self.connection.engine.close(max(0.0, deadline - time.monotonic())))
             stack.callback(_open.discard, self)
             self._negotiation.close(timeout)
         self._watch.join()
 
     def _has_failed(self) -> bool:
-        return self._negotiation.error is not None or self._connection.failed
+        return self._negotiation.error is not None or self.connection.failed
 
     def _listen(self) -> None:
         """Body of the watch thread: prints which tensors rank 0 reports as stalled, and dumps stacks when rank 0 orders

@@ -8,15 +8,13 @@ Training itself sends no pickles.
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dadt.comm.collectives.operation import Operation
+from dadt.comm.collectives.process_set import ProcessSet
 from dadt.errors import DadtError
-
-if TYPE_CHECKING:
-    from dadt.comm.collectives.process_set import ProcessSet
 
 
 def gather_bytes(among: ProcessSet, data: bytes, name: str) -> list[bytes]:

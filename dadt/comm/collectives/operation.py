@@ -120,15 +120,18 @@ def reduce_scatter(
         raise ValueError(f"reduce_scatter: {len(tensors)} tensors for {size} ranks; give one for each")
     _check_same_dtype("reduce_scatter", [*tensors, output])
     _check_reduction(reduction, output.dtype)
-    _check_numel("reduce_scatter", output, tensors[rank].numel())
+    if output.numel() != (wanted := tensors[rank].numel()):
+        raise ValueError(f"reduce_scatter: the output has {output.numel()} elements, the result {wanted}")
     shapes = " ".join(str(list(t.shape)) for t in tensors)
     signature = f"reduce_scatter {reduction} {_name(output.dtype)} {shapes}"
+    hosts = [host_copy(t) for t in tensors]
     if _is_folded(reduction, output.dtype):
-        return _exchange_and_fold(signature, tensors, output, reduction, size)
-    hosts, target = [host_copy(t) for t in tensors], host_target(output)
-    call = _reduce_call(
-        "reduce_scatter", signature, hosts, [target if r == rank else None for r in range(size)], reduction
-    )
+        call = Operation("reduce_scatter", signature, "exchange", keep=hosts, sends=[_piece(h) for h in hosts])
+        call.finish = lambda work: _fold(work, output, reduction)
+        return call
+    target = host_target(output)
+    targets = [target if r == rank else None for r in range(size)]
+    call = _reduce_call("reduce_scatter", signature, hosts, targets, reduction)
     call.finish = lambda work: deliver(target, output)
     return call
 
@@ -234,11 +237,7 @@ def deliver(target: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce_call(
-    verb: str,
-    signature: str,
-    hosts: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor | None],
-    reduction: str,
+    verb: str, signature: str, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor | None], reduction: str
 ) -> Operation:
     dtype = hosts[0].dtype
     parts = 2 if dtype.is_complex else 1
@@ -316,15 +315,6 @@ def _gather_and_fold(
     return call
 
 
-def _exchange_and_fold(
-    signature: str, tensors: Sequence[torch.Tensor], output: torch.Tensor, reduction: str, size: int
-) -> Operation:
-    hosts = [host_copy(t) for t in tensors]
-    call = Operation("reduce_scatter", signature, "exchange", keep=hosts, sends=[_piece(h) for h in hosts])
-    call.finish = lambda work: _fold(work, output, reduction)
-    return call
-
-
 def _fold(work: Work, output: torch.Tensor, reduction: str) -> torch.Tensor:
     received = [memory for memory in work.received if memoryview(memory).nbytes]
     if received:
@@ -371,11 +361,6 @@ def _alike(verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
                 f" {_rows(tensor)}"
             )
     return shaped[0] if shaped else tensors[0]
-
-
-def _check_numel(verb: str, output: torch.Tensor, wanted: int) -> None:
-    if output.numel() != wanted:
-        raise ValueError(f"{verb}: the output has {output.numel()} elements, the result {wanted}")
 
 
 def _piece(tensor: torch.Tensor) -> Piece:

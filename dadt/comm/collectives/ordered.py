@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dadt import _core
+from dadt._core import Engine
+from dadt.comm.collectives.operation import Operation, Work
+from dadt.comm.executors.base import Connection, PointToPoint
 from dadt.comm.keepalive import KeepAlive
-
-if TYPE_CHECKING:
-    from dadt import _core
-    from dadt._core import Engine
-    from dadt.comm.collectives.operation import Operation, Work
-    from dadt.comm.executors.base import Connection, PointToPoint
 
 
 class Pending:
@@ -47,30 +45,22 @@ class OrderedGroup:
     def __init__(self, connection: Connection, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._connection = connection
-        self._calls = 0
+        self.connection = connection
+        self.calls = 0
+        """Number of operations that this rank has started in the group."""
         self._kept = KeepAlive(lambda: connection.failed)
 
     @property
-    def connection(self) -> Connection:
-        return self._connection
-
-    @property
-    def calls(self) -> int:
-        """Number of operations that this rank has started in the group."""
-        return self._calls
-
-    @property
     def mail(self) -> PointToPoint:
-        return self._connection.mail
+        return self.connection.mail
 
     def submit(self, call: Operation) -> Pending:
         """Start the operation without waiting for it."""
-        self._calls += 1
+        self.calls += 1
         # All ranks compare the operation's name, which includes the call's number and signature: scripts may differ in
         # the order of calls or in their arguments.
-        engine = self._connection.engine_of(call.kind)
-        work = start(engine, call, f"call {self._calls}, {call.signature}")
+        engine = self.connection.engine_of(call.kind)
+        work = start(engine, call, f"call {self.calls}, {call.signature}")
         self._kept.add(work, call)
         return Pending(work, call)
 
@@ -78,17 +68,17 @@ class OrderedGroup:
         """Fail all pending and future operations on this rank and, if the executor supports this, on its peers. lost:
         whether the reason is a lost rank. May be called from any thread."""
         if lost:
-            self._connection.abort(reason, lost)
+            self.connection.abort(reason, lost)
         else:
-            self._connection.engine.abort(reason)
+            self.connection.engine.abort(reason)
 
     def close(self, timeout: float) -> None:
         """Wait for pending operations, then close the connection. Raises CommTimeout if that takes longer than
         `timeout` seconds."""
         with ExitStack() as stack:
             stack.callback(self._kept.close)
-            stack.callback(self._connection.close)
-            self._connection.engine.close(timeout)
+            stack.callback(self.connection.close)
+            self.connection.engine.close(timeout)
 
 
 def start(engine: Engine, call: Operation, name: str) -> _core.Work:

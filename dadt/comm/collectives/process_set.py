@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from dadt.comm import executors
 from dadt.comm.collectives.named import Named
 from dadt.comm.collectives.operation import Operation
+from dadt.comm.executors.base import PointToPoint
+from dadt.comm.executors.meet import Meet
+from dadt.comm.peer_deaths import Deaths
+from dadt.config import Config
 from dadt.errors import CommError, DadtError
-
-if TYPE_CHECKING:
-    from dadt.comm.executors.base import PointToPoint
-    from dadt.comm.executors.meet import Meet
-    from dadt.comm.peer_deaths import Deaths
-    from dadt.config import Config
-    from dadt.world import World
+from dadt.world import World
 
 T = TypeVar("T")
 

@@ -3,12 +3,11 @@ next one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from dadt.comm.compression.base import Codec
+from dadt.comm.compression.base import Codec
 
 
 class Owing:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
-if TYPE_CHECKING:
-    from dadt._core import Codec, Engine
-    from dadt.comm.executors.device import Device
+from dadt._core import Codec, Engine
+from dadt.comm.executors.device import Device
 
 
 class P2PWork(Protocol):

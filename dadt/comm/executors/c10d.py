@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed
@@ -38,13 +38,11 @@ from dadt.comm.executors.meet import Meet, attend
 from dadt.comm.executors.strangers import strangers
 from dadt.comm.keepalive import KeepAlive
 from dadt.comm.waiters import Waiters
+from dadt.config import Config
 from dadt.config.link import pace_of
 from dadt.control.pacing import paced
 from dadt.errors import ConfigError, PeerLost
-
-if TYPE_CHECKING:
-    from dadt.config import Config
-    from dadt.world import World
+from dadt.world import World
 
 _REDUCE = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 _GIVE_UP_SECONDS = 5.0
@@ -101,7 +99,9 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
     the job. Raises Unproved or PeerLost if a rank does not prove this."""
     own = name_of(name, ranks)
     devices = Backend.backend_capability.get(name, ["cpu"])
-    device = None if "cpu" in devices else torch.device(devices[0], _index(devices[0]))
+    device = None
+    if "cpu" not in devices:  # the only visible device, or the one that the script has chosen
+        device = torch.device(devices[0], torch.get_device_module(devices[0]).current_device())
     rank = ranks.index(world.rank)
 
     def joined() -> C10d:
@@ -180,11 +180,6 @@ def _other_group(name: str, store: Any, rank: int, world_size: int, timeout: flo
     options = kind.Options()
     options._timeout = seconds
     return kind(store, rank, world_size, options)
-
-
-def _index(device: str) -> int:
-    """Return the index of the worker's device: the only visible one, or the one that the script has chosen."""
-    return int(torch.get_device_module(device).current_device())
 
 
 class C10d:

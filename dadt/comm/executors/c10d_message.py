@@ -26,7 +26,8 @@ class C10dMessage:
     ) -> None:
         self._waiters = waiters
         self._work = work
-        self._source = source
+        self.sender = source
+        """Rank that was named as the message's sender; None if any rank may send it."""
         self._moved = moved
         self._target = target
         self._lock = threading.Lock()
@@ -41,12 +42,7 @@ class C10dMessage:
 
     @property
     def source(self) -> int:
-        return int(self._work._source_rank()) if self._source is None else self._source
-
-    @property
-    def sender(self) -> int | None:
-        """Rank that was named as the message's sender; None if any rank may send it."""
-        return self._source
+        return int(self._work._source_rank()) if self.sender is None else self.sender
 
     def stay(self, timeout: float) -> None:
         """Wait until the message has ended, with or without an error, for at most `timeout` seconds."""

@@ -40,36 +40,30 @@ class Parts(NamedTuple):
         return min(rank * self.each, self.blocks), min((rank + 1) * self.each, self.blocks)
 
 
-class Sum(NamedTuple):
-    """Arguments for summing one part of the values over all ranks' compressed inputs."""
+def spread(
+    executor: Executor,
+    parts: Parts,
+    rank: int,
+    every: torch.Tensor,
+    addresses: Sequence[int],
+    weights: Sequence[float] | None,
+    divisor: float,
+    owed: int,
+    share: float,
+) -> None:
+    """Sum this rank's part over all ranks' compressed inputs, compress the sum, and gather the parts of all ranks in
+    `every`.
 
-    addresses: Sequence[int]
-    weights: Sequence[float] | None
-    divisor: float
-    owed: int
-    """Address of this rank's residual (compression error) of all values; 0 if there is none."""
-    share: float
-    """Inverse of the rank's weight. The rounding error of the sum is multiplied by it before it is added to the
-    residual."""
-
-
-def spread(executor: Executor, parts: Parts, rank: int, sum: Sum, every: torch.Tensor) -> None:
-    """Compute this rank's part of the sum, compress it, and gather the parts of all ranks in `every`."""
+    addresses, weights, divisor: of the inputs. owed: address of this rank's residual (compression error) of all values;
+    0 if there is none. share: inverse of the rank's weight; the sum's rounding error is multiplied by it before it is
+    added to the residual.
+    """
     begin, end = parts.of(rank)
     mine = torch.empty(parts.bytes, dtype=torch.uint8, device="cpu")
     if begin < end:
-        _core.combine(
-            parts.codec,
-            sum.addresses,
-            sum.weights,
-            sum.divisor,
-            begin * _core.BLOCK,
-            parts.total,
-            end - begin,
-            mine.data_ptr(),
-            sum.owed,
-            sum.share,
-        )
+        first, blocks = begin * _core.BLOCK, end - begin
+        to = mine.data_ptr()
+        _core.combine(parts.codec, addresses, weights, divisor, first, parts.total, blocks, to, owed, share)
     executor.allgather(mine, every)
 
 
@@ -83,5 +77,5 @@ def allreduce(
     _core.compress(codec, flat.data_ptr(), parts.total, wire.data_ptr(), owed, keep)
     executor.exchange(torch.split(wire, parts.bytes), torch.split(received, parts.bytes))
     addresses = [received.data_ptr() + each * parts.bytes for each in range(ranks)]
-    spread(executor, parts, rank, Sum(addresses, None, 1.0, owed, 1.0), wire)
+    spread(executor, parts, rank, wire, addresses, None, 1.0, owed, 1.0)
     _core.decompress(codec, wire.data_ptr(), flat.data_ptr(), parts.total)

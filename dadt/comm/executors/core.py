@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dadt import _core
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.meet import Meet, attend
 from dadt.comm.executors.point_to_point import NoPointToPoint, SharedMemoryMessages
-
-if TYPE_CHECKING:
-    from dadt.config import Config
-    from dadt.world import World
+from dadt.config import Config
+from dadt.world import World
 
 SHARES = "connecting by shared memory"
 
@@ -23,7 +19,7 @@ def shm(config: Config, world: World, meet: Meet) -> Connection:
     endpoints = meet.exchange("shm endpoint", executor.endpoint())
     attend(meet, SHARES, partial(executor.connect, endpoints, config.start_timeout))
     mail = _shared_mail(config, world, meet)
-    return Connection(_core.Engine(executor, world.rank, world.world_size, config.timeout), mail, _ended(mail))
+    return Connection(_core.Engine(executor, world.rank, world.world_size, config.timeout), mail, mail.close)
 
 
 def null(config: Config, world: World, meet: Meet) -> Connection:
@@ -34,18 +30,7 @@ def null(config: Config, world: World, meet: Meet) -> Connection:
         return Connection(engine, NoPointToPoint(), lambda: True)
     # With a single rank, the null executor's results are correct, and the rank can send messages to itself.
     mail = _shared_mail(config, world, meet)
-    return Connection(engine, mail, _ended(mail))
-
-
-def _ended(mail: SharedMemoryMessages) -> Callable[[], bool]:
-    """Return the function that closes a connection by closing its messages. This function always returns True, since
-    only the C++ engine's own thread uses the memory of operations."""
-
-    def close() -> bool:
-        mail.close()
-        return True
-
-    return close
+    return Connection(engine, mail, mail.close)
 
 
 def _shared_mail(config: Config, world: World, meet: Meet) -> SharedMemoryMessages:

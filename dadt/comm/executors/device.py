@@ -64,7 +64,7 @@ class Device:
         ranks. survives: whether training continues when ranks are lost; if so, the host waits for each average, since
         an aborted average would look finished.
         """
-        self._survives = survives
+        self.survives = survives
         self._lock = threading.Lock()
         self._abortion: threading.Thread | None = None
         """Thread that aborts the operations in progress; None if there was no abort."""
@@ -77,9 +77,9 @@ class Device:
         None if no timeline is recorded."""
         self._executor = executor
         self._engine = engine
-        self._world_size = world_size
-        self._module: Any = torch.get_device_module(device)
-        self._stream = self._module.Stream()
+        self.world_size = world_size
+        self.module: Any = torch.get_device_module(device)
+        self._stream = self.module.Stream()
 
     def average(
         self,
@@ -95,7 +95,7 @@ class Device:
         without compression (plain).
         """
         ready, began, ended = self._event(), self._event(timing=True), self._event(timing=True)
-        ready.record(self._module.current_stream(self.device))
+        ready.record(self.module.current_stream(self.device))
         plain = int(beside.pop("plain", -1))
         # 16-bit values under compression are summed in float32, and rounded once, after the division.
         wide = coding is not None and flat.element_size() == 2
@@ -103,14 +103,11 @@ class Device:
         self._sum(values, places, flat, sums, coding, beside["weight"], beside["name"], ready, began, ended)
         self._count(flat, coding, plain)
         work = self._engine.allreduce(_core.Layout(DTYPES[flat.dtype], [0]), [0], [0], **beside)
-        divided = self._world_size if coding is None and self._executor.means and not _whole(flat) else 1
+        divided = self.world_size if coding is None and self._executor.means and not _whole(flat) else 1
         return self._handle(work, flat, sums, divided, began, ended)
 
-    def _handle(
-        self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, divided: int, began: Any, ended: Any
-    ) -> Averaging:
-        confirm = self._confirm if self._survives else None
-        return Averaging(work, flat, sums, divided, began, ended, self._module, self._world_size, confirm)
+    def _handle(self, *of_averaging: Any) -> Averaging:
+        return Averaging(self, *of_averaging)
 
     def _sum(
         self,
@@ -133,7 +130,7 @@ class Device:
         pairs = zip(places, values, strict=True)
         moved = [(place, value) for place, value in pairs if value is not None and value is not place]
         absent = [place for place, value in zip(places, values, strict=True) if value is None]
-        with torch.no_grad(), self._module.stream(self._stream):
+        with torch.no_grad(), self.module.stream(self._stream):
             self._stream.wait_event(ready)
             if moved:
                 torch._foreach_copy_([place for place, _ in moved], [value for _, value in moved])
@@ -162,7 +159,7 @@ class Device:
     def _sum_compressed(self, flat: torch.Tensor, feedback: Feedback, keep: torch.Tensor | float) -> None:
         """Sum by compressed parts: each rank sums one part, in float32 and in rank order, and sends the sum to all
         ranks. This moves as many bytes as a ring allreduce, without rounding at every hop."""
-        codec, size, total = feedback.codec, self._world_size, flat.numel()
+        codec, size, total = feedback.codec, self.world_size, flat.numel()
         blocks = -(-total // (BLOCK * size)) * size
         owed = feedback.owed(total, flat.device)
         owed.mul_(keep)
@@ -189,7 +186,7 @@ class Device:
     def _count(self, flat: torch.Tensor, coding: Coding | None, plain: int) -> None:
         """Add the bytes of one average to `sent`. A ring allreduce and a sum by parts send equally many bytes. plain:
         bytes before compression; negative: the size of `flat`."""
-        size, ranks = flat.numel() * flat.element_size(), self._world_size
+        size, ranks = flat.numel() * flat.element_size(), self.world_size
         moved = size
         if coding is not None:
             moved = -(-flat.numel() // (BLOCK * ranks)) * ranks * coding[0].codec.core.block_bytes
@@ -198,7 +195,7 @@ class Device:
         self.sent = (sent + int(moved * each), before + int((size if plain < 0 else plain) * each))
 
     def _event(self, timing: bool = False) -> Any:
-        return self._module.Event(enable_timing=True) if timing and self._module is torch.cuda else self._module.Event()
+        return self.module.Event(enable_timing=True) if timing and self.module is torch.cuda else self.module.Event()
 
     def abort(self) -> None:
         """End the operations in progress, so that a script that waits for the device does not wait for a lost rank. May
@@ -218,15 +215,15 @@ class Device:
             self._abortion.join(ABORT_SECONDS)
             ended = self._event()
             ended.record(self._stream)
-            while self._survives and not ended.query() and monotonic() < deadline:
+            while self.survives and not ended.query() and monotonic() < deadline:
                 sleep(LOOK_SECONDS)
-            if self._abortion.is_alive() or (self._survives and not ended.query()):
+            if self._abortion.is_alive() or (self.survives and not ended.query()):
                 raise CommTimeout(
                     f"{self.device}: what was under way has not ended {ABORT_SECONDS:g} s after its abort"
                 )
         self._executor.close()
 
-    def _confirm(self, name: str, ended: Any, timeout: float) -> None:
+    def confirm(self, name: str, ended: Any, timeout: float) -> None:
         """Wait until the device has reached the event `ended`. Raises PeerLost if it got there by an abort, CommTimeout
         after `timeout` seconds."""
         deadline = monotonic() + timeout
@@ -245,25 +242,20 @@ class Averaging:
 
     def __init__(
         self,
+        device: Device,
         work: _core.Work,
         flat: torch.Tensor,
         sums: torch.Tensor,
         divided: int,
         began: Any,
         ended: Any,
-        module: Any,
-        world_size: int,
-        confirm: Callable[[str, Any, float], None] | None = None,
     ) -> None:
-        """divided: number by which the executor has already divided the sums. confirm: waits for the device and raises
-        if an abort ended the average; None if this cannot happen."""
-        self._confirm = confirm
+        """divided: number by which the executor has already divided the sums."""
+        self._device = device
         self._divided = divided
         self._work = work
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (flat, sums)
         self._began, self._ended = began, ended
-        self._module = module
-        self._world_size = world_size
 
     @property
     def name(self) -> str:
@@ -285,25 +277,21 @@ class Averaging:
     def seconds(self) -> float:
         """Seconds that the device took, if it is a CUDA device and has finished; else seconds of the C++ engine's
         operation that exchanged the metadata."""
-        if self._module is torch.cuda and self._ended.query():
+        if self._device.module is torch.cuda and self._ended.query():
             return float(self._began.elapsed_time(self._ended)) / 1e3
         return self._work.seconds
 
-    @property
-    def waited(self) -> float:
-        return self._work.waited
-
     def wait(self, timeout: float) -> None:
-        """Wait for the peers, and for the device only if there is a `confirm` function. Raises the errors of the C++
-        engine's operations."""
+        """Wait for the peers, and for the device only if training continues when ranks are lost. Raises the errors of
+        the C++ engine's operations."""
         self._work.wait(timeout)
         if self._tensors is not None:
-            if self._confirm is not None:
-                self._confirm(self.name, self._ended, timeout)
+            if self._device.survives:
+                self._device.confirm(self.name, self._ended, timeout)
             flat, sums = self._tensors
-            self._module.current_stream(flat.device).wait_event(self._ended)
+            self._device.module.current_stream(flat.device).wait_event(self._ended)
             with torch.no_grad():
-                divisor = (self._work.weight_sum or self._world_size) / self._divided
+                divisor = (self._work.weight_sum or self._device.world_size) / self._divided
                 if divisor != 1:
                     sums.div_(divisor, rounding_mode="trunc" if _whole(flat) else None)
                 if sums is not flat:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from dadt.comm.executors.base import Executor
+from dadt.comm.executors.base import Executor
 
 
 def allreduce(executor: Executor, flat: torch.Tensor, reduction: str) -> None:

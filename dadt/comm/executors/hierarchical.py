@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count, groupby, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,11 +24,9 @@ from dadt.comm.executors import c10d, compressed, mpi, pull
 from dadt.comm.executors.base import Connection, Executor, P2PWork
 from dadt.comm.executors.core import SHARES
 from dadt.comm.executors.meet import Apart, Meet, attend
+from dadt.config import Config
 from dadt.errors import CommError
-
-if TYPE_CHECKING:
-    from dadt.config import Config
-    from dadt.world import World
+from dadt.world import World
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a chunk. Large enough that a round trip between hosts costs little in comparison, and small enough that the
@@ -98,7 +96,12 @@ class Hierarchical:
     # Averages within and between hosts --------------------------------------------------------------------------------
 
     def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
-        self._allreduce(flat, reduction, lambda shard: self._across_hosts(shard, reduction))
+        def cross(shard: torch.Tensor) -> None:
+            with self._naming():
+                assert self._cross is not None
+                self._cross.allreduce(shard, reduction)
+
+        self._allreduce(flat, reduction, cross)
 
     def allreduce_compressed(self, flat: torch.Tensor, codec: _core.Codec, owed: int, keep: float) -> tuple[int, int]:
         """Sum the tensor, compressed between hosts only, since bytes within a host cost little. Returns the bytes sent
@@ -121,11 +124,6 @@ class Hierarchical:
 
         self._allreduce(flat, "sum", cross)
         return sent, plain
-
-    def _across_hosts(self, shard: torch.Tensor, reduction: str) -> None:
-        with self._naming():
-            assert self._cross is not None
-            self._cross.allreduce(shard, reduction)
 
     def _allreduce(self, flat: torch.Tensor, reduction: str, cross: Callable[[torch.Tensor], None]) -> None:
         """Reduce the tensor in place, chunk by chunk. cross: reduces this rank's shard across hosts."""

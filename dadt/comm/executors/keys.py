@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from dadt.comm.executors.meet import Meet
 from dadt.errors import DadtError
-
-if TYPE_CHECKING:
-    from dadt.comm.executors.meet import Meet
 
 
 class Keys(Store):

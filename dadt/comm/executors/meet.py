@@ -7,14 +7,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import DadtError, PeerLost
-
-if TYPE_CHECKING:
-    from dadt.control.worker_line import WorkerLine
-    from dadt.world import World
-
+from dadt.world import World
 
 PATIENCE = 3.0
 """Seconds of waiting after which a rank reports what it waits for."""

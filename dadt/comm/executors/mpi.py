@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,12 +15,10 @@ from dadt.comm.executors.base import Connection
 from dadt.comm.executors.meet import Meet
 from dadt.comm.executors.mpi_process import process
 from dadt.comm.keepalive import KeepAlive, leak
+from dadt.config import Config
 from dadt.control import mpi_library
 from dadt.errors import Aborted, CommTimeout, ConfigError, Mismatch, PeerLost
-
-if TYPE_CHECKING:
-    from dadt.config import Config
-    from dadt.world import World
+from dadt.world import World
 
 _TYPES = {
     torch.float32: "FLOAT",

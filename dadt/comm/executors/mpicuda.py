@@ -11,21 +11,19 @@ import queue
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from dadt import _core
 from dadt.comm.executors import mpi, pull
 from dadt.comm.executors.base import Connection, beside
 from dadt.comm.executors.device import Averaging, Device
 from dadt.comm.executors.meet import Meet
 from dadt.comm.executors.mpi_process import process
+from dadt.config import Config
 from dadt.errors import CommTimeout, ConfigError
-
-if TYPE_CHECKING:
-    from dadt import _core
-    from dadt.config import Config
-    from dadt.world import World
+from dadt.world import World
 
 END_SECONDS = 5.0
 
@@ -85,10 +83,8 @@ class ThreadedDevice(Device):
         self._summed = Future()
         self._orders.put((self._summed, order))
 
-    def _handle(
-        self, work: _core.Work, flat: torch.Tensor, sums: torch.Tensor, divided: int, began: Any, ended: Any
-    ) -> Averaging:
-        return ThreadedAveraging(self._summed, work, flat, sums, divided, began, ended, self._module, self._world_size)
+    def _handle(self, *of_averaging: Any) -> Averaging:
+        return ThreadedAveraging(self._summed, self, *of_averaging)
 
     def _run(self) -> None:
         while (next_ := self._orders.get()) is not None:
@@ -114,8 +110,8 @@ class ThreadedAveraging(Averaging):
     """Work handle of one average over MPI. `wait` waits for MPI's thread; then the sum, divided by the sum of weights,
     is on the current CUDA stream."""
 
-    def __init__(self, summed: Future[None], *of_device: Any) -> None:
-        super().__init__(*of_device)
+    def __init__(self, summed: Future[None], *of_averaging: Any) -> None:
+        super().__init__(*of_averaging)
         self._summed = summed
 
     @property

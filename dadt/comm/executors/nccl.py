@@ -6,20 +6,15 @@ checks that all ranks are present.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from dadt.comm.executors import base, c10d, connect_one, places
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.device import Device
 from dadt.comm.executors.meet import Apart, Meet
+from dadt.config import Config
 from dadt.config.executor import pick_for_host_memory
-from dadt.world import outlive_peers
-
-if TYPE_CHECKING:
-    from dadt.config import Config
-    from dadt.world import World
+from dadt.world import World, outlive_peers
 
 
 def connect(config: Config, world: World, meet: Meet) -> Connection:

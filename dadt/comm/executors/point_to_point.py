@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+import torch
+
+from dadt import _core
 from dadt.comm.keepalive import KeepAlive
 from dadt.errors import PeerLost
-
-if TYPE_CHECKING:
-    import torch
-
-    from dadt import _core
 
 
 class SharedMemoryMessages:
@@ -38,10 +35,11 @@ class SharedMemoryMessages:
         """Fail all messages in flight, on this rank and on its peers."""
         self._mailbox.abort("a rank is lost", lost=True)
 
-    def close(self) -> None:
-        """Fail all unfinished messages and close the mailbox."""
+    def close(self) -> bool:
+        """Fail all unfinished messages and close the mailbox. Returns True: their memory is no longer in use."""
         self._closed = True
         self._mailbox.close()
+        return True
 
     @contextmanager
     def _open(self) -> Iterator[None]:

@@ -14,14 +14,11 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING
 
 import torch
 
+from dadt.comm.executors.base import Executor
 from dadt.errors import PeerLost, Unproved
-
-if TYPE_CHECKING:
-    from dadt.comm.executors.base import Executor
 
 BYTES = 32
 _LABEL = b"dadt: a rank of a group\0"

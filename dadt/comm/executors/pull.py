@@ -7,8 +7,9 @@ import math
 import struct
 import threading
 import zlib
+from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,14 +17,9 @@ from dadt import _core
 from dadt.comm.bucket import DTYPES
 from dadt.comm.compression.half import narrowed
 from dadt.comm.executors import extremes
-from dadt.comm.executors.base import Compressing, Connection
-from dadt.comm.executors.compressed import Parts, Sum, spread
+from dadt.comm.executors.base import Compressing, Connection, Executor
+from dadt.comm.executors.compressed import Parts, spread
 from dadt.errors import Mismatch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from dadt.comm.executors.base import Executor
 
 _HEADER = struct.Struct("<IId")  # crc32 of everything that must be equal on all ranks, bytes of step metadata, weight
 _TORCH = {core.name: dtype for dtype, core in reversed(DTYPES.items())}
@@ -203,7 +199,7 @@ class Puller:
         else:
             share = divisor / ((0 if equal else job.weight) or 1.0)
             every, _, start = self._wire(parts.bytes * ranks, "mine")
-            spread(self._executor, parts, self._rank, Sum(addresses, factors, divisor, job.owed, share), every)
+            spread(self._executor, parts, self._rank, every, addresses, factors, divisor, job.owed, share)
             job.decompress([start], None, 1.0)
         plain = (ranks - 1) * job.plain if small else _ring(job.plain, ranks)
         self._sent = ((ranks - 1) * parts.bytes * (1 if small else 2), plain)

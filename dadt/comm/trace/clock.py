@@ -5,11 +5,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dadt.comm.trace.gather import TimelinePeers
-    from dadt.world import World
+from dadt.comm.trace.gather import TimelinePeers
+from dadt.world import World
 
 _PAIR = struct.Struct("<dd")
 _ROUNDS = 16

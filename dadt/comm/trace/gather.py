@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from dadt._core import Engine, Work
+from dadt._core import Engine, Work
 
 
 class TimelinePeers(Protocol):

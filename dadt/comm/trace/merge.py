@@ -8,16 +8,14 @@ import re
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from dadt.comm.trace.clock import ClockOffset, align
+from dadt.comm.trace.gather import TimelinePeers
 from dadt.comm.trace.recorder import Timeline
 from dadt.control import private_files
 from dadt.control.timeline_file import HEAD, PART_HEAD
 from dadt.errors import CommError
-
-if TYPE_CHECKING:
-    from dadt.comm.trace.gather import TimelinePeers
 
 _EVENT = re.compile(rb'\{"ts":(-?[0-9]{1,20}(?:\.[0-9]{1,20})?),(.*)', re.DOTALL)
 _PIECE_BYTES = 4 * 2**20

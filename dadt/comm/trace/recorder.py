@@ -50,7 +50,8 @@ class Timeline:
         self._gpus: list[GpuTrack] = []
         self._waits: deque[tuple[str, float, float]] = deque(maxlen=_MOST_WAITS)
         self._step_ended = 0.0
-        self._error = ""
+        self.error = ""
+        """Reason why this rank's part is incomplete; empty if it is complete."""
         self._thread: threading.Thread | None = None
         self.merged_by: TimelinePeers | None = None
         """Collectives object of the merge, kept because operations that timed out may still use its memory."""
@@ -111,12 +112,7 @@ class Timeline:
         thread.join(10 * _DRAIN_SECONDS)
         self._file.close()
         if self._core.dropped:
-            self._error = self._error or f"{self._core.dropped:,} events came too fast to be kept"
-
-    @property
-    def error(self) -> str:
-        """Reason why this rank's part is incomplete; empty if it is complete."""
-        return self._error
+            self.error = self.error or f"{self._core.dropped:,} events came too fast to be kept"
 
     def _name(self, what: str, track: int, **arguments: Any) -> None:
         event = {"ts": 0, "ph": "M", "pid": self.world.rank, "tid": track, "name": what, "args": arguments}
@@ -134,7 +130,7 @@ class Timeline:
 
     def _write(self, data: bytes) -> None:
         with self._lock:
-            if not data or self._error:
+            if not data or self.error:
                 return
             try:
                 self._file.write(data)
@@ -142,7 +138,7 @@ class Timeline:
                 # time.
                 self._file.flush()
             except OSError as error:
-                self._error = f"{self.part} could not be written ({error.strerror})"
+                self.error = f"{self.part} could not be written ({error.strerror})"
 
     def _remove_older(self) -> None:
         """Remove files of an earlier job: the merged timeline, and the parts of ranks that do not exist in this job."""

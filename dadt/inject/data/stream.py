@@ -16,7 +16,7 @@ from dadt.train.batch_weight import Pass
 from dadt.train.runtime import Runtime
 
 if TYPE_CHECKING:
-    from dadt.train.gathering import Gathering
+    from dadt.train.loss.gathering import Gathering
 
 
 class Split(NamedTuple):

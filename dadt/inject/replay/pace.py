@@ -11,7 +11,7 @@ from dadt.comm import plain
 from dadt.train.runtime import Runtime
 
 if TYPE_CHECKING:
-    from dadt.train.gathering import Gathering
+    from dadt.train.loss.gathering import Gathering
 
 MEASURED = 20
 """Number of steps that are timed before the first snapshot is scheduled."""

@@ -6,15 +6,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from dadt._core import Engine, Work
+from dadt.comm.executors.device import Averaging
 from dadt.errors import CommError, CommTimeout
-
-if TYPE_CHECKING:
-    from dadt._core import Engine, Work
-    from dadt.comm.executors.device import Averaging
 
 _PATIENCE = 60.0  # seconds after which a wait checks whether the C++ engine has failed
 _END_SECONDS = 5.0

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from dadt._core import Engine, Work
 from dadt.comm.bucket import Bucket, Staged
 from dadt.comm.compression import Feedback, Form, LowRank
+from dadt.comm.compression.powersgd import Round
+from dadt.comm.executors.device import Averaging, Device
 from dadt.errors import CommError
-
-if TYPE_CHECKING:
-    from dadt._core import Engine, Work
-    from dadt.comm.compression.powersgd import Round
-    from dadt.comm.executors.device import Averaging, Device
-    from dadt.train.exchange.background import Background, Wait
+from dadt.train.exchange.background import Background, Wait
 
 
 class RankLink(Protocol):

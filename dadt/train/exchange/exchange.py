@@ -9,26 +9,23 @@ from itertools import islice
 from operator import attrgetter
 from sys import getrefcount
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
 
+from dadt._core import Work
 from dadt.comm.bucket import Bucket, Staged, split
 from dadt.comm.compression import LowRank, forms
+from dadt.comm.compression.powersgd import Learned, Round
+from dadt.comm.executors.device import Averaging, Device
 from dadt.errors import Mismatch
+from dadt.train.exchange.background import Wait
 from dadt.train.exchange.bucket_exchange import BucketExchange, RankLink
 from dadt.train.exchange.sent import Looks, SentGradients
 from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_flags, pack_flags
 from dadt.train.norm import norms, together
 from dadt.train.storage import storage_uses
-
-if TYPE_CHECKING:
-    from dadt._core import Work
-    from dadt.comm.compression.powersgd import Learned, Round
-    from dadt.comm.executors.device import Averaging, Device
-    from dadt.train.exchange.background import Wait
-
 
 _gradient = attrgetter("grad")
 _REFERENCES = max(map(getrefcount, [object()]))

@@ -21,21 +21,21 @@ images."""
 
 def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
     """Return a fingerprint of the last parameters' gradients; 0 if all their values are 0 or there is no gradient."""
-    dense = [p.grad for p in parameters if p.grad is not None and _is_dense(p.grad)][-_GRADIENTS:]
+    dense = [p.grad for p in parameters if p.grad is not None and is_dense(p.grad)][-_GRADIENTS:]
     return _crc(dense) if any(bool(some_values(gradient).any()) for gradient in dense) else 0
 
 
 def of_inputs(given: Any, before: int) -> int:
     """Return a fingerprint of the data tensors among a forward's inputs. before: fingerprint of earlier forwards of the
     step, which is included."""
-    leaves = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor) and not t.requires_grad and _is_dense(t)]
+    leaves = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor) and not t.requires_grad and is_dense(t)]
     return zlib.crc32(_bytes([_spread(t) for t in leaves], _INPUTS), before) if leaves else before
 
 
 def of_trained(parameters: Sequence[torch.Tensor], number: int) -> int:
     """Return a fingerprint of a few parameters, of other ones for each `number`. Parameters on a GPU are left out, as
     the host would have to wait for their values."""
-    here = [p for p in parameters if p.device.type == "cpu" and _is_dense(p)]
+    here = [p for p in parameters if p.device.type == "cpu" and is_dense(p)]
     begin = _TRAINED * number % len(here) if here else 0
     return _crc([*here[begin:], *here[:begin]][:_TRAINED])
 
@@ -45,7 +45,7 @@ def of_untrained(modules: Iterable[nn.Module], trained: Iterable[torch.Tensor]) 
     frozen only for now."""
     left_out = {id(p) for p in trained}
     every = {id(p): p for m in modules for p in m._parameters.values() if p is not None and id(p) not in left_out}
-    return _crc([p for p in every.values() if not p.requires_grad and _is_dense(p)])
+    return _crc([p for p in every.values() if not p.requires_grad and is_dense(p)])
 
 
 def of_values(values: torch.Tensor) -> int:
@@ -74,5 +74,5 @@ def _spread(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)[:: -(-tensor.numel() // _INPUTS) | 1]
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel() > 0

@@ -83,7 +83,7 @@ def pack_flags(flags: Sequence[bool]) -> bytes:
     """Pack one bit per tensor: whether this rank has a gradient for it."""
     # All flags are converted at once: a shift of one long number per flag would take time proportional to the square of
     # their count.
-    bits = int("".join("01"[flag] for flag in reversed(flags)) or "0", 2)
+    bits = int("".join(["01"[flag] for flag in reversed(flags)]) or "0", 2)
     return bits.to_bytes((len(flags) + 7) // 8, "little")
 
 

@@ -21,7 +21,7 @@ from dadt.errors import Mismatch
 from dadt.train.algorithm import Relaunched
 from dadt.train.attachments import Attachments
 from dadt.train.exchange.exchange import Exchange
-from dadt.train.gathering import Gathering
+from dadt.train.loss.gathering import Gathering
 from dadt.train.ranks import Ranks
 from dadt.train.replicas import Replicas
 from dadt.train.verification import Verification, judge

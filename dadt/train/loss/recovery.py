@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dadt.comm import executors
+from dadt.comm.executors.base import Connection
 from dadt.comm.peer_deaths import Generation
 from dadt.config.executor import executors_of
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout, Unproved
@@ -16,15 +17,12 @@ from dadt.train.attachments import Attachments
 from dadt.train.checkpoint import Checkpoints
 from dadt.train.drawn_batches import DrawnBatches
 from dadt.train.events import Events
+from dadt.train.loss.regroup import regroup
 from dadt.train.optimizers import Optimizers
 from dadt.train.ranks import Ranks
-from dadt.train.regroup import regroup
 from dadt.train.replicas import Replicas
 from dadt.train.stall import PATIENCE
 from dadt.train.verification import Verification
-
-if TYPE_CHECKING:
-    from dadt.comm.executors.base import Connection
 
 REGROUP_SECONDS = 10.0
 """Seconds for which a rank waits until the launcher reports who trains on, after a library has noticed a lost host."""
@@ -49,7 +47,6 @@ class Recovery:
         self._checkpoints, self._replicas, self._events = checkpoints, replicas, events
         self._verification = verification
         self._regrouping = False
-        ranks.connect_anew = self.connect_anew
 
     def connect(self) -> None:
         """Connect with all ranks of the group, after waiting for them. Raises StartTimeout, PeerLost or ConfigError."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from dadt.comm.peer_deaths import Deaths
 from dadt.errors import CommError, PeerLost
-from dadt.train.pause import Pause
+from dadt.train.loss.pause import Pause
 
 _STOP_SECONDS = 5.0
 

@@ -3,16 +3,11 @@ pass them on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
+from dadt._core import Engine, Work
 from dadt.errors import CommError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from dadt._core import Engine, Work
-
 
 KEPT = 16
 """Number of newest allgathers whose results a rank stores, because another rank may still wait for one of them."""
