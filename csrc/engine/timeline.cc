@@ -14,7 +14,7 @@ std::string microseconds(Clock::duration time) {
   return text;
 }
 
-std::string quoted(const std::string& text) {
+std::string json_string(const std::string& text) {
   std::string result = "\"";
   for (const char c : text) {
     if (c == '"' || c == '\\') {
@@ -37,7 +37,7 @@ std::string arguments_of(const Operation& operation, const Result& result) {
       "\"bytes\":" + std::to_string(gathers ? operation.lane.size() : operation.layout.bytes());
   if (operation.layout.counts().size() > 1)
     text += ",\"tensors\":" + std::to_string(operation.layout.counts().size());
-  if (result.error) text += ",\"error\":" + quoted(result.error->what());
+  if (result.error) text += ",\"error\":" + json_string(result.error->what());
   return text;
 }
 
@@ -95,7 +95,7 @@ void Timeline::step(int64_t number, Clock::time_point begin, Clock::time_point e
     if (wait.begin > from)
       events.push_back({"X", kTraining, "compute", "compute", {}, from, wait.begin - from});
     events.push_back({"X", kTraining, "wait", "exposed wait",
-                      "\"step\":" + step + ",\"for\":" + quoted(wait.name), wait.begin,
+                      "\"step\":" + step + ",\"for\":" + json_string(wait.name), wait.begin,
                       wait.end - wait.begin});
     from = wait.end;
   }
@@ -149,7 +149,7 @@ void Timeline::write(std::string& text, const Event& event) const {
   text += ",\"tid\":" + std::to_string(event.track);
   text += std::string(",\"cat\":\"") + event.category + "\"";
   if (event.id != 0) text += ",\"id\":\"" + pid + "." + std::to_string(event.id) + "\"";
-  text += ",\"name\":" + quoted(event.name);
+  text += ",\"name\":" + json_string(event.name);
   if (!event.arguments.empty()) text += ",\"args\":{" + event.arguments + "}";
   text += "},\n";
 }
