@@ -96,12 +96,12 @@ TEST_P(ShmExchange, EverybodyGetsWhatIsSentToIt) {
   }
 }
 
+// Many ranks exchange small slots alone: large ones differ in how they are copied, not in who reads them.
 std::vector<Case> cases() {
   std::vector<Case> all;
-  for (int world_size : {1, 2, 3, 4, 9}) {
-    for (size_t slot_bytes : {kSmallSlot, ShmExecutor::kSlotBytes}) {
-      for (bool allocate : {false, true}) all.push_back({world_size, slot_bytes, allocate});
-    }
+  for (bool allocate : {false, true}) {
+    for (int world_size : {1, 2, 3, 4, 9}) all.push_back({world_size, kSmallSlot, allocate});
+    for (int world_size : {1, 2, 3}) all.push_back({world_size, ShmExecutor::kSlotBytes, allocate});
   }
   return all;
 }
@@ -109,7 +109,7 @@ INSTANTIATE_TEST_SUITE_P(All, ShmExchange, testing::ValuesIn(cases()));
 
 // An allgather: one piece for all. In place or not, and long enough to be written past the cache.
 TEST(Exchange, WhatSeveralGetIsSentOnce) {
-  for (int world_size : {1, 2, 4}) {
+  for (int world_size : {1, 2, 3}) {
     const auto executors = connected(world_size, ShmExecutor::kSlotBytes);
     for (size_t length : {size_t{0}, size_t{777}, size_t{6} << 20}) {
       for (bool in_place : {false, true}) {
