@@ -20,8 +20,9 @@ BUILT := pyproject.toml dadt/config/version.py $(wildcard CMakeLists.txt) $(shel
 demo: .venv/installed
 	$(BIN)/dadt run -np $(WORKERS) examples/mnist.py --epochs 3
 
-# Three tests at a time on two cores: a third of the time they wait.
-test: lint docs native machines
+# Two things at a time, as pip, mypy and C++ ranks leave a core idle. Then three tests at a time: a third of the time they wait.
+test:
+	$(MAKE) --jobs 2 --output-sync=target lint native docs machines
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations 30 --durations-min 3
 
 # What is quick: lint, types, layers, and the tests that start no processes.
@@ -174,22 +175,23 @@ dist: | $(BIN)/python
 # The C++ core under the sanitizers, ranks as threads.
 native: native-thread native-address
 
-native-%: .venv/testable
+native-%: .venv/torch
 	@.ci/need libgtest-dev test -e /usr/include/gtest/gtest.h
 	$(BIN)/cmake -S . -B build/$* -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DSKBUILD_PROJECT_VERSION=0 -DDADT_MODULE=OFF -DDADT_TESTS=ON -DDADT_SANITIZE=$*
 	$(BIN)/cmake --build build/$* --parallel 2 -- --quiet
 	.ci/steady $(BIN)/ctest --test-dir build/$* --output-on-failure --no-tests=error --stop-on-failure
 
+# One pip at a time works in an environment, whatever else make does meanwhile.
 .venv/installed: .venv/torch $(BUILT)
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-.venv/testable: .venv/torch $(BUILT)
+.venv/testable: .venv/torch $(BUILT) | .venv/documentable
 	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch .venv/installed $@
 
-.venv/documentable: Makefile | $(BIN)/python
+.venv/documentable: Makefile | .venv/torch
 	$(PIP) 'mkdocs>=1.6,<2'
 	@touch $@
 
