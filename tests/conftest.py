@@ -111,12 +111,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
     """start(script, *arguments, **env) -> a running `dadt run`. `-np 2 train.py` where no arguments are given."""
     runs: list[Run] = []
+    forked = request.node.get_closest_marker("forked") is not None
 
     def begin(script: str, *arguments: str, **env: str) -> Run:
-        runs.append(Run(tmp_path, script, list(arguments) or ["-np", "2", "train.py"], env))
+        runs.append(Run(tmp_path, script, list(arguments) or ["-np", "2", "train.py"], env, forked))
         return runs[-1]
 
     yield begin

@@ -8,6 +8,8 @@ import re
 import pytest
 from harness.survivors import CUT, KILL, KILL_ONCE_DELIVERED, lacks
 
+pytestmark = pytest.mark.forked
+
 TRAIN = """
 import hashlib, os, re, signal, sys, time, torch
 torch.set_num_threads(1)

@@ -22,7 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("verbs")
     script = SCRIPTS / "verbs.py"
     done = subprocess.run(
-        [sys.executable, "-m", "dadt_cli", "run", "-np", str(RANKS), *forkserver.command(), str(script), str(folder)],
+        [sys.executable, "-m", "dadt_cli", "run", "-np", str(RANKS), forkserver.python(), str(script), str(folder)],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import SCRIPTS
+from harness import SCRIPTS, forkserver
 from harness.patience import PATIENCE
 from harness.run import DADT
 
@@ -31,7 +31,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]
             limit = ["--timeout", "30"] if ranks == 4 else []  # without, an operation takes as long as it takes
             command = [*DADT, "run", "-np", str(ranks), *limit]
             done = subprocess.run(
-                [*command, str(SCRIPTS / f"{file}.py"), str(folder)],
+                [*command, forkserver.python(), str(SCRIPTS / f"{file}.py"), str(folder)],
                 cwd=folder,
                 capture_output=True,
                 text=True,

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import SCRIPTS
+from harness import SCRIPTS, forkserver
 from harness.patience import PATIENCE
 from harness.run import Result
+
+pytestmark = pytest.mark.forked
 
 BODY = """
 import hashlib, torch
@@ -265,7 +267,8 @@ except hvd.HorovodInternalError as error:
 
 def by_two(tmp_path: Path, name: str, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[str, str]:
     """What a script of tests/scripts prints, and what all ranks end with."""
-    command = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", *flags, str(SCRIPTS / name), *arguments]
+    dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", "2", *flags]
+    command = [*dadt, forkserver.python(), str(SCRIPTS / name), *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     ends = re.findall(r"^\[\d\] ends with (.*)$", done.stdout, re.MULTILINE)

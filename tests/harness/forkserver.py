@@ -7,10 +7,13 @@ torch`, which finds the torch that is there. Tests of how it gets into a script 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import io
 import json
 import os
 import runpy
@@ -24,17 +27,21 @@ from pathlib import Path
 from typing import Any
 
 FORKED_RANK = Path(__file__).with_name("forked_rank")
+NAMESPACES = ("pid", "net", "uts", "mnt")
+ROOM = 64 << 10
+"""Bytes for a rank's variables where the kernel shows them, in /proc/PID/environ."""
 
 
 @functools.cache
-def command() -> tuple[str, ...]:
-    """What stands in the place of `python` before a script's name."""
+def python() -> str:
+    """A program that stands in the place of `python`, for `dadt run --python` or before a script's name."""
     folder = tempfile.TemporaryDirectory(prefix="dadt-forkserver-")
-    address = os.path.join(folder.name, "socket")
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
-    )
+    program = Path(folder.name, "python")
+    program.write_text(f"#!{sys.executable} -IS\n{FORKED_RANK.read_text()}")
+    program.chmod(0o755)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ROOM": ROOM * "x"}
+    command = [sys.executable, __file__, str(program.with_name("socket"))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == b"listening\n"
 
@@ -46,7 +53,7 @@ def command() -> tuple[str, ...]:
         folder.cleanup()
 
     atexit.register(end)
-    return str(FORKED_RANK), address
+    return str(program)
 
 
 class Rank:
@@ -58,12 +65,15 @@ class Rank:
         self.end = os.pidfd_open(pid)
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has not made its group yet
+            os.kill(self.pid, signal.SIGKILL)
 
     def bury(self) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         try:
-            self.connection.send(str(code).encode())
+            self.connection.send(b"E" + code.to_bytes(8, "big", signed=True))
         except ConnectionError:
             pass  # killed together with it
         self.close()
@@ -95,6 +105,13 @@ class Import(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         hook()
 
 
+def enter(there: int, here: int) -> None:
+    """Have this process, or with a namespace of pids those that it forks, go from here to another namespace."""
+    same = os.path.samestat(os.fstat(there), os.fstat(here))
+    if not same and ctypes.CDLL(None, use_errno=True).setns(there, 0) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
 def serve(address: str) -> dict[str, Any] | None:
     """Returns the order in each forked process, and None where the process of the tests has ended."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -103,6 +120,7 @@ def serve(address: str) -> dict[str, Any] | None:
     ready = selectors.DefaultSelector()
     ready.register(listener, selectors.EVENT_READ)
     ready.register(sys.stdin, selectors.EVENT_READ)
+    own = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
     print("listening", flush=True)
     ranks: list[Rank] = []
     while True:
@@ -114,18 +132,25 @@ def serve(address: str) -> dict[str, Any] | None:
             if key.fileobj is listener:
                 connection = listener.accept()[0]
                 try:
-                    size, files, _, _ = socket.recv_fds(connection, 8, 3)
+                    size, files, _, _ = socket.recv_fds(connection, 8, 3 + len(NAMESPACES))
                     order = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
                 except ConnectionError:  # it was killed before it had said what it is for
                     connection.close()
                     continue
+                enter(files[3], own[0])
                 if (pid := os.fork()) == 0:
-                    for number, file in enumerate(files):
+                    os.setsid()
+                    for there, here in zip(files[4:], own[1:], strict=True):
+                        enter(there, here)
+                    connection.send(b"P" + os.getpid().to_bytes(8, "big"))
+                    for number, file in enumerate(files[:3]):
                         os.dup2(file, number)
+                    for file in [*files, *own]:
                         os.close(file)
                     for each in (connection, listener, ready, *ranks):
                         each.close()
                     return json.loads(order)
+                enter(own[0], files[3])
                 for file in files:
                     os.close(file)
                 ranks.append(Rank(pid, connection))
@@ -144,6 +169,25 @@ def serve(address: str) -> dict[str, Any] | None:
                 ranks.remove(key.data)
 
 
+def set_environment(env: dict[str, str]) -> None:
+    """As if this process had begun with these variables, also to those who read /proc."""
+    os.environ.clear()
+    os.environ.update(env)
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    block = b"".join(f"{name}={value}\0".encode() for name, value in env.items())
+    assert len(block) <= end - begin, "more room is needed"
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, block, len(block))
+
+
+def unbuffered() -> None:
+    """Standard output and error as PYTHONUNBUFFERED has them."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = io.TextIOWrapper(io.FileIO(number, "w", closefd=False), write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def main() -> None:
     import torch._dynamo  # what the first optimizer imports
     import torch.distributed.optim  # noqa: F401  # and DDP
@@ -154,13 +198,15 @@ def main() -> None:
     gc.freeze()  # or every rank would go through all of that at its end, which takes a second
     if (order := serve(sys.argv[1])) is None:
         return
-    os.setsid()
     os.chdir(order["cwd"])
-    os.environ.clear()
-    os.environ.update(order["env"])
+    set_environment(order["env"])
     sys.argv = order["argv"]
+    if os.environ.get("PYTHONUNBUFFERED"):
+        unbuffered()
     Import()
-    sys.path[0] = str(Path(sys.argv[0]).parent)
+    sys.path[:1] = [str(Path(sys.argv[0]).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    if importlib.util.find_spec("sitecustomize"):
+        import sitecustomize  # noqa: F401
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

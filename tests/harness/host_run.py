@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from harness import lightened
+from harness import forkserver, lightened
 from harness.machine import Network
 from harness.patience import PATIENCE
 from harness.run import DADT, Run
@@ -17,13 +17,23 @@ __all__ = ["PATIENCE", "HostRun"]
 class HostRun(Run):
     """`dadt run` on the machine named launcher."""
 
-    def __init__(self, network: Network, folder: Path, script: str, arguments: list[str], env: dict[str, str]) -> None:
-        (folder / "train.py").write_text(lightened(script))
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        script: str,
+        arguments: list[str],
+        env: dict[str, str],
+        forked: bool = False,
+    ) -> None:
+        """forked: as for Run. A rank lives in the namespaces of its host all the same."""
+        (folder / "train.py").write_text(script if forked else lightened(script))
+        python = {"DADT_PYTHON": forkserver.python()} if forked else {}
         self.folder = folder
         command = [*DADT, "run", "--ssh-config", network.config, *arguments]
         self.process = subprocess.Popen(
             network.launcher.enter(command, folder),
-            env={**os.environ, "PYTHONWARNINGS": "default", "HOME": str(network.launcher.home), **env},
+            env={**os.environ, "PYTHONWARNINGS": "default", "HOME": str(network.launcher.home), **python, **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -90,7 +90,7 @@ def run(
     path = folder / "train.py"
     forked = launcher == "dadt run" and not alone
     light = "" if forked or "torch.compile" in script else "from harness import light"
-    python = forkserver.command() if forked else ()
+    python = [forkserver.python()] if forked else []
     prelude = PRELUDE.format(tests=str(TESTS), folder=str(folder), first=first, light=light)
     path.write_text(prelude + textwrap.dedent(script))
     done = subprocess.run(

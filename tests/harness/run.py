@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import lightened
+from harness import forkserver, lightened
 from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 
 DADT = [str(Path(sys.executable).with_name("dadt"))]
@@ -38,13 +38,17 @@ class Result:
 class Run:
     """A running `dadt run`; the script's text is given, and its file is called train.py."""
 
-    def __init__(self, folder: Path, script: str, arguments: list[str], env: dict[str, str]) -> None:
-        (folder / "train.py").write_text(lightened(script))
+    def __init__(
+        self, folder: Path, script: str, arguments: list[str], env: dict[str, str], forked: bool = False
+    ) -> None:
+        """forked: ranks are forked off a process that has torch."""
+        (folder / "train.py").write_text(script if forked else lightened(script))
+        python = {"DADT_PYTHON": forkserver.python()} if forked else {}
         self.folder = folder
         self.process = subprocess.Popen(
             [*DADT, "run", *arguments],
             cwd=folder,
-            env={**os.environ, "PYTHONWARNINGS": "default", **env},
+            env={**os.environ, "PYTHONWARNINGS": "default", **python, **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -44,12 +44,15 @@ def hosts(network_possible: None, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture
-def start(hosts: Callable[[int], Network], tmp_path: Path) -> Iterator[Callable[..., HostRun]]:
+def start(
+    hosts: Callable[[int], Network], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., HostRun]]:
     """start(network, script, *arguments, **env) -> a running `dadt run`. Ends before the machines do."""
     runs: list[HostRun] = []
+    forked = request.node.get_closest_marker("forked") is not None
 
     def begin(network: Network, script: str, *arguments: object, **env: str) -> HostRun:
-        runs.append(HostRun(network, tmp_path, script, list(map(str, arguments)), env))
+        runs.append(HostRun(network, tmp_path, script, list(map(str, arguments)), env, forked))
         return runs[-1]
 
     yield begin

@@ -208,7 +208,7 @@ def job(folder: Path, flags: list[str], arguments: list[str]) -> tuple[dict[str,
     command = [
         *LAUNCHERS["dadt run"](2),
         *flags,
-        *forkserver.command(),
+        forkserver.python(),
         str(SCRIPT),
         "--out",
         str(folder),

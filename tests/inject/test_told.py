@@ -266,7 +266,7 @@ def test_a_group_that_nobody_asks_for_the_rank_shares_nothing_out(tmp_path, firs
     """As Accelerate makes it where there are no GPUs."""
     script = dedent(GROUP.format(first=first))
     (tmp_path / "train.py").write_text("import os\nimport torch\nfrom torch import nn\nrank = 0\n" + script)
-    command = [*LAUNCHERS["dadt run"](2), *forkserver.command(), "train.py"]
+    command = [*LAUNCHERS["dadt run"](2), forkserver.python(), "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert f": {steps} steps, " in done.stderr and told in done.stderr
@@ -317,6 +317,6 @@ def test_libraries_that_would_train_on_gpus_see_no_rank_where_there_are_none(tmp
     script = "import torch, os, sys\nsys.path.insert(0, os.getcwd())\nimport accelerate, other\n"
     script += "print(accelerate.seen, other.seen[1:], os.environ['RANK'] in '01', accelerate.own())\n"
     (tmp_path / "train.py").write_text(script)
-    command = [*LAUNCHERS["dadt run"](1), *forkserver.command(), "train.py"]
+    command = [*LAUNCHERS["dadt run"](1), forkserver.python(), "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert "[None, False, False, True] [True, True, True] True 7\n" in done.stdout, done.stderr

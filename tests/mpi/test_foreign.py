@@ -178,7 +178,7 @@ def two_hosts(folder: Path, script: str, **env: str) -> list[tuple[int, str]]:
     names = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     ranks = [
         subprocess.Popen(
-            [*forkserver.command(), "train.py"],
+            [forkserver.python(), "train.py"],
             cwd=folder,
             env={**os.environ, **names, "OMPI_COMM_WORLD_RANK": str(rank), **env},
             stderr=subprocess.PIPE,

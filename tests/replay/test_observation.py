@@ -42,7 +42,7 @@ KINDS = [
 @pytest.mark.parametrize(("options", "names"), KINDS)
 def test_snapshots_change_nothing(launch, tmp_path, options: list[str], names: tuple[str, ...]) -> None:
     begins = [*OPTIONS, *options, *BEGINS]
-    program = (*forkserver.command(), "train.py")
+    program = (forkserver.python(), "train.py")
     expected = told(launch(several(*names), *begins, *program))
     for every in ("0.05s", "3steps", "1steps"):
         taken = launch(several(*names), *begins, "--snapshot-every", every, *program)

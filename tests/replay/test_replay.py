@@ -21,6 +21,8 @@ from harness.replayed import HEAD, SCRIPTS
 from dadt.control import snapshots
 from dadt.inject.replay.values import ReadValues
 
+pytestmark = pytest.mark.forked
+
 OPTIONS = ["-np", "2", "--warmup-steps", "5", "--snapshot-every", "10steps", "--seed", "7"]
 WITHOUT = ["-np", "2", "--warmup-steps", "5", "--seed", "7"]
 

@@ -201,7 +201,7 @@ def test_the_digits(compression, tmp_path):
                 "--log-dir",
                 str(tmp_path),
                 *options,
-                *forkserver.command(),
+                forkserver.python(),
                 str(DIGITS),
             ],
             capture_output=True,

@@ -8,6 +8,8 @@ import pytest
 from harness.calls import CALLS, MOMENTS, SCRIPT
 from harness.survivors import survivors
 
+pytestmark = pytest.mark.forked
+
 RANKS = 5
 WITHIN = [("save", "within"), ("saved in the step", "within")]
 EVERY = [*((call, moment) for call in CALLS for moment in MOMENTS if (call, moment) != ("end", "told")), *WITHIN]

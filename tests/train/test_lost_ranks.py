@@ -15,6 +15,8 @@ from harness.survivors import KILL_ONCE_DELIVERED, OPTIONS, lacks, run, script, 
 from dadt.config import Config
 from dadt.errors import ConfigError
 
+pytestmark = pytest.mark.forked
+
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])

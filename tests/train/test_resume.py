@@ -35,7 +35,7 @@ def trainer(base: Path) -> Train:
         folder = base / name
         folder.mkdir()
         dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", str(np)]
-        launch = [sys.executable] if options is None else [*dadt, *options, *forkserver.command()]
+        launch = [sys.executable] if options is None else [*dadt, *options, forkserver.python()]
         command = [*launch, str(SCRIPT), "--folder", str(folder), *arguments]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=base, capture_output=True, timeout=PATIENCE, env=env)

@@ -104,7 +104,7 @@ def test_under_torchrun(tmp_path: Path, end: str) -> None:
 
 @pytest.mark.parametrize("end", [DESTROY, "pass"], ids=["", "group forgotten"])
 def test_under_dadt_run_without_an_import(tmp_path: Path, end: str) -> None:
-    command = [beside("dadt"), "run", "-np", "2", *forkserver.command()]
+    command = [beside("dadt"), "run", "-np", "2", forkserver.python()]
     _trained(run(tmp_path, toy(BY_ENVIRONMENT, CALL, imported=False, end=end), command))
 
 

@@ -51,7 +51,7 @@ def result(**more):
 def command(folder: Path, script: str, *arguments: str, plain: bool = False) -> subprocess.CompletedProcess[str]:
     text = HEAD + textwrap.dedent(script)
     (folder / "train.py").write_text(lightened(text) if plain else text)
-    line = [sys.executable] if plain else [str(DADT), "run", *arguments, *forkserver.command()]
+    line = [sys.executable] if plain else [str(DADT), "run", *arguments, forkserver.python()]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DADT_")} | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*line, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
