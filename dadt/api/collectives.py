@@ -59,40 +59,34 @@ def all_reduce_(
 all_reduce_async_ = started(all_reduce_)
 
 
+@blocking
 def grouped_all_reduce(
     tensors: Sequence[Tensor],
     reduction: str = "mean",
     *,
     name: str | None = None,
     process_set: ProcessSet | None = None,
-) -> list[Tensor]:
+) -> Handle[list[Tensor]]:
     """All-reduce a group of tensors together: nothing moves before every rank has submitted the whole group.
 
     tensors: same number, dtypes and shapes on all ranks. They are fused up to `group_buffer_size` bytes.
     """
-    return grouped_all_reduce_async(tensors, reduction, name=name, process_set=process_set).wait()
-
-
-def grouped_all_reduce_async(
-    tensors: Sequence[Tensor],
-    reduction: str = "mean",
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-) -> Handles:
-    """Start to all-reduce a group of tensors together, and return a handle for the list of results."""
     return _grouped(tensors, [_like(t) for t in tensors], reduction, name, process_set)
 
 
+grouped_all_reduce_async = started(grouped_all_reduce)
+
+
+@blocking
 def grouped_all_reduce_(
     tensors: Sequence[Tensor],
     reduction: str = "mean",
     *,
     name: str | None = None,
     process_set: ProcessSet | None = None,
-) -> list[Tensor]:
+) -> Handle[list[Tensor]]:
     """All-reduce a group of tensors together, overwrite the tensors with the results, and return them."""
-    return _grouped(tensors, tensors, reduction, name, process_set).wait()
+    return _grouped(tensors, tensors, reduction, name, process_set)
 
 
 def join(process_set: ProcessSet | None = None) -> int:

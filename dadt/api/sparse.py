@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,30 +52,24 @@ class _Later:
     on the result of the first."""
 
     def __init__(self, action: Callable[[], Tensor]) -> None:
-        self._action = action
-        self._result: Tensor | None = None
-        self._error: Exception | None = None
+        self._future: Future[Tensor] = Future()
         # The thread is a daemon, so that waiting for a peer that never answers does not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="dadt-sparse", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(action,), name="dadt-sparse", daemon=True).start()
 
     @property
     def done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._future.done()
 
-    def wait(self, timeout: float) -> Any:
-        self._thread.join(None if timeout == math.inf else timeout)
-        if self._thread.is_alive():
+    def wait(self, timeout: float) -> Tensor:
+        if not wait([self._future], None if timeout == math.inf else timeout).done:
             raise CommTimeout(f"coo_all_reduce was not done within {timeout:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._result
+        return self._future.result()
 
-    def _run(self) -> None:
+    def _run(self, action: Callable[[], Tensor]) -> None:
         try:
-            self._result = self._action()
+            self._future.set_result(action())
         except Exception as error:  # noqa: BLE001 (raised where the caller waits)
-            self._error = error
+            self._future.set_exception(error)
 
 
 def _prepare(tensor: Tensor, reduction: str, name: str | None, process_set: ProcessSet | None) -> Callable[[], Tensor]:

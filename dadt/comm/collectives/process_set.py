@@ -62,7 +62,7 @@ class Handle(Generic[T]):
         return self._result
 
 
-class Handles:
+class Handles(Handle[list[Any]]):
     """Several handles in one: `wait` returns the list of their results."""
 
     def __init__(self, handles: Sequence[Handle[Any]]) -> None:

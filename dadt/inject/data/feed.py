@@ -6,6 +6,8 @@ import functools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import InitVar, dataclass
 from typing import Any, cast
 
 from dadt.inject.data.seed import Streams
@@ -19,23 +21,18 @@ FEW_BATCHES = 3
 fetch all batches before its first backward."""
 
 
+@dataclass(eq=False)
 class Order:
     """Sampler that replaces a loader's own sampler: draws from the random stream that all ranks share, as a single
     process would."""
 
-    def __init__(
-        self,
-        source: Iterable[Any],
-        streams: Streams,
-        draws_on: bool,
-        seen: Callable[[StepShare], None] | None = None,
-    ) -> None:
-        """draws_on: whether the source may draw random numbers for every index, not only for the first. seen: called
-        with each StepShare that the source yields, whose indices are passed on; None if the source yields indices."""
-        self.source = source
-        self.streams = streams
-        self.draws_on = draws_on
-        self.seen = seen
+    source: Iterable[Any]
+    streams: Streams
+    draws_on: bool
+    """Whether the source may draw random numbers for every index, not only for the first."""
+    seen: Callable[[StepShare], None] | None = None
+    """Called with each StepShare that the source yields, whose indices are passed on; None if the source yields
+    indices."""
 
     def __iter__(self) -> Iterator[Any]:
         with self.streams.shared():  # a custom sampler may draw random numbers as soon as its iterator is created
@@ -46,10 +43,7 @@ class Order:
         swap = True
         while True:
             try:
-                if swap:
-                    with self.streams.shared():
-                        index = next(source)
-                else:
+                with self.streams.shared() if swap else nullcontext():
                     index = next(source)
             except StopIteration:
                 return
@@ -68,31 +62,25 @@ class Order:
         return getattr(self.source, name)
 
 
+@dataclass(eq=False)
 class Feed(BatchView):
     """Iterator over the batches of a map-style data set on a rank that trains on its share. Counts samples as batches
     are handed out."""
 
-    def __init__(
-        self,
-        share: Share,
-        runtime: Runtime,
-        streams: Streams,
-        name: str,
-        draws_on: bool,
-        prefetches: bool,
-        steps: int,
-        over: Callable[[bool], None],
-    ) -> None:
-        """prefetches: whether worker processes draw indices ahead of the batches handed out. steps: steps of a pass, 0
-        if unknown. over: called at the end of each pass, with whether any training happened in it."""
-        self.share = share
-        self.runtime = runtime
-        self.streams = streams
-        self.name = name
-        self.prefetches = prefetches
-        self.steps = steps
-        self.over = over
-        self.order = Order(share, streams, draws_on, self._drawn)
+    share: Share
+    runtime: Runtime
+    streams: Streams
+    name: str
+    draws_on: InitVar[bool]
+    prefetches: bool
+    """Whether worker processes draw indices ahead of the batches handed out."""
+    steps: int
+    """Number of steps of a pass; 0 if unknown."""
+    over: Callable[[bool], None]
+    """Called at the end of each pass, with whether any training happened in it."""
+
+    def __post_init__(self, draws_on: bool) -> None:
+        self.order = Order(self.share, self.streams, draws_on, self._drawn)
         self._pieces: deque[StepShare] = deque()
 
     def begin(self, start: Callable[[], Iterator[Any]]) -> Feed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -126,6 +128,7 @@ class Batch(NamedTuple):
     data: Any
 
 
+@dataclass(eq=False)
 class StreamFeed:
     """Iterator over the batches of an iterable data set (a stream), for a rank that trains on the data.
 
@@ -135,34 +138,26 @@ class StreamFeed:
     have run out.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[tuple[int, Any]],
-        runtime: Runtime,
-        streams: Streams,
-        name: str,
-        nominal: int,
-        steps: int | None,
-        here: Here,
-        over: Callable[[int], None],
-    ) -> None:
-        """nominal: number of samples in an ordinary batch, the same on all ranks. steps: the length of the iterator, or
-        None if unknown. over: called at the end of a pass, with its number of steps."""
-        self.batches = batches
-        self.runtime = runtime
-        self._ranks = runtime.ranks
-        self.streams = streams
-        self.name = name
-        self.nominal = nominal
-        self.steps = steps
-        self.in_process = here.in_process
-        self.reads_ahead = not (here.in_process and here.lives_on)
-        self.together = runtime.ranks.together
+    batches: Iterator[tuple[int, Any]]
+    runtime: Runtime
+    streams: Streams
+    name: str
+    nominal: int
+    """Number of samples in an ordinary batch, the same on all ranks."""
+    steps: int | None
+    """The length of the iterator; None if unknown."""
+    here: Here
+    over: Callable[[int], None]
+    """Called at the end of a pass, with its number of steps."""
+
+    def __post_init__(self) -> None:
+        self._ranks = self.runtime.ranks
+        self.reads_ahead = not (self.here.in_process and self.here.lives_on)
+        self.together = self._ranks.together
         """Whether all ranks make the same number of batches; otherwise each rank makes its own number."""
-        self.over = over
         self._given = 0
-        self._pass = Pass(name)
-        self._training = runtime.optimizers.trains()
+        self._pass = Pass(self.name)
+        self._training = self.runtime.optimizers.trains()
         self._ahead: Batch | None = None
         self._last: Batch | None = None
         self._failure: Exception | None = None
@@ -194,11 +189,14 @@ class StreamFeed:
             self._end()
         batch = self._ahead or self._repeat(having)
         self._last = batch._replace(samples=0)
-        self._given += 1
         if self.reads_ahead:
             self._look_ahead()
         else:
             self._looked = False
+        return self._give(batch)
+
+    def _give(self, batch: Batch) -> Any:
+        self._given += 1
         if self._training or self.runtime.optimizers.trains():
             self.runtime.batches.drew(self._pass, batch.samples, self.nominal)
         return batch.data
@@ -215,10 +213,7 @@ class StreamFeed:
         batch = self._fetch()
         if batch is None:
             self._end()
-        self._given += 1
-        if self._training or self.runtime.optimizers.trains():
-            self.runtime.batches.drew(self._pass, batch.samples, self.nominal)
-        return batch.data
+        return self._give(batch)
 
     def _end(self) -> NoReturn:
         self._ended = True
@@ -254,10 +249,7 @@ class StreamFeed:
         while True:
             try:
                 # every rank reads the whole stream, so random numbers used to read it must be the same on all ranks
-                if self.in_process:
-                    with self.streams.shared():
-                        batch = Batch(*next(self.batches))
-                else:
+                with self.streams.shared() if self.here.in_process else nullcontext():
                     batch = Batch(*next(self.batches))
             except StopIteration:
                 return None
