@@ -38,7 +38,7 @@ class Derivatives:
         self._taken = 0
 
     def install(self) -> None:
-        """Patch torch.autograd.grad."""
+        """Patch `torch.autograd.grad`, so that what it returns within a step is averaged."""
 
         @replaces("grad", torch.autograd)
         def grad(*args: Any, **kwargs: Any) -> Any:
