@@ -319,3 +319,16 @@ def test_a_stopped_rank_is_not_the_cause_where_a_host_was_told_to_end_before() -
         world.say(rank, "end", stuck=[], signal=0)
     with pytest.raises(LaunchError, match=r"host2: the agent of this host .* was told to end by signal 15"):
         world.job.judge(world.now, [], [])
+
+
+def test_a_host_that_is_about_to_join_is_not_silent_for_the_one_before_it() -> None:
+    world = World(3, min_np=1, algorithm="gossip")
+    world.train(1)
+    for host in range(3):
+        world.say(host, "heartbeat", port=4000 + host)
+    world.say(0, "silent", peer=1, seconds=5.0)
+    world.nodes[1] = Node(1, Host(name="host9"), heard=world.now + 3.0)
+    for node in (world.nodes[0], world.nodes[2]):
+        node.heard = world.now + 3.0
+    world.later(3.0)
+    assert not world.said()

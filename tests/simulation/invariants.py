@@ -209,10 +209,10 @@ class Invariants:
         for loss in launcher.job.watch.losses:
             others = [m for m in launcher.job.watch.gauges if not m.member.lost and not m.member.joined]
             trained = min((gauge.member.seen for gauge in others), default=0.0)
-            again = f"a new worker starts in place of rank {loss.rank}"
             due = loss.time - EPOCH + AGAIN_SECONDS < trained
             killed = all(each.fatal for each in self.struck)
-            if due and killed and not any(again in text for *_, text in launcher.said):
+            again = any(each.rank == loss.rank and each.born > loss.time - EPOCH for each in job.workers)
+            if due and killed and not again:
                 raise Broken(f"no new worker was started in place of rank {loss.rank}")
 
     def _check_joined(self, launcher: Launcher) -> None:

@@ -167,7 +167,6 @@ MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "the time in which an agent slept is the launcher's silence": (LauncherContact, "is_lost", sleepless),
     "workers live on without a launcher": (HostJob, "turn", blind),
     "workers that do not heed SIGTERM are not killed": (Stop, "advance", gentle),
-    "an end in a hurry is not hastened": (Stop, "hasten", nothing),
     "a signal for one rank reaches all of its host": (HostJob, "_signal", to_all),
     "each worker that ends was stopped": (HostJob, "ended", stopped),
     "no new worker is started on a host": (HostJob, "_start_anew", nothing),

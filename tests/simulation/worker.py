@@ -126,7 +126,7 @@ class Worker:
         self, world: World, agent: Agent, rank: int, pid: int, script: Script, config: Config, *, joins: bool
     ) -> None:
         self.world, self.agent, self.rank, self.pid, self.script, self.config = world, agent, rank, pid, script, config
-        self.joins = joins
+        self.joins, self.born = joins, world.now
         self.host = agent.machine
         self.process = Process(world, f"rank {rank}")
         self.deaths = Deaths()

@@ -47,13 +47,15 @@ class Silences:
     """Whether to report also pairs of hosts between which no heartbeat has ever arrived."""
     _ports: dict[int, int] = field(default_factory=dict)
     """Port on which each host listens for heartbeats, by host; 0 if it does not listen."""
+    _announced: dict[int, Node] = field(default_factory=dict)
+    """The node that listens for heartbeats, by host."""
     _outages: dict[tuple[int, int], Outage] = field(default_factory=dict)
 
     def heartbeat(self, event: Event) -> None:
         """Record the port at which a host listens for heartbeats (0: none). Once all ports are known, and again after a
         host was replaced, all agents receive the list of hosts and ports."""
         host = self._nodes.index(event.node)
-        self._ports[host] = event.frame["port"]
+        self._ports[host], self._announced[host] = event.frame["port"], event.node
         self._outages = {pair: outage for pair, outage in self._outages.items() if host not in pair}
         if len(self._ports) == len(self._nodes):
             hosts = [
@@ -107,7 +109,7 @@ class Silences:
 
     def turn(self, now: float) -> None:
         """Report new outages, once both hosts have had the time to notice them. Call regularly."""
-        for pair, outage in self._outages.items():
+        for pair, outage in self._current.items():
             joined = len(outage.deaf) == 2 or now - outage.noticed >= JOIN_SECONDS
             if joined and not outage.told and all(self._answers(index, now) for index in pair):
                 outage.told = True
@@ -115,13 +117,13 @@ class Silences:
 
     def between(self, one: int, other: int, now: float) -> str:
         """Return a text about the outage between these two hosts; empty if there is none."""
-        outage = self._outages.get(_pair(one, other))
+        outage = self._current.get(_pair(one, other))
         return self._text(_pair(one, other), outage, now) if outage is not None else ""
 
     def blame(self, now: float) -> Blame | None:
         """Return the longest outage between hosts that answer the launcher, as the blame for a failure; None if there
         is none."""
-        found = {p: o for p, o in self._outages.items() if all(self._answers(index, now) for index in p)}
+        found = {p: o for p, o in self._current.items() if all(self._answers(index, now) for index in p)}
         pair = min(found, key=lambda pair: found[pair].since, default=None)
         if pair is None:
             return None
@@ -131,13 +133,22 @@ class Silences:
     def cut_off(self, places: Collection[int], since: float, now: float) -> tuple[int, str] | None:
         """Return which of the hosts `places` has the most outages that began before `since` (time.monotonic), and a
         text about one of them; the highest index if several have as many. None if there are no outages."""
-        found = {p: o for p, o in self._outages.items() if o.since < since and set(p) <= set(places)}
+        found = {p: o for p, o in self._current.items() if o.since < since and set(p) <= set(places)}
         counts = Counter(place for pair in found for place in pair)
         if not counts:
             return None
         place = max(counts, key=lambda place: (counts[place], place))
         pair = next(pair for pair in found if place in pair)
         return place, f"{self._nodes[place].name}: {self._text(pair, found[pair], now)}"
+
+    @property
+    def _current(self) -> dict[tuple[int, int], Outage]:
+        """The outages without those of lost hosts whose place another host is about to take."""
+        nodes = self._nodes
+        if not self._outages:
+            return {}
+        away = {index for index, node in self._announced.items() if nodes[index] is not node}
+        return {pair: outage for pair, outage in self._outages.items() if away.isdisjoint(pair)}
 
     def _text(self, pair: tuple[int, int], outage: Outage, now: float) -> str:
         first, second = (self._nodes[index] for index in pair)
