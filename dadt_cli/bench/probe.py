@@ -18,6 +18,7 @@ from dadt.comm.compression import LowRank as Form
 from dadt.comm.compression import forms
 from dadt.comm.executors import c10d
 from dadt.comm.executors.base import Connection
+from dadt.comm.executors.keys import Keys
 from dadt.comm.executors.meet import Apart
 from dadt.comm.keepalive import leak
 from dadt.control.machine import cores
@@ -158,7 +159,8 @@ class _Ranks:
         still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
         self._still = executors.connect(still, world, Apart(runtime.ranks.meet, "still:"))
         """A connection by the null executor, which transfers nothing."""
-        self._group = c10d.group("gloo", runtime.ranks.meet, world, range(world.world_size), TIMEOUT, "pairs")
+        keys = Keys(runtime.ranks.meet, world.rank, world.world_size)
+        self._group = c10d.group("gloo", keys, world, range(world.world_size), TIMEOUT, "pairs")
         self.executor = executors_name(self._config, world, hosts)
 
     def network(self, most: int) -> tuple[float, Times]:
