@@ -15,10 +15,13 @@ namespace dadt {
 
 using Clock = std::chrono::steady_clock;
 
+// At most a year, which stands for "for ever": larger values would overflow the clock.
+inline Clock::duration duration(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 3.2e7)));
+}
+
 inline Clock::time_point deadline_after(double seconds) {
-  // A year stands for "for ever": larger values would overflow the clock.
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                            std::chrono::duration<double>(std::clamp(seconds, 0.0, 3.2e7)));
+  return Clock::now() + duration(std::max(seconds, 0.0));
 }
 
 inline double seconds_between(Clock::time_point from, Clock::time_point to) {

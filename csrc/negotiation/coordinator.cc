@@ -7,11 +7,6 @@
 namespace dadt {
 namespace {
 
-Clock::duration duration(double seconds) {
-  // A year stands for "for ever": larger values would overflow the clock.
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 3.2e7)));
-}
-
 std::string quoted(const std::string& name) { return "\"" + name + "\""; }
 
 // The user's request; in full if signatures alone do not tell the difference.

@@ -12,10 +12,6 @@ namespace {
 constexpr double kEngineCheck = 0.1;
 constexpr double kFarewell = 1.0;
 
-Clock::duration duration(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-}
-
 template <typename T>
 void append(std::vector<T>& to, const std::vector<T>& more) {
   to.insert(to.end(), more.begin(), more.end());
