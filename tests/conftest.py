@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from harness import TESTS, job, leftover
 from harness.patience import FACTOR
-from harness.run import Result, Run, await_nothing_left, end
+from harness.run import Result, Run, await_nothing_left, end, is_forked
 
 STARTERS = {"subprocess", "multiprocessing", *(f"harness.{path.stem}" for path in (TESTS / "harness").glob("*.py"))} - {
     "harness.patience"
@@ -114,7 +114,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
     """start(script, *arguments, **env) -> a running `dadt run`. `-np 2 train.py` where no arguments are given."""
     runs: list[Run] = []
-    forked = request.node.get_closest_marker("forked") is not None
+    forked = is_forked(request.node)
 
     def begin(script: str, *arguments: str, **env: str) -> Run:
         runs.append(Run(tmp_path, script, list(arguments) or ["-np", "2", "train.py"], env, forked))

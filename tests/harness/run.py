@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from harness import forkserver, lightened
 from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 
@@ -77,6 +79,12 @@ class Run:
         agents = [pid for pid in children if b"dadt.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(agents) == 1
         return agents[0]
+
+
+def is_forked(test: pytest.Item) -> bool:
+    """Whether the ranks of the test's jobs are forked. `forked(False)` leaves out one test of a module."""
+    mark = test.get_closest_marker("forked")
+    return mark is not None and mark.args != (False,)
 
 
 def end(runs: list[Run]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from harness.host_run import HostRun
 from harness.machine import Network, missing
 from harness.patience import SETTLE_SECONDS, await_that
-from harness.run import end
+from harness.run import end, is_forked
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def start(
 ) -> Iterator[Callable[..., HostRun]]:
     """start(network, script, *arguments, **env) -> a running `dadt run`. Ends before the machines do."""
     runs: list[HostRun] = []
-    forked = request.node.get_closest_marker("forked") is not None
+    forked = is_forked(request.node)
 
     def begin(network: Network, script: str, *arguments: object, **env: str) -> HostRun:
         runs.append(HostRun(network, tmp_path, script, list(map(str, arguments)), env, forked))

@@ -110,6 +110,7 @@ def test_the_report_has_who_was_lost(launch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.forked(False)  # it looks for its agent
 def test_a_host_is_lost_and_the_others_train_on(launch) -> None:
     fault = "os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)"
     hosts = ["-np", "4", "--simulate-hosts", "2", "--min-np", "2"]
