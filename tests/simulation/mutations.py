@@ -110,13 +110,6 @@ def forgetful(self: WorkerRegistry, saying: Any) -> None:
     saying.line.listens = True
 
 
-def heedless(self: HostJob, order: Any, now: float) -> None:
-    """Sends Ctrl-C to all at once, also to those that train."""
-    claims, self.registry.claims = self.registry.claims, {}
-    interrupt(self, order, now)
-    self.registry.claims = claims
-
-
 hear, lose, give, ending, heard = (
     Contact.hear,
     Membership.lose,
@@ -131,7 +124,7 @@ turn, host_turn, advance, signal, ended = (
     HostJob._signal,
     HostJob.ended,
 )
-look, interrupt = OtherHosts._look, HostJob._interrupt
+look = OtherHosts._look
 
 MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "an agent that is silent is never given up": (Contact, "silent", lambda self, now: []),
@@ -170,7 +163,6 @@ MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a signal for one rank reaches all of its host": (HostJob, "_signal", to_all),
     "each worker that ends was stopped": (HostJob, "ended", stopped),
     "no new worker is started on a host": (HostJob, "_start_anew", nothing),
-    "Ctrl-C does not wait for the end of a step": (HostJob, "_interrupt", heedless),
     "who begins to listen does not hear who trains": (WorkerRegistry, "_listen", forgetful),
     "a host that is heard again is not told": (OtherHosts, "_look", mute),
     "the time in which an agent slept is other hosts' silence": (OtherHosts, "_excuse", nothing),
