@@ -119,10 +119,9 @@ class Agent:
         self._wake(READ_SECONDS)
 
     def _look(self) -> None:
+        ready = report_of(self.machine, self.epoch, bad=self._how == "has a problem")
         if self._how != "never answers":
-            seconds = 20.0 if self._how == "answers late" else self.world.spread(0.5)
-            ready = report_of(self.machine, self.epoch, bad=self._how == "has a problem")
-            self.process.after(seconds, lambda: self._send(ready))
+            self.process.after(20.0 if self._how == "answers late" else 0.5, lambda: self._send(ready))
 
     def _probe(self, order: Frame) -> None:
         answer = probed(self.job, self.machine, order)
@@ -248,7 +247,10 @@ class Agent:
         if not self.process.runs:
             return
         now, host = self.world.now, self.host
-        self._gone = self._contact.is_lost(now) or self._gone
+        if self._contact.is_lost(now) and not self._gone:
+            if now - self.heard <= self._contact.patience:
+                raise Broken(f"{self.process.name} takes the launcher for lost after {now - self.heard:.1f} s")
+            self._gone = True
         if host is not None:
             for at, frame in [each for each in self._inquiries if now >= each[0]]:
                 self._inquiries.remove((at, frame))
