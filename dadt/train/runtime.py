@@ -14,7 +14,7 @@ from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
 from dadt.config.check import AUTO
 from dadt.control.worker_line import WorkerLine
-from dadt.errors import ConfigError, DadtError, PeerLost, StartTimeout
+from dadt.errors import ConfigError, DadtError, PeerLost
 from dadt.train import timelines
 from dadt.train.agent_reports import AgentReports
 from dadt.train.algorithm import Algorithm
@@ -163,11 +163,7 @@ class Runtime:
         if config.timeline and timeline is None:  # `dadt.init` may have started a timeline already
             timeline = Timeline(config.timeline, ranks.world)
         if not ranks.alone:
-            if ranks.world.joins:
-                self.recovery.enter(StartTimeout("the launcher did not let this rank into the job"))
-            self.recovery.connect()
-            if ranks.generation:  # other ranks have trained already, so compare how far each rank is
-                self.recovery.regroup()
+            self.recovery.join()
         if timeline is not None:
             timelines.record(ranks, timeline)
 

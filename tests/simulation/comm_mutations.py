@@ -7,9 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from dadt.algorithms.gossip import edge, gossip, pairing
+from dadt.algorithms.gossip.pairing import Pairing
 from dadt.comm.collectives.named import Named
+from dadt.comm.peer_deaths import Deaths, Generation
+from dadt.errors import StartTimeout
+from dadt.launch.members.rendezvous import Rendezvous
+from dadt.train.loss.reconnection import Reconnection
+from dadt.train.loss.recovery import Recovery
+from simulation.comm_mail import MailGroup
 from simulation.comm_wire import ByteWire, kind_of
-from simulation.mutations import nothing
+from simulation.mutations import nothing, stays
 
 put = ByteWire.put
 
@@ -41,6 +49,45 @@ def each_alone(self: Named, notices: Any) -> None:
 
 hear = Named._hear
 
+
+def first_alone(self: Deaths, generation: Generation) -> None:
+    if generation.number == 1:
+        regroup(self, generation)
+
+
+regroup = Deaths.regroup
+
+
+def connects_once(self: Recovery) -> None:
+    """As `join`, and fails where another rank is lost meanwhile."""
+    if self._ranks.world.joins:
+        self.enter(StartTimeout("the launcher did not let this rank into the job"))
+    self.connect()
+    if self._ranks.generation:
+        self.regroup()
+
+
+def moves_alone(self: edge.Answering, snapshot: Any, state: Any) -> None:
+    """As `Answering._average`, but only the rank that asks moves."""
+    mine, theirs = snapshot.take(state.size), snapshot.take(state.size)
+    self.line.receive(theirs)
+    state.say(snapshot, mine)
+    self.line.wait(self._send(snapshot, state, mine))
+    state.number += 1
+
+
+def overtakes(self: MailGroup, at: float, *given: Any) -> None:
+    carry(self, at + self.world.random.random() * 0.2, *given)
+
+
+carry = MailGroup._carry
+
+
+def loses(self: MailGroup, at: float, *given: Any) -> None:
+    if self.world.random.random() > 0.1:
+        carry(self, at, *given)
+
+
 COMM_MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
     "a report is lost": ("negotiation", ByteWire, "put", changed("report", lambda wire, m: [m][wire.messages == 2 :])),
     "a report comes twice": ("negotiation", ByteWire, "put", changed("report", lambda wire, m: [m, m])),
@@ -57,6 +104,20 @@ COMM_MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
     "nobody hears a goodbye": ("negotiation", ByteWire, "put", changed("goodbye", lambda wire, m: [])),
     "the end of a connection is not noticed": ("negotiation", ByteWire, "close", nothing),
     "nobody is told of what waits": ("negotiation", Named, "_tell", nothing),
+    "a rank goes on with the neighbours that it had": ("gossip", gossip, "reconnect", nothing),
+    "both ranks of a pair ask": ("gossip", pairing, "asks", lambda rank: True),
+    "whoever was asked once is never asked again": ("gossip", Pairing, "_ended", nothing),
+    "all neighbours are asked at once": ("gossip", Pairing, "_late_after", lambda self: -1.0),
+    "one rank of a pair moves alone": ("gossip", edge.Answering, "_average", moves_alone),
+    "nobody connects anew": ("gossip", Reconnection, "begin", nothing),
+    "only the first change of members counts": ("gossip", Deaths, "regroup", first_alone),
+    "a lost rank is still waited for": ("gossip", Rendezvous, "regroup", stays),
+    "an older generation is met": ("gossip", Rendezvous, "_is_outdated", lambda self, question: False),
+    "those that wait for a lost rank are not told": ("gossip", Rendezvous, "refuse", nothing),
+    "a rank that has just come does not begin anew": ("gossip", Recovery, "join", connects_once),
+    "nobody waits for the others at the end": ("gossip", gossip, "await_all", nothing),
+    "messages between two ranks overtake each other": ("gossip", MailGroup, "_carry", overtakes),
+    "messages between two ranks are lost": ("gossip", MailGroup, "_carry", loses),
     "each tensor that waits orders a dump": ("negotiation", Named, "_hear", each_alone),
 }
 """Each fault by what it is: the kind of simulation that finds it, what it replaces, and by what."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from simulation.comm_gossip import GossipJob, draw_gossip
 from simulation.comm_negotiation import NegotiationJob
 from simulation.comm_scenario import draw_tensors
 from simulation.world import BEGIN, Broken, World
@@ -66,7 +67,10 @@ class SimulationKind:
         return None
 
 
-KINDS: Mapping[str, SimulationKind] = {"negotiation": SimulationKind(draw_tensors, NegotiationJob)}
+KINDS: Mapping[str, SimulationKind] = {
+    "negotiation": SimulationKind(draw_tensors, NegotiationJob),
+    "gossip": SimulationKind(draw_gossip, GossipJob),
+}
 CRASHED = "the code under test has raised:"
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from simulation.comm_faults import NamedFault, RankDies, SendsNonsense
+from simulation.comm_gossip import GossipJob, GossipRank, draw_gossip
+from simulation.comm_gossip_faults import IsReplaced
 from simulation.comm_mutations import COMM_MUTATIONS, comm_mutated
 from simulation.comm_negotiation import NegotiationJob
 from simulation.comm_scenario import NamedTensor, NamedTensors, draw_tensors
 from simulation.comm_search import CRASHED, KINDS
 from simulation.mutations import MOST_SEEDS
 
-SEEDS = {"negotiation": 300}
+SEEDS = {"negotiation": 300, "gossip": 60}
 LINES = 60
 
 
@@ -78,6 +81,27 @@ def test_the_reason_of_an_end_goes_to_each_rank_once() -> None:
     job.run()
     for each in job.connections:
         assert each.wires[0].messages < 20, f"rank 0 sends {each.wires[0].messages} messages to rank {each.rank}"
+
+
+def test_a_new_worker_outlives_a_loss_while_it_compares_itself_with_the_others() -> None:
+    """A rank is lost as another one's successor tells how far it is."""
+    scenario = replace(draw_gossip(0), size=4, latency=0.05, steps=20, step_seconds=(0.3,) * 4, timeout=15.0, min_np=1,
+                       topology="ring", compression="none", notice_seconds=0.05)  # fmt: skip
+    job = GossipJob(scenario)
+
+    def regroup(rank: GossipRank) -> None:
+        if rank.rank == 1 and 3 in rank.ranks.members and rank.ranks.generation > 1:
+            rank.die(silent=True)
+            job.strands.sleep(1.0)
+        compare(rank)
+
+    compare = GossipRank.regroup
+    job.world.after(1.0, lambda: IsReplaced(1.0, 3).strike(job))
+    job.struck.append(IsReplaced(1.0, 3))
+    with patch.object(GossipRank, "regroup", regroup):
+        job.run()
+    assert job.ranks[3].joins
+    assert [rank.rank for rank in job.ranks.values() if rank.error is None and rank.process.alive] == [0, 2, 3]
 
 
 @pytest.mark.slow

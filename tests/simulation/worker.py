@@ -357,7 +357,11 @@ class Worker:
             yield from self._enter(StartTimeout("the launcher did not let this rank into the job"))
         yield from self._connect()
         if self.generation:
-            yield from self._regroup()
+            with self._together():
+                try:
+                    yield from self._regroup()
+                except CommError as error:
+                    yield from self._again(error)
         while self.averaged < 0:
             yield from self._joined()
         while self.averaged < script.steps:

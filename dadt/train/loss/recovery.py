@@ -48,6 +48,21 @@ class Recovery:
         self._verification = verification
         self._regrouping = False
 
+    def join(self) -> None:
+        """Connect with all ranks for the first time, and continue from their state if they have trained already; again
+        if ranks are lost meanwhile. Raises StartTimeout, PeerLost or ConfigError."""
+        ranks = self._ranks
+        if ranks.world.joins:
+            self.enter(StartTimeout("the launcher did not let this rank into the job"))
+        self.connect()
+        if not ranks.generation:
+            return
+        with ranks.as_a_whole():
+            try:
+                self.regroup()
+            except CommError as error:
+                ranks.regroup(error)
+
     def connect(self) -> None:
         """Connect with all ranks of the group, after waiting for them. Raises StartTimeout, PeerLost or ConfigError."""
         while True:
