@@ -100,9 +100,11 @@ chaos: .venv/testable machines
 SEEDS ?= 100000
 simulate: .venv/testable
 	PYTHONPATH=tests:. $(BIN)/python -m simulation --seeds $(SEEDS)
+	PYTHONPATH=tests:. $(BIN)/python -m simulation.comm --seeds $$(($(SEEDS) / 10))
 
 simulate-mutations: .venv/testable
 	PYTHONPATH=tests:. $(BIN)/python -m simulation --seeds 5000 --mutations
+	PYTHONPATH=tests:. $(BIN)/python -m simulation.comm --seeds 5000 --mutations
 
 # 100,000 steps that lose a worker every two minutes, and what processes hold meanwhile: a quarter of an hour or more.
 soak: .venv/testable

@@ -11,10 +11,8 @@ from dadt.algorithms.gossip import edge, gossip, pairing
 from dadt.algorithms.gossip.pairing import Pairing
 from dadt.comm.collectives.named import Named
 from dadt.comm.peer_deaths import Deaths, Generation
-from dadt.errors import StartTimeout
 from dadt.launch.members.rendezvous import Rendezvous
 from dadt.train.loss.reconnection import Reconnection
-from dadt.train.loss.recovery import Recovery
 from simulation.comm_mail import MailGroup
 from simulation.comm_wire import ByteWire, kind_of
 from simulation.mutations import nothing, stays
@@ -56,15 +54,6 @@ def first_alone(self: Deaths, generation: Generation) -> None:
 
 
 regroup = Deaths.regroup
-
-
-def connects_once(self: Recovery) -> None:
-    """As `join`, and fails where another rank is lost meanwhile."""
-    if self._ranks.world.joins:
-        self.enter(StartTimeout("the launcher did not let this rank into the job"))
-    self.connect()
-    if self._ranks.generation:
-        self.regroup()
 
 
 def moves_alone(self: edge.Answering, snapshot: Any, state: Any) -> None:
@@ -114,7 +103,6 @@ COMM_MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
     "a lost rank is still waited for": ("gossip", Rendezvous, "regroup", stays),
     "an older generation is met": ("gossip", Rendezvous, "_is_outdated", lambda self, question: False),
     "those that wait for a lost rank are not told": ("gossip", Rendezvous, "refuse", nothing),
-    "a rank that has just come does not begin anew": ("gossip", Recovery, "join", connects_once),
     "nobody waits for the others at the end": ("gossip", gossip, "await_all", nothing),
     "messages between two ranks overtake each other": ("gossip", MailGroup, "_carry", overtakes),
     "messages between two ranks are lost": ("gossip", MailGroup, "_carry", loses),
