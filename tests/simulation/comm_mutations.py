@@ -10,7 +10,6 @@ from unittest.mock import patch
 from dadt.algorithms.gossip import edge, gossip, pairing
 from dadt.algorithms.gossip.pairing import Pairing
 from dadt.comm.collectives.named import Named
-from dadt.comm.peer_deaths import Deaths, Generation
 from dadt.launch.members.rendezvous import Rendezvous
 from dadt.train.loss.reconnection import Reconnection
 from simulation.comm_mail import MailGroup
@@ -46,14 +45,6 @@ def each_alone(self: Named, notices: Any) -> None:
 
 
 hear = Named._hear
-
-
-def first_alone(self: Deaths, generation: Generation) -> None:
-    if generation.number == 1:
-        regroup(self, generation)
-
-
-regroup = Deaths.regroup
 
 
 def moves_alone(self: edge.Answering, snapshot: Any, state: Any) -> None:
@@ -99,7 +90,6 @@ COMM_MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
     "all neighbours are asked at once": ("gossip", Pairing, "_late_after", lambda self: -1.0),
     "one rank of a pair moves alone": ("gossip", edge.Answering, "_average", moves_alone),
     "nobody connects anew": ("gossip", Reconnection, "begin", nothing),
-    "only the first change of members counts": ("gossip", Deaths, "regroup", first_alone),
     "a lost rank is still waited for": ("gossip", Rendezvous, "regroup", stays),
     "an older generation is met": ("gossip", Rendezvous, "_is_outdated", lambda self, question: False),
     "those that wait for a lost rank are not told": ("gossip", Rendezvous, "refuse", nothing),
