@@ -70,7 +70,7 @@ class Agent:
         self._reports: dict[Worker, Line] = {}
         self._numbered = 0
         self._gone = False
-        self.heard = world.now
+        self.heard = self._stopped_at = world.now
         """When the launcher was last heard, or this process last began to run."""
         self.lost = float("inf")
         """When the connection to the launcher has ended."""
@@ -388,9 +388,11 @@ class Agent:
         """The agent's process stops, not its workers."""
         self.process.stop()
         self._turns_at = float("inf")
+        self._stopped_at = self.world.now
 
     def go_on(self) -> None:
-        self.heard = self.world.now
+        if self.world.now - self._stopped_at > self._contact.patience / 2:
+            self.heard = self.world.now  # a shorter stop may count as silence
         self.process.go_on()
         self._wake(0.0)
 

@@ -21,8 +21,8 @@ from dadt.comm.executors.point_to_point import NoPointToPoint
 from dadt.comm.peer_deaths import Generation
 from dadt.config import Config
 from dadt.errors import CommError, CommTimeout, PeerLost, StartTimeout
-from dadt.train import pause, reconnection, recovery
 from dadt.train.events import Events
+from dadt.train.loss import pause, reconnection, recovery
 from dadt.train.loss.reconnection import Reconnection
 from dadt.train.loss.recovery import Recovery
 from dadt.world import World as RankWorld
@@ -226,6 +226,7 @@ class GossipRank:
             self.events,  # type: ignore[arg-type]
         )
         self.recovery.rank = self
+        self.ranks.connect_anew = self.recovery.connect_anew
         self.gossip: Gossip | None = None
         job.launcher.hears[rank] = self.process, self.hear
         self.strand: Strand = job.strands.start(self.process, f"rank {rank}", self._run)

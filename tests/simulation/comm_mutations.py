@@ -56,6 +56,14 @@ def moves_alone(self: edge.Answering, snapshot: Any, state: Any) -> None:
     state.number += 1
 
 
+def connects_once(self: Pairing, *given: Any) -> None:
+    if not self._threads:
+        connect(self, *given)
+
+
+connect = Pairing.connect
+
+
 def overtakes(self: MailGroup, at: float, *given: Any) -> None:
     carry(self, at + self.world.random.random() * 0.2, *given)
 
@@ -84,7 +92,7 @@ COMM_MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
     "nobody hears a goodbye": ("negotiation", ByteWire, "put", changed("goodbye", lambda wire, m: [])),
     "the end of a connection is not noticed": ("negotiation", ByteWire, "close", nothing),
     "nobody is told of what waits": ("negotiation", Named, "_tell", nothing),
-    "a rank goes on with the neighbours that it had": ("gossip", gossip, "reconnect", nothing),
+    "a rank goes on with the neighbours that it had": ("gossip", Pairing, "connect", connects_once),
     "both ranks of a pair ask": ("gossip", pairing, "asks", lambda rank: True),
     "whoever was asked once is never asked again": ("gossip", Pairing, "_ended", nothing),
     "all neighbours are asked at once": ("gossip", Pairing, "_late_after", lambda self: -1.0),

@@ -50,9 +50,9 @@ class SimulatedNamed(Named):
     def __init__(self, job: NegotiationJob, rank: int, sockets: Sequence[int]) -> None:
         scenario = job.scenario
         self.rank, self.size = rank, scenario.size
-        self._connection = job.engines.connections[rank]
+        self.connection = job.engines.connections[rank]
         self._on_stall, self._dump = scenario.on_stall, None
-        engine = self._connection.engine
+        engine = self.connection.engine
         self._negotiation = _core.Negotiation(
             engine,
             engine,
