@@ -306,6 +306,18 @@ def test_a_rank_whose_connection_fails_later_hears_for_whom_all_have_waited() ->
     assert answer["text"] == "rank 1 (pid 11 on host1) was silent for 20 s, and too few are left without it"
 
 
+def test_a_rank_that_could_not_connect_hears_who_was_stopped_then_though_it_goes_on_again() -> None:
+    world = World(2, min_np=1)
+    world.say(1, "beat", steps={"1": [-1, 3.0]}, memory={}, conditions={"1": "stopped"}, clock=0.0)
+    world.say(0, "reconnect", rank=0, line=2, text="connectFullMesh failed: timed out", generation=0, timeout=20.0)
+    world.say(1, "beat", steps={"1": [-1, 6.0]}, memory={}, conditions={}, clock=3.0)
+    world.later(21.0)
+    answer = world.sent("answer")[-1]["answer"]
+    assert not answer["anew"]
+    assert answer["text"].startswith("rank 1 (on host1, is stopped (SIGSTOP")
+    assert answer["text"].endswith("did not connect")
+
+
 def test_a_stopped_rank_is_not_the_cause_where_a_host_was_told_to_end_before() -> None:
     world = World(3)
     world.train(1)

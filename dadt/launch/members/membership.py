@@ -118,7 +118,7 @@ class Membership:
         """Handle a rank's report that its connection failed. It is answered once it is decided what follows."""
         question, reply, now = event.frame, self._rendezvous.reply_to(event), event.now
         why = f"{self._rendezvous.members[question['rank']].named}: {question['text']}"
-        request = ReconnectRequest(now, now + question["timeout"], why, reply)
+        request = ReconnectRequest(now, now + question["timeout"], why, self._obstacle(now), reply)
         if question.get("generation", 0) == self._rendezvous.generation:
             self._requests[question["rank"]] = request
         else:

@@ -15,8 +15,10 @@ class ReconnectRequest:
     begun: float
     deadline: float
     why: str
+    obstacle: str
+    """What kept ranks from connecting when the rank asked; empty if nothing is known."""
     reply: Reply
 
     def answer(self, anew: bool, text: str, now: float) -> None:
         """Answer the rank. anew: whether all ranks connect again. text: why not, if its own error does not say so."""
-        self.reply(Frame("reconnect", {"anew": anew, "text": text}), now)
+        self.reply(Frame("reconnect", {"anew": anew, "text": text or ("" if anew else self.obstacle)}), now)
