@@ -10,7 +10,8 @@ PYTHONS ?= 3.10 3.11 3.12 3.13
 BIN := .venv/bin
 # Debian has no `python` outside of an environment, and scripts are run by that name, too.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# One at a time works in an environment, whatever else make does meanwhile.
+PIP := flock .venv $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Python files take effect at once; these need an install.
 BUILT := pyproject.toml dadt/config/version.py $(wildcard CMakeLists.txt) $(shell find csrc -type f)
 
@@ -95,7 +96,7 @@ faults: .venv/testable machines
 chaos: .venv/testable machines
 	PYTHONPATH=tests $(BIN)/python -m hosts.chaos --write docs/results/faults.md
 
-# Jobs in a simulated world, in which all that is left open is decided by a seed: 100,000 of them take twenty minutes. Those
+# Jobs in a simulated world, in which all that is left open is decided by a seed: 100,000 of them take half an hour. Those
 # that fail are replayed by the command that it prints. How soon they find deliberate faults: make simulate-mutations.
 SEEDS ?= 100000
 simulate: .venv/testable
@@ -184,16 +185,15 @@ native-%: .venv/torch
 	$(BIN)/cmake --build build/$* --parallel 2 -- --quiet
 	.ci/steady $(BIN)/ctest --test-dir build/$* --output-on-failure --no-tests=error --stop-on-failure
 
-# One pip at a time works in an environment, whatever else make does meanwhile.
 .venv/installed: .venv/torch $(BUILT)
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-.venv/testable: .venv/torch $(BUILT) | .venv/documentable
+.venv/testable: .venv/torch $(BUILT)
 	$(PIP) --no-build-isolation --editable '.[test]'
 	@touch .venv/installed $@
 
-.venv/documentable: Makefile | .venv/torch
+.venv/documentable: Makefile | $(BIN)/python
 	$(PIP) 'mkdocs>=1.6,<2'
 	@touch $@
 

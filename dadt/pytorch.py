@@ -11,18 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from dadt.api import collectives, lifecycle, optimizer, sparse
-from dadt.api.collectives import barrier as barrier
-from dadt.api.collectives import local_barrier as local_barrier
-from dadt.api.lifecycle import cross_rank as cross_rank
-from dadt.api.lifecycle import cross_size as cross_size
-from dadt.api.lifecycle import initialized as initialized
-from dadt.api.lifecycle import local_rank as local_rank
-from dadt.api.lifecycle import local_size as local_size
-from dadt.api.lifecycle import rank as rank
-from dadt.api.lifecycle import size as size
-from dadt.api.state import broadcast_object as broadcast_object
-from dadt.api.state import broadcast_optimizer_state as broadcast_optimizer_state
-from dadt.api.state import broadcast_parameters as broadcast_parameters
+from dadt.api.collectives import barrier, local_barrier
+from dadt.api.lifecycle import cross_rank, cross_size, initialized, local_rank, local_size, rank, size
+from dadt.api.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from dadt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +23,30 @@ if TYPE_CHECKING:
 
     from dadt.comm.collectives.process_set import Handle
 
+__all__ = [
+    "Config",
+    "DistributedOptimizer",
+    "all_reduce",
+    "all_reduce_async",
+    "barrier",
+    "broad_cast",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "coo_all_reduce",
+    "coo_all_reduce_async",
+    "cross_rank",
+    "cross_size",
+    "init",
+    "initialize",
+    "initialized",
+    "local_barrier",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]
 T = TypeVar("T", bound=torch.optim.Optimizer)
 _under_way: dict[str, Handle[Tensor]] = {}
 

@@ -68,7 +68,7 @@ class _Later:
     def _run(self, action: Callable[[], Tensor]) -> None:
         try:
             self._future.set_result(action())
-        except Exception as error:  # noqa: BLE001 (raised where the caller waits)
+        except BaseException as error:  # noqa: BLE001 (raised where the caller waits, who else waits for ever)
             self._future.set_exception(error)
 
 

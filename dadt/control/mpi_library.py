@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from dadt.control.proc import stat_fields
 from dadt.errors import ConfigError
 
 CHOICE = "MPI4PY_LIBMPI"
@@ -71,7 +70,7 @@ def variables(env: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 def loaded() -> str:
     """Return the version string of the MPI library that mpi4py loads here. Raises ConfigError if there is none."""
-    return _try("print(MPI.Get_library_version())", os.environ)
+    return _try("print(MPI.Get_library_version())", os.environ, None)
 
 
 def missing(env: Mapping[str, str], folder: Path) -> list[str]:
@@ -81,19 +80,19 @@ def missing(env: Mapping[str, str], folder: Path) -> list[str]:
     env: the worker's environment. folder: the job's folder.
     """
     try:
-        _try("", {**env, **variables(env, folder), "DADT_INJECT": "none"})
+        _try("", {**env, **variables(env, folder), "DADT_INJECT": "none"}, "/")
     except ConfigError as error:
         return [str(error)]
     return []
 
 
-def _try(code: str, env: Mapping[str, str]) -> str:
-    """Load an MPI library by mpi4py in another process, which then runs the code. Returns what it prints. Raises
-    ConfigError."""
+def _try(code: str, env: Mapping[str, str], cwd: str | None) -> str:
+    """Load an MPI library by mpi4py in another process, which then runs the code. cwd: its working folder; None: this
+    process's. Returns what it prints. Raises ConfigError."""
     command = [sys.executable, "-c", f"import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; {code}"]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(command, env=env, cwd="/", timeout=CHECK_SECONDS, check=False, **options)
+        done = subprocess.run(command, env=env, cwd=cwd, timeout=CHECK_SECONDS, check=False, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"executor mpi: mpi4py could not be tried ({error}) -> {INSTALL}") from error
     if done.returncode:
@@ -128,6 +127,9 @@ def beside(program: Path) -> Iterator[Path]:
 
 def _ancestors() -> Iterator[Path]:
     """Yield the programs of this process's ancestors, nearest first."""
-    for process in psutil.Process().parents():
-        with suppress(psutil.Error):  # the program of another user's process, such as Slurm's daemon, cannot be read
-            yield Path(process.exe())
+    pid = os.getppid()
+    while pid > 1:
+        with suppress(OSError):  # the program of another user's process, such as Slurm's daemon, cannot be read
+            yield Path(f"/proc/{pid}/exe").resolve(strict=True)
+        fields = stat_fields(Path(f"/proc/{pid}"))
+        pid = int(fields[1]) if fields else 0  # the ancestor has ended in the meantime, or is hidden

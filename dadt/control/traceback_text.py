@@ -13,7 +13,7 @@ DIRECT = "The above exception was the direct cause of the following exception:"
 OWN = "dadt.errors."
 """Prefix of exception types whose message explains the failure completely, so that their causes are not searched."""
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d{1,9})(?:, in (?P<function>.+))?$')
-_ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+_ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?:: (?P<message>.*))?$")
 _NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Indentation|Tab)Error: )', re.MULTILINE)
 _LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
 

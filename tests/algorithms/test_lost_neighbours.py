@@ -116,6 +116,7 @@ def test_a_rank_that_lacks_an_average_takes_what_others_have_made_of_it(launch, 
 
 
 @pytest.mark.slow
+@pytest.mark.forked(False)
 def test_others_have_left_after_the_last_average(launch) -> None:
     result = train(launch, "2:60:gone", *LOCAL, late=60, fault=ONCE_DELIVERED)
     assert 0 in ends(result)

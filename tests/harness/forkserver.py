@@ -1,7 +1,8 @@
 """A process that has imported torch and DADT, and forks a rank for each `forked_rank` that asks.
 
 To start Python and import torch takes longer than most jobs of tests. DADT hooks in as ever, at the end of `import
-torch`, which finds the torch that is there. Tests of how it gets into a script start Python themselves.
+torch`, which finds the torch that is there. Tests of how it gets into a script start Python themselves, as do those of
+what Python reads only at its start (PYTHONHASHSEED).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,18 @@ def enter(there: int, here: int) -> None:
         raise OSError(ctypes.get_errno(), "setns")
 
 
+def fork_within(there: int, here: int) -> int:
+    """Fork a process into another namespace of pids, as os.fork does."""
+    enter(there, here)
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid != 0:
+            enter(here, there)
+    return pid
+
+
 def serve(address: str) -> dict[str, Any] | None:
     """Returns the order in each forked process, and None where the process of the tests has ended."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -131,14 +145,20 @@ def serve(address: str) -> dict[str, Any] | None:
                 return None
             if key.fileobj is listener:
                 connection = listener.accept()[0]
+                files: list[int] = []
                 try:
                     size, files, _, _ = socket.recv_fds(connection, 8, 3 + len(NAMESPACES))
                     order = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
-                except ConnectionError:  # it was killed before it had said what it is for
+                    if len(files) < 3 + len(NAMESPACES):
+                        raise ConnectionError("it was killed before it had said what it is for")
+                    pid = fork_within(files[3], own[0])
+                except OSError as error:  # of this rank, which ends by it; the server is there for the others
+                    print(f"no rank is forked: {error}", file=sys.stderr)
+                    for file in files:
+                        os.close(file)
                     connection.close()
                     continue
-                enter(files[3], own[0])
-                if (pid := os.fork()) == 0:
+                if pid == 0:
                     os.setsid()
                     for there, here in zip(files[4:], own[1:], strict=True):
                         enter(there, here)
@@ -150,7 +170,6 @@ def serve(address: str) -> dict[str, Any] | None:
                     for each in (connection, listener, ready, *ranks):
                         each.close()
                     return json.loads(order)
-                enter(own[0], files[3])
                 for file in files:
                     os.close(file)
                 ranks.append(Rank(pid, connection))
@@ -205,6 +224,9 @@ def main() -> None:
         unbuffered()
     Import()
     sys.path[:1] = [str(Path(sys.argv[0]).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    if warning := os.environ.get("PYTHONWARNINGS"):
+        warnings.simplefilter(warning)  # type: ignore[arg-type]  # one action for all is what tests ask for
+    sys.modules.pop("sitecustomize", None)  # that of the server's Python, as Debian's has one
     if importlib.util.find_spec("sitecustomize"):
         import sitecustomize  # noqa: F401
     runpy.run_path(sys.argv[0], run_name="__main__")

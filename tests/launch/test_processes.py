@@ -13,7 +13,8 @@ from harness.patience import PATIENCE, await_that
 
 from dadt.errors import LaunchError
 from dadt.launch.agent.worker import Worker
-from dadt.launch.ending.processes import Process
+from dadt.launch.ending import processes
+from dadt.launch.ending.processes import Process, members
 
 SLEEP = "import os, sys, time; os.write(1, b'.'); sys.stdin.read(1); {}"
 AGAIN = "os.execv(sys.executable, [sys.executable, '-c', \"import os, time; os.write(1, b'.'); time.sleep(600)\"])"
@@ -46,6 +47,15 @@ def test_another_one_with_the_same_pid_gets_no_signal() -> None:
         Process.of(process.pid).signal(signal.SIGSTOP)
         await_that(lambda: os.waitpid(process.pid, os.WUNTRACED | os.WNOHANG)[0], "the stop, before which no end came")
         assert process.poll() is None
+        process.kill()
+
+
+def test_descendants_are_found_where_proc_hides_processes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with hidepid=1, where /proc/1/stat cannot be read."""
+    read = processes.stat_fields
+    monkeypatch.setattr(processes, "stat_fields", lambda folder: [] if folder.name == "1" else read(folder))
+    with subprocess.Popen(["sleep", "600"], env={}) as process:
+        assert process.pid in members("DADT_JOB=none", descendants=True)
         process.kill()
 
 

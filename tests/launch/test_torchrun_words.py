@@ -111,3 +111,14 @@ def test_an_error_file_may_hold_anything(tmp_path: Path) -> None:
     assert file.prepare() and not path.exists(), "an earlier worker's is gone"
     os.mkfifo(path)
     assert file.failure(1) is None
+
+
+def test_frames_are_told_also_of_an_exception_whose_class_a_function_has_made(tmp_path: Path) -> None:
+    file = ErrorFile(tmp_path / "agent", 3)
+    where = '  File "train.py", line 3, in main\n    f()\n'
+    trace = f"Traceback (most recent call last):\n{where}train.f.<locals>.E: no data"
+    told = {"message": "E: no data", "extraInfo": {"py_callstack": trace}}
+    Path(file.prepare()["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": told}))
+    failure = file.failure(1)
+    assert failure is not None
+    assert failure["frames"] == [{"line": 3, "file": "train.py", "function": "main", "text": "f()"}]

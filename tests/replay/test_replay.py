@@ -126,6 +126,7 @@ tell(model, more=[best])
 """
 
 
+@pytest.mark.forked(False)
 def test_a_log_and_what_is_printed_are_as_if_nothing_had_been(launch, tmp_path) -> None:
     script = HEAD + LOGS
     options = [*OPTIONS, "--output", "rank0"]

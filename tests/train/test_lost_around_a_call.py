@@ -26,6 +26,7 @@ def train_on(launch, faults: list[tuple[str, str, int]], *options: str) -> None:
     assert "saved after a failure" not in result.err, (told, result.err)
 
 
+@pytest.mark.forked(False)
 def test_the_others_train_on(launch) -> None:
     faults = [("state", "after", 2), ("save", "within", 4), ("in the step", "told", 0)]
     train_on(launch, faults, "--algorithm", "pipe", "--executor", "shm")

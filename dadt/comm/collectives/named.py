@@ -168,7 +168,7 @@ class Named:
         for text in texts:
             _say(text)
         if (more := len(stalls) - len(texts)) > 0:
-            _say(f"{more} more tensors wait as well")
+            _say("1 more tensor waits as well" if more == 1 else f"{more} more tensors wait as well")
         if self._on_stall == "dump":
             (self._dump or partial(_dump, self.rank))()
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import psutil
 
 from dadt.control import guard
 from dadt.control.proc import stat_fields, status
@@ -66,11 +65,24 @@ def members(mark: str, descendants: bool = False) -> list[int]:
     found = {int(entry.name) for entry in Path("/proc").iterdir() if _is_marked(entry, mark.encode())}
     if descendants:
         # Processes of other users (started by sudo or a setuid program) are left out, as this user cannot kill them.
-        children = psutil.Process().children(recursive=True)
-        found.update(child.pid for child in children if _is_own(Path(f"/proc/{child.pid}")))
+        found.update(pid for pid in _descendants(os.getpid()) if _is_own(Path(f"/proc/{pid}")))
     found.discard(os.getpid())
     found.difference_update([pid for pid in found if _is_marked(Path(f"/proc/{pid}"), guard.MARK.encode())])
     return sorted(pid for pid in found if is_alive(pid))
+
+
+def _descendants(root: int) -> Iterator[int]:
+    """Yield the ids of all processes that descend from a process. Processes that cannot be read, as those of other
+    users where /proc hides them, are left out with what descends from them."""
+    children = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := stat_fields(entry)):
+            children[int(fields[1])].append(int(entry.name))
+    parents = [root]
+    while parents:
+        found = children[parents.pop()]
+        parents.extend(found)
+        yield from found
 
 
 def kill(pids: Iterable[int], number: int) -> None:

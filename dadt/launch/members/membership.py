@@ -214,8 +214,9 @@ class Membership:
             self._connect_anew(now)
         if self._requests and not (self._least and goes_on):
             self._answer_all(False, self._obstacle(now), now)
-        for rank in [rank for rank, request in self._requests.items() if now >= request.deadline]:
-            self._requests.pop(rank).answer(False, self._obstacle(now), now)
+        for rank, request in [each for each in self._requests.items() if now >= each[1].deadline]:
+            del self._requests[rank]
+            request.answer(False, self._obstacle(now) or request.obstacle, now)
         if self._replacements is not None and goes_on and not self._told_to_end:
             self._replace(self._replacements, now)
         for rank in [rank for rank, at in self._overdue.items() if now >= at]:

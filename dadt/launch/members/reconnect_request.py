@@ -21,4 +21,4 @@ class ReconnectRequest:
 
     def answer(self, anew: bool, text: str, now: float) -> None:
         """Answer the rank. anew: whether all ranks connect again. text: why not, if its own error does not say so."""
-        self.reply(Frame("reconnect", {"anew": anew, "text": text or ("" if anew else self.obstacle)}), now)
+        self.reply(Frame("reconnect", {"anew": anew, "text": text}), now)

@@ -29,15 +29,10 @@ def _applied(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-def _all_applied(function: Any, asked: ReduceArguments, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Call `apply` of a reduction with any number of tensors, of which one alone returns one alone."""
-    results = _applied(function, asked, *tensors)
-    return [results] if len(tensors) == 1 else results
-
-
-def _compressed(function: Any, tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
+def _compressed(function: Any, tensors: Sequence[Tensor], asked: ReduceArguments, *, grouped: bool) -> list[Tensor]:
+    """Call `apply` of a reduction with compressed tensors. grouped: as a group, even if it has one tensor only."""
     sent = [asked.compression.compress(t) for t in tensors]
-    results = _all_applied(function, asked, [t for t, _ in sent])
+    results = _applied(function, asked, grouped, *(t for t, _ in sent))
     return [asked.compression.decompress(t, context) for t, (_, context) in zip(results, sent, strict=True)]
 
 
@@ -46,21 +41,21 @@ def _compressed(function: Any, tensors: Sequence[Tensor], asked: ReduceArguments
 
 class _Allreduce(Function):
     @staticmethod
-    def forward(ctx: Any, asked: ReduceArguments, *tensors: Tensor) -> Any:
-        ctx.asked, outputs = asked, [torch.empty_like(t) for t in tensors]
-        if len(tensors) == 1:
-            return synchronize(operations.start_allreduce(tensors[0], outputs[0], asked))
-        return tuple(synchronize(operations.start_grouped_allreduce(tensors, outputs, asked)))
+    def forward(ctx: Any, asked: ReduceArguments, grouped: bool, *tensors: Tensor) -> Any:
+        ctx.asked, ctx.grouped, outputs = asked, grouped, [torch.empty_like(t) for t in tensors]
+        if grouped:
+            return tuple(synchronize(operations.start_grouped_allreduce(tensors, outputs, asked)))
+        return (synchronize(operations.start_allreduce(tensors[0], outputs[0], asked)),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (None, *_all_applied(_Allreduce, replace(ctx.asked, name=None), gradients))
+        return None, None, *_applied(_Allreduce, replace(ctx.asked, name=None), ctx.grouped, *gradients)
 
 
 @takes(arguments.COMPRESSED_ALLREDUCE)
 def allreduce(tensor: Tensor, asked: ReduceArguments) -> Tensor:
     """Return the reduction of the tensors of all ranks: a new tensor of the same shape and dtype."""
-    return _compressed(_Allreduce, [tensor], asked)[0]
+    return _compressed(_Allreduce, [tensor], asked, grouped=False)[0]
 
 
 @takes(arguments.ALLREDUCE)
@@ -73,7 +68,7 @@ def allreduce_(tensor: Tensor, asked: ReduceArguments) -> Tensor:
 @takes(arguments.COMPRESSED_ALLREDUCE)
 def grouped_allreduce(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
     """Reduce several tensors over all ranks, and return the results: new tensors of the same shapes and dtypes."""
-    return _compressed(_Allreduce, tensors, asked)
+    return _compressed(_Allreduce, tensors, asked, grouped=True)
 
 
 @takes(arguments.ALLREDUCE)
@@ -88,11 +83,11 @@ def grouped_allreduce_(tensors: Sequence[Tensor], asked: ReduceArguments) -> lis
 
 class _Allgather(Function):
     @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool, *tensors: Tensor) -> Any:
         ctx.shapes, ctx.process_set = [t.shape for t in tensors], process_set
-        if len(tensors) == 1:
-            return synchronize(operations.allgather_async(tensors[0], name, process_set))
-        return tuple(synchronize(operations.grouped_allgather_async(tensors, name, process_set)))
+        if grouped:
+            return tuple(synchronize(operations.grouped_allgather_async(tensors, name, process_set)))
+        return (synchronize(operations.allgather_async(tensors[0], name, process_set)),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -102,12 +97,12 @@ class _Allgather(Function):
         mine = [shape[0] if shape else 1 for shape in ctx.shapes]
         counts = _all_counts(mine, ranks)[: ranks.rank()].sum(0).tolist()
         rows = zip(averages, counts, mine, ctx.shapes, strict=True)
-        return (None, None, *(t.narrow(0, before, count).reshape(shape) for t, before, count, shape in rows))
+        return (None, None, None, *(t.narrow(0, before, count).reshape(shape) for t, before, count, shape in rows))
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Return the tensors of all ranks, joined along their first dimension by rank."""
-    result: Tensor = _applied(_Allgather, name, process_set, tensor)
+    result: Tensor = _applied(_Allgather, name, process_set, False, tensor)[0]
     return result
 
 
@@ -116,8 +111,7 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """Gather each of several tensors from all ranks. Returns, for each, the ranks' tensors joined along their first
     dimension."""
-    results = _applied(_Allgather, name, process_set, *tensors)
-    return [results] if len(tensors) == 1 else list(results)
+    return list(_applied(_Allgather, name, process_set, True, *tensors))
 
 
 def _all_counts(mine: Sequence[int], process_set: ProcessSet) -> Tensor:
@@ -192,28 +186,29 @@ def alltoall(
 
 class _Reducescatter(Function):
     @staticmethod
-    def forward(ctx: Any, asked: ReduceArguments, *tensors: Tensor) -> Any:
-        ctx.asked = asked
-        if len(tensors) == 1:
-            return synchronize(operations.start_reducescatter(tensors[0], asked))
-        return tuple(synchronize(operations.start_grouped_reducescatter(tensors, asked)))
+    def forward(ctx: Any, asked: ReduceArguments, grouped: bool, *tensors: Tensor) -> Any:
+        ctx.asked, ctx.grouped = asked, grouped
+        if grouped:
+            return tuple(synchronize(operations.start_grouped_reducescatter(tensors, asked)))
+        return (synchronize(operations.start_reducescatter(tensors[0], asked)),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         asked: ReduceArguments = ctx.asked
         ranks = asked.process_set.among.size if asked.reduction is ReduceOp.Sum else 1
         factor = asked.prescale_factor * asked.postscale_factor * ranks
-        return (None, *grouped_allgather([g * factor for g in gradients], process_set=asked.process_set))
+        whole = _applied(_Allgather, None, asked.process_set, ctx.grouped, *(g * factor for g in gradients))
+        return None, None, *whole
 
 
 @takes(arguments.COMPRESSED_REDUCESCATTER)
 def reducescatter(tensor: Tensor, asked: ReduceArguments) -> Tensor:
     """Reduce the tensors of all ranks, and return this rank's part of the result: a slice of its first dimension."""
-    return _compressed(_Reducescatter, [tensor], asked)[0]
+    return _compressed(_Reducescatter, [tensor], asked, grouped=False)[0]
 
 
 @takes(arguments.COMPRESSED_REDUCESCATTER)
 def grouped_reducescatter(tensors: Sequence[Tensor], asked: ReduceArguments) -> list[Tensor]:
     """Reduce several tensors over all ranks, and return this rank's part of each result: a slice of its first
     dimension."""
-    return _compressed(_Reducescatter, tensors, asked)
+    return _compressed(_Reducescatter, tensors, asked, grouped=True)
