@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,11 +41,39 @@ def template(node: ast.expr) -> str:
     return HOLE
 
 
+class Inlined(ast.NodeTransformer):
+    """Puts texts that a function keeps in a variable, assigned once, where it uses the variable."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, ast.expr] = {}
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        outer = self._texts
+        assigned = [each for each in ast.walk(node) if isinstance(each, ast.Assign) and len(each.targets) == 1]
+        names = Counter([ast.unparse(each.targets[0]) for each in assigned] + [each.arg for each in node.args.args])
+        texts = (ast.Constant, ast.JoinedStr, ast.BinOp)
+        self._texts = {
+            name: copy.deepcopy(each.value)
+            for each in assigned
+            if names[name := ast.unparse(each.targets[0])] == 1 and isinstance(each.value, texts)
+        }
+        self.generic_visit(node)
+        self._texts = outer
+        return node
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
+        known = self._texts.get(node.value.id) if isinstance(node.value, ast.Name) else None
+        return node if known is None else known
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return self._texts.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
+
+
 def raised(path: Path) -> Iterator[tuple[int, str]]:
     """Messages of the errors and warnings in a Python file, each with its line."""
     name = str(path.relative_to(ROOT))
     types = TYPES if name.startswith(INSIDE) else TYPES | CALLS
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(Inlined().visit(ast.parse(path.read_text()))):
         if isinstance(node, ast.Return) and name == VERDICTS and node.value is not None:
             yield node.lineno, template(node.value)
         elif isinstance(node, ast.Call) and node.args:

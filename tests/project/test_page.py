@@ -306,6 +306,11 @@ def test_results_are_listed() -> None:
     assert not missing, "name each file of docs/results in docs/benchmarks.md"
 
 
+@pytest.mark.parametrize("script", [ROOT / "docs" / f"{name}.py" for name in ("api", "configuration")], ids=str)
+def test_written_pages_are_what_their_scripts_write(script: Path) -> None:
+    assert script.with_suffix(".md").read_text() == runpy.run_path(str(script))["page"](), "run `make format`"
+
+
 def without_code(text: str) -> str:
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M)
     return re.sub(r"^    (?! *[-*\d]).*$", "", text, flags=re.M)

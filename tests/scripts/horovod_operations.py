@@ -287,6 +287,8 @@ def errors() -> None:
     raises(RuntimeError, lambda: hvd.broadcast(torch.ones(3 + rank), 0))
     raises(RuntimeError, lambda: hvd.alltoall(torch.ones(size, 1 + rank)))
     raises(RuntimeError, lambda: hvd.reducescatter(torch.ones(size + rank)))
+    for grouped in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
+        raises(RuntimeError, lambda: grouped([torch.ones(size)] * (1 + rank)), "group")
     raises(ValueError, lambda: hvd.alltoall(torch.ones(size + 1)))
     raises(ValueError, lambda: hvd.alltoall(torch.ones(size), torch.ones(size)))
     raises(ValueError, lambda: hvd.alltoall(torch.ones(size - 1), [1] * size))

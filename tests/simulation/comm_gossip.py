@@ -20,7 +20,7 @@ from dadt.comm.executors.meet import AllRanks, Apart
 from dadt.comm.executors.point_to_point import NoPointToPoint
 from dadt.comm.peer_deaths import Generation
 from dadt.config import Config
-from dadt.errors import CommError, CommTimeout, PeerLost, StartTimeout
+from dadt.errors import CommError, CommTimeout, DadtError, PeerLost, StartTimeout
 from dadt.train.events import Events
 from dadt.train.loss import pause, reconnection, recovery
 from dadt.train.loss.reconnection import Reconnection
@@ -29,8 +29,8 @@ from dadt.world import World as RankWorld
 from simulation.comm_gossip_faults import GossipFault, draw_gossip_fault
 from simulation.comm_mail import MailGroup, SimulatedMail
 from simulation.comm_members import MemberLine, MembersLauncher
-from simulation.comm_strands import Strand, Strands
-from simulation.world import BEGIN, Broken, Process, World
+from simulation.comm_strands import Strand, StrandEnded, Strands
+from simulation.world import BEGIN, Broken, Crashed, Process, World
 
 PATCHED = (edge, finish, pairing, gossip_module, peer_deaths, pause, reconnection, recovery)
 VALUES = 3
@@ -99,7 +99,12 @@ class GossipRecovery(Recovery):
     rank: GossipRank
 
     def _connected(self) -> Any:
-        return self.rank.connected()
+        try:
+            return self.rank.connected()
+        except DadtError:
+            raise
+        except Exception as error:
+            raise Crashed(f"{self.rank.process.name} cannot connect") from error
 
     def regroup(self) -> None:
         self.rank.regroup()
@@ -279,8 +284,9 @@ class GossipRank:
         job, ranks, strands = self.job, self.ranks, self.job.strands
         random = Random(f"{job.scenario.seed} {self.rank} {self.joins}")
         strands.sleep(job.world.spread(0.2))
-        if self.joins:
-            job.launcher.join(self.rank, f"rank {self.rank} has joined")
+        if self.joins and not job.launcher.join(self.rank, f"rank {self.rank} has joined"):
+            self.process.alive = False  # the launcher kills it
+            raise StrandEnded
         self.recovery.join()
         self.attachment = GossipAttachment(self)
         self.gossip = self.attachment.algorithm = Gossip(self.attachment)  # type: ignore[arg-type]
@@ -375,8 +381,8 @@ class GossipJob:
     def run(self) -> None:
         """Raises Broken if something does not hold that has to."""
         with ExitStack() as stack:
-            stack.callback(self._end)
             stack.enter_context(self.strands.patched(*PATCHED))
+            stack.callback(self._end)
             stack.enter_context(torch.no_grad())
             self.ranks = {rank: GossipRank(self, rank) for rank in range(self.scenario.size)}
             for fault in self.scenario.faults:

@@ -68,12 +68,15 @@ class MembersLauncher:
         self.rendezvous.regroup(lost, text, self.world.now)
         self._tell(text)
 
-    def join(self, rank: int, text: str) -> None:
-        """Begin a new generation with this rank once more."""
+    def join(self, rank: int, text: str) -> bool:
+        """Begin a new generation with this rank once more, unless all others have ended. Returns whether it has."""
+        if all(member.ended for member in self.rendezvous.present):
+            return False
         member = self.rendezvous.members[rank]
         member.start_anew(self.world.now)
         self.rendezvous.join(member, text, self.world.now)
         self._tell(text)
+        return True
 
     def _tell(self, text: str) -> None:
         self.act()

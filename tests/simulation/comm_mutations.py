@@ -10,7 +10,9 @@ from unittest.mock import patch
 from dadt.algorithms.gossip import edge, gossip, pairing
 from dadt.algorithms.gossip.pairing import Pairing
 from dadt.comm.collectives.named import Named
-from dadt.launch.members.rendezvous import Rendezvous
+from dadt.control.frame import Frame
+from dadt.launch.members.board import together
+from dadt.launch.members.rendezvous import KeyExchange, Rendezvous
 from dadt.train.loss.reconnection import Reconnection
 from simulation.comm_mail import MailGroup
 from simulation.comm_wire import ByteWire, kind_of
@@ -64,6 +66,11 @@ def connects_once(self: Pairing, *given: Any) -> None:
 connect = Pairing.connect
 
 
+def first_come(self: Rendezvous, exchange: KeyExchange) -> Frame:
+    """As `Rendezvous._complete`, but in the order in which the values have come."""
+    return together(list(exchange.blobs.values()))
+
+
 def overtakes(self: MailGroup, at: float, *given: Any) -> None:
     carry(self, at + self.world.random.random() * 0.2, *given)
 
@@ -100,6 +107,7 @@ COMM_MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
     "nobody connects anew": ("gossip", Reconnection, "begin", nothing),
     "a lost rank is still waited for": ("gossip", Rendezvous, "regroup", stays),
     "an older generation is met": ("gossip", Rendezvous, "_is_outdated", lambda self, question: False),
+    "values of ranks are given in the order in which they come": ("gossip", Rendezvous, "_complete", first_come),
     "those that wait for a lost rank are not told": ("gossip", Rendezvous, "refuse", nothing),
     "nobody waits for the others at the end": ("gossip", gossip, "await_all", nothing),
     "messages between two ranks overtake each other": ("gossip", MailGroup, "_carry", overtakes),

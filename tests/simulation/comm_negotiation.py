@@ -143,7 +143,7 @@ class NamedInvariants:
     def say(self, text: str) -> None:
         """A line that the user sees."""
         self._job.world.note("user", text)
-        self._told |= self._stalled if "more tensors wait" in text else set(re.findall('"([^"]*)" has waited', text))
+        self._told |= self._stalled if text.endswith("as well") else set(re.findall('"([^"]*)" has waited', text))
 
     def stalled(self, stall: _core.Stall) -> None:
         """What rank 0 tells of a tensor that waits is true, but for what is still under way."""

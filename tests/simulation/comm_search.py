@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from simulation.comm_gossip import GossipJob, draw_gossip
 from simulation.comm_negotiation import NegotiationJob
 from simulation.comm_scenario import draw_tensors
-from simulation.world import BEGIN, Broken, World
+from simulation.world import BEGIN, Broken, Crashed, World
 
 
 class CommScenario(Protocol):
@@ -79,6 +79,6 @@ def _why(job: CommJob) -> str:
         job.run()
     except Broken as broken:
         return str(broken)
-    except Exception:  # the decisions themselves have failed
+    except (Exception, Crashed):  # the decisions themselves have failed
         return f"{CRASHED}\n{traceback.format_exc()}"
     return ""

@@ -36,7 +36,11 @@ class Struck:
     held: bool = False
     """Whether a rank is stopped for good by it, as its agent sees."""
     gone: bool = False
-    """Whether a host's agent is lost by it, as the launcher sees soon."""
+    """Whether a host's agent is lost by it, of which the launcher hears."""
+    noticed: float = 0.0
+    """Seconds until it does at the latest."""
+    hinders: bool = True
+    """Whether it may keep hosts from joining, or from joining soon."""
     user: bool = False
     """Whether the user, or who runs the machines, ends the job by it."""
 
@@ -49,6 +53,8 @@ class Fault:
     """Whether its hosts may not hear others for it."""
     delays: ClassVar[bool] = False
     """Whether the launcher may hear of hosts later for it."""
+    hinders: ClassVar[bool] = True
+    """Whether hosts may not join soon, or not at all, for it."""
     at: float
 
     def strike(self, job: SimulatedJob) -> None:
@@ -66,7 +72,7 @@ class Fault:
         until = job.world.now + getattr(self, "lasting", FOR_GOOD)
         named = ("host", "other") if self.silences else ()
         near = frozenset({getattr(self, name) for name in named if hasattr(self, name)})
-        struck = Struck(job.world.now, text, near=near, until=until, **guilt)  # type: ignore[arg-type]
+        struck = Struck(job.world.now, text, near=near, until=until, hinders=self.hinders, **guilt)  # type: ignore[arg-type]
         job.invariants.struck.append(struck)
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AgentKilled(Fault):
+    hinders = False
     host: int
 
     def strike(self, job: SimulatedJob) -> None:
@@ -25,11 +26,13 @@ class AgentKilled(Fault):
 
 @dataclass(frozen=True, slots=True)
 class HostCrashes(Fault):
+    hinders = False
     host: int
 
     def strike(self, job: SimulatedJob) -> None:
         if (agent := job.machines[self.host]).process.alive:
-            self._struck(job, f"host{self.host} is gone", **host_guilt(job, self.host))
+            noticed = job.config.orphan_timeout
+            self._struck(job, f"host{self.host} is gone", gone=True, noticed=noticed, **host_guilt(job, self.host))
             agent.crash()
             job.down.add(self.host)
             job.network.cut([])
@@ -108,7 +111,7 @@ class LauncherKilled(Fault):
 
 @dataclass(frozen=True, slots=True)
 class ClockJumps(Fault):
-    silences = False
+    silences = hinders = False
     host: int
     by: float
 

@@ -219,12 +219,13 @@ class Invariants:
         """A host that is there takes the place of a lost one, while others train."""
         job = self._job
         lost = [each for each in self.struck if each.gone]
-        if job.scenario.spares < len(lost) or len(lost) < len(self.struck) or launcher.end_by < float("inf"):
+        hindered = any(each.hinders for each in self.struck)
+        if job.scenario.spares < len(lost) or hindered or launcher.end_by < float("inf"):
             return
         began = [gauge.member for gauge in launcher.job.watch.gauges if not (gauge.member.lost or gauge.member.joined)]
         trained = min((member.seen for member in began), default=0.0)
         joined = sum("joins: new workers" in text for *_, text in launcher.said)
-        if joined < sum(each.at + JOIN_SECONDS < trained for each in lost):
+        if joined < sum(each.at + each.noticed + JOIN_SECONDS < trained for each in lost):
             raise Broken(f"no host has joined in place of {', '.join(each.text for each in lost)}")
 
     def _check_silences(self, launcher: Launcher) -> None:

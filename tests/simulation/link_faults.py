@@ -80,7 +80,7 @@ class LinkSlow(Fault):
 
 @dataclass(frozen=True, slots=True)
 class MessageLate(Fault):
-    silences = False
+    silences = hinders = False
     host: int
     up: bool
     late: float

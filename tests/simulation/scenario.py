@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -10,6 +10,7 @@ from dadt.config import Config
 from dadt.launch.hosts.host import Host
 from simulation import faults
 from simulation.fault import Fault
+from simulation.host_faults import AgentKilled, HostCrashes
 from simulation.worker import Script
 
 MOST_HOSTS = 64
@@ -93,4 +94,9 @@ def draw(seed: int) -> Scenario:
     joins = gossip and knobs["min_np"] > 0 and hosts > 1 and random.random() < 0.7
     spares = random.choice([0, 1, 2]) if joins else 0
     drawn = tuple(faults.draw(random, at, hosts, size) for at in ats)
+    if spares and random.random() < 0.5:  # a host is lost, and there is time enough for another to take its place
+        kind = random.choice([AgentKilled, HostCrashes])
+        lost = kind(2 * script.start_seconds + random.uniform(0.0, 5.0), random.randrange(hosts))
+        drawn = (*(fault for fault in drawn if not fault.hinders), lost)
+        script = replace(script, steps=script.steps + 30)
     return Scenario(seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, drawn)

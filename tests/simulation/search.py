@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from simulation.job import SimulatedJob
 from simulation.scenario import Scenario, draw
-from simulation.world import Broken
+from simulation.world import Broken, Crashed
 
 CRASHED = "the code under test has raised:"
 """How the reason of a job begins in which an exception came out of the decisions, and no check has failed."""
@@ -35,7 +35,7 @@ def why_of(job: SimulatedJob) -> str:
         job.run()
     except Broken as broken:
         return str(broken)
-    except Exception:  # the decisions themselves have failed
+    except (Exception, Crashed):  # the decisions themselves have failed
         return f"{CRASHED}\n{traceback.format_exc()}"
     return ""
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKilled(Fault):
+    hinders = False
     rank: int
 
     def strike(self, job: SimulatedJob) -> None:
@@ -25,6 +26,7 @@ class WorkerKilled(Fault):
 
 @dataclass(frozen=True, slots=True)
 class ScriptRaises(Fault):
+    hinders = False
     rank: int
 
     def strike(self, job: SimulatedJob) -> None:
@@ -35,6 +37,7 @@ class ScriptRaises(Fault):
 
 @dataclass(frozen=True, slots=True)
 class ScriptExits(Fault):
+    hinders = False
     rank: int
     code: int
     at_once: bool
@@ -48,6 +51,7 @@ class ScriptExits(Fault):
 
 @dataclass(frozen=True, slots=True)
 class WorkerStops(Fault):
+    hinders = False
     rank: int
     lasting: float
 
@@ -62,6 +66,7 @@ class WorkerStops(Fault):
 
 @dataclass(frozen=True, slots=True)
 class StepSlow(Fault):
+    hinders = False
     rank: int
     lasting: float
 

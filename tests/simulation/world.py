@@ -20,8 +20,12 @@ MOST_EVENTS = 400_000
 Do = Callable[[], None]
 
 
-class Broken(AssertionError):
-    """Something does not hold that has to hold in every job."""
+class Broken(BaseException):
+    """Something does not hold that has to hold in every job. No `except Exception` of the code under test takes it."""
+
+
+class Crashed(BaseException):
+    """The code under test has raised what it may not raise, and would take for the error of a library."""
 
 
 class Timer:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from harness.ranks import fresh_processes
 
 from dadt import _core
 from dadt.comm import executors
-from dadt.comm.collectives import operation
+from dadt.comm.collectives import named, operation
 from dadt.comm.collectives.named import Named, _connect, describe
 from dadt.config import Config
 from dadt.errors import Aborted, CommTimeout, Mismatch, PeerLost, StartTimeout
@@ -321,6 +322,15 @@ def test_a_stall_is_described_with_steps() -> None:
     assert describe(Seen()) == text  # type: ignore[arg-type]
     text = describe(Short())  # type: ignore[arg-type]
     assert text.endswith('submitted by rank 0 (step 12), rank 1 (step 11); its group "fc" has 2 of 3 tensors')
+
+
+@pytest.mark.parametrize(("stalls", "rest"), [(8, []), (9, ["1 more tensor waits"]), (10, ["2 more tensors wait"])])
+def test_of_many_stalls_the_first_are_described(monkeypatch: Any, stalls: int, rest: list[str]) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(named, "_say", said.append)
+    monkeypatch.setattr(named, "describe", str)
+    Named._tell(SimpleNamespace(_on_stall="warn"), range(stalls))  # type: ignore[arg-type]
+    assert said == [*map(str, range(8)), *(f"{text} as well" for text in rest)]
 
 
 def test_a_wait_that_takes_too_long_says_whether_ranks_are_to_blame() -> None:
