@@ -100,12 +100,11 @@ chaos: .venv/testable machines
 # that fail are replayed by the command that it prints. How soon they find deliberate faults: make simulate-mutations.
 SEEDS ?= 100000
 simulate: .venv/testable
-	PYTHONPATH=tests:. $(BIN)/python -m simulation --seeds $(SEEDS)
-	PYTHONPATH=tests:. $(BIN)/python -m simulation.comm --seeds $$(($(SEEDS) / 10))
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --kind jobs --seeds $(SEEDS)
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --kind negotiation --kind gossip --seeds $$(($(SEEDS) / 10))
 
 simulate-mutations: .venv/testable
-	PYTHONPATH=tests:. $(BIN)/python -m simulation --seeds 5000 --mutations
-	PYTHONPATH=tests:. $(BIN)/python -m simulation.comm --seeds 5000 --mutations
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --mutations
 
 # 100,000 steps that lose a worker every two minutes, and what processes hold meanwhile: a quarter of an hour or more.
 soak: .venv/testable

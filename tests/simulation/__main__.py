@@ -1,4 +1,5 @@
-"""Simulate jobs: PYTHONPATH=tests:. python -m simulation --seeds 2000 [--from N] [--replay SEED]."""
+"""Simulate jobs, and what ranks do with each other: PYTHONPATH=tests:. python -m simulation [--kind KIND] [--seeds N]
+[--from N] [--replay SEED]."""
 
 from __future__ import annotations
 
@@ -6,59 +7,68 @@ import argparse
 import sys
 import time
 from collections import Counter
+from unittest.mock import patch
 
-from simulation.mutations import MUTATIONS, mutated
-from simulation.scenario import draw
-from simulation.search import Found, first_of, shortest, simulate
+from simulation.kinds import KINDS, MOST_SEEDS, MUTATIONS
+from simulation.search import Simulation
 
 MOST_SHOWN = 200
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m simulation", description="Simulate jobs that fail in many ways.")
-    parser.add_argument("--seeds", type=int, default=2000, help="how many jobs")
+    parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
+    parser.add_argument("--kind", choices=KINDS, action="append", help="what is simulated; all of them without it")
+    parser.add_argument("--seeds", type=int, default=2000, help="how many of each kind")
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
-    parser.add_argument("--replay", type=int, help="show what happens in the job of this seed")
-    parser.add_argument("--all", action="store_true", help="go on after a job that fails")
+    parser.add_argument("--replay", type=int, help="show what happens with this seed")
+    parser.add_argument("--all", action="store_true", help="go on after one that fails")
     parser.add_argument("--mutations", action="store_true", help="how soon each deliberate fault is found")
     parser.add_argument("--only", default="", help="of these only those with this in their names")
     given = parser.parse_args()
+    kinds = [KINDS[name] for name in given.kind or KINDS]
     if given.mutations:
-        return find_mutations(given.first, given.seeds, given.only)
+        return _find_mutations(kinds, given.only)
     if given.replay is not None:
-        found = Found(draw(given.replay), "")
-        print("\n".join(found.lines()))
+        for kind in kinds:
+            print("\n".join(kind.lines(kind.draw(given.replay))))
         return 0
-    begun, count = time.process_time(), 0
-    reasons: Counter[str] = Counter()
+    return max(_search(kind, given) for kind in kinds)
+
+
+def _find_mutations(kinds: list[Simulation], only: str) -> int:
+    """Print how many seeds it takes to find each deliberate fault. Returns how many are not found."""
+    unfound = 0
+    for name, (kind, where, what, other) in MUTATIONS.items():
+        if only not in name or KINDS[kind] not in kinds:
+            continue
+        with patch.object(where, what, other):
+            found = KINDS[kind].first_of(range(MOST_SEEDS))
+        unfound += found is None
+        told = "not found" if found is None else f"{found[0].seed + 1:6,}"
+        print(f"{told:>9}  {name:60} {_end(found[1])[:100] if found else ''}", flush=True)
+    return unfound
+
+
+def _search(kind: Simulation, given: argparse.Namespace) -> int:
+    begun, reasons = time.process_time(), Counter[str]()
     for seed in range(given.first, given.first + given.seeds):
-        count += 1
-        if (found := simulate(draw(seed))) is None:
+        if not (why := kind.fail(scenario := kind.draw(seed))):
             continue
-        reasons[found.why.strip().splitlines()[-1][:60]] += 1
+        reasons[_end(why)[:60]] += 1
         if given.all:
-            print(f"seed {seed}: {found.why.strip().splitlines()[-1][:300]}", flush=True)
+            print(f"{kind.name} seed {seed}: {_end(why)[:300]}", flush=True)
             continue
-        lines = shortest(found).lines()
+        lines = kind.report(scenario)
         print("\n".join(lines if len(lines) <= MOST_SHOWN else [*lines[:20], "...", *lines[20 - MOST_SHOWN :]]))
-        print(f"again: PYTHONPATH=tests:. python -m simulation --replay {seed}")
         return 1
     seconds = time.process_time() - begun
-    print(f"{count:,} jobs in {seconds:.1f} s ({1e3 * seconds / max(1, count):.1f} ms each), {reasons.total()} failed")
+    each = 1e3 * seconds / max(1, given.seeds)
+    print(f"{kind.name}: {given.seeds:,} in {seconds:.1f} s ({each:.1f} ms each), {reasons.total()} failed")
     return 1 if reasons else 0
 
 
-def find_mutations(first: int, seeds: int, only: str) -> int:
-    """Print how many jobs it takes to find each deliberate fault. Returns how many are not found."""
-    unfound = 0
-    for name in [name for name in MUTATIONS if only in name]:
-        with mutated(name):
-            found = first_of(range(first, first + seeds))
-        unfound += found is None
-        told = "not found" if found is None else f"{found.scenario.seed - first + 1:6,}"
-        why = "" if found is None else found.why.strip().splitlines()[-1][:100]
-        print(f"{told:>9}  {name:58} {why}", flush=True)
-    return unfound
+def _end(why: str) -> str:
+    return why.strip().splitlines()[-1]
 
 
 sys.exit(main())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
-from unittest.mock import patch
 
 from dadt.algorithms.gossip import edge, gossip, pairing
 from dadt.algorithms.gossip.pairing import Pairing
@@ -115,11 +113,3 @@ COMM_MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
     "each tensor that waits orders a dump": ("negotiation", Named, "_hear", each_alone),
 }
 """Each fault by what it is: the kind of simulation that finds it, what it replaces, and by what."""
-
-
-@contextmanager
-def comm_mutated(name: str) -> Iterator[str]:
-    """Ranks decide with this fault. Gives the kind of simulation that has to find it."""
-    kind, where, what, other = COMM_MUTATIONS[name]
-    with patch.object(where, what, other):
-        yield kind

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-from unittest.mock import patch
 
 from dadt.launch.agent.host_job import HostJob
 from dadt.launch.agent.launcher_contact import LauncherContact
@@ -23,8 +21,6 @@ from dadt.launch.members.rendezvous import Rendezvous
 from dadt.launch.members.replacement import Replacements
 from dadt.launch.members.silence import Silences
 from dadt.launch.members.waits import Waiting
-
-MOST_SEEDS = 5000
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -126,7 +122,7 @@ turn, host_turn, advance, signal, ended = (
 )
 look = OtherHosts._look
 
-MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
+JOB_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "an agent that is silent is never given up": (Contact, "silent", lambda self, now: []),
     "what an agent says is not checked": (Contact, "hear", lambda self, node, frame, epoch: ""),
     "clocks of hosts are taken for the same": (Contact, "hear", deaf),
@@ -168,11 +164,3 @@ MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "the time in which an agent slept is other hosts' silence": (OtherHosts, "_excuse", nothing),
 }
 """Each fault by what it is: what it replaces, and by what."""
-
-
-@contextmanager
-def mutated(name: str) -> Iterator[None]:
-    """The launcher and its agents decide with this fault."""
-    where, what, other = MUTATIONS[name]
-    with patch.object(where, what, other):
-        yield

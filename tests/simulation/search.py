@@ -1,36 +1,71 @@
-"""Simulates jobs by their seeds, and finds the shortest list of faults by which one still fails."""
+"""Simulates by seeds, and finds the shortest list of faults by which a simulation still fails."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from simulation.job import SimulatedJob
-from simulation.scenario import Scenario, draw
-from simulation.world import Broken, Crashed
+from simulation.world import BEGIN, Broken, Crashed, World
 
 CRASHED = "the code under test has raised:"
-"""How the reason of a job begins in which an exception came out of the decisions, and no check has failed."""
+"""How a reason begins where an exception came out of the decisions, and no check has failed."""
+
+
+class Simulated(Protocol):
+    """A simulation of one scenario."""
+
+    world: World
+
+    def run(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A job in which something did not hold."""
+class Simulation:
+    """One kind of simulation: how a seed is drawn, and what runs it. A scenario has its seed and its faults, and lines
+    that tell of them."""
 
-    scenario: Scenario
-    why: str
+    name: str
+    draw: Callable[[int], Any]
+    job: Callable[..., Simulated]
 
-    def lines(self) -> list[str]:
-        """What has happened in it, in virtual time."""
-        job = SimulatedJob(self.scenario, logs=True)
-        why = why_of(job)
-        log = [f"{at:9.3f} s  {who:9}  {text}" for at, who, text in job.world.log or []]
-        return [*self.scenario.lines(), *log, f"seed {self.scenario.seed}: {why}"]
+    def fail(self, scenario: Any) -> str:
+        """Run it. Returns what did not hold in it; empty if all did."""
+        return _why(self.job(scenario))
+
+    def lines(self, scenario: Any) -> list[str]:
+        """What happens in it, in virtual time."""
+        job = self.job(scenario, logs=True)
+        why = _why(job)
+        log = [f"{at:9.4f} s  {who:9}  {text}" for at, who, text in job.world.log or []]
+        return [*scenario.lines(), *log, f"{job.world.now - BEGIN:9.4f} s  seed {scenario.seed}: {why or 'all holds'}"]
+
+    def shortest(self, scenario: Any) -> Any:
+        """The same with as few faults as possible."""
+        place = 0
+        while place < len(scenario.faults):
+            fewer = replace(scenario, faults=scenario.faults[:place] + scenario.faults[place + 1 :])
+            if self.fail(fewer):
+                scenario = fewer
+            else:
+                place += 1
+        return scenario
+
+    def first_of(self, seeds: Iterable[int]) -> tuple[Any, str] | None:
+        """The first of these seeds with which something does not hold, and what that is."""
+        for seed in seeds:
+            if why := self.fail(scenario := self.draw(seed)):
+                return scenario, why
+        return None
+
+    def report(self, scenario: Any) -> list[str]:
+        """What happens with as few faults as possible, and how it is seen again."""
+        again = f"again: PYTHONPATH=tests:. python -m simulation --kind {self.name} --replay {scenario.seed}"
+        return [*self.lines(self.shortest(scenario)), again]
 
 
-def why_of(job: SimulatedJob) -> str:
-    """Run it. Returns what did not hold in it; empty if all did."""
+def _why(job: Simulated) -> str:
     try:
         job.run()
     except Broken as broken:
@@ -38,26 +73,3 @@ def why_of(job: SimulatedJob) -> str:
     except (Exception, Crashed):  # the decisions themselves have failed
         return f"{CRASHED}\n{traceback.format_exc()}"
     return ""
-
-
-def simulate(scenario: Scenario) -> Found | None:
-    why = why_of(SimulatedJob(scenario))
-    return Found(scenario, why) if why else None
-
-
-def shortest(found: Found) -> Found:
-    """The same with as few faults as possible."""
-    place = 0
-    while place < len(found.scenario.faults):
-        left = found.scenario.faults[:place] + found.scenario.faults[place + 1 :]
-        fewer = simulate(replace(found.scenario, faults=left))
-        if fewer is not None:
-            found = fewer
-        else:
-            place += 1
-    return found
-
-
-def first_of(seeds: Sequence[int]) -> Found | None:
-    """The first of these jobs in which something does not hold."""
-    return next((found for seed in seeds if (found := simulate(draw(seed))) is not None), None)

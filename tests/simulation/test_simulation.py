@@ -1,44 +1,48 @@
-"""Jobs in the simulated world, of which each seed decides all that is left open."""
+"""Whatever goes wrong in the simulated world, of which each seed decides all that is left open."""
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 
-from simulation.mutations import MOST_SEEDS, MUTATIONS, mutated
-from simulation.scenario import draw
-from simulation.search import CRASHED, Found, first_of, shortest, simulate
+from simulation.kinds import GOSSIP, JOBS, KINDS, MOST_SEEDS, MUTATIONS, NEGOTIATION
+from simulation.search import CRASHED, Simulation
 
-SEEDS = 2000
-AT_ONCE = 250
+SEEDS = [
+    *(pytest.param(JOBS, range(begin, begin + 250), id=f"jobs-{begin}") for begin in range(0, 2000, 250)),
+    pytest.param(NEGOTIATION, range(300), id="negotiation"),
+    pytest.param(GOSSIP, range(60), id="gossip"),
+]
 LINES = 60
 
 
-def check(found: Found | None) -> None:
-    if found is not None:
-        again = f"again: PYTHONPATH=tests:. python -m simulation --replay {found.scenario.seed}"
-        pytest.fail("\n".join([*shortest(found).lines()[-LINES:], again]))
+@pytest.mark.parametrize(("kind", "seeds"), SEEDS)
+def test_whatever_goes_wrong_all_holds_that_has_to(kind: Simulation, seeds: range) -> None:
+    if (found := kind.first_of(seeds)) is not None:
+        pytest.fail("\n".join(kind.report(found[0])[-LINES:]))
 
 
-@pytest.mark.parametrize("begin", range(0, SEEDS, AT_ONCE))
-def test_whatever_goes_wrong_all_holds_that_has_to(begin: int) -> None:
-    check(first_of(range(begin, begin + AT_ONCE)))
+@pytest.mark.parametrize(("kind", "size"), [(JOBS, "hosts"), (NEGOTIATION, "size")])
+def test_the_largest(kind: Simulation, size: str) -> None:
+    scenario = next(
+        each for seed in range(10_000) if getattr(each := kind.draw(seed), size) == 64 and len(each.faults) > 2
+    )
+    assert not kind.fail(scenario), "\n".join(kind.report(scenario)[-LINES:])
 
 
-def test_a_job_of_many_hosts() -> None:
-    check(simulate(next(each for seed in range(10_000) if (each := draw(seed)).hosts == 64 and len(each.faults) > 2)))
-
-
-def test_the_same_seed_gives_the_same_job() -> None:
-    scenario = next(scenario for seed in range(100) if len((scenario := draw(seed)).faults) > 2)
-    first, second = (Found(scenario, "").lines() for _ in range(2))
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_same_seed_gives_the_same_events(kind: Simulation) -> None:
+    scenario = next(each for seed in range(1000) if len((each := kind.draw(seed)).faults) > 1)
+    first, second = (kind.lines(scenario) for _ in range(2))
     assert first == second
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_deliberate_fault_is_found(name: str) -> None:
-    with mutated(name):
-        found = first_of(range(MOST_SEEDS))
-    assert found is not None and not found.why.startswith(CRASHED), (
-        found
-    )  # a mutation that is itself broken finds nothing
+@pytest.mark.parametrize(("kind", "where", "what", "other"), MUTATIONS.values(), ids=MUTATIONS)
+def test_a_deliberate_fault_is_found(kind: str, where: Any, what: str, other: Any) -> None:
+    with patch.object(where, what, other):
+        found = KINDS[kind].first_of(range(MOST_SEEDS))
+    # a mutation that is itself broken finds nothing
+    assert found is not None and not found[1].startswith(CRASHED), found

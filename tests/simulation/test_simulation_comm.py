@@ -11,37 +11,8 @@ import pytest
 from simulation.comm_faults import NamedFault, RankDies, SendsNonsense
 from simulation.comm_gossip import GossipJob, GossipRank, draw_gossip
 from simulation.comm_gossip_faults import IsReplaced
-from simulation.comm_mutations import COMM_MUTATIONS, comm_mutated
 from simulation.comm_negotiation import NegotiationJob
 from simulation.comm_scenario import NamedTensor, NamedTensors, draw_tensors
-from simulation.comm_search import CRASHED, KINDS
-from simulation.mutations import MOST_SEEDS
-
-SEEDS = {"negotiation": 300, "gossip": 60}
-LINES = 60
-
-
-def check(kind: str, found: tuple[Any, str] | None) -> None:
-    if found is not None:
-        again = f"again: PYTHONPATH=tests:. python -m simulation.comm --kind {kind} --replay {found[0].seed}"
-        pytest.fail("\n".join([*KINDS[kind].lines(KINDS[kind].shortest(found[0]))[-LINES:], again]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_whatever_goes_wrong_between_ranks_all_holds_that_has_to(kind: str) -> None:
-    check(kind, KINDS[kind].first_of(range(SEEDS[kind])))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_gives_the_same_events(kind: str) -> None:
-    scenario = next(each for seed in range(1000) if len((each := KINDS[kind].draw(seed)).faults) > 1)
-    first, second = (KINDS[kind].lines(scenario) for _ in range(2))
-    assert first == second
-
-
-def test_64_ranks_exchange_named_tensors() -> None:
-    scenario = next(each for seed in range(10_000) if (each := draw_tensors(seed)).size == 64)
-    assert not KINDS["negotiation"].fail(scenario)
 
 
 def quiet(size: int, *faults: NamedFault, **changes: Any) -> NamedTensors:
@@ -102,11 +73,3 @@ def test_a_new_worker_outlives_a_loss_while_it_compares_itself_with_the_others()
         job.run()
     assert job.ranks[3].joins
     assert [rank.rank for rank in job.ranks.values() if rank.error is None and rank.process.alive] == [0, 2, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMM_MUTATIONS)
-def test_a_deliberate_fault_between_ranks_is_found(name: str) -> None:
-    with comm_mutated(name) as kind:
-        found = KINDS[kind].first_of(range(MOST_SEEDS))
-    assert found is not None and not found[1].startswith(CRASHED), found
