@@ -19,7 +19,7 @@ from dadt.launch.ending import processes
 from dadt.launch.ending.signals import ENDING_SIGNALS
 from simulation.host_facts import probed, report_of
 from simulation.worker import LINE_SECONDS, Worker
-from simulation.world import Broken, Process, Timer, Wire, World
+from simulation.world import Broken, Link, Process, Timer, World
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
@@ -50,8 +50,8 @@ class Agent:
         self.lacks = ""
         """What is used up on this host: `descriptors` of the agent, or the `disk`."""
         self.process = Process(world, f"host{machine}")
-        self.up: Wire
-        self.down: Wire
+        self.up: Link
+        self.down: Link
         self.workers: dict[int, Worker] = {}
         """Rank to its newest process."""
         self.processes: list[Worker] = []

@@ -97,7 +97,7 @@ class IsSlow(_Strikes):
     def hit(self, job: NegotiationJob, rank: NamedRank) -> bool:
         slow = job.world.random.choice([0.1, 1.0, 4.0])
         for wire in rank.wires:
-            wire.slow += slow
+            wire.link.slow += slow
         return bool(rank.wires)
 
 
@@ -112,8 +112,8 @@ class IsCut(_Strikes):
         if not wires:
             return False
         wire = job.world.random.choice(wires)
-        wire.cut()
-        job.world.after(job.world.spread(6.0), wire.mend)
+        wire.link.cut()
+        job.world.after(job.world.spread(6.0), wire.link.mend)
         return True
 
 
@@ -146,7 +146,7 @@ class SendsNonsense(NamedFault):
 
     def strike(self, job: NegotiationJob) -> bool:
         rank, random = job.ranks[self.rank], job.world.random
-        wires = [wire for wire in rank.own_wires if wire.open]
+        wires = [wire for wire in rank.own_wires if wire.link.open]
         if not rank.process.alive or rank.over or not wires:
             return False
         wire = random.choice(wires)

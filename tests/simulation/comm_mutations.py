@@ -15,6 +15,7 @@ from dadt.train.loss.reconnection import Reconnection
 from simulation.comm_mail import MailGroup
 from simulation.comm_wire import ByteWire, kind_of
 from simulation.mutations import nothing, stays
+from simulation.world import Link
 
 put = ByteWire.put
 
@@ -95,7 +96,7 @@ COMM_MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
     "a decision comes twice": ("negotiation", ByteWire, "put", changed("decision", lambda wire, m: [m, m])),
     "nobody hears why a rank gives up": ("negotiation", ByteWire, "put", changed("giving up", lambda wire, m: [])),
     "nobody hears a goodbye": ("negotiation", ByteWire, "put", changed("goodbye", lambda wire, m: [])),
-    "the end of a connection is not noticed": ("negotiation", ByteWire, "close", nothing),
+    "the end of a connection is not noticed": ("negotiation", Link, "close", nothing),
     "nobody is told of what waits": ("negotiation", Named, "_tell", nothing),
     "a rank goes on with the neighbours that it had": ("gossip", Pairing, "connect", connects_once),
     "both ranks of a pair ask": ("gossip", pairing, "asks", lambda rank: True),

@@ -114,12 +114,12 @@ class NegotiationJob:
         self.engines.leave(rank.rank)
         for each in self.connections if rank.rank == 0 else [self.connections[rank.rank - 1]]:
             to, own = each.wires[each.rank - rank.rank], each.wires[rank.rank]
-            to.vanish()
+            to.link.vanish()
             if silent:
-                own.vanish()
+                own.link.vanish()
                 self.world.after(SILENT_SECONDS, own.end)
             else:
-                own.close()
+                own.link.close()
 
 
 class NamedInvariants:

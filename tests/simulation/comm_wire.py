@@ -8,15 +8,12 @@ import socket
 import struct
 from collections.abc import Callable
 
-from simulation.world import Do, World
+from simulation.world import Do, Link, World
 
 _LENGTH = struct.Struct("<I")
 _KINDS = {1: "report", 2: "decision", 3: "giving up", 4: "goodbye", 5: "order"}
 _TEXT = re.compile(rb"[ -~]{3,}")
 MOST_SHOWN = 100
-
-Change = Callable[[bytes], list[bytes]]
-"""What becomes of one message on its way: that message, none, or several."""
 
 
 def kind_of(message: bytes) -> str:
@@ -31,25 +28,20 @@ def shown(message: bytes) -> str:
 
 
 class ByteWire:
-    """One direction of a connection between two ranks. Bytes come in order; a cut holds them up until it is mended."""
+    """One direction of a connection between two ranks, over which messages go as bytes."""
 
     def __init__(self, world: World, name: str, latency: float, into: socket.socket, heard: Do) -> None:
         """into: this world's end of the receiver's connection. heard: called when something has come."""
-        self._world, self._name, self._latency = world, name, latency
+        self._world, self._name = world, name
         self._into, self._heard = into, heard
-        self._last = 0.0
+        self.link = Link(world, latency, self._come)
         self._begun = b""
         """The first bytes of a message that is not complete yet."""
         self._unread = bytearray()
         """What has come while the receiver's memory was full."""
-        self._held: list[bytes | None] = []
-        self.cuts = 0
-        self.slow = 0.0
         self.messages = self.orders = 0
         self.sent: list[bytes] = []
         """The newest messages."""
-        self.change: Change | None = None
-        self.open = True
 
     def send(self, data: bytes) -> None:
         """Pass on what the sender has written, message by message."""
@@ -62,49 +54,18 @@ class ByteWire:
             self.messages += 1
             self.orders += kind_of(message) == "order"
             self.sent = [*self.sent[-7:], message]
-            for each in [message] if self.change is None else self.change(message):
-                self.put(each)
+            self.put(message)
 
     def put(self, data: bytes) -> None:
         """Send these bytes as they are."""
-        if self.open:
-            if self._world.log is not None:
-                self._world.note(self._name, shown(data))
-            self._pass(data)
-
-    def close(self) -> None:
-        """The sender has ended: what it has sent still comes, and then the end."""
-        if self.open:
-            self.open = False
-            self._pass(None)
-
-    def vanish(self) -> None:
-        """The sender's machine is gone: nothing more comes, and no end."""
-        self.open = False
-        self._held, self.cuts = [], self.cuts + 1
-
-    def cut(self) -> None:
-        self.cuts += 1
-
-    def mend(self) -> None:
-        self.cuts -= 1
-        if not self.cuts:
-            held, self._held = self._held, []
-            for data in held:
-                self._pass(data)
-
-    def _pass(self, data: bytes | None) -> None:
-        if self.cuts:
-            self._held.append(data)
+        if not self.link.open:
             return
-        world = self._world
-        pieces: list[bytes | None] = [data]
-        if data and len(data) > 1 and world.random.random() < 0.1:  # TCP cuts where it likes
-            at = world.random.randrange(1, len(data))
-            pieces = [data[:at], data[at:]]
-        for piece in pieces:
-            self._last = max(self._last, world.now + world.spread(self._latency) + self.slow)
-            world.after(self._last - world.now, lambda piece=piece: self._come(piece))
+        if self._world.log is not None:
+            self._world.note(self._name, shown(data))
+        random = self._world.random
+        at = random.randrange(1, len(data)) if len(data) > 1 and random.random() < 0.1 else 0  # TCP cuts where it likes
+        for piece in (data[:at], data[at:]) if at else (data,):
+            self.link.send(piece)
 
     def _come(self, data: bytes | None) -> None:
         try:
@@ -154,7 +115,7 @@ class RankConnection:
         """Take what a rank has written."""
         self.wires[self.rank - sender].flush()
         wire, ours = self.wires[sender], self._ours[sender]
-        while wire.open:
+        while wire.link.open:
             try:
                 data = ours.recv(1 << 16)
             except BlockingIOError:
@@ -164,7 +125,7 @@ class RankConnection:
             if data:
                 wire.send(data)
             else:
-                wire.close()
+                wire.link.close()
 
     def close(self) -> None:
         for each in self._ours.values():

@@ -15,7 +15,7 @@ from simulation.invariants import Invariants
 from simulation.launcher import Launcher
 from simulation.scenario import Scenario
 from simulation.worker import Worker
-from simulation.world import Broken, Network, Wire, World
+from simulation.world import Broken, Network, World, frame_link
 
 CONTROL_LATENCY = 0.004
 LEFT_SECONDS = 30.0
@@ -51,12 +51,12 @@ class SimulatedJob:
             self._connect(node, agent)
 
     def _connect(self, node: Node, agent: Agent) -> None:
-        agent.up = Wire(
+        agent.up = frame_link(
             self.world, schema.AGENT, CONTROL_LATENCY,
             lambda frame: self.launcher.hear(node, frame),
             lambda why: self.launcher.end_of(node, why),
         )  # fmt: skip
-        agent.down = Wire(self.world, schema.LAUNCHER, CONTROL_LATENCY, agent.hear, agent.hang_up)
+        agent.down = frame_link(self.world, schema.LAUNCHER, CONTROL_LATENCY, agent.hear, agent.hang_up)
         self.launcher.down[node] = agent.down
 
     def reach(self, node: Node) -> None:

@@ -29,7 +29,7 @@ from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
 from dadt.launch.members.node import Node
 from dadt.launch.members.replacement import replaces
-from simulation.world import Process, Timer, Wire, address_of
+from simulation.world import Link, Process, Timer, address_of
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
@@ -62,7 +62,7 @@ class Launcher:
         for node in self.nodes:
             node.is_child, node.address = hosts == 1, address_of(node.index) if hosts > 1 else ""
         self._contact = Contact(self.nodes, config.orphan_timeout, world.now)
-        self.down: dict[Node, Wire] = {}
+        self.down: dict[Node, Link] = {}
         self.said: list[tuple[float, str, str]] = []
         """Time, level and text of each line that the user reads."""
         self.outcome: Outcome | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from dadt.control.frame import Frame, Parser
 from dadt.control.schema import Speaker
@@ -126,29 +127,23 @@ class Process:
             self.get(do)
 
 
-class Wire:
-    """One direction of a connection. Frames come in order; a cut holds them up until it is mended, as TCP does."""
+class Link:
+    """One direction of a connection. What is sent comes in order; a cut holds it up until it is mended, as TCP does."""
 
-    def __init__(
-        self, world: World, speaker: Speaker, latency: float, hear: Callable[[Frame], None], end: Callable[[str], None]
-    ) -> None:
-        """hear: takes each frame. end: called once at the end of the connection, with the reason; empty where the other
-        side has closed it."""
-        self._world, self._speaker, self._latency = world, speaker, latency
-        self._hear, self._end = hear, end
-        self._parser = Parser(speaker)
+    def __init__(self, world: World, latency: float, come: Callable[[Any], None]) -> None:
+        """come: takes each thing that is sent, and None at the end."""
+        self._world, self._latency, self._come = world, latency, come
         self._last = 0.0
-        self._held: list[Frame | bytes | None] = []
+        self._held: list[Any] = []
         self.cuts = 0
         self.slow = 0.0
-        """Seconds that each frame takes more."""
+        """Seconds that each thing takes more."""
         self.open = True
 
-    def send(self, frame: Frame | bytes) -> None:
-        """Send a frame, or the bytes of a stranger."""
+    def send(self, thing: Any) -> None:
         if self.open:
             self._world.frames += 1
-            self._pass(frame)
+            self._pass(thing)
 
     def close(self) -> None:
         """The sender is gone: what it has sent still comes, and then the end."""
@@ -159,6 +154,7 @@ class Wire:
     def vanish(self) -> None:
         """The sender's machine is gone: nothing more comes, and no end."""
         self.open = False
+        self._held.clear()
 
     def cut(self) -> None:
         self.cuts += 1
@@ -167,32 +163,42 @@ class Wire:
         self.cuts -= 1
         if not self.cuts:
             held, self._held = self._held, []
-            for frame in held:
-                self._pass(frame)
+            for thing in held:
+                self._pass(thing)
 
     def delay(self, seconds: float) -> None:
         """What is sent next is late, and all after it."""
         self._last = max(self._last, self._world.now + seconds)
 
-    def _pass(self, frame: Frame | bytes | None) -> None:
+    def _pass(self, thing: Any) -> None:
         if self.cuts:
-            self._held.append(frame)
+            self._held.append(thing)
             return
         world = self._world
         self._last = max(self._last, world.now + world.spread(self._latency) + self.slow)
-        world.after(self._last - world.now, lambda: self._come(frame))
+        world.after(self._last - world.now, lambda: self._come(thing))
 
-    def _come(self, frame: Frame | bytes | None) -> None:
+
+def frame_link(
+    world: World, speaker: Speaker, latency: float, hear: Callable[[Frame], None], end: Callable[[str], None]
+) -> Link:
+    """A link for frames, and for the bytes of a stranger. hear: takes each frame. end: called once at the end of the
+    connection, with the reason; empty where the other side has closed it."""
+    parser = Parser(speaker)
+
+    def come(frame: Frame | bytes | None) -> None:
         if frame is None:
-            self._end("")
-        elif isinstance(frame, bytes) or self._world.exact:
+            end("")
+        elif isinstance(frame, bytes) or world.exact:
             try:
-                for each in self._parser.feed(frame if isinstance(frame, bytes) else frame.encode()):
-                    self._hear(each)
+                for each in parser.feed(frame if isinstance(frame, bytes) else frame.encode()):
+                    hear(each)
             except DadtError as error:
-                self._end(str(error))
+                end(str(error))
         else:
-            self._hear(Frame(frame.kind, dict(frame.header), frame.body))
+            hear(Frame(frame.kind, dict(frame.header), frame.body))
+
+    return Link(world, latency, come)
 
 
 class Network:
