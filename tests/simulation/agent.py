@@ -19,7 +19,7 @@ from dadt.launch.ending import processes
 from dadt.launch.ending.signals import ENDING_SIGNALS
 from simulation.host_facts import probed, report_of
 from simulation.worker import LINE_SECONDS, Worker
-from simulation.world import Broken, Link, Process, Timer, World
+from simulation.world import Alarm, Broken, Link, Process, World
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
@@ -77,8 +77,7 @@ class Agent:
         self._inquiries: list[tuple[float, Frame]] = []
         self._dump: tuple[float, list[Worker]] | None = None
         """When the stacks are complete that are written before workers are stopped, and who writes."""
-        self._timer: Timer | None = None
-        self._turns_at = float("inf")
+        self._alarm = Alarm(self.process, self._turn)
 
     @property
     def epoch(self) -> float:
@@ -102,7 +101,7 @@ class Agent:
 
     def _lose_launcher(self) -> None:
         self._gone, self.lost = True, min(self.lost, self.world.now)
-        self._wake(READ_SECONDS)
+        self._alarm.set(READ_SECONDS)
 
     def _obey(self, order: Frame) -> None:
         self._contact.hear(self.world.now)
@@ -116,7 +115,7 @@ class Agent:
         elif self.host is not None:
             self.host.order(order, self.world.now)
             self._carry_out()
-        self._wake(READ_SECONDS)
+        self._alarm.set(READ_SECONDS)
 
     def _look(self) -> None:
         ready = report_of(self.machine, self.epoch, bad=self._how == "has a problem")
@@ -176,7 +175,7 @@ class Agent:
         except DadtError as error:
             raise Broken(f"the agent refuses what a worker says: {error}") from error
         self._carry_out()
-        self._wake(READ_SECONDS)
+        self._alarm.set(READ_SECONDS)
 
     def _answer(self, number: int, frame: Frame) -> None:
         if (found := self._lines.get(number)) is None:
@@ -203,7 +202,7 @@ class Agent:
         for number in [number for number, (each, _) in self._lines.items() if each is worker]:
             self._hang_up(number)
         self._carry_out()
-        self._wake(READ_SECONDS)
+        self._alarm.set(READ_SECONDS)
 
     def _end(self, rank: int, code: int) -> None:
         assert self.host is not None
@@ -219,7 +218,7 @@ class Agent:
         if self.host is not None and number in ENDING_SIGNALS:
             self.host.told_to_end({number}, self.world.now)
             self._carry_out()
-            self._wake(READ_SECONDS)
+            self._alarm.set(READ_SECONDS)
 
     def hear_host(self, index: int) -> None:
         """A heartbeat of another host has come."""
@@ -232,15 +231,7 @@ class Agent:
 
     def begin(self) -> None:
         """Begin to serve."""
-        self._wake(0.0)
-
-    def _wake(self, seconds: float) -> None:
-        at = self.world.now + seconds
-        if at < self._turns_at and self.process.runs:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._turns_at = at
-            self._timer = self.process.after(seconds, self._turn)
+        self._alarm.set(0.0)
 
     def _turn(self) -> None:
         """What Supervisor._turn does."""
@@ -273,8 +264,7 @@ class Agent:
             return
         else:
             self._beat(actions.SendBeat({}, {}, ()))
-        self._turns_at = float("inf")
-        self._wake(TURN_SECONDS if host is None else TICK_SECONDS if self._inquiries else host.patience)
+        self._alarm.set(TURN_SECONDS if host is None else TICK_SECONDS if self._inquiries else host.patience)
 
     def _look_at_hosts(self, now: float) -> None:
         """What HostHeartbeat does."""
@@ -387,14 +377,13 @@ class Agent:
     def stop(self) -> None:
         """The agent's process stops, not its workers."""
         self.process.stop()
-        self._turns_at = float("inf")
         self._stopped_at = self.world.now
 
     def go_on(self) -> None:
         if self.world.now - self._stopped_at > self._contact.patience / 2:
             self.heard = self.world.now  # a shorter stop may count as silence
         self.process.go_on()
-        self._wake(0.0)
+        self._alarm.set(0.0)
 
 
 def identity(worker: Worker) -> processes.Process:

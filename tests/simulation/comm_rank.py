@@ -14,7 +14,7 @@ from dadt.comm.keepalive import KeepAlive
 from dadt.errors import CommError, CommTimeout, Mismatch
 from simulation.comm_scenario import NamedTensor
 from simulation.comm_wire import ByteWire
-from simulation.world import Broken, Process, Timer
+from simulation.world import Alarm, Broken, Process
 
 if TYPE_CHECKING:
     from simulation.comm_negotiation import NegotiationJob
@@ -100,8 +100,7 @@ class NamedRank:
         """All that leads to it, or away."""
         self.own_wires: list[ByteWire] = []
         """Those over which it sends."""
-        self._turn: Timer | None = None
-        self._turn_at = 0.0
+        self._alarm = Alarm(self.process, self._take_turn)
         self._turns = 0
         self._waits = False
         self._script: ScriptSteps | None = self._life()
@@ -111,19 +110,9 @@ class NamedRank:
 
     def poke(self) -> None:
         """Something has changed: the thread wakes up."""
-        self._turn_after(self.world.spread(WAKE_SECONDS))
-
-    def _turn_after(self, seconds: float) -> None:
-        at = self.world.now + seconds
-        if self._turn is not None and self._turn.do is not None and self._turn_at <= at:
-            return
-        if self._turn is not None:
-            self._turn.cancel()
-        self._turn_at = at
-        self._turn = self.process.after(seconds, self._take_turn)
+        self._alarm.set(self.world.spread(WAKE_SECONDS))
 
     def _take_turn(self) -> None:
-        self._turn = None
         if self.over or not self.process.alive:
             return
         self.job.time.set(self.world.now)
@@ -135,7 +124,7 @@ class NamedRank:
             self._turns = 0 if left > 0 else self._turns + 1
             if self._turns > MOST_TURNS:
                 raise Broken(f"the negotiation of rank {self.rank} does not sleep")
-            self._turn_after(max(left, 1e-9) + self.world.random.random() * WAKE_SECONDS)
+            self._alarm.set(max(left, 1e-9) + self.world.random.random() * WAKE_SECONDS)
         self.look()
 
     def look(self) -> None:

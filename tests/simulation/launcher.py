@@ -29,7 +29,7 @@ from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
 from dadt.launch.members.node import Node
 from dadt.launch.members.replacement import replaces
-from simulation.world import Link, Process, Timer, address_of
+from simulation.world import Alarm, Link, Process, address_of
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
@@ -80,8 +80,7 @@ class Launcher:
         """Signals of the user that end the job."""
         self._caught: set[int] = set()
         self._events: list[Event] = []
-        self._timer: Timer | None = None
-        self._turns_at = float("inf")
+        self._alarm = Alarm(self.process, self._turn)
         every = [*(node.host for node in self.nodes), *simulated.scenario.spare_hosts]
         self.candidates = Candidates(every) if simulated.scenario.joins else None
         """Hosts that may replace lost ones; None where they are not replaced."""
@@ -169,19 +168,11 @@ class Launcher:
 
     def _catch(self, number: int) -> None:
         self._caught.add(number)
-        self._wake(0.0)
+        self._alarm.set(0.0)
 
     def _put(self, node: Node, frame: Frame) -> None:
         self._events.append(Event(node, frame, self.world.now))
-        self._wake(READ_SECONDS)
-
-    def _wake(self, seconds: float) -> None:
-        at = self.world.now + seconds
-        if at < self._turns_at and self.process.runs:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._turns_at = at
-            self._timer = self.process.after(seconds, self._turn)
+        self._alarm.set(READ_SECONDS)
 
     # What is done about it -----------------------------------------------------------------------------------------
 
@@ -212,8 +203,7 @@ class Launcher:
         if job.over:
             self._finish()
             return
-        self._turns_at = float("inf")
-        self._wake(max(0.001, min(job.patience(now), contact.beat_seconds)))
+        self._alarm.set(max(0.001, min(job.patience(now), contact.beat_seconds)))
 
     def _carry_out(self) -> None:
         self.job.outbox.empty(self._perform)
@@ -302,11 +292,10 @@ class Launcher:
 
     def stop(self) -> None:
         self.process.stop()
-        self._turns_at = float("inf")
 
     def go_on(self) -> None:
         self.process.go_on()
-        self._wake(0.0)
+        self._alarm.set(0.0)
 
     @property
     def exit_code(self) -> int | None:

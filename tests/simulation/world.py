@@ -127,6 +127,28 @@ class Process:
             self.get(do)
 
 
+class Alarm:
+    """Has a process do something at the earliest of the times that it is set to, and then not until it is set again."""
+
+    def __init__(self, process: Process, do: Do) -> None:
+        self._process, self._do = process, do
+        self._timer: Timer | None = None
+        self._at = float("inf")
+
+    def set(self, seconds: float) -> None:
+        """Ring in so many seconds, unless it rings before."""
+        at = self._process.world.now + seconds
+        if at >= self._at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._at, self._timer = at, self._process.after(seconds, self._ring)
+
+    def _ring(self) -> None:
+        self._at = float("inf")
+        self._do()
+
+
 class Link:
     """One direction of a connection. What is sent comes in order; a cut holds it up until it is mended, as TCP does."""
 
