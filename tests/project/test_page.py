@@ -30,6 +30,7 @@ BLOCK = re.compile(r"<!-- (?P<mark>runnable|file): ?(?P<value>.*?) ?-->\n```\w+\
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 EXAMPLE_FLAGS = {"--epochs"}
 FOREIGN_FLAGS = {
+    "architecture.md": {"--kind"},
     "benchmarks.md": {
         "--budget-minutes",
         "--families",
