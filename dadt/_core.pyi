@@ -109,9 +109,6 @@ class Work:
     @property
     def seconds(self) -> float:
         """After wait: time from the moment that the last rank arrived until done, on this rank."""
-    @property
-    def waited(self) -> float:
-        """After wait: time that the operation spent waiting for the last rank to arrive."""
 
 class Job:
     """One operation pulled by a Python executor's thread; finish or fail it exactly once. One that is dropped fails."""

@@ -181,8 +181,7 @@ void bind_work(py::module_& module) {
       .def_property_readonly("lanes", [](const Work& work) { return as_bytes(good(work).lanes); })
       .def_property_readonly("received", &received)
       .def_property_readonly("weight_sum", [](const Work& work) { return good(work).weight_sum; })
-      .def_property_readonly("seconds", [](const Work& work) { return good(work).seconds; })
-      .def_property_readonly("waited", [](const Work& work) { return good(work).waited; });
+      .def_property_readonly("seconds", [](const Work& work) { return good(work).seconds; });
 
   py::class_<Job, std::shared_ptr<Job>>(module, "Job")
       .def_property_readonly("kind", [](const Job& job) { return kind_name(job.operation().kind); })

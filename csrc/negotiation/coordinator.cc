@@ -53,20 +53,15 @@ void Coordinator::take(int rank, const Report& report, Time now) {
   steps_[rank] = report.step;
   bool understood = true;
   for (uint64_t id : report.ids) {
-    const auto cached = cache_.find(id);
-    if (cached != cache_.end()) {
-      submit(rank, cached->second.request, now);
+    if (auto request = cache_.find(id)) {
+      submit(rank, std::move(request), now);
     } else {
       understood = false;  // gone since: the rank learns that, too, and sends the request in full
     }
   }
   for (const Request& request : report.requests) {
-    const auto id = ids_.find(request.name);
-    if (id != ids_.end() && *cache_.at(id->second).request == request) {
-      submit(rank, cache_.at(id->second).request, now);
-    } else {
-      submit(rank, std::make_shared<const Request>(request), now);
-    }
+    auto known = cache_.find(cache_.id_of(request));
+    submit(rank, known ? std::move(known) : std::make_shared<const Request>(request), now);
   }
   waits_[rank] = report.waits && report.seen == decisions_;
   // Requests from before the join come first: a join goes again with what is sent in full.
@@ -169,8 +164,7 @@ void Coordinator::complete(Entry& entry, Time now) {
   const Request& request = entry.request();
   entry.complete = true;
   entry.since = now;
-  if (const auto id = ids_.find(entry.name); id != ids_.end() && *cache_.at(id->second).request == request)
-    entry.id = id->second;
+  entry.id = cache_.id_of(request);
   if (!request.group.empty()) {
     // It is gone where members of one round do not agree on how many they are.
     Group& group = groups_[request.group];
@@ -332,11 +326,9 @@ std::optional<Decision> Coordinator::decide(Time now) {
     fuse(std::exchange(fusible_, {}), options_.buffer_bytes, all, decision);
   }
   fuse(std::exchange(single_, {}), 0, true, decision);
-  for (auto id = ages_.begin(); cache_.size() > options_.cache_capacity && id != ages_.end();) {
-    const uint64_t oldest = *id++;
-    // A rank that has named it would have to name it again.
-    if (!pending_.contains(cache_.at(oldest).request->name)) evict(oldest, decision);
-  }
+  // A rank that has named one that is pending would have to name it again.
+  const auto is_pending = [this](const std::string& name) { return pending_.contains(name); };
+  cache_.trim(options_.cache_capacity, is_pending, decision);
   forget_groups();
   if (all_joined) {
     decision.last_joined = std::exchange(last_joined_, -1);
@@ -387,7 +379,7 @@ void Coordinator::emit(const std::vector<Entry*>& entries, Decision& decision) {
   Batch batch;
   const Request& first = entries[0]->request();
   batch.missing = entries[0]->missing;
-  for (const Entry* entry : entries) batch.ids.push_back(admit(*entry, decision));
+  for (const Entry* entry : entries) batch.ids.push_back(identify(*entry, decision));
   if (!batch.missing.empty()) {
     batch.name = fused_name(first.name, entries.size());
     batch.dtype = first.dtype;
@@ -402,25 +394,10 @@ void Coordinator::emit(const std::vector<Entry*>& entries, Decision& decision) {
 }
 
 // The id by which the ranks know this request from now on.
-uint64_t Coordinator::admit(const Entry& entry, Decision& decision) {
-  if (entry.id != 0) {
-    ages_.splice(ages_.end(), ages_, cache_.at(entry.id).age);
-    return entry.id;
-  }
-  if (const auto old = ids_.find(entry.name); old != ids_.end()) evict(old->second, decision);
-  const uint64_t id = next_id_++;
-  cache_[id] = {entry.requests[entry.first_rank()], ages_.insert(ages_.end(), id)};
-  ids_[entry.name] = id;
-  decision.admitted.push_back({id, entry.name});
-  return id;
-}
-
-void Coordinator::evict(uint64_t id, Decision& decision) {
-  const auto cached = cache_.find(id);
-  ids_.erase(cached->second.request->name);
-  ages_.erase(cached->second.age);
-  cache_.erase(cached);
-  decision.evicted.push_back(id);
+uint64_t Coordinator::identify(const Entry& entry, Decision& decision) {
+  if (entry.id == 0) return cache_.admit(entry.requests[entry.first_rank()], decision);
+  cache_.use(entry.id);
+  return entry.id;
 }
 
 Coordinator::Time Coordinator::due() const {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -11,6 +10,7 @@
 
 #include "base/event_count.h"
 #include "negotiation/message.h"
+#include "negotiation/name_cache.h"
 
 namespace dadt {
 
@@ -86,10 +86,6 @@ class Coordinator {
     const Request& request() const { return *requests[first_rank()]; }
     uint64_t round() const { return rounds[first_rank()]; }
   };
-  struct Cached {
-    std::shared_ptr<const Request> request;
-    std::list<uint64_t>::iterator age;
-  };
   // Tensors that run together. What has gone wrong with one goes wrong with all, those still to come
   // included.
   struct Round {
@@ -124,8 +120,7 @@ class Coordinator {
   Time due() const;
   void fuse(std::vector<Entry*> entries, size_t limit, bool all, Decision& decision);
   void emit(const std::vector<Entry*>& entries, Decision& decision);
-  uint64_t admit(const Entry& entry, Decision& decision);
-  void evict(uint64_t id, Decision& decision);
+  uint64_t identify(const Entry& entry, Decision& decision);
   Stall describe_stall(const Entry& entry, Time now) const;
   Stall describe_join(Time now) const;
 
@@ -144,12 +139,7 @@ class Coordinator {
   bool has_full_buffer_ = false;
   Time next_stall_ = Time::max();
 
-  // Response cache. Ids are never used twice: a rank may still name one that is gone.
-  std::unordered_map<uint64_t, Cached> cache_;
-  std::unordered_map<std::string, uint64_t> ids_;
-  std::list<uint64_t> ages_;  // the one used last at the end
-  uint64_t next_id_ = 1;
-
+  NameCache cache_;
   uint64_t decisions_ = 0;
   std::vector<int64_t> steps_;
   std::vector<bool> waits_;

@@ -24,10 +24,7 @@ struct Notice {
 class ToldTime {
  public:
   void set(double seconds) { seconds_ = seconds; }
-  Clock::time_point now() const {
-    return Clock::time_point(
-        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds_)));
-  }
+  Clock::time_point now() const { return Clock::time_point(duration(seconds_)); }
 
  private:
   std::atomic<double> seconds_{0};

@@ -22,15 +22,15 @@ void append(std::vector<T>& to, const std::vector<T>& more) {
 // The thread ------------------------------------------------------------------------------------------
 
 void NegotiationState::run() {
-  do {
-    sleep();
-  } while (turn());
+  while (turn(true)) {
+  }
 }
 
-// Once round; false at the end.
-bool NegotiationState::turn() {
+// Once round, after a sleep or at once; false at the end.
+bool NegotiationState::turn(bool sleeps) {
   if (is_finished) return false;
   try {
+    if (sleeps) sleep();
     if (look_round()) return true;
   } catch (const Error& reason) {
     fail({rank, reason.code(), reason.what()});

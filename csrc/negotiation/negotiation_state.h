@@ -75,7 +75,7 @@ struct NegotiationState {
 
   Clock::time_point now() const { return time ? time->now() : Clock::now(); }
   void run();
-  bool turn();
+  bool turn(bool sleeps = false);
   bool look_round();
   void sleep();
   Clock::time_point wake_at();
