@@ -59,7 +59,7 @@ class WorkerLine:
         Raises StartTimeout after `timeout` seconds, or as soon as a missing rank has exited; the message names the
         missing ranks and their progress.
         """
-        return _parts(self._ask("exchange", timeout, blob, key=key, generation=generation))
+        return parts(self._ask("exchange", timeout, blob, key=key, generation=generation))
 
     def put(self, key: str, blob: bytes, generation: int = 0) -> None:
         """Publish a blob that any rank may read with get(). Raises DadtError if the key is in use, or if this rank has
@@ -69,7 +69,7 @@ class WorkerLine:
     def get(self, keys: Sequence[str], timeout: float, generation: int = 0) -> list[bytes]:
         """Wait for the blobs that ranks publish with put() under `keys`, and return them. Raises StartTimeout after
         `timeout` seconds, or as soon as a missing rank has exited."""
-        return _parts(self._ask("get", timeout, keys=list(keys), generation=generation))
+        return parts(self._ask("get", timeout, keys=list(keys), generation=generation))
 
     def say(self, text: str, level: str = "info") -> None:
         """Have `dadt: <text>` printed once, even if several ranks pass the same text. level: info or warning."""
@@ -152,7 +152,7 @@ class WorkerLine:
         known: bytes of the values read from tensors by other ranks' scripts that this worker already has. last: whether
         the other ranks wait for this worker. Raises StartTimeout, or NotResumed if the worker cannot join.
         """
-        return _parts(self._ask("approach", timeout, known=known, last=last))[0]
+        return parts(self._ask("approach", timeout, known=known, last=last))[0]
 
     def give(self, number: int, blob: bytes, generation: int, *, last: bool, text: str = "") -> None:
         """Answer a replacement worker's question `number` about the state of training. blob: the answer. last: whether
@@ -231,7 +231,7 @@ def _shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value[:SHOWN] if isinstance(value, str) else value for name, value in facts.items()}
 
 
-def _parts(answer: Frame) -> list[bytes]:
+def parts(answer: Frame) -> list[bytes]:
     """Split the body of an answer into the blobs it consists of."""
     ends = list(accumulate(answer["sizes"], initial=0))
     return [answer.body[start:end] for start, end in pairwise(ends)]

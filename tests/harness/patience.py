@@ -11,8 +11,9 @@ FACTOR = float(os.environ.get("DADT_TEST_PATIENCE", "1"))
 PATIENCE = 120.0 * FACTOR
 """Seconds until a test gives up. What is there earlier ends the wait at once, so only tests that fail take so long."""
 
-SETTLE_SECONDS = 20.0 * FACTOR
-"""Seconds in which what ends at once is gone: less than DADT's own timeouts, by which it would end in any case."""
+SETTLE_SECONDS = 20.0 * min(FACTOR, 1.4)
+"""Seconds in which what ends at once is gone: less than the 30 s of --orphan-timeout, by which it would end in any
+case."""
 
 
 def _pause() -> None:

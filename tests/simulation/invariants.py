@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
 
+from dadt.control.agent_client import ANSWER_SECONDS
 from dadt.launch.agent.host_job import DEFAULT_GRACE
 from dadt.launch.ending.failure import Failure
 from dadt.launch.ending.termination import END_SECONDS
 from dadt.launch.members.replacement import replaces
 from simulation.fault import Struck
-from simulation.worker import ANSWER_SECONDS, LIBRARY
+from simulation.worker_peers import LIBRARY
 from simulation.world import BEGIN, EPOCH, Broken
 
 if TYPE_CHECKING:
@@ -157,8 +158,8 @@ class Invariants:
     def agree(self, worker: Worker, told: list[Any]) -> None:
         """A rank has found out how far the others are, and is as far."""
         ranks = [each[0] for each in told]
-        if ranks != list(worker.members):
-            raise Broken(f"rank {worker.rank} believes in {worker.members}, but trains with {ranks}")
+        if ranks != list(worker.peers.members):
+            raise Broken(f"rank {worker.rank} believes in {worker.peers.members}, but trains with {ranks}")
         if worker.averaged != max(each[1] for each in told):
             raise Broken(f"rank {worker.rank} trains on from step {worker.averaged}, others are elsewhere: {told}")
 

@@ -11,7 +11,7 @@ from dadt.launch.hosts.host import Host
 from simulation import faults
 from simulation.fault import Fault
 from simulation.host_faults import AgentKilled, HostCrashes
-from simulation.worker import Script
+from simulation.worker_script import Script
 
 MOST_HOSTS = 64
 

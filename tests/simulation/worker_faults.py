@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from simulation.fault import FOR_GOOD, Fault, later
-from simulation.worker import Exit, ScriptError
+from simulation.worker_script import Exit, ScriptError
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob

@@ -1,0 +1,364 @@
+"""One rank among the others: its operations with them, and how it connects with them, first and anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dadt import errors
+from dadt.comm.executors.meet import PATIENCE
+from dadt.comm.peer_deaths import NAME_SECONDS, Deaths, Generation
+from dadt.control.frame import Frame
+from dadt.control.worker_line import parts
+from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout, Unproved
+from dadt.train.loss.recovery import REGROUP_SECONDS
+from simulation.data import Connection
+from simulation.worker_script import Interrupted
+from simulation.worker_thread import Steps, Thread, Wait
+
+if TYPE_CHECKING:
+    from simulation.worker import Worker
+
+LIBRARY = "Gloo connectFullMesh failed: timed out"
+"""What a library says that connects ranks where it waits in vain."""
+
+
+class WorkerPeers:
+    """What one rank knows of the others, and does with them."""
+
+    def __init__(self, worker: Worker, *, joins: bool) -> None:
+        self._worker, self.world, self.config = worker, worker.world, worker.config
+        self._joins = joins
+        self.deaths = Deaths()
+        self.members: Sequence[int] = range(worker.agent.job.size)
+        self.generation = 0
+        self.connection: Connection | None = None
+        self.connected = self.trained = False
+        """Whether it has been connected with all others once, and whether it needs them no more."""
+        self.survives = self.config.min_np > 0
+        self.together = self.config.algorithm != "gossip"
+        self._told_of = ""
+        self._news: list[Wait] = []
+        self._regrouping = False
+        self._background: Thread | None = None
+        self._error: BaseException | None = None
+        """What has ended the background's thread."""
+        self._count = 0
+        self._within: int | None = None
+
+    def hear(self, frame: Frame) -> None:
+        """The agent tells of a loss."""
+        regroups = frame.kind == "regroup"
+        if regroups:
+            self.deaths.regroup(
+                Generation(frame["generation"], tuple(frame["members"]), tuple(frame["firsts"]), frame["text"])
+            )
+        elif (steps := frame.get("steps")) is None:
+            self.deaths.tell(frame["text"])
+        elif self._worker.averaged >= 0:
+            self.deaths.tell_left(frame["text"], steps, self._step)
+        self._wake_all()
+        if regroups and not self.together and self.connected:
+            self._reconnect(None)
+
+    def _wake_all(self) -> None:
+        news, self._news = self._news, []
+        for wait in news:
+            wait.give()
+
+    def _await_news(self, seconds: float) -> Steps:
+        if not self.deaths.await_news(0):
+            yield self._worker.sleep(max(0.0, seconds), self._news)
+        return self.deaths.await_news(0)
+
+    @property
+    def _step(self) -> int:
+        return max(0, self._worker.step)
+
+    # Operations --------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, value: Any) -> Steps:
+        """One operation of the engine, with what Peers.wait does about it."""
+        self._check_background()
+        begun = self.world.now
+        if self.connection is None:
+            return [value]
+        found, waiting = self._begin(self.connection, name, value)
+        while not found:
+            yield self._worker.sleep(PATIENCE, waiting)
+            if not found:
+                yield from self._look(name, self.world.now - begun)
+        if isinstance(found[0], CommError):
+            if not self.survives:
+                yield from self._name(found[0])
+            raise found[0]
+        return found[0]
+
+    def _begin(self, connection: Connection, name: str, value: Any) -> tuple[list[Any], list[Wait]]:
+        """Begin an operation. Returns where it puts what it gives, and those that it wakes then."""
+        found: list[Any] = []
+        waiting: list[Wait] = []
+
+        def then(given: Any) -> None:
+            found.append(given)
+            for each in waiting:
+                each.give()
+
+        connection.begin(self._worker.rank, name, value, then)
+        return found, waiting
+
+    def _name(self, error: CommError) -> Steps:
+        """What Deaths.name does: say which rank has ended, where that is known in a moment."""
+        if isinstance(error, CommTimeout | Mismatch) or str(error) == self.deaths.text:
+            return
+        if (yield from self._await_news(NAME_SECONDS)):
+            self.deaths.check()
+
+    def _look(self, name: str, waited: float) -> Steps:
+        """What Stall.look does."""
+        worker = self._worker
+        answer = yield from worker.ask("peers", generation=self.generation)
+        peers = [each for each in answer["peers"] if each["rank"] != worker.rank]
+        who = ", ".join(f"rank {each['rank']} {each['state']}" for each in peers)
+        try:
+            before = None if worker.closing else self._step
+            ended = [each for each in peers if each["said"].startswith("has ended")]
+            if before is not None and any(each["step"] <= before for each in ended):
+                raise Mismatch(f"rank {worker.rank} is in {name}, {who}: the ranks do not run the same steps")
+            if waited > self.config.timeout:
+                raise CommTimeout(f"waited {waited:.0f} s in {name}: {who}")
+            if waited > self.config.stall_warning and self._told_of != f"{self.generation} {name}":
+                self._told_of = f"{self.generation} {name}"
+                text = f"rank {worker.rank} waits in {name}: {who}"
+                if self.config.on_stall == "abort":
+                    raise CommTimeout(f"{text}; waited {self.config.stall_warning:g} s (--on-stall abort)")
+                worker.report("say", text=text, level="warning")
+                if self.config.on_stall == "dump":
+                    worker.report("dump")
+        except CommError as error:
+            self.abort(error)
+            raise
+
+    def _tell_waiting(self) -> Steps:
+        yield from self._worker.ask("peers", starts=self._step == 0 and self.generation == 0)
+
+    def abort(self, error: CommError) -> None:
+        if self.connection is not None:
+            self.connection.abort(self._worker.rank, error)
+
+    def leave(self, *, silent: bool = False, gentle: bool = False) -> None:
+        """Connection.leave, if there is one."""
+        if self.connection is not None:
+            self.connection.leave(self._worker.rank, silent=silent, gentle=gentle)
+
+    def meet(self, key: str, blob: bytes, timeout: float) -> Steps:
+        apart = f"generation {self.generation} " if self.generation else ""
+        if len(self.members) == 1:
+            return [blob]
+        facts = {"key": apart + key, "generation": self.generation}
+        return parts((yield from self._worker.ask("exchange", timeout, blob, **facts)))
+
+    # Connecting --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Steps:
+        """Connect with the others for the first time, as a new worker once it is let in."""
+        if self._joins:
+            yield from self._enter(StartTimeout("the launcher did not let this rank into the job"))
+        yield from self._connect()
+        if self.generation:
+            with self.within():
+                try:
+                    yield from self._regroup()
+                except CommError as error:
+                    yield from self.again(error)
+
+    def _connect(self) -> Steps:
+        """What Peers.connect does."""
+        while True:
+            try:
+                connection = yield from self._connected()
+                break
+            except (CommError, StartTimeout, DadtError) as error:
+                yield from self._enter(error)
+        self.connected = True
+        self.deaths.watch(lambda reason, lost: self._worker.process.get(lambda: self._lost(connection, reason)))
+
+    def _lost(self, connection: Connection, reason: str) -> None:
+        connection.abort(self._worker.rank, PeerLost(reason))
+
+    def _connected(self) -> Steps:
+        config, worker = self.config, self._worker
+        timeout = config.timeout if self.generation else config.start_timeout
+        me = f"{worker.rank}:{worker.pid}".encode()
+        met = yield from self.meet("connect", me, timeout)
+        connection = self.connection = worker.agent.job.connections.join(worker, self.generation, met)
+        if len(met) == 1:
+            return connection
+        # A library that waits for the others within its own deadline, in a thread that is left behind.
+        looked = begun = self.world.now
+        found, waiting = self._begin(connection, "connecting", None)
+        while not found:
+            yield worker.sleep(0.5, waiting, self._news)
+            if found:
+                break
+            if self.survives and self.deaths.outdated:
+                raise PeerLost("ranks have ended")
+            if self.world.now - begun > timeout:
+                raise DadtError(LIBRARY)
+            if self.world.now - looked >= PATIENCE:
+                looked = self.world.now
+                yield from self._tell_waiting()
+        if isinstance(found[0], CommError):
+            raise found[0]
+        return connection
+
+    def _enter(self, error: Exception) -> Steps:
+        """What Peers.enter does."""
+        worker = self._worker
+        late = isinstance(error, StartTimeout) and not self.deaths.outdated
+        if not self.survives or isinstance(error, Mismatch) or (late and worker.closing):
+            raise error
+        if not self.deaths.outdated and self._may_have_passed(error):
+            answer = yield from worker.ask(
+                "reconnect", self.config.timeout + REGROUP_SECONDS, text=str(error), generation=self.generation
+            )
+            if answer["text"]:
+                raise PeerLost(answer["text"]) from error
+            if not answer["anew"]:
+                if isinstance(error, CommError):
+                    yield from self._name(error)
+                raise error
+        yield from self._await_generation(REGROUP_SECONDS)
+        generation = self.deaths.enter(error, 0.0)
+        while self._joins and worker.rank not in generation.members:
+            yield from self._await_generation(REGROUP_SECONDS)
+            generation = self.deaths.enter(error, 0.0)
+        if worker.rank not in generation.members:
+            raise PeerLost(f"the others train on without this rank: {generation.text}") from error
+        self.members, self.generation = generation.members, generation.number
+        self._joins = False
+
+    def _await_generation(self, seconds: float) -> Steps:
+        begun = self.world.now
+        while not (yield from self._await_news(min(PATIENCE, seconds - (self.world.now - begun)))):
+            if self.world.now - begun >= seconds - 1e-9:
+                return
+            yield from self._tell_waiting()
+
+    def _may_have_passed(self, error: Exception) -> bool:
+        ours = type(error) in (errors.ConfigError, errors.NotResumed)
+        ours = ours or (isinstance(error, DadtError) and not isinstance(error, CommError | StartTimeout | Unproved)
+                        and str(error) != LIBRARY)  # fmt: skip
+        wanted = isinstance(error, CommTimeout) and self.config.on_stall == "abort"
+        starts = isinstance(error, StartTimeout) and self._step == 0 and self.generation == 0
+        return not (ours or wanted or starts)
+
+    def connect_anew(self, error: CommError) -> Steps:
+        """What Recovery.connect_anew does."""
+        if self._regrouping:
+            raise error
+        self._regrouping = True
+        begun = self.world.now
+        try:
+            while True:
+                yield from self._enter(error)
+                try:
+                    self.abort(CommError("hung up"))
+                    yield from self._connect()
+                    yield from self._regroup()
+                    break
+                except CommError as another:
+                    error = another
+        finally:
+            self._regrouping = False
+        worker, seconds = self._worker, self.world.now - begun
+        text = f"{len(self.members)} workers train on from step {worker.step}, {seconds:.2f} s later"
+        if worker.rank == self.members[0]:
+            worker.report("say", text=text, level="info")
+
+    def _regroup(self) -> Steps:
+        """What dadt/train/loss/regroup.py does: all tell how far they are; those that are behind take the weights."""
+        if len(self.members) == 1:
+            return
+        worker = self._worker
+        told = yield from self.call("position", (worker.rank, worker.averaged, worker.weights))
+        if not self.together:
+            if worker.averaged < 0 and (most := max(each[1] for each in told)) >= 0:
+                worker.averaged = worker.step = most
+            return
+        _, most, weights = max(told, key=lambda each: each[1])
+        least = min(each[1] for each in told)
+        if most - least > 1:
+            raise Mismatch(f"training cannot go on after ranks have connected anew: {told} cannot catch up")
+        if least < most:
+            yield from self.call("catching up", None)
+            if worker.averaged < most:
+                worker.averaged, worker.weights = most, weights
+        worker.agent.job.agree(worker, told)
+
+    def again(self, error: CommError) -> Steps:
+        """What Departure.regroup does."""
+        if self.together or not self.survives:
+            yield from self.connect_anew(error)
+        else:
+            yield from self._await_reconnection(error)
+
+    # Where nobody waits: a thread of its own connects anew ---------------------------------------------------------
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """What the training thread does with all ranks (Reconnection.within)."""
+        outer, self._within = self._within, self._count
+        try:
+            yield
+        finally:
+            self._within = outer
+
+    def _reconnect(self, failure: CommError | None) -> None:
+        """What Reconnection.begin does."""
+        if self._background is None and (failure is not None or self.deaths.outdated) and not self.trained:
+            self._background = Thread(self._worker, self._run(failure), lambda error: None)
+            self._background.go_on()
+
+    def _run(self, failure: CommError | None) -> Steps:
+        done = False
+        while not done:
+            error, failure = failure or PeerLost("ranks have ended"), None
+            try:
+                yield from self.connect_anew(error)
+                self._count += 1
+            except (DadtError, Interrupted) as found:
+                self._error = found
+            done = self._error is not None or not self.deaths.outdated
+        self._background = None
+        self._wake_all()
+
+    def check(self) -> None:
+        """Raise what the background's thread has found, or what is known of losses."""
+        self._check_background()
+        self.deaths.check()
+
+    def _check_background(self) -> None:
+        """What Reconnection.check does. In the background's thread it concerns nobody."""
+        if self.together or self._worker.current is self._background:
+            return
+        if self._error is not None:
+            raise self._error
+        outdated = self._background is not None or self._within != self._count
+        if self._within is not None and outdated:
+            raise PeerLost("ranks have ended")
+
+    def _await_reconnection(self, error: CommError) -> Steps:
+        """What Reconnection.wait does."""
+        before = self._within
+        if self._count == before:
+            self._reconnect(error)
+        deadline = self.world.now + self.config.timeout + self.config.start_timeout
+        while self._background is not None and self.world.now < deadline:
+            yield self._worker.sleep(1.0, self._news)
+        if self._error is not None:
+            raise self._error
+        if self._background is not None or self._count == before:
+            raise error
+        self._within = self._count

@@ -1,0 +1,36 @@
+"""What the ranks of a simulated job run, and how that ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ScriptError(Exception):
+    """The script's own exception."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, as the script gets it."""
+
+
+class Exit(Exception):
+    """The script calls `sys.exit`, or its process ends by itself."""
+
+    def __init__(self, code: int, *, at_once: bool) -> None:
+        super().__init__(code)
+        self.code, self.at_once = code, at_once
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the ranks of a job run."""
+
+    steps: int
+    step_seconds: float
+    start_seconds: float
+    on_interrupt: str
+    """What it does on Ctrl-C: end, save, or ignore."""
+    on_terminate: str
+    """What it does on SIGTERM: end, save, or ignore."""
+    save_seconds: float
+    ends_when_saved: bool
