@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -56,8 +57,11 @@ class World:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> World:
-        kinds = {name: type(getattr(cls(), name)) for name in VARIABLES}
-        return cls(**{name: kinds[name](env[variable]) for name, variable in VARIABLES.items() if variable in env})
+        def read(kind: type, text: str) -> Any:
+            return text == "1" if kind is bool else kind(text)
+
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        return cls(**{name: read(kinds[name], env[each]) for name, each in VARIABLES.items() if each in env})
 
     @classmethod
     def from_launcher(cls, env: Mapping[str, str] = os.environ) -> World:

@@ -282,12 +282,12 @@ def local_barrier() -> None:
 # Handles of operations under way --------------------------------------------------------------------------------------
 
 
-def synchronize(handle: Handle[Any] | Handles) -> Any:
+def synchronize(handle: Handle[Any]) -> Any:
     """Wait for a handle and return its result."""
     return handle.wait()
 
 
-def poll(handle: Handle[Any] | Handles) -> bool:
+def poll(handle: Handle[Any]) -> bool:
     """Return whether the operation is done, so that waiting for its handle would not block."""
     return handle.done
 

@@ -199,7 +199,8 @@ class Attachment:
     def switch_to(self, algorithm: Algorithm, **note: Any) -> None:
         """Train with another algorithm for the rest of the training. All ranks call this method in the same step.
 
-        note: further entries of `switch_note`, so that a run that loads the checkpoint switches, too.
+        note: further entries of `switch_note`, so that a run that loads the checkpoint switches, too. They stay until
+        `switch_note` is assigned.
         """
         self.algorithm, self.switch_note = algorithm, {**self.switch_note, **note}
         self.measure.late = 0

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from dadt.world import World
+
 SHOW = "import os; print(*(os.environ.get(name) for name in {}))"
 TORCHRUN = "('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')"
 HOOKED = """\
@@ -23,6 +25,12 @@ def test_variables_are_those_of_torchrun(launch):
     assert sorted(result.out.splitlines()) == [b"[0] 0 0 2 2 127.0.0.1", b"[1] 1 1 2 2 127.0.0.1"]
     ports = launch(SHOW.format("('MASTER_PORT',)")).out.split()[1::2]
     assert len(set(ports)) == 1 and 1024 <= int(ports[0]) < 65536
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_world_is_read_as_it_was_written(flag):
+    world = World(rank=3, world_size=8, address="10.0.0.1", restarts=2, rank_in_arguments=flag, joins=flag)
+    assert World.from_env(world.to_env()) == world
 
 
 def test_they_can_be_left_out(launch):

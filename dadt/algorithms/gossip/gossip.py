@@ -7,7 +7,6 @@ import json
 import weakref
 import zlib
 from collections import Counter
-from statistics import median_high
 from typing import cast
 
 import torch
@@ -203,8 +202,19 @@ def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
     number of steps since the weights were copied."""
     text = f"gossip: {exchanges:,} exchanges"
     if ages:
-        text += f", {_steps(median_high(ages.elements()))} old at the median ({_steps(max(ages))} at most)"
+        text += f", {_steps(_median(ages))} old at the median ({_steps(max(ages))} at most)"
     return text + (f"; {in_vain:,} in vain, as the other rank had no such weights" if in_vain else "")
+
+
+def _median(ages: Counter[int]) -> int:
+    """Return the median of the ages, of two in the middle the greater one, without listing as many ages as there were
+    exchanges."""
+    left = ages.total() // 2
+    for age in sorted(ages):
+        left -= ages[age]
+        if left < 0:
+            break
+    return age
 
 
 def _steps(count: int) -> str:

@@ -36,7 +36,6 @@ class Local(Sync):
     """
 
     identical = False
-    in_flight = 1
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment, watches=True)

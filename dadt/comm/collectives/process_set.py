@@ -63,7 +63,7 @@ class Handle(Generic[T]):
 
 
 class Handles(Handle[list[Any]]):
-    """Several handles in one: `wait` returns the list of their results."""
+    """Several handles in one: `wait` returns the list of their results. It has no operation of its own."""
 
     def __init__(self, handles: Sequence[Handle[Any]]) -> None:
         self._handles = handles

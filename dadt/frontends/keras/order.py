@@ -66,12 +66,12 @@ class _Shuffling:
 def _of_tensorflow(tf: Any) -> None:
     data = tf.data.Dataset
     _seed("shuffle", data)
-    data.sample_from_datasets = staticmethod(_seed("sample_from_datasets", data))
+    _seed("sample_from_datasets", data)
     _keep_order("map", data)
     _keep_order("interleave", data)
 
 
-def _seed(name: str, kind: Any) -> Any:
+def _seed(name: str, kind: Any) -> None:
     """Patch a function that shuffles, so that it gets a seed that is the same on all ranks if the script gives none."""
     signature = inspect.signature(getattr(kind, name))
 
@@ -81,8 +81,6 @@ def _seed(name: str, kind: Any) -> Any:
         if given.arguments.get("seed") is None:
             given.arguments["seed"] = draw().getrandbits(31)
         return shuffle.__wrapped__(*given.args, **given.kwargs)
-
-    return shuffle
 
 
 def _keep_order(name: str, kind: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -156,10 +155,13 @@ class Undecided(BatchView):
         self._length = length
         self._over = over
 
-    @functools.cached_property
-    def batches(self) -> Iterator[Any]:
+    def __getattr__(self, name: str) -> Any:
+        if name != "batches":
+            return super().__getattr__(name)
+        # not a property: an AttributeError of the script's own sampler or dataset would be taken for a missing one
         self._before = self._runtime.script.backwards
-        return self._begin()
+        self.batches = self._begin()
+        return self.batches
 
     def __next__(self) -> Any:
         try:

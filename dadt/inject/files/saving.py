@@ -187,7 +187,7 @@ class Saver:
         patient = self._ranks.together and str(target) not in self._missed
         begun = time.monotonic()
         end = begun + (self._ranks.config.timeout if patient else 0.0)
-        writing = self._is_writing(target)
+        writing = patient and self._is_writing(target)
         while True:
             patience = min(PATIENCE_SECONDS, max(end - time.monotonic(), 0.0))
             verdict = control.await_save(str(target), count, number, step, patience, far)

@@ -490,6 +490,25 @@ def test_an_error_of_the_sampler_is_raised_as_it_is(tmp_path):
     ranks(2, script, tmp_path)
 
 
+class WithoutAttribute(Sampler):
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+def test_an_attribute_that_the_sampler_lacks_is_named(tmp_path):
+    def script(runtime):
+        with pytest.raises(AttributeError, match="order"):
+            next(iter(DataLoader(Numbers(11), batch_size=2, sampler=WithoutAttribute())))
+
+    ranks(2, script, tmp_path)
+
+
 def test_nothing_is_patched_in_a_world_of_one(tmp_path):
     before = DataLoader.__iter__, DataLoader.__init__, DataLoader.__len__, torch.manual_seed
 

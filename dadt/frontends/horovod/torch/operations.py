@@ -186,13 +186,13 @@ def grouped_reducescatter_async(tensors: Sequence[Tensor], asked: ReduceArgument
 # Handles of operations, barrier and join ------------------------------------------------------------------------------
 
 
-def synchronize(handle: Handle[Any] | Handles) -> Any:
+def synchronize(handle: Handle[Any]) -> Any:
     """Wait for an operation and return its result. Raises HorovodInternalError if it failed."""
     with horovods():
         return handle.wait()
 
 
-def poll(handle: Handle[Any] | Handles) -> bool:
+def poll(handle: Handle[Any]) -> bool:
     """Return whether an operation is done, so that `synchronize` would return its result without waiting."""
     if handle.done:
         with suppress(DadtError):  # an error of the operation is raised by `synchronize`, not by `poll`
