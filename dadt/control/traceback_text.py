@@ -67,15 +67,21 @@ def last(text: str) -> tuple[Raised, str] | None:
         if not places:
             return None
         before, rest = "", "\n" + text[places[-1].start() :]
+    lines = rest.splitlines()[1:]
+    for place, line in enumerate(lines):
+        if (error := _ERROR.match(line)) is not None:
+            return Raised(error["type"], error["message"] or "", frames_of("\n".join(lines[:place]))), before
+    return None
+
+
+def frames_of(text: str) -> list[dict[str, Any]]:
+    """Return the stack frames {file, line, function, text} of all tracebacks in the text, innermost last; without
+    frames of libraries, unless there are no others."""
     frames: list[dict[str, Any]] = []
-    for line in rest.splitlines()[1:]:
+    for line in text.splitlines():
         if (frame := _FRAME.match(line)) is not None:
             frames.append({**frame.groupdict(), "text": ""})
-        elif line.startswith("    "):
-            # Only the first indented line is source code; further lines mark the place of the error in it.
-            if frames and not frames[-1]["text"]:
-                frames[-1]["text"] = line.strip()
-        elif (error := _ERROR.match(line)) is not None:
-            own = [frame for frame in frames if not _LIBRARIES.search(frame["file"])]
-            return Raised(error["type"], error["message"] or "", own or frames), before
-    return None
+        # Only the first indented line is source code; further lines mark the place of the error in it.
+        elif line.startswith("    ") and frames and not frames[-1]["text"]:
+            frames[-1]["text"] = line.strip()
+    return [frame for frame in frames if not _LIBRARIES.search(frame["file"])] or frames

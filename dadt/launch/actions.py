@@ -145,7 +145,7 @@ def unknown(action: NoReturn) -> NoReturn:
     raise AssertionError(action)
 
 
-PRINTS = (SayText, SayPart, PrintOutput, EndOutput, MoveOutput, WriteStacks, AnswerCaller)
+PRINTS = (SayText, SayPart, PrintOutput, EndOutput, MoveOutput, WriteStacks)
 """Actions that wait for whoever reads the output, or come after such in one rank's output."""
 
 

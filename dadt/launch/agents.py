@@ -107,9 +107,10 @@ class Agents:
     def start_up(self, action: StartAction, voice: Voice, look: Callable[[Node], Mapping[str, Any]]) -> None:
         """Carry out an action of a job's startup. look: returns the fields of the order to report about a host."""
         match action:
-            case actions.SendFrame(frame, node):
-                for each in self.nodes if node is None else [node]:
-                    self.send(each, frame)
+            case actions.SendFrame(frame, node) if node is not None:
+                self.send(node, frame)
+            case actions.SendFrame(frame):
+                self.send_all(frame)
             case actions.SayText(text, level):
                 voice.say(text, level)
             case actions.SayPart(text, last):

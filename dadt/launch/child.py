@@ -89,6 +89,6 @@ def is_signalled_at_end(parent: int, number: int) -> bool:
 
 
 def end_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel end this process by a signal when its parent ends. Runs in the child between fork and exec."""
+    """Have the kernel end this process by a signal when its parent ends. May run between fork and exec."""
     if not is_signalled_at_end(parent, number):
         os._exit(128 + number)  # the parent died before prctl took effect

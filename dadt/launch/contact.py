@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dadt.control.absence import Absence
 from dadt.control.frame import Frame
 from dadt.launch.members.node import Node
 
@@ -18,7 +19,7 @@ class Contact:
     def __init__(self, nodes: Sequence[Node], orphan_timeout: float, now: float) -> None:
         self._nodes = nodes
         self._orphan_timeout = orphan_timeout
-        self._turned = now
+        self._absence = Absence(now)
         self._beat_at = now
 
     @property
@@ -36,10 +37,9 @@ class Contact:
     def excuse(self, now: float) -> None:
         """Do not count the time during which this process itself did not run (suspended, or blocked by a slow reader)
         as silence of the agents."""
-        if now - self._turned > self._orphan_timeout / 2:
+        if self._absence.has_ended(self._orphan_timeout, now):
             for node in self._nodes:
                 node.heard = now
-        self._turned = now
 
     def hear(self, node: Node, frame: Frame, epoch: float) -> str:
         """Record facts from an agent's frame. Returns why the frame ends the connection; empty if the frame may be

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from dadt.errors import ConfigError, DadtError
+from dadt.launch import child
 from dadt_cli.bench.folder import folder
 from dadt_cli.bench.line import KEY, Hello, Reception, StepOrder, Worked, listen
 
@@ -143,8 +144,4 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         if process.poll() is None:
             process.terminate()
     for process in processes:
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        child.end(process, END_SECONDS)

@@ -44,7 +44,7 @@ def location_of(config: Config, given: dict[str, Any]) -> Location:
     from dadt_cli.bench.party import Location
 
     remote = not simulates(config) and not all(
-        host.is_local or not host.name for host in plan.hosts_of(replace(config, np=config.np or 1))
+        host.is_here for host in plan.hosts_of(replace(config, np=config.np or 1))
     )
     return Location(_flags(given, WHERE), remote)
 

@@ -6,20 +6,16 @@ With a subject's name as first argument: prints only the checks of this subject,
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
-import signal
 import sys
 from dataclasses import asdict
 
+from dadt.launch.child import end_with, without_settings
 from dadt_cli.check_env import SUBJECTS, pairs
 from dadt_cli.check_env.check import CheckOptions
 from dadt_cli.check_env.probe import of_host
-
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2) that kills this process when its parent ends, since nobody would read the results any more."""
 
 
 def main() -> None:
@@ -31,7 +27,7 @@ def main() -> None:
     with out:
         if not subject:
             # Leave out variables that the agent sets for a worker, since they would change the results of the checks.
-            env = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")}
+            env = without_settings(os.environ)
             if not env.get("OMP_NUM_THREADS"):
                 env.pop("OMP_NUM_THREADS", None)
             ways = pairs.measure(pairs.PairOrder(**json.loads(words[1]))) if len(words) > 1 else []
@@ -39,7 +35,7 @@ def main() -> None:
             told = {"checks": [asdict(check) for check in checks], "ways": [asdict(way) for way in ways]}
             json.dump(told, out)
             return
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with(os.getppid())  # nobody would read the results any more
         if subject != "variables":
             # Remove DADT's variables, since neither a calling worker nor its settings may affect the checks.
             for name in [name for name in os.environ if name.startswith("DADT_")]:

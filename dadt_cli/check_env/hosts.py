@@ -37,8 +37,10 @@ from dadt_cli.check_env.check import WARN, Check, CheckOptions, fail, good, refu
 from dadt_cli.check_env.pairs import TOKEN_BYTES, HostPair, PairOrder
 from dadt_cli.check_env.probe import longest
 
-OF_SSH = ("ssh_backend", "ssh_port", "ssh_identity_file", "ssh_config", "ssh_host_keys")
-REACHED_BY = (*OF_SSH, "network_interface", "python", "prologue")
+REACHED_BY = (
+    *("ssh_backend", "ssh_port", "ssh_identity_file", "ssh_config", "ssh_host_keys"),
+    *("network_interface", "python", "prologue"),
+)
 """Settings that decide how hosts are reached, and which Python runs there."""
 SPARE_SECONDS = 15.0
 SKEW_SECONDS = 1.0

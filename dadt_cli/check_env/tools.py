@@ -41,7 +41,7 @@ def _tool(name: str, flag: str, hint: str) -> Check:
     version, wrong = ask([path, flag], ANSWER_SECONDS)
     if wrong:
         return warn(name, f"{path}{wrong}", f"install it again, or take it out of PATH; {hint}")
-    return good(name, f"{path} ({next(iter(version.splitlines()), 'no version')})")
+    return good(name, f"{path} ({next(iter(version.strip().splitlines()), 'no version')})")
 
 
 def _numactl() -> Check:
@@ -67,7 +67,7 @@ def _ptrace() -> Check:
     if scope >= NOBODY:
         hint = "kernel.yama.ptrace_scope=1 in /etc/sysctl.d and a reboot, for py-spy and gdb; `dadt stacks` works"
         return warn("ptrace_scope", f"{scope}: nobody may attach", hint)
-    if int(status("self", "CapEff"), 16) >> CAP_SYS_PTRACE & 1:
+    if int(status("self", "CapEff") or "0", 16) >> CAP_SYS_PTRACE & 1:
         return good("ptrace_scope", f"{scope}, and this user may attach all the same")
     hint = "sudo py-spy, sysctl -w kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; `dadt stacks` works"
     return warn("ptrace_scope", f"{scope}: py-spy and gdb may not attach to workers", hint)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dadt.control import proc
 from dadt.errors import ConfigError
 
 TIMES = 3
@@ -44,8 +45,4 @@ def bounded(paths: Sequence[Path]) -> Iterator[None]:
 
 def _used() -> int:
     """Return the bytes of this process that already count towards its memory limit (RLIMIT_DATA)."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    found = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmData:")]
-    return int(found[0]) << 10 if found else 0
+    return int(proc.status("self", "VmData") or 0) << 10

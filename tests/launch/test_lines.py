@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.patience import await_that
 
 from dadt.control import schema
-from dadt.control.accept import Entrance
+from dadt.control.accept import Entrance, connect_to, listen_at
 from dadt.control.frame import Frame, Link
 from dadt.launch.agent.launcher_line import LauncherLine
 from dadt.launch.agent.lines import Lines
@@ -18,18 +18,14 @@ from dadt.launch.agent.registry import Line
 
 def test_an_answer_to_a_process_that_does_not_listen_counts_as_unsent(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.bind(str(tmp_path / "agent"))
-    server.listen()
-    server.setblocking(False)
+    server = listen_at(tmp_path / "agent", 1)
     found: list[Line] = []
     heard: list[str] = []
     ended: list[int] = []
     launcher = LauncherLine(Link(reader, writer, schema.LAUNCHER))
     entrance = Entrance(server, lambda connection: None)
     lines = Lines(schema.WORKER, launcher, found.append, lambda line, frame: heard.append(frame.kind), ended.append)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as worker, server:
-        worker.connect(str(tmp_path / "agent"))
+    with connect_to(tmp_path / "agent") as worker, server:
         lines.accept(0, entrance)
         (line,) = found
         assert lines.answer(line.number, Frame("preempted"))

@@ -28,6 +28,7 @@ from dadt.control import mpi_library, schema
 from dadt.control.accept import peer_of
 from dadt.control.connection import Listener, Reach, Refused, SealedConnection, Unreached, Words, dial
 from dadt.control.job_folder import root
+from dadt.control.proc import stat_fields
 from dadt.control.shared_secret import SECRET, shared_key
 from dadt.errors import ConfigError, StartTimeout
 from dadt.world import LAUNCHERS, World
@@ -156,22 +157,18 @@ def _launcher_of(world: World) -> str:
     host."""
     variable = LAUNCHERS[world.launcher][0].encode() + b"="
     pid = os.getppid()
-    while pid > 1 and any(entry.startswith(variable) for entry in _environment(pid)):
-        pid = int(_stat(pid)[1])
-    return f"{pid}-{_stat(pid)[19]}"
+    fields = stat_fields(Path(f"/proc/{pid}"))
+    while fields and pid > 1 and any(entry.startswith(variable) for entry in _environment(pid)):
+        pid = int(fields[1])
+        fields = stat_fields(Path(f"/proc/{pid}"))
+    return f"{pid}-{fields[19] if fields else 0}"
 
 
 def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except PermissionError:
-        return []  # the process belongs to another user, as a scheduler's daemon does
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat after the process name; the name itself may contain spaces and
-    parentheses."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []  # the process belongs to another user, as a scheduler's daemon does; /proc may hide it altogether
 
 
 # Several hosts: rank 0 listens, and sends the others its address, and the key if they have none. ----------------------

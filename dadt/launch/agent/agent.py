@@ -14,7 +14,8 @@ from typing import Any
 from dadt.control import machine, mpi_library, network, schema
 from dadt.control.frame import Frame, Link
 from dadt.control.job_folder import Folder
-from dadt.launch.agent.launcher_line import TURN_SECONDS, LauncherLine
+from dadt.launch.agent.host_job import TURN_SECONDS
+from dadt.launch.agent.launcher_line import LauncherLine
 from dadt.launch.agent.probing import Probing
 from dadt.launch.agent.supervisor import Supervisor
 from dadt.launch.ending.processes import sweep

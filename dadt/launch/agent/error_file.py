@@ -14,7 +14,7 @@ from typing import Any
 from dadt import errors
 from dadt.control import schema
 from dadt.control.frame import Frame
-from dadt.control.traceback_text import last
+from dadt.control.traceback_text import frames_of
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 LIMIT = 1 << 20
@@ -82,7 +82,6 @@ class ErrorFile:
 
 def _frames(trace: str) -> list[dict[str, Any]]:
     """Return the innermost stack frames of the user's code; if the trace has none, the innermost frames of any code."""
-    found = last(trace)
-    frames = found[0].frames if found is not None else ()
     texts = ("file", "function", "text")
-    return [{"line": int(f["line"]), **{name: (f[name] or "")[:SHOWN] for name in texts}} for f in frames[-FRAMES:]]
+    frames = frames_of(trace)[-FRAMES:]
+    return [{"line": int(f["line"]), **{name: (f[name] or "")[:SHOWN] for name in texts}} for f in frames]

@@ -10,12 +10,11 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from dadt.control.frame import Frame
 from dadt.launch.agent.launcher_line import LauncherLine
-from dadt.launch.agent.other_hosts import OtherHosts
+from dadt.launch.agent.other_hosts import OtherHost, OtherHosts
 
 SIGN = struct.Struct(">IIQ")
 """Layout of a heartbeat: index of the sending host, index of the receiving host, counter. The HMAC-SHA256 of these
@@ -27,15 +26,6 @@ MOST_AT_ONCE = 64
 """Datagrams read in a row before the agent turns to its other work."""
 
 
-@dataclass(slots=True)
-class Sender:
-    """Another host as the sender of datagrams."""
-
-    index: int
-    counter: int = 0
-    """Counter of the host's last heartbeat; 0 before the first one."""
-
-
 class HostHeartbeat:
     """Sends and receives one host's heartbeats. Runs in the agent's single thread and never blocks."""
 
@@ -45,7 +35,6 @@ class HostHeartbeat:
         self._key = hmac.digest(secret, PURPOSE, "sha256")
         self._index = index
         self._hosts = OtherHosts(index, timeout)
-        self._senders: dict[tuple[str, int], Sender] = {}
         self._counter = 0
         self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
         try:
@@ -62,11 +51,6 @@ class HostHeartbeat:
     def begin(self, hosts: Sequence[Mapping[str, Any]]) -> None:
         """Begin to exchange heartbeats with `hosts`: index, address and port of each other host."""
         self._hosts.begin(hosts, time.monotonic())
-        known, self._senders = self._senders, {}
-        for host in hosts:
-            if host["index"] != self._index:
-                place = (host["address"], host["port"])
-                self._senders[place] = known.get(place) or Sender(host["index"])
 
     def read(self) -> None:
         """Read the datagrams that have arrived, and drop those that are not a heartbeat of another host, or are older
@@ -78,7 +62,7 @@ class HostHeartbeat:
                 return
             except OSError:
                 continue  # the socket reports an ICMP error about a datagram sent earlier
-            sender = self._senders.get(source[:2])
+            sender = self._hosts.by_place.get(source[:2])
             if sender is not None and len(data) == SIGN_BYTES:
                 self._hear(sender, data)
 
@@ -95,12 +79,12 @@ class HostHeartbeat:
 
     def _send(self) -> None:
         self._counter += 1
-        for place, other in self._senders.items():
+        for place, other in self._hosts.by_place.items():
             sign = SIGN.pack(self._index, other.index, self._counter)
             with suppress(OSError):  # if the host is unreachable, its agent notices the missing heartbeats
                 self._socket.sendto(sign + self._proof(sign), place)
 
-    def _hear(self, sender: Sender, data: bytes) -> None:
+    def _hear(self, sender: OtherHost, data: bytes) -> None:
         sign, proof = data[: SIGN.size], data[SIGN.size :]
         index, receiver, counter = SIGN.unpack(sign)
         if (index, receiver) != (sender.index, self._index) or counter <= sender.counter:

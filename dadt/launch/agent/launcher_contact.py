@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dadt.control.absence import Absence
+
 
 class LauncherContact:
     """Tracks when the launcher was last heard. It sends a heartbeat several times within `patience` seconds."""
@@ -9,7 +11,8 @@ class LauncherContact:
     def __init__(self, now: float) -> None:
         self.patience = float("inf")
         """Seconds of silence after which the launcher counts as lost."""
-        self._heard = self._turned = now
+        self._heard = now
+        self._absence = Absence(now)
 
     def hear(self, now: float) -> None:
         """Record that the launcher has sent something."""
@@ -19,7 +22,6 @@ class LauncherContact:
         """Whether the launcher has been silent for too long. Call regularly, after all that has come is read: time in
         which this process itself did not run (stopped, or its machine asleep) does not count as silence of the
         launcher, which may have slept as well."""
-        if now - self._turned > self.patience / 2:
+        if self._absence.has_ended(self.patience, now):
             self._heard = now
-        self._turned = now
         return now - self._heard > self.patience

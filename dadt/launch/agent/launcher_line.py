@@ -10,9 +10,9 @@ from typing import Any
 
 from dadt.control.frame import Frame, Link
 from dadt.errors import DadtError
+from dadt.launch.agent.host_job import TURN_SECONDS
 from dadt.launch.agent.launcher_contact import LauncherContact
 
-TURN_SECONDS = 0.5
 UNSENT_LIMIT = 4 << 20
 """Number of bytes waiting to be sent to the launcher above which the agent does not read the workers' output."""
 

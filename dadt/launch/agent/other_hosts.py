@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dadt.control.absence import Absence
 from dadt.control.frame import Frame
 
 BEATS = 8
@@ -21,6 +22,8 @@ class OtherHost:
     """Address and port of its heartbeats."""
     heard_at: float
     """Time (time.monotonic) of the host's last heartbeat; before the first one, time of the call of `begin`."""
+    counter: int = 0
+    """Counter of its last heartbeat; 0 before the first one."""
     ever_heard: bool = False
     silent: bool = False
     given_up: bool = False
@@ -35,7 +38,10 @@ class OtherHosts:
         self._index = index
         self._timeout = timeout
         self._hosts: dict[int, OtherHost] = {}
-        self._sent = self._turned = float("-inf")
+        self.by_place: Mapping[tuple[str, int], OtherHost] = {}
+        """The other hosts by address and port of their heartbeats."""
+        self._sent = float("-inf")
+        self._absence = Absence(self._sent)
 
     def begin(self, hosts: Sequence[Mapping[str, Any]], now: float) -> None:
         """Begin to expect heartbeats of `hosts`: index, address and port of each host of the job."""
@@ -45,6 +51,7 @@ class OtherHosts:
             if index != self._index:
                 same = known[index] if index in known and known[index].place == place else None
                 self._hosts[index] = same or OtherHost(index, place, now)
+        self.by_place = {host.place: host for host in self._hosts.values()}
 
     def hear(self, index: int, now: float) -> None:
         """Record that a heartbeat of this host has come."""
@@ -61,9 +68,8 @@ class OtherHosts:
     def turn(self, now: float) -> list[Frame]:
         """Returns frames that report hosts as `silent`, `heard` (again) or `unheard` (never), with the host's index and
         the seconds of silence. Call regularly."""
-        if now - self._turned > self._timeout / 2:
+        if self._absence.has_ended(self._timeout, now):
             self._excuse(now)
-        self._turned = now
         return [frame for host in self._hosts.values() if (frame := self._look(host, now)) is not None]
 
     def _excuse(self, now: float) -> None:

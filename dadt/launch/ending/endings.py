@@ -151,13 +151,8 @@ class Endings:
                 self._ended_badly(member, what, record, now, over=over)
             elif trains:
                 self._ended_early(member, f"{what}, while others went on", max(0, ending.step))
-            elif (
-                self._config.algorithm != "gossip"
-                and member.finished
-                and any(not (each.finished or each.ended) for each in present)
-            ):
-                # the others may still have to meet it, as where they connect anew after a loss
-                self._membership.leaves(member.rank, f"{what}, while others went on")
+            elif member.finished:
+                self._membership.leaves_finished(member, f"{what}, while others went on")
         self._membership.exited(member, self._termination.goes_on and node not in self._leaving, now)
         self._rendezvous.settle(now)
 

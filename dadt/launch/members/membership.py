@@ -106,6 +106,12 @@ class Membership:
             return True
         return False
 
+    def leaves_finished(self, member: Member, why: str) -> None:
+        """Handle a rank that exits with code 0 after its training. Where others still train, they may have to meet it,
+        as when they connect anew after a loss."""
+        if not self._apart and any(not (each.finished or each.ended) for each in self._rendezvous.present):
+            self.leaves(member.rank, why)
+
     def _lose_left(self, now: float) -> None:
         """Treat ranks that exited early as lost, if other ranks wait for them."""
         waits = any(member.waits(now) and not member.finished for member in self._here)

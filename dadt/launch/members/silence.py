@@ -53,7 +53,7 @@ class Silences:
 
     def heartbeat(self, event: Event) -> None:
         """Record the port at which a host listens for heartbeats (0: none). Once all ports are known, and again after a
-        host was replaced, all agents receive the list of hosts and ports."""
+        host was replaced, all agents receive the list of hosts and ports, without hosts whose port is not known yet."""
         host = self._nodes.index(event.node)
         self._ports[host], self._announced[host] = event.frame["port"], event.node
         self._outages = {pair: outage for pair, outage in self._outages.items() if host not in pair}
@@ -61,7 +61,7 @@ class Silences:
             hosts = [
                 {"index": index, "address": self._nodes[index].address, "port": port}
                 for index, port in self._ports.items()
-                if port
+                if port and self._announced[index] is self._nodes[index]
             ]
             self._outbox.send_all(Frame("heartbeat", {"hosts": hosts}))
 

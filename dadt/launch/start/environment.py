@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dadt.config import Config, document
 from dadt.errors import ConfigError
+from dadt.launch.child import without_settings
 from dadt.launch.hosts.slot import Slot
 
 SITE = Path(__file__).parents[2] / "inject" / "site"
@@ -44,7 +45,7 @@ def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[di
     variables, and a list of problems. mark: NAME=VALUE that marks the processes of the prologue. cwd: folder in which
     the prologue runs.
     """
-    result = {name: value for name, value in os.environ.items() if not name.startswith("DADT_")} | dict(env)
+    result = without_settings(os.environ) | dict(env)
     if not prologue:
         return result, []
     # The prologue may print anything, so the variables are written to a separate file.
@@ -75,7 +76,7 @@ def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[di
         entries = [entry.partition("=") for entry in os.fsdecode(file.read()).split("\0") if entry]
         if not entries:
             return result, [f"--prologue {prologue!r} left the shell (exit, exec), and its variables with it"]
-    return {name: value for name, _, value in entries if not name.startswith("DADT_")}, []
+    return without_settings({name: value for name, _, value in entries}), []
 
 
 def missing(cwd: str, files: Sequence[str]) -> list[str]:
