@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 
@@ -125,7 +126,7 @@ def test_the_second_one_ends_at_once(start) -> None:
 @pytest.mark.slow
 def test_a_shell_around_the_script_does_not_go_on(start) -> None:
     script = TRAIN.replace("BEFORE", "").replace("PAUSE", "time.sleep(0.01)").replace("CAUGHT", "KeyboardInterrupt")
-    run = start(script, *AFTER, "--no-python", "sh", "-c", "python train.py; touch went-on")
+    run = start(script, *AFTER, "--no-python", "sh", "-c", f"{sys.executable} train.py; touch went-on")
     run.wait_for("ready0", "ready1")
     assert interrupt(run).code == 130
     assert (run.folder / "last.pt").exists() and not (run.folder / "went-on").exists()
