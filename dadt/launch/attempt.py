@@ -17,7 +17,8 @@ from dadt.launch.channel import Launcher
 from dadt.launch.ending.outcome import Outcome, end_early
 from dadt.launch.ending.processes import sweep
 from dadt.launch.ending.signals import Interrupts, of_checkpoint
-from dadt.launch.hosts.discovery import Discovery
+from dadt.launch.hosts.candidates import Candidates
+from dadt.launch.hosts.reader import HostReader
 from dadt.launch.job import Job
 from dadt.launch.members.replacement import replaces
 from dadt.launch.monitor.output import Output
@@ -53,7 +54,8 @@ class Attempt:
     """Signals that this process receives; None if it may not handle signals."""
     _number: int
     """How many times the job was restarted before."""
-    _discovery: Discovery
+    _candidates: Candidates
+    _reader: HostReader
 
     def __post_init__(self) -> None:
         hosts, silence = self._plan.hosts, self._plan.config.orphan_timeout
@@ -66,13 +68,13 @@ class Attempt:
         try:
             self._where = where = self._place()
             self._prepare(where)
-            self._discovery.candidates.served((node.host for node in self._agents.nodes), time.monotonic())
+            self._candidates.served((node.host for node in self._agents.nodes), time.monotonic())
             self._job.start(orders(where), time.monotonic(), time.time())
             try:
                 outcome = self._wait()
             finally:
                 for node in [node for node in self._agents.nodes if node.failed]:
-                    self._discovery.candidates.failed(node.host, time.monotonic())
+                    self._candidates.failed(node.host, time.monotonic())
             if (failure := outcome.failure) is not None:
                 outcome.failure = replace(failure, torch_env=self._plan.config.torch_env)
             return outcome
@@ -94,7 +96,7 @@ class Attempt:
 
     def _startup(self, outbox: Outbox) -> Steps[Placed]:
         config, job, nodes, now = self._plan.config, self._folder.job, self._agents.nodes, time.monotonic()
-        candidates, all_needed = self._discovery.candidates, not config.min_np
+        candidates, all_needed = self._candidates, not config.min_np
         now = yield from gather(nodes, config.start_timeout, job, candidates, outbox, now, all_needed=all_needed)
         return (yield from place_workers(self._plan, nodes, job, outbox, now))
 
@@ -106,7 +108,7 @@ class Attempt:
         self._output = Output(where.logs, hosts, config.output, self._voice.lines, self._warn, self._voice.bars_move)
         if self._number:
             self._output.note(f"dadt: restart {self._number}")
-        candidates = self._discovery.candidates if replaces(config) and self._launcher.extends else None
+        candidates = self._candidates if replaces(config) and self._launcher.extends else None
         facts = (self._agents.nodes, where.slots, where.logs, time.monotonic(), time.time(), candidates)
         self._job = job = Job(config, *facts)
         self._voice.meanwhile(self._attend)
@@ -124,7 +126,7 @@ class Attempt:
         try:
             while not job.over:
                 if job.grows:
-                    self._discovery.poll()
+                    self._reader.poll()
                 for node, frame in agents.turn(self._patience()):
                     job.take(Event(node, frame, time.monotonic()))
                     self._carry_out()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,17 @@ from dadt.config import Config
 from dadt.config.executor import executors_of
 from dadt.control import private_files, timeline_file
 from dadt.control.job_folder import Folder
-from dadt.errors import ConfigError, DadtError, LaunchError, StartTimeout
+from dadt.errors import ConfigError, DadtError, LaunchError
+from dadt.launch.actions import SayText
 from dadt.launch.attempt import Attempt, facts_of
 from dadt.launch.channel import AgentRequest, Herald, Launcher
 from dadt.launch.ending.failure import signal_name
 from dadt.launch.ending.outcome import Outcome
-from dadt.launch.ending.restart import Restarts
+from dadt.launch.ending.restart import NoteRestart, Restarts
 from dadt.launch.ending.signals import ENDING_SIGNALS, Interrupts, forwarded, of_checkpoint
 from dadt.launch.hosts.discovery import Discovery
 from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.reader import HostReader
 from dadt.launch.idle import Idle
 from dadt.launch.launchers import launcher_of
 from dadt.launch.monitor import metrics
@@ -33,6 +35,10 @@ from dadt.launch.start import plan, resume, saved_start
 from dadt.launch.start.placement import Placed
 from dadt.launch.start.plan import Plan
 from dadt.launch.start.startup import Voice
+
+LOOK_SECONDS = 0.1
+"""Seconds between two checks for hosts, while there are too few."""
+SERIES = "progress.jsonl"
 
 Told = Callable[[Placed, Watch], View | None]
 """Called once every worker has its place. Returns the view that displays the job, or None."""
@@ -97,14 +103,13 @@ class Launch:
     def _attempts(self) -> Outcome:
         """Run attempts until one succeeds or no further restart is allowed."""
         config, hosts = self._plan.config, self._plan.hosts
+        read = plan.who_names_hosts(config, hosts)
+        discovery = Discovery(hosts, time.monotonic(), changes=read is not None)
+        self._candidates, self._reader = discovery.candidates, HostReader(discovery, read, self._warn)
+        self._restarts = Restarts(config, discovery)
         with self._interrupts or nullcontext():
-            facts = facts_of(self._plan, self._folder.job, self._logs, 0)
-            idle = partial(Idle, self._folder, facts, self._report.journal.refused)
-            self._discovery = Discovery(hosts, plan.who_names_hosts(config, hosts), self._warn)
-            parts = (self._discovery, self._voice, self._report, self._logs, self._interrupts, idle)
-            self._restarts = Restarts(config, *parts)
             try:
-                outcome = self._restarts.run(self._attempt)
+                outcome = self._run()
                 outcome.remember(self._resuming())
                 return outcome
             except DadtError as error:
@@ -112,6 +117,55 @@ class Launch:
                     error.args = (f"{error}; go on with: {command}",)
                 self._conclude(error.exit_code, [str(error)])
                 raise
+
+    def _run(self) -> Outcome:
+        """Carry out what `Restarts` decides. Raises DadtError."""
+        restarts = self._restarts
+        while True:
+            hosts = self._await_hosts()
+            try:
+                outcome = self._attempt(restarts.count, hosts)
+                again = restarts.ended(outcome)
+            except DadtError as error:
+                again = restarts.failed(error, hosts, time.monotonic(), began=self._report.began)
+                if not again:
+                    raise
+            finally:
+                restarts.outbox.empty(self._perform)
+            if not again:
+                return outcome
+
+    def _await_hosts(self) -> Sequence[Host]:
+        """Return the hosts for the next attempt once there are enough, and answer other commands meanwhile. Raises
+        DadtError if there are too few in time, or if the user ends the job."""
+        restarts, idle = self._restarts, None
+        with ExitStack() as stack:
+            while True:
+                self._reader.poll(restarts.ask_seconds)
+                hosts = restarts.hosts(time.monotonic())
+                restarts.outbox.empty(self._perform)
+                if hosts is not None:
+                    return hosts
+                idle = idle or stack.enter_context(self._idle())
+                idle.wait(LOOK_SECONDS)
+                if idle.is_killed:
+                    restarts.kill()
+
+    def _idle(self) -> Idle:
+        interrupts, restarts = self._interrupts, self._restarts
+        idle = Idle(self._folder, facts_of(self._plan, self._folder.job, self._logs, 0), self._report.journal.refused)
+        if interrupts is not None:
+            idle.watch(interrupts, lambda: restarts.signal(interrupts.take()))
+        return idle
+
+    def _perform(self, action: SayText | NoteRestart) -> None:
+        match action:
+            case SayText(text, level):
+                self._voice.say(text, level)
+            case NoteRestart(number, why):
+                self._report.restarts(number, why)
+                with suppress(OSError):  # if renaming fails, the next attempt overwrites the file
+                    (self._logs / SERIES).rename(self._logs / f"progress.{number - 1}.jsonl")
 
     def _attempt(self, number: int, hosts: Sequence[Host]) -> Outcome:
         """Run one attempt. number: how many restarts preceded it. Raises DadtError."""
@@ -132,11 +186,9 @@ class Launch:
                 self._report,
                 self._interrupts,
                 number,
-                self._discovery,
+                self._candidates,
+                self._reader,
             ).run()
-        except (LaunchError, StartTimeout):
-            self._discovery.candidates.blame(hosts, time.monotonic())
-            raise
         finally:
             for export in exports:
                 export.close()
@@ -146,7 +198,7 @@ class Launch:
         view = self._placed(where, watch)
         for export in exports:
             self._voice.say(export.begin(watch, _labels(where), self._warn))
-        series = Series(where.logs / "progress.jsonl", watch, self._warn)
+        series = Series(where.logs / SERIES, watch, self._warn)
         return [series, *exports, *([view] if view is not None else [])]
 
     def _resuming(self) -> str:

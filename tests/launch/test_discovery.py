@@ -20,6 +20,7 @@ from dadt.launch.hosts import script
 from dadt.launch.hosts.candidates import SERVED_SECONDS, Candidates
 from dadt.launch.hosts.discovery import Discovery
 from dadt.launch.hosts.host import Host
+from dadt.launch.hosts.reader import HostReader, Read
 from dadt.launch.start import plan
 
 TRAIN = """
@@ -50,15 +51,24 @@ def names(hosts: Sequence[Host]) -> list[str]:
     return [host.name for host in hosts]
 
 
-def settle(known: Discovery) -> None:
-    """Ask, and await the answer."""
-    begin = time.monotonic()
+class Known:
+    """What is known of the hosts, who asks for them, and the warnings of that."""
 
-    def answered() -> bool:
-        known.poll(0.0)
-        return known.answered >= begin
+    def __init__(self, hosts: Sequence[Host], read: Read | None) -> None:
+        self.said: list[str] = []
+        self.discovery = Discovery(hosts, time.monotonic(), changes=read is not None)
+        self.reader = HostReader(self.discovery, read, self.said.append)
+        self.candidates = self.discovery.candidates
 
-    await_that(answered, "an answer")
+    def settle(self) -> None:
+        """Ask, and await the answer."""
+        begin = time.monotonic()
+
+        def answered() -> bool:
+            self.reader.poll(0.0)
+            return self.discovery.answered >= begin
+
+        await_that(answered, "an answer")
 
 
 # The script -----------------------------------------------------------------------------------------------------------
@@ -138,38 +148,39 @@ def test_hosts_that_change(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("h0\nh1\n")
     config = Config(np=2, hostfile=str(path))
-    said: list[str] = []
-    known = Discovery(plan.hosts_of(config, {}), plan.who_names_hosts(config), said.append)
+    known = Known(plan.hosts_of(config, {}), plan.who_names_hosts(config))
     path.write_text("h0\nh2\n")
     assert names(known.candidates.usable(time.monotonic())) == ["h0", "h1"]
-    settle(known)
+    known.settle()
     assert names(known.candidates.usable(time.monotonic())) == ["h0", "h2"]
     bad = tmp_path / "bad"
     bad.write_text("h0 h1\n")
     bad.rename(path)
     for _ in range(2):
-        settle(known)
+        known.settle()
         assert names(known.candidates.hosts) == ["h0", "h2"]
-    assert len(said) == 1
-    assert said[0].endswith("line 1: 'h1' is not understood; a line is `host slots=N`: the hosts stay as they were")
+    assert len(known.said) == 1
+    assert known.said[0].endswith(
+        "line 1: 'h1' is not understood; a line is `host slots=N`: the hosts stay as they were"
+    )
 
 
 def test_asking_blocks_nobody(tmp_path: Path) -> None:
     path = write_script(tmp_path / "hosts", f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; echo h1")
-    known = Discovery([Host(name="h0")], lambda: script.hosts(path))
-    known.poll(0.0)
+    known = Known([Host(name="h0")], lambda: script.hosts(path))
+    known.reader.poll(0.0)
     assert names(known.candidates.hosts) == ["h0"]
     (tmp_path / "go").touch()
-    settle(known)
+    known.settle()
     assert names(known.candidates.hosts) == ["h1"]
 
 
 def test_hosts_of_the_command_line_do_not_change() -> None:
     config = Config(np=2, hosts="h0,h1")
-    known = Discovery(plan.hosts_of(config, {}), plan.who_names_hosts(config))
-    known.poll(0.0)
+    known = Known(plan.hosts_of(config, {}), plan.who_names_hosts(config))
+    known.reader.poll(0.0)
     assert names(known.candidates.hosts) == ["h0", "h1"]
-    assert known.answered == float("inf")
+    assert known.discovery.answered == float("inf")
 
 
 def test_each_host_that_fails_is_left_alone_for_longer() -> None:

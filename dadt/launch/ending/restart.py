@@ -1,143 +1,92 @@
-"""Restarts a failed job as a whole on the hosts that are available, up to `--max-restarts` times."""
+"""Decides whether a failed job is restarted as a whole, up to `--max-restarts` times, and on which hosts."""
 
 from __future__ import annotations
 
-import signal
-import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from signal import SIGKILL, SIGTERM
+from typing import Any, NamedTuple
 
 from dadt.config import Config
 from dadt.errors import ConfigError, DadtError, LaunchError, NotResumed, StartTimeout
+from dadt.launch.actions import ActionQueue, SayText
 from dadt.launch.ending.failure import Failure
 from dadt.launch.ending.outcome import Outcome, end_early
 from dadt.launch.ending.preemption import Preempted
-from dadt.launch.ending.signals import Interrupts, of_checkpoint
-from dadt.launch.hosts import script
-from dadt.launch.hosts.candidates import LONGEST_PAUSE_SECONDS
-from dadt.launch.hosts.discovery import ASK_SECONDS, Discovery
+from dadt.launch.ending.signals import of_checkpoint
+from dadt.launch.hosts.candidates import LONGEST_PAUSE_SECONDS, NEVER
+from dadt.launch.hosts.discovery import ANSWER_SECONDS, ASK_SECONDS, Discovery
 from dadt.launch.hosts.host import Host
-from dadt.launch.idle import Idle
-from dadt.launch.report import JobReport
-from dadt.launch.start.startup import Voice
 
-LOOK_SECONDS = 0.1
-"""Seconds between two checks for hosts, while there are too few."""
 SILENT_SECONDS = 2.0
 """Seconds of waiting for hosts after which the user is informed."""
-SERIES = "progress.jsonl"
 NOT_AGAIN = "it was not started again"
-FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+FROM_OUTSIDE = (-SIGKILL, -SIGTERM)
 """Exit codes of workers that were killed from outside, for example by the kernel for lack of memory or by a scheduler.
 """
 
 
-class Restarts:
-    """The attempts of one job. Each attempt starts all workers, and all use the same log folder."""
+class NoteRestart(NamedTuple):
+    """Action: record why an attempt failed, and that restart `number` follows."""
 
-    def __init__(
-        self,
-        config: Config,
-        discovery: Discovery,
-        voice: Voice,
-        report: JobReport,
-        logs: Path,
-        interrupts: Interrupts | None,
-        idle: Callable[[], Idle],
-    ) -> None:
-        """idle: creates the object that answers other dadt commands while the job waits for hosts."""
+    number: int
+    why: str
+
+
+class Restarts:
+    """What follows each attempt to run a job. An attempt starts all workers, and all use the same log folder."""
+
+    def __init__(self, config: Config, discovery: Discovery) -> None:
         self._config = config
         self._discovery, self._candidates = discovery, discovery.candidates
-        self._voice = voice
-        self._report = report
-        self._logs = logs
-        self._interrupts = interrupts
-        self._idle = idle
-        self._count = 0
-        self._most = config.max_restarts
+        self.outbox = ActionQueue[SayText | NoteRestart]()
+        self.count = 0
+        """How often the job was restarted so far."""
         self.refused = False
         """Whether the last attempt could not be resumed from its snapshot."""
+        self._most = config.max_restarts
         self._before: Any = None
         """Step and error at which the last attempt failed; None if it was ended from outside."""
+        self._since: float | None = None
+        """Time (time.monotonic) since when the job waits for hosts; None if it does not."""
+        self._told = ""
 
-    def run(self, attempt: Callable[[int, Sequence[Host]], Outcome]) -> Outcome:
-        """Start the job until an attempt succeeds or no further restart is allowed. attempt: called with the number of
-        restarts so far and the hosts to use.
+    # Before an attempt ------------------------------------------------------------------------------------------------
 
-        Raises the DadtError of the last attempt, StartTimeout if there are too few hosts, or Ended if a signal came
-        between two attempts.
-        """
-        while True:
-            hosts = self._await_hosts()
-            try:
-                outcome = attempt(self._count, hosts)
-                self.refused = False
-            except (LaunchError, StartTimeout, ConfigError) as error:
-                # An error before any workers were placed comes from what the user asked for, and would occur again.
-                if not self._report.began or not self._again(error):
-                    raise
-                continue
-            outcome.restarts = self._count
-            failed: Failure | DadtError | None = outcome.failure
-            # only one host was taken away, so the job can restart on the others
-            if outcome.preemption is not None and outcome.preemption.host:
-                failed = Preempted(outcome.preemption.text)
-            if self._count and outcome.failure is not None and outcome.failure.says(NotResumed):
-                self.refused = True
-                self._most += 1  # an attempt that could not resume has not trained, so it does not count
-            if outcome.signal or failed is None or not self._again(failed):
-                return outcome
+    @property
+    def ask_seconds(self) -> float:
+        """Seconds between two questions for the hosts: a pause as long as the wait had lasted at the last question, so
+        that the waiting time doubles from question to question. A restart asks at once."""
+        if self._since is None:
+            return 0.0 if self.count else ASK_SECONDS
+        return min(max(ASK_SECONDS, self._discovery.asked - self._since), LONGEST_PAUSE_SECONDS)
 
-    def _again(self, failed: Failure | DadtError) -> bool:
-        if self._count == self._most:
-            return False
-        now = _place(failed)
-        if now is not None and now == self._before:
-            self._voice.say(f"attempts {self._count} and {self._count + 1} failed alike: no restart", "warning")
-            return False
-        self._before = now
-        self._count += 1
-        why = failed.lines()[0] if isinstance(failed, Failure) else str(failed)
-        self._voice.say(f"{why}: restart {self._count} of {self._most}", "warning")
-        self._report.restarts(self._count, why)
-        with suppress(OSError):  # if renaming fails, the next attempt overwrites the file
-            (self._logs / SERIES).rename(self._logs / f"progress.{self._count - 1}.jsonl")
-        return True
+    def hosts(self, now: float) -> list[Host] | None:
+        """Return the hosts for the next attempt, or None while there are too few. For the first attempt they are
+        already known. Raises StartTimeout if there are too few after --start-timeout seconds."""
+        if self._since is None:
+            self._since, self._told = now, ""
+        since, waited = self._since, now - self._since
+        asked = not self.count or self._discovery.answered >= since or waited > ANSWER_SECONDS
+        hosts = self._candidates.usable(now)
+        if asked and self._suffice(hosts):
+            self._since = None
+            return hosts
+        what = self._lack(hosts)
+        if waited > self._config.start_timeout and self._candidates.due(now) == NEVER:
+            raise StartTimeout(f"{what} after --start-timeout {self._config.start_timeout:g} s")
+        if waited > SILENT_SECONDS and what != self._told:
+            self._told = what
+            self.outbox.put(SayText(f"waiting for hosts: {what}", "info"))
+        return None
 
-    def _await_hosts(self) -> list[Host]:
-        """Return the hosts for the next attempt, once there are enough. For the first attempt they are already known.
+    def signal(self, caught: set[int]) -> None:
+        """Handle signals that `dadt run` received while it waits for hosts. Raises Ended or Preempted if one of them
+        ends the job."""
+        end_early(caught, of_checkpoint(self._config), NOT_AGAIN)
 
-        Raises StartTimeout if there are too few after --start-timeout seconds, or Ended if the user ends the job
-        meanwhile.
-        """
-        with ExitStack() as stack:
-            return self._look_for_hosts(stack)
-
-    def _look_for_hosts(self, stack: ExitStack) -> list[Host]:
-        begin, idle = time.monotonic(), None
-        every, told = 0.0 if self._count else ASK_SECONDS, ""
-        while True:
-            self._discovery.poll(every)
-            waited = time.monotonic() - begin
-            asked = not self._count or self._discovery.answered >= begin or waited > script.SECONDS
-            hosts = self._candidates.usable(time.monotonic())
-            if asked and self._suffice(hosts):
-                return hosts
-            what = self._lack(hosts)
-            if waited > self._config.start_timeout and self._candidates.due(begin + waited) == float("inf"):
-                raise StartTimeout(f"{what} after --start-timeout {self._config.start_timeout:g} s")
-            if waited > SILENT_SECONDS and what != told:
-                told = what
-                self._voice.say(f"waiting for hosts: {what}")
-            # Query again only after a pause as long as the wait had lasted at the last query, so that the waiting time
-            # doubles from query to query.
-            every = min(max(ASK_SECONDS, self._discovery.asked - begin), LONGEST_PAUSE_SECONDS)
-            idle = idle or self._begin_to_wait(stack)
-            idle.wait(LOOK_SECONDS)
-            if idle.is_killed:
-                end_early({signal.SIGTERM}, 0, NOT_AGAIN)
+    def kill(self) -> None:
+        """Handle `dadt kill` while the job waits for hosts. Raises Ended."""
+        end_early({SIGTERM}, 0, NOT_AGAIN)
 
     def _suffice(self, hosts: Sequence[Host]) -> bool:
         """Whether the hosts have enough slots for the least number of workers, as far as slots are known before the
@@ -163,13 +112,43 @@ class Restarts:
         unknown = float("inf") if len(hosts) == len(self._candidates.hosts) else 1
         return sum(host.slots or unknown for host in hosts)
 
-    def _begin_to_wait(self, stack: ExitStack) -> Idle:
-        """Begin to answer other commands while the job waits for hosts. The returned object's `wait` raises Ended or
-        Preempted if the user ends the job."""
-        idle, interrupts = stack.enter_context(self._idle()), self._interrupts
-        if interrupts is not None:
-            idle.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(self._config), NOT_AGAIN))
-        return idle
+    # After an attempt -------------------------------------------------------------------------------------------------
+
+    def ended(self, outcome: Outcome) -> bool:
+        """Handle the outcome of an attempt. Returns whether another one follows."""
+        outcome.restarts, self.refused = self.count, False
+        failed: Failure | DadtError | None = outcome.failure
+        # only one host was taken away, so the job can restart on the others
+        if outcome.preemption is not None and outcome.preemption.host:
+            failed = Preempted(outcome.preemption.text)
+        if self.count and outcome.failure is not None and outcome.failure.says(NotResumed):
+            self.refused = True
+            self._most += 1  # an attempt that could not resume has not trained, so it does not count
+        return not outcome.signal and failed is not None and self._again(failed)
+
+    def failed(self, error: DadtError, hosts: Sequence[Host], now: float, *, began: bool) -> bool:
+        """Handle the error of an attempt on these hosts that has no outcome. Returns whether another attempt follows.
+        began: whether the workers were placed on hosts in any attempt. An error before that comes from what the user
+        asked for, and would occur again."""
+        if isinstance(error, LaunchError | StartTimeout):
+            self._candidates.blame(hosts, now)
+        again = isinstance(error, LaunchError | StartTimeout | ConfigError)
+        return again and began and self._again(error)
+
+    def _again(self, failed: Failure | DadtError) -> bool:
+        if self.count == self._most:
+            return False
+        now = _place(failed)
+        if now is not None and now == self._before:
+            text = f"attempts {self.count} and {self.count + 1} failed alike: no restart"
+            self.outbox.put(SayText(text, "warning"))
+            return False
+        self._before = now
+        self.count += 1
+        why = failed.lines()[0] if isinstance(failed, Failure) else str(failed)
+        self.outbox.put(SayText(f"{why}: restart {self.count} of {self._most}", "warning"))
+        self.outbox.put(NoteRestart(self.count, why))
+        return True
 
 
 def _place(failed: Failure | DadtError) -> Any:

@@ -1,63 +1,49 @@
-"""Repeatedly asks a script or hostfile which hosts are available, as the list may change during a job."""
+"""Decides when to ask which hosts are available, as the list may change during a job, and what an answer changes."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dadt.errors import ConfigError
 from dadt.launch.hosts.candidates import NEVER, Candidates
 from dadt.launch.hosts.host import Host
 
 ASK_SECONDS = 1.0
-"""Seconds between two calls of the script or reads of the hostfile, unless another interval is asked for."""
+"""Seconds between two questions, unless another interval is asked for."""
+ANSWER_SECONDS = 10.0
+"""Seconds within which a question is answered at the latest."""
 
 
 class Discovery:
-    """Knows which hosts a job may use now. Used by one thread and never blocks: the discovery script or hostfile is
-    read in a thread of its own."""
+    """Knows which hosts a job may use now. Does no I/O: `HostReader` asks, and passes the answers on."""
 
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        ask: Callable[[], Sequence[Host]] | None = None,
-        warn: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """hosts: the hosts known so far. ask: returns the present hosts or raises ConfigError; None if they do not
-        change. warn: called with the text of an error of `ask`, once per text; the hosts then stay as they were."""
+    def __init__(self, hosts: Sequence[Host], now: float, *, changes: bool = False) -> None:
+        """hosts: the hosts known so far. changes: whether they may change, so that it makes sense to ask again."""
         self.candidates = Candidates(hosts)
-        self._ask = ask
-        self._warn = warn
+        self._changes = changes
+        self._asking = False
         self._warned: set[str] = set()
-        self._asking: threading.Thread | None = None
-        self._answers: list[Sequence[Host] | ConfigError] = []
-        """What the asking thread has found, the hosts or an error; read once the thread has ended."""
-        self.asked = time.monotonic()
+        self.asked = now
         """Time (time.monotonic) when the hosts were last asked for."""
-        self.answered = NEVER if ask is None else self.asked
-        """Time (time.monotonic) when the newest answered request was made; infinite if the hosts do not change."""
+        self.answered = now if changes else NEVER
+        """Time (time.monotonic) when the newest answered question was asked; infinite if the hosts do not change."""
 
-    def poll(self, seconds: float = ASK_SECONDS) -> None:
-        """Apply the newest answer, and ask for the hosts again if the last request was at least `seconds` seconds
-        ago."""
-        if self._asking is not None and not self._asking.is_alive():
-            self._asking, self.answered = None, self.asked
-            self._take(self._answers.pop())
-        if self._ask is not None and self._asking is None and time.monotonic() - self.asked >= seconds:
-            self.asked = time.monotonic()
-            self._asking = threading.Thread(target=self._call, args=(self._ask,), name="dadt-hosts", daemon=True)
-            self._asking.start()
+    def asks(self, now: float, seconds: float = ASK_SECONDS) -> bool:
+        """Whether to ask for the hosts now, as the last question was asked at least `seconds` seconds ago and has been
+        answered. The answer has to be passed to `take`."""
+        if not self._changes or self._asking or now - self.asked < seconds:
+            return False
+        self._asking, self.asked = True, now
+        return True
 
-    def _call(self, ask: Callable[[], Sequence[Host]]) -> None:
-        try:
-            self._answers.append(ask())
-        except ConfigError as error:
-            self._answers.append(error)
-
-    def _take(self, answer: Sequence[Host] | ConfigError) -> None:
+    def take(self, answer: Sequence[Host] | ConfigError) -> str:
+        """Apply an answer. Returns a warning for the user, once per text, if it is an error, in which case the hosts
+        stay as they were; else an empty text."""
+        self._asking, self.answered = False, self.asked
         if not isinstance(answer, ConfigError):
             self.candidates.hosts = list(answer)
-        elif str(answer) not in self._warned:
-            self._warned.add(str(answer))
-            self._warn(f"{answer}: the hosts stay as they were")
+            return ""
+        if str(answer) in self._warned:
+            return ""
+        self._warned.add(str(answer))
+        return f"{answer}: the hosts stay as they were"

@@ -14,9 +14,10 @@ from dadt.config.document import LIMIT
 from dadt.errors import ConfigError, LaunchError
 from dadt.launch.child import spawn
 from dadt.launch.hosts import host
+from dadt.launch.hosts.discovery import ANSWER_SECONDS
 from dadt.launch.hosts.host import Host
 
-SECONDS = 10.0
+SECONDS = ANSWER_SECONDS
 """Largest number of seconds that the discovery script may take."""
 CHUNK = 1 << 16
 SHOWN = 400
