@@ -243,7 +243,7 @@ class Ranks:
     ) -> Gathering:
         """Begin to send these bytes to all ranks and to receive theirs, without waiting. then: called with all ranks'
         bytes when they have arrived."""
-        gathering = self.gatherings.begin(name, data, then, kept=self.survives)
+        gathering = self.gatherings.begin(name, data, perf_counter(), then, kept=self.survives)
         gathering.launch(self.engine)
         return gathering
 

@@ -3,11 +3,13 @@ pass them on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from time import perf_counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from dadt._core import Engine, Work
 from dadt.errors import CommError
+
+if TYPE_CHECKING:
+    from dadt._core import Engine, Work
 
 KEPT = 16
 """Number of newest allgathers whose results a rank stores, because another rank may still wait for one of them."""
@@ -16,12 +18,14 @@ KEPT = 16
 class Gathering:
     """An allgather that continues on a new connection if the one on which it began is lost."""
 
-    def __init__(self, name: str, data: bytes, number: int, then: Callable[[Sequence[bytes]], None]) -> None:
-        """number: position among all gatherings, equal on all ranks. then: called with all ranks' bytes when they have
-        arrived, at the latest before reconnected ranks compare what they train."""
+    def __init__(
+        self, name: str, data: bytes, number: int, now: float, then: Callable[[Sequence[bytes]], None]
+    ) -> None:
+        """number: position among all gatherings, equal on all ranks. now: the time (perf_counter). then: called with
+        all ranks' bytes when they have arrived, at the latest before reconnected ranks compare what they train."""
         self.name = name
         self.number = number
-        self.began = perf_counter()
+        self.began = now
         self._data = data
         self._then = then
         self._work: Work | None = None
@@ -76,13 +80,31 @@ class Gatherings:
         self.count = 0
         """Number of allgathers that this rank has begun."""
 
-    def begin(self, name: str, data: bytes, then: Callable[[Sequence[bytes]], None], *, kept: bool) -> Gathering:
-        """Create the next allgather. kept: whether to store it for ranks that need its values after a loss."""
-        gathering = Gathering(name, data, self.count, then)
+    def begin(
+        self, name: str, data: bytes, now: float, then: Callable[[Sequence[bytes]], None], *, kept: bool
+    ) -> Gathering:
+        """Create the next allgather. now: the time (perf_counter). kept: whether to store it for ranks that need its
+        values after a loss."""
+        gathering = Gathering(name, data, self.count, now, then)
         self.count += 1
         if kept:
             self.newest = [*self.newest[-KEPT:], gathering]
         return gathering
+
+    @property
+    def completed(self) -> int:
+        """Number of allgathers that are complete, counted up to the first incomplete one."""
+        return min((g.number for g in self.newest if not g.complete), default=self.count)
+
+    def results(self, first: int) -> dict[int, list[bytes]]:
+        """Return all ranks' bytes of each complete allgather from number `first` on."""
+        return {g.number: list(g.lanes) for g in self.newest if g.complete and g.number >= first}
+
+    def settle(self, known: Mapping[int, Sequence[bytes]], completed: int) -> None:
+        """Complete the allgathers with numbers below `completed` by the results of another rank."""
+        for gathering in self.newest:
+            if not gathering.complete and gathering.number < completed:
+                gathering.settle(known[gathering.number])
 
     def undo(self, since: float) -> None:
         """Forget incomplete allgathers that were begun after the time `since` (perf_counter), so that they can begin

@@ -1,0 +1,91 @@
+"""Decides how ranks that have connected again train on, from what each rank reports of itself: who is behind, who gives
+its weights, and who cannot catch up. All ranks decide alike, as each knows the same reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+from dadt.errors import Mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far one rank has trained, as it reports to all others after ranks were lost."""
+
+    averaged: Sequence[int]
+    """For each managed optimizer, the number of steps whose gradients are averaged; -1 if it does not have the first
+    rank's state yet."""
+    consumed: Sequence[bool]
+    """For each managed optimizer, whether gradients are averaged but the optimizer has not stepped yet."""
+    rounds: Sequence[dict[str, list[int]]]
+    """For each managed optimizer, how far the rank is in exchanges that belong to no step, such as the weight averages
+    of algorithm `local`."""
+    gathered: int
+    """Number of small allgathers that are complete on this rank, counted up to the first incomplete one."""
+    repeatable: bool
+    """Whether all exchanges under way can be launched again."""
+    stuck: str
+    """Reason why the rank cannot continue; empty if it can."""
+    joins: bool
+    """Whether the rank is new and has trained nothing yet."""
+
+
+class CatchUp(NamedTuple):
+    """Ranks that lack one optimizer's newest average, and the rank that gives them its weights and state. Ranks are
+    indices in the group."""
+
+    optimizer: int
+    root: int
+    behind: Collection[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How the ranks of a new group train on. Ranks are indices in the group."""
+
+    furthest: Sequence[int]
+    """For each managed optimizer, the number of steps that the furthest rank has averaged."""
+    catch_ups: Sequence[CatchUp]
+    greeter: int | None
+    """The rank that gives the state of its training to new ranks; None if no rank is new, or none has trained."""
+    repeats: bool
+    """Whether exchanges of earlier steps can be launched again on all ranks."""
+    gathered: int
+    """Number of small allgathers that are complete on any rank."""
+    least: int
+    """The smallest number of small allgathers that are complete on a rank that is not new."""
+    informant: int
+    """The rank that passes on the results of small allgathers that other ranks lack."""
+
+
+def decide(told: Sequence[Position], members: Sequence[int]) -> Course:
+    """Decide how ranks train on. told: each rank's report, in the order of the group. members: the ranks by their
+    numbers in the whole job. Raises Mismatch if they cannot."""
+    for rank, position in zip(members, told, strict=True):
+        if position.stuck:
+            raise Mismatch(f"training cannot go on after ranks have connected anew: rank {rank} was {position.stuck}")
+    furthest = [max(each) for each in zip_longest(*(position.averaged for position in told), fillvalue=-1)]
+    catch_ups = []
+    for index, averaged in enumerate(furthest):
+        theirs = [p.averaged[index] if index < len(p.averaged) else averaged if p.joins else -1 for p in told]
+        if (least := min(theirs)) < averaged:
+            root = theirs.index(averaged)
+            if averaged - least > 1 or told[root].consumed[index]:
+                late = members[theirs.index(least)]
+                raise Mismatch(f"training cannot go on after ranks have connected anew: rank {late} cannot catch up")
+            catch_ups.append(CatchUp(index, root, {rank for rank, each in enumerate(theirs) if each < averaged}))
+    welcomes = any(position.joins for position in told)
+    gathered = max(position.gathered for position in told)
+    return Course(
+        furthest,
+        catch_ups,
+        greeter=next((rank for rank, p in enumerate(told) if p.averaged), None) if welcomes else None,
+        repeats=all(position.repeatable for position in told),
+        gathered=gathered,
+        least=min((position.gathered for position in told if not position.joins), default=gathered),
+        informant=[position.gathered for position in told].index(gathered),
+    )
