@@ -169,6 +169,8 @@ def test_a_file_can_be_read_at_once(path: Path) -> None:
 
 
 DECISIONS = (
+    "inject.data.division",
+    "inject.data.share",
     "launch.start.host_report",
     "launch.start.startup",
     "launch.agent.actions",

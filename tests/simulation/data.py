@@ -34,6 +34,8 @@ class Operation:
     def __init__(self, name: str) -> None:
         self.name = name
         self.values: dict[int, Any] = {}
+        self.given: Sequence[Any] = ()
+        """What it gives to each rank, once it is done."""
         self.done = False
 
 
@@ -48,7 +50,8 @@ class Connection:
         self._operations: list[Operation] = []
         self._begun: dict[int, int] = {}
         """Rank to the number of operations that it has begun."""
-        self._waits: dict[int, tuple[Operation, Then]] = {}
+        self._waits: dict[int, list[tuple[Operation, Then]]] = {}
+        """Rank to the operations that it has begun, and that have not ended for it."""
         self._errors: dict[int, CommError] = {}
         self._left: set[int] = set()
         self._broken = False
@@ -67,7 +70,7 @@ class Connection:
         if number > len(self._operations):
             self._operations.append(Operation(name))
         operation = self._operations[number - 1]
-        self._waits[rank] = operation, then
+        self._waits.setdefault(rank, []).append((operation, then))
         if operation.name != name:
             text = f"rank {rank} is in {name}, rank {next(iter(operation.values))} in {operation.name}"
             for each in [rank, *operation.values]:
@@ -78,22 +81,22 @@ class Connection:
 
     def settle(self) -> None:
         """End the operations to which all ranks have come, where their data go through."""
-        for operation in {id(each): each for each, _ in self._waits.values()}.values():
+        for operation in {id(each): each for waits in self._waits.values() for each, _ in waits}.values():
             if operation.done or len(operation.values) < self._size or not self._goes_through():
                 continue
             operation.done = True
-            values = [operation.values[rank] for rank in sorted(operation.values)]
+            operation.given = [operation.values[rank] for rank in sorted(operation.values)]
             self._done(self, operation)
             for rank in operation.values:
                 slow = max((self._network.slow.get(each.host, 0.0) for each in self.ranks.values()), default=0.0)
-                self._world.after(self._world.spread(LATENCY) + slow, self._end(rank, operation, values))
+                self._world.after(self._world.spread(LATENCY) + slow, self._end(rank, operation))
 
-    def _end(self, rank: int, operation: Operation, values: Sequence[Any]) -> Callable[[], None]:
+    def _end(self, rank: int, operation: Operation) -> Callable[[], None]:
         def end() -> None:
-            waits = self._waits.get(rank)
-            if waits is not None and waits[0] is operation:
-                del self._waits[rank]
-                waits[1](values)
+            waits = self._waits.get(rank, [])
+            while any(each is operation for each, _ in waits):  # those before it end before it
+                earlier, then = waits.pop(0)
+                then(earlier.given)
 
         return end
 
@@ -122,8 +125,7 @@ class Connection:
 
     def _notice(self, other: Rank, *, gentle: bool) -> Callable[[], None]:
         def notice() -> None:
-            waits = self._waits.get(other.rank)
-            done = waits is not None and waits[0].done
+            done = any(operation.done for operation, _ in self._waits.get(other.rank, ()))
             if other.rank not in self._left and not (done and (gentle or self._world.random.random() < 0.5)):
                 other.process.get(lambda: self._fail(other.rank, CommError(CLOSED)))
 
@@ -131,8 +133,8 @@ class Connection:
 
     def _fail(self, rank: int, error: CommError) -> None:
         self._errors.setdefault(rank, error)
-        if (waits := self._waits.pop(rank, None)) is not None:
-            waits[1](error)
+        for _, then in self._waits.pop(rank, ()):
+            then(error)
 
 
 class Connections:

@@ -22,9 +22,11 @@ from simulation.host_faults import (
 )
 from simulation.link_faults import ControlCut, DataCut, LinkSlow, MessageLate, Stranger
 from simulation.user_faults import HostPreempted, UserSignals
-from simulation.worker_faults import ScriptExits, ScriptRaises, StepSlow, WorkerKilled, WorkerStops
+from simulation.worker_faults import KilledAsItEnds, ScriptExits, ScriptRaises, StepSlow, WorkerKilled, WorkerStops
 
 WAYS_TO_JOIN = ("cannot be reached", "never answers", "answers late", "has a problem")
+
+OPERATIONS = ("step", "step", "who reads", "evaluation", "position", "catching up", "gathered")
 
 
 def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
@@ -34,6 +36,7 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
     ending = random.choice([random.uniform(0.1, 5.0), random.uniform(5.0, 60.0)])
     makes: list[Callable[[], Fault]] = [
         lambda: WorkerKilled(at, rank),
+        lambda: KilledAsItEnds(at, rank, random.choice(OPERATIONS)),
         lambda: ScriptRaises(at, rank),
         lambda: ScriptExits(at, rank, random.choice([0, 0, 1, 3]), random.random() < 0.5),
         lambda: AgentKilled(at, host),
@@ -61,5 +64,5 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
         lambda: HostsChange(at, host),
         lambda: HostIsFull(random.choice([0.0, at]), host, random.choice(["descriptors", "disk"])),
     ]
-    weights = [6, 4, 4, 2, 2, 3, 2, 1, 0.5, 0.3, 0.7, 2, 2, 1, 1, 0.5, 1, 1, 1, 2, 1, 0.5, 0.5]
+    weights = [6, 4, 4, 4, 2, 2, 3, 2, 1, 0.5, 0.3, 0.7, 2, 2, 1, 1, 0.5, 1, 1, 1, 2, 1, 0.5, 0.5]
     return random.choices(makes, weights)[0]()

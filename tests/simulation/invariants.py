@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from dadt.launch.agent.host_job import DEFAULT_GRACE
 from dadt.launch.ending.failure import Failure
 from dadt.launch.ending.termination import END_SECONDS
 from dadt.launch.members.replacement import replaces
+from simulation.data_invariants import check_shares
 from simulation.fault import Struck
 from simulation.worker_peers import LIBRARY
 from simulation.world import BEGIN, EPOCH, Broken
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from simulation.job import SimulatedJob
     from simulation.launcher import Launcher
     from simulation.worker import Worker
+    from simulation.worker_training import StepTold
 
 NOTICE_SECONDS = 1.0
 """What it takes until a pause, or its end, is known. Meanwhile others have waited for as long as a step or a save
@@ -52,6 +54,8 @@ class Invariants:
         self._read = 0
         """How many lines to the user have been looked at."""
         self._lost: set[int] = set()
+        self._agreed: dict[Connection, list[int]] = {}
+        """For each connection the weights with which its ranks train on."""
 
     def _is_guilty(self, struck: Struck, at: float) -> bool:
         """Whether a fault may have ended a rank or the job by this time."""
@@ -128,8 +132,10 @@ class Invariants:
         if connection.generation < self._trained:
             raise Broken(f"generation {connection.generation} trains beside generation {self._trained}")
         self._trained = connection.generation
-        if len({value[2] for value in operation.values.values()}) > 1:
+        told: Sequence[StepTold] = list(operation.values.values())
+        if len({each.weights for each in told}) > 1:
             raise Broken(f"ranks train on with different weights in {operation.name}: {operation.values}")
+        check_shares(told, connection.generation, redistribute=self._job.config.redistribute)
 
     def trains(self, worker: Rank) -> None:
         """A rank has taken a step: its host still hears the launcher, or has not been without it for long."""
@@ -155,13 +161,17 @@ class Invariants:
             if not any(each.process.stops or each.went_on > known for each in workers):
                 raise Broken(f"a rank is told that another one is stopped, which is not: {peer}")
 
-    def agree(self, worker: Worker, told: list[Any]) -> None:
-        """A rank has found out how far the others are, and is as far."""
-        ranks = [each[0] for each in told]
-        if ranks != list(worker.peers.members):
-            raise Broken(f"rank {worker.rank} believes in {worker.peers.members}, but trains with {ranks}")
-        if worker.averaged != max(each[1] for each in told):
-            raise Broken(f"rank {worker.rank} trains on from step {worker.averaged}, others are elsewhere: {told}")
+    def agree(self, worker: Worker, furthest: Sequence[int]) -> None:
+        """A rank has found out how far the others are, and is as far, with the same weights."""
+        connection, training = worker.peers.connection, worker.training
+        assert connection is not None
+        if sorted(connection.ranks) != list(worker.peers.members):
+            raise Broken(f"rank {worker.rank} believes in {worker.peers.members}, but trains with {connection.ranks}")
+        if training.averages != furthest:
+            raise Broken(f"rank {worker.rank} trains on from steps {training.averages}, others from {furthest}")
+        weights = self._agreed.setdefault(connection, training.weights[:])
+        if training.weights != weights:
+            raise Broken(f"rank {worker.rank} trains on with other weights than the others")
 
     # At the end ----------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from signal import SIGKILL
-from typing import Any
 
 from dadt.config import Config
 from dadt.control import schema
@@ -46,6 +46,8 @@ class SimulatedJob:
         """Hosts that are gone."""
         self.arrivals: list[str] = []
         """What is the matter with the hosts that are to join next."""
+        self.awaited: list[tuple[str, Callable[[SimulatedJob, str], bool]]] = []
+        """What happens as the next operation ends whose name begins so, until it says that it has happened."""
         self.launcher = Launcher(self, self.invariants.turned)
         for node, agent in zip(self.launcher.nodes, self.agents, strict=True):
             self._connect(node, agent)
@@ -123,11 +125,11 @@ class SimulatedJob:
         """Whether all ranks take steps."""
         return all(worker.averaged >= 0 for agent in self.agents for worker in agent.workers.values())
 
-    def agree(self, worker: Worker, told: list[Any]) -> None:
-        self.invariants.agree(worker, told)
-
     def _completed(self, connection: Connection, operation: Operation) -> None:
         self.invariants.completed(connection, operation)
+        for each in [each for each in self.awaited if operation.name.startswith(each[0])]:
+            if each[1](self, operation.name):
+                self.awaited.remove(each)
 
     # What faults do ------------------------------------------------------------------------------------------------
 

@@ -13,13 +13,14 @@ from simulation.job import SimulatedJob
 from simulation.mutations import JOB_MUTATIONS
 from simulation.scenario import draw
 from simulation.search import Simulation
+from simulation.training_mutations import TRAINING_MUTATIONS
 
 JOBS = Simulation("jobs", draw, SimulatedJob)
 NEGOTIATION = Simulation("negotiation", draw_tensors, NegotiationJob)
 GOSSIP = Simulation("gossip", draw_gossip, GossipJob)
 KINDS = {each.name: each for each in (JOBS, NEGOTIATION, GOSSIP)}
 MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
-    **{name: (JOBS.name, *mutation) for name, mutation in JOB_MUTATIONS.items()},
+    **{name: (JOBS.name, *mutation) for name, mutation in {**JOB_MUTATIONS, **TRAINING_MUTATIONS}.items()},
     **COMM_MUTATIONS,
 }
 """Each fault by what it is: the kind of simulation that finds it, what it replaces, and by what."""

@@ -11,7 +11,7 @@ from dadt.launch.hosts.host import Host
 from simulation import faults
 from simulation.fault import Fault
 from simulation.host_faults import AgentKilled, HostCrashes
-from simulation.worker_script import Script
+from simulation.worker_script import BATCH_SIZE, Script
 
 MOST_HOSTS = 64
 
@@ -55,7 +55,7 @@ class Scenario:
 
 KNOBS = (
     "algorithm", "min_np", "timeout", "start_timeout", "stall_warning", "on_stall", "grace", "orphan_timeout",
-    "heartbeat_timeout", "checkpoint_signal", "snapshot_every",
+    "heartbeat_timeout", "checkpoint_signal", "snapshot_every", "redistribute",
 )  # fmt: skip
 
 
@@ -78,6 +78,7 @@ def draw(seed: int) -> Scenario:
         "checkpoint_signal": random.choice(["", "", "USR1"]),
         "snapshot_every": "never",
     }
+    knobs["redistribute"] = not gossip and knobs["min_np"] > 0 and random.random() < 0.5
     script = Script(
         steps=random.randint(1, 30 if gossip else 12),
         step_seconds=random.choice([0.1, 0.5, 1.0]),
@@ -86,6 +87,9 @@ def draw(seed: int) -> Scenario:
         on_terminate=random.choice(["end", "end", "save", "ignore"]),
         save_seconds=random.choice([0.1, 0.1, 2.0]),
         ends_when_saved=random.random() < 0.5,
+        optimizers=1 if gossip else random.choice([1, 1, 2]),
+        samples=random.randint(1, 4 * BATCH_SIZE * size),
+        evaluate_every=random.choice([0, 0, 1, 3]),
     )
     span = 1.25 * script.start_seconds + script.steps * script.step_seconds + 2.0
     number = random.choices(range(7), [2, 3, 3, 4, 3, 2, 1])[0]

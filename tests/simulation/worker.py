@@ -10,11 +10,11 @@ from dadt import errors
 from dadt.config import Config
 from dadt.control.agent_client import ANSWER_SECONDS, REPORT_SECONDS
 from dadt.control.frame import Frame
-from dadt.errors import CommError, CommTimeout, DadtError, PeerLost, StartTimeout
-from simulation.data import mixed
+from dadt.errors import CommError, CommTimeout, DadtError, StartTimeout
 from simulation.worker_peers import WorkerPeers
 from simulation.worker_script import Exit, Interrupted, Script, ScriptError
 from simulation.worker_thread import Late, Steps, Thread, Wait
+from simulation.worker_training import Training
 from simulation.world import Process, World
 
 if TYPE_CHECKING:
@@ -46,17 +46,22 @@ class Worker:
         """What the script raises in its next step."""
         self.pause = 0.0
         """Seconds that its next step takes more."""
-        self.step = self.averaged = -1
-        self.weights = 0
+        self.step = -1
         self.closing = False
         self.preempted = self.apart = self.interrupted = False
         self.saves_heard = self.saves_raised = self.interrupts_heard = 0
-        self._saves_done = self._saves_agreed = 0
+        self._saves_done = self.saves_agreed = 0
         self._reported = float("-inf")
         self.current: Thread | None = None
         self.peers = WorkerPeers(self, joins=joins)
+        self.training = Training(self)
         self._main = Thread(self, self._life(), self._ended)
         self.process.after(0.0, self._main.go_on)
+
+    @property
+    def averaged(self) -> int:
+        """How many steps it has averaged; -1 before it has the first rank's state."""
+        return self.training.averages[-1]
 
     # Waiting -----------------------------------------------------------------------------------------------------
 
@@ -214,20 +219,21 @@ class Worker:
         self._check_doom()
         claimed = yield from self.ask("claim")
         early = self.saves_raised
-        self.saves_heard = self._saves_done = self._saves_agreed = claimed["saves"]
+        self.saves_heard = self._saves_done = self.saves_agreed = claimed["saves"]
         self.saves_raised = self._saves_done + early
         self.report("listen")
         self.peers.deaths.listening = True
         yield from self.peers.begin()
-        while self.averaged < 0:
-            yield from self._joined()
+        yield from self.training.join()
         while self.averaged < script.steps:
+            yield from self.training.begin_pass()
             yield self.sleep(world.spread(script.step_seconds) + self.pause)
             self.pause = 0.0
             self._check_doom()
-            yield from self._step()
+            yield from self.training.step()
             self._progress()
-            self.saves_raised = max(self.saves_raised, self._saves_agreed)
+            yield from self.training.evaluate()
+            self.saves_raised = max(self.saves_raised, self.saves_agreed)
             if self.saves_raised > self._saves_done:
                 self._saves_done = self.saves_raised
                 yield self.sleep(script.save_seconds)
@@ -237,44 +243,6 @@ class Worker:
     def _check_doom(self) -> None:
         if self.doom is not None:
             raise self.doom
-
-    def _joined(self) -> Steps:
-        with self.peers.within():
-            try:
-                yield from self.peers.call("joining", self.weights)
-                self.averaged = 0
-                self.weights = 1
-            except CommError as error:
-                yield from self.peers.again(error)
-
-    def _step(self) -> Steps:
-        """Average once, with all others where they step together."""
-        if not self.peers.together:
-            self.peers.check()
-            self.averaged += 1
-            self.step = self.averaged
-            self.agent.job.invariants.trains(self)
-            return
-        if self.peers.deaths.outdated:
-            yield from self.peers.connect_anew(PeerLost("ranks have ended"))
-        self.peers.deaths.check()
-        before = self.averaged
-        while self.averaged == before:
-            try:
-                value = self.rank, self.averaged, self.weights, self.saves_heard, self.interrupts_heard
-                told = yield from self.peers.call(f"step {self.averaged}", value)
-                self.weights = mixed(self.weights, self.averaged, [each[0] for each in told])
-                self.averaged += 1
-                self._saves_agreed = max(each[3] for each in told)
-                if any(each[4] for each in told) and not self.interrupted:
-                    self.interrupted = True
-                    self.step = self.averaged
-                    if self.script.on_interrupt != "ignore":
-                        raise Interrupted
-            except CommError as error:
-                yield from self.peers.connect_anew(error)
-        self.step = self.averaged
-        self.peers.deaths.stepped(self.step)
 
     def _progress(self) -> None:
         self.agent.beat_of(self.rank, self.step)

@@ -25,6 +25,27 @@ class WorkerKilled(Fault):
 
 
 @dataclass(frozen=True, slots=True)
+class KilledAsItEnds(Fault):
+    """A rank is killed as an operation of all ranks ends, so that some of them have its result, and others do not."""
+
+    hinders = False
+    rank: int
+    operation: str
+    """How the name of the operation begins."""
+
+    def strike(self, job: SimulatedJob) -> None:
+        job.awaited.append((self.operation, self._kill))
+
+    def _kill(self, job: SimulatedJob, operation: str) -> bool:
+        """Kill the rank if it takes part. Returns whether it was killed."""
+        if (worker := job.worker(self.rank)) is None:
+            return False
+        fatal = worker.averaged >= 0 and not worker.closing
+        self._struck(job, f"rank {self.rank} is killed as {operation} ends", ranks=frozenset([self.rank]), fatal=fatal)
+        return job.kill(self.rank)
+
+
+@dataclass(frozen=True, slots=True)
 class ScriptRaises(Fault):
     hinders = False
     rank: int

@@ -24,6 +24,33 @@ LIBRARY = "Gloo connectFullMesh failed: timed out"
 """What a library says that connects ranks where it waits in vain."""
 
 
+class Work:
+    """An operation of a rank's engine: what it gives, or the error that it ends with."""
+
+    def __init__(self) -> None:
+        self.lanes: Sequence[Any] = ()
+        self.error: CommError | None = None
+        self.done = False
+        self.waiting: list[Wait] = []
+
+    def end(self, given: Any) -> None:
+        """It is over, with what each rank has given or with an error."""
+        self.done = True
+        if isinstance(given, CommError):
+            self.error = given
+        else:
+            self.lanes = given
+        for each in self.waiting:
+            each.give()
+
+    def wait(self, timeout: float) -> None:
+        """Raise its error, or CommTimeout if it is not over."""
+        if self.error is not None:
+            raise self.error
+        if not self.done:
+            raise CommTimeout("it is under way")
+
+
 class WorkerPeers:
     """What one rank knows of the others, and does with them."""
 
@@ -38,6 +65,8 @@ class WorkerPeers:
         """Whether it has been connected with all others once, and whether it needs them no more."""
         self.survives = self.config.min_np > 0
         self.together = self.config.algorithm != "gossip"
+        self.interrupts_agreed = False
+        """Whether all ranks know that one of them was told to interrupt its script."""
         self._told_of = ""
         self._news: list[Wait] = []
         self._regrouping = False
@@ -81,32 +110,29 @@ class WorkerPeers:
     def call(self, name: str, value: Any) -> Steps:
         """One operation of the engine, with what Peers.wait does about it."""
         self._check_background()
-        begun = self.world.now
+        return (yield from self.wait(self.begin_operation(name, value), name))
+
+    def begin_operation(self, name: str, value: Any) -> Work:
+        """Begin an operation of the engine, which another thread carries out."""
+        work = Work()
         if self.connection is None:
-            return [value]
-        found, waiting = self._begin(self.connection, name, value)
-        while not found:
-            yield self._worker.sleep(PATIENCE, waiting)
-            if not found:
+            work.end([value])
+        else:
+            self.connection.begin(self._worker.rank, name, value, work.end)
+        return work
+
+    def wait(self, work: Work, name: str) -> Steps:
+        """What Ranks.wait does: wait for an operation, and look after the others if that takes long."""
+        begun = self.world.now
+        while not work.done:
+            yield self._worker.sleep(PATIENCE, work.waiting)
+            if not work.done:
                 yield from self._look(name, self.world.now - begun)
-        if isinstance(found[0], CommError):
+        if work.error is not None:
             if not self.survives:
-                yield from self._name(found[0])
-            raise found[0]
-        return found[0]
-
-    def _begin(self, connection: Connection, name: str, value: Any) -> tuple[list[Any], list[Wait]]:
-        """Begin an operation. Returns where it puts what it gives, and those that it wakes then."""
-        found: list[Any] = []
-        waiting: list[Wait] = []
-
-        def then(given: Any) -> None:
-            found.append(given)
-            for each in waiting:
-                each.give()
-
-        connection.begin(self._worker.rank, name, value, then)
-        return found, waiting
+                yield from self._name(work.error)
+            raise work.error
+        return work.lanes
 
     def _name(self, error: CommError) -> Steps:
         """What Deaths.name does: say which rank has ended, where that is known in a moment."""
@@ -169,7 +195,7 @@ class WorkerPeers:
         if self.generation:
             with self.within():
                 try:
-                    yield from self._regroup()
+                    yield from self._worker.training.regroup()
                 except CommError as error:
                     yield from self.again(error)
 
@@ -197,10 +223,10 @@ class WorkerPeers:
             return connection
         # A library that waits for the others within its own deadline, in a thread that is left behind.
         looked = begun = self.world.now
-        found, waiting = self._begin(connection, "connecting", None)
-        while not found:
-            yield worker.sleep(0.5, waiting, self._news)
-            if found:
+        work = self.begin_operation("connecting", None)
+        while not work.done:
+            yield worker.sleep(0.5, work.waiting, self._news)
+            if work.done:
                 break
             if self.survives and self.deaths.outdated:
                 raise PeerLost("ranks have ended")
@@ -209,8 +235,8 @@ class WorkerPeers:
             if self.world.now - looked >= PATIENCE:
                 looked = self.world.now
                 yield from self._tell_waiting()
-        if isinstance(found[0], CommError):
-            raise found[0]
+        if work.error is not None:
+            raise work.error
         return connection
 
     def _enter(self, error: Exception) -> Steps:
@@ -266,7 +292,7 @@ class WorkerPeers:
                 try:
                     self.abort(CommError("hung up"))
                     yield from self._connect()
-                    yield from self._regroup()
+                    yield from self._worker.training.regroup()
                     break
                 except CommError as another:
                     error = another
@@ -276,26 +302,6 @@ class WorkerPeers:
         text = f"{len(self.members)} workers train on from step {worker.step}, {seconds:.2f} s later"
         if worker.rank == self.members[0]:
             worker.report("say", text=text, level="info")
-
-    def _regroup(self) -> Steps:
-        """What dadt/train/loss/regroup.py does: all tell how far they are; those that are behind take the weights."""
-        if len(self.members) == 1:
-            return
-        worker = self._worker
-        told = yield from self.call("position", (worker.rank, worker.averaged, worker.weights))
-        if not self.together:
-            if worker.averaged < 0 and (most := max(each[1] for each in told)) >= 0:
-                worker.averaged = worker.step = most
-            return
-        _, most, weights = max(told, key=lambda each: each[1])
-        least = min(each[1] for each in told)
-        if most - least > 1:
-            raise Mismatch(f"training cannot go on after ranks have connected anew: {told} cannot catch up")
-        if least < most:
-            yield from self.call("catching up", None)
-            if worker.averaged < most:
-                worker.averaged, worker.weights = most, weights
-        worker.agent.job.agree(worker, told)
 
     def again(self, error: CommError) -> Steps:
         """What Departure.regroup does."""

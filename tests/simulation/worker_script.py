@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BATCH_SIZE = 2
+
 
 class ScriptError(Exception):
     """The script's own exception."""
@@ -34,3 +36,9 @@ class Script:
     """What it does on SIGTERM: end, save, or ignore."""
     save_seconds: float
     ends_when_saved: bool
+    optimizers: int
+    """How many optimizers each step has."""
+    samples: int
+    """How many samples each pass over the data has."""
+    evaluate_every: int
+    """After how many steps the ranks gather a measure; 0: never."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,6 +22,12 @@ class Division(NamedTuple):
     def grows(self) -> bool:
         """Whether a rank's batches are larger than one share, because there are fewer reading ranks than shares."""
         return self.readers < self.shares
+
+
+def among(readers: Collection[int], rank: int, shares: int) -> Division:
+    """Return the division of a pass that these ranks read, for one of them."""
+    ordered = sorted(readers)
+    return Division(ordered.index(rank), len(ordered), shares)
 
 
 def begun(rank: Runtime) -> Division:
@@ -48,8 +54,7 @@ def agree(rank: Runtime, name: str) -> Division:
         return begun(rank)
     there = rank.ranks.allgather(f"{name}: who reads", str(rank.ranks.world.rank).encode())
     rank.ranks.wait(there)
-    readers = sorted(int(bytes(lane)) for lane in there.lanes)
-    return Division(readers.index(rank.ranks.world.rank), len(readers), rank.ranks.shares)
+    return among([int(bytes(lane)) for lane in there.lanes], rank.ranks.world.rank, rank.ranks.shares)
 
 
 def missing(rank: Runtime, lost: int, loaders: Sequence[tuple[str, int | None]]) -> str:

@@ -1,0 +1,60 @@
+"""Deliberate faults in what ranks decide of their training when others are lost: who is behind, and who reads what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dadt.inject.data import division
+from dadt.inject.data.division import Division
+from dadt.train.loss import position
+from dadt.train.loss.gathering import Gatherings
+from dadt.train.loss.position import Course
+
+
+def without_weights(told: Any, members: Sequence[int]) -> Course:
+    course = decide(told, members)
+    return replace(course, catch_ups=[each._replace(behind=()) for each in course.catch_ups])
+
+
+def from_one_behind(told: Any, members: Sequence[int]) -> Course:
+    course = decide(told, members)
+    return replace(course, catch_ups=[each._replace(root=min(each.behind)) for each in course.catch_ups])
+
+
+def from_the_least(told: Any, members: Sequence[int]) -> Course:
+    course = decide(told, members)
+    return replace(course, furthest=[min(each) for each in zip(*(each.averaged for each in told), strict=True)])
+
+
+def not_passed_on(told: Any, members: Sequence[int]) -> Course:
+    course = decide(told, members)
+    return replace(course, least=course.gathered)
+
+
+def told_by_the_first(told: Any, members: Sequence[int]) -> Course:
+    return replace(decide(told, members), informant=0)
+
+
+def all_that_began(readers: Any, rank: int, shares: int) -> Division:
+    return Division(rank, shares, shares)
+
+
+def in_the_order_told(readers: Any, rank: int, shares: int) -> Division:
+    return Division(rank % len(readers), len(readers), shares)
+
+
+decide = position.decide
+
+TRAINING_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
+    "a rank that is behind takes no weights": (position, "decide", without_weights),
+    "a rank that is behind gives its weights": (position, "decide", from_one_behind),
+    "ranks go on from the least that any has averaged": (position, "decide", from_the_least),
+    "what some ranks have gathered is not passed on": (position, "decide", not_passed_on),
+    "the first rank passes on what it may not have gathered": (position, "decide", told_by_the_first),
+    "what is being gathered counts as complete": (Gatherings, "completed", property(lambda self: self.count)),
+    "the data are divided among lost ranks, too": (division, "among", all_that_began),
+    "a rank's place among those who read is its number": (division, "among", in_the_order_told),
+}
+"""Each fault by what it is: what it replaces, and by what."""
