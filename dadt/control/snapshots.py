@@ -3,8 +3,8 @@
 <the job's folder>/snapshots/000000000120/     the snapshot after 120 optimizer steps
     rank0.pt       content of rank 0; on the first rank of each host also what all ranks have in common. Ranks that
                    were lost have no part.
-    rank0.json     length and checksum of rank0.pt, and a digest of the input of the first training forward after
-                   the snapshot, which is therefore complete only after this forward.
+    rank0.json     length and checksum of rank0.pt, the generation of ranks that took it, and a digest of the input of
+                   the first training forward after the snapshot, which is therefore complete only after this forward.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import re
 import shutil
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from dadt.control import private_files, schema
+from dadt.control import private_files, schema, snapshot_parts
 from dadt.control.schema import MOST_RANKS
 from dadt.errors import NotResumed
 
 VERSION = 2
-KEPT = 2
-"""Number of complete snapshots that are kept. Training resumes from the newest one."""
 FOLDER = "snapshots"
 _BLOCK = 1 << 20
 _SYNCED = 32 << 20
@@ -106,7 +105,7 @@ def about(folder: Path, rank: int) -> dict[str, Any]:
     try:
         if not _is_file(path) or path.stat().st_size > _LARGEST:
             raise ValueError(path)
-        told = json.loads(path.read_text())
+        told = {"generation": 0, **json.loads(path.read_text())}
         version, size = told["version"], told["size"]
         found = content_of(folder, rank).stat().st_size if _is_file(content_of(folder, rank)) else -1
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -119,7 +118,7 @@ def about(folder: Path, rank: int) -> dict[str, Any]:
         if name not in told or not kind(told[name]):
             what = "is not what belongs there" if name in told else "is missing"
             raise NotResumed(f"{path}: {name!r} {what}: resume from another snapshot")
-    return dict(told)
+    return told
 
 
 def _is_file(path: Path) -> bool:
@@ -137,6 +136,7 @@ ABOUT: Mapping[str, schema.Check] = {
     "step": schema.whole(),
     "seed": schema.whole(),
     "began": schema.number,
+    "generation": schema.whole(),
     "members": _are_ranks,
     "shares": schema.whole(1, MOST_RANKS),
     "world": schema.whole(1, MOST_RANKS),
@@ -170,12 +170,18 @@ def shares(folder: Path) -> int:
         return 1
 
 
+def described(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the descriptions of all parts that this host sees and that are complete, by rank."""
+    found = {}
+    with suppress(NotResumed):
+        for rank in parts(folder):
+            with suppress(NotResumed):
+                found[rank] = about(folder, rank)
+    return found
+
+
 def is_whole(folder: Path) -> bool:
-    """Return whether all ranks that were training at this step have written their parts."""
-    try:
-        return all(about(folder, rank) for rank in told(folder)["members"])
-    except NotResumed:
-        return False
+    return snapshot_parts.is_whole(described(folder))
 
 
 def whole(root: Path) -> list[Path]:
@@ -190,9 +196,8 @@ def newest(root: Path) -> Path | None:
 
 
 def drop_old(root: Path) -> None:
-    """Remove all complete snapshots but the newest KEPT. Incomplete ones stay, since ranks may still be writing
-    them."""
-    for folder in whole(root)[:-KEPT]:
+    """Remove the complete snapshots that are not kept. Incomplete ones stay, since ranks may still be writing them."""
+    for folder in snapshot_parts.outdated(whole(root)):
         shutil.rmtree(folder, ignore_errors=True)
 
 

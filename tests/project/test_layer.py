@@ -169,8 +169,10 @@ def test_a_file_can_be_read_at_once(path: Path) -> None:
 
 
 DECISIONS = (
+    "control.snapshot_parts",
     "inject.data.division",
     "inject.data.share",
+    "inject.replay.snapshot_timing",
     "launch.start.host_report",
     "launch.start.startup",
     "launch.agent.actions",

@@ -49,6 +49,7 @@ class Agent:
         self._how = how
         self.lacks = ""
         """What is used up on this host: `descriptors` of the agent, or the `disk`."""
+        self.disk = job.disk_of(machine)
         self.process = Process(world, f"host{machine}")
         self.up: Link
         self.down: Link

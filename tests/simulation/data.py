@@ -61,6 +61,10 @@ class Connection:
     def join(self, worker: Rank) -> None:
         self.ranks[worker.rank] = worker
 
+    def failed(self, rank: int) -> bool:
+        """Whether it has failed for this rank."""
+        return rank in self._errors
+
     def begin(self, rank: int, name: str, value: Any, then: Then) -> None:
         """Begin the next operation of this rank."""
         if rank in self._errors:

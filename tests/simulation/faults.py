@@ -19,6 +19,7 @@ from simulation.host_faults import (
     LauncherCrashes,
     LauncherKilled,
     LauncherStops,
+    SnapshotDiskFull,
 )
 from simulation.link_faults import ControlCut, DataCut, LinkSlow, MessageLate, Stranger
 from simulation.user_faults import HostPreempted, UserSignals
@@ -26,7 +27,10 @@ from simulation.worker_faults import KilledAsItEnds, ScriptExits, ScriptRaises, 
 
 WAYS_TO_JOIN = ("cannot be reached", "never answers", "answers late", "has a problem")
 
-OPERATIONS = ("step", "step", "who reads", "evaluation", "position", "catching up", "gathered")
+OPERATIONS = (
+    *["step"] * 5, "who reads", "evaluation", "position", "catching up", "gathered", "writing a snapshot",
+    "describing a snapshot",
+)  # fmt: skip
 
 
 def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
@@ -36,6 +40,7 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
     ending = random.choice([random.uniform(0.1, 5.0), random.uniform(5.0, 60.0)])
     makes: list[Callable[[], Fault]] = [
         lambda: WorkerKilled(at, rank),
+        lambda: SnapshotDiskFull(at, host, ending),
         lambda: KilledAsItEnds(at, rank, random.choice(OPERATIONS)),
         lambda: ScriptRaises(at, rank),
         lambda: ScriptExits(at, rank, random.choice([0, 0, 1, 3]), random.random() < 0.5),
@@ -64,5 +69,5 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
         lambda: HostsChange(at, host),
         lambda: HostIsFull(random.choice([0.0, at]), host, random.choice(["descriptors", "disk"])),
     ]
-    weights = [6, 4, 4, 4, 2, 2, 3, 2, 1, 0.5, 0.3, 0.7, 2, 2, 1, 1, 0.5, 1, 1, 1, 2, 1, 0.5, 0.5]
+    weights = [6, 1, 6, 4, 4, 2, 2, 3, 2, 1, 0.5, 0.3, 0.7, 2, 2, 1, 1, 0.5, 1, 1, 1, 2, 1, 0.5, 0.5]
     return random.choices(makes, weights)[0]()

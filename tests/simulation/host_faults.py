@@ -149,6 +149,21 @@ class HostsChange(Fault):
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotDiskFull(Fault):
+    """The disk on which a host writes snapshots is full for a while."""
+
+    silences = hinders = False
+    host: int
+    lasting: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        disk = job.disk_of(self.host)
+        self._struck(job, f"the disk with the snapshots of host{self.host} is full for {self.lasting:.1f} s")
+        disk.full = True
+        later(job, self.lasting, lambda: setattr(disk, "full", False))
+
+
+@dataclass(frozen=True, slots=True)
 class HostIsFull(Fault):
     """An agent has no descriptors left, or its host's disk is full, so that it cannot start workers."""
 

@@ -12,7 +12,7 @@ from dadt.launch.agent.host_job import DEFAULT_GRACE
 from dadt.launch.ending.failure import Failure
 from dadt.launch.ending.termination import END_SECONDS
 from dadt.launch.members.replacement import replaces
-from simulation.data_invariants import check_shares
+from simulation.data_invariants import SnapshotInvariants, check_shares
 from simulation.fault import Struck
 from simulation.worker_peers import LIBRARY
 from simulation.world import BEGIN, EPOCH, Broken
@@ -54,6 +54,7 @@ class Invariants:
         self._read = 0
         """How many lines to the user have been looked at."""
         self._lost: set[int] = set()
+        self.snapshots = SnapshotInvariants(job)
         self._agreed: dict[Connection, list[int]] = {}
         """For each connection the weights with which its ranks train on."""
 
@@ -135,6 +136,7 @@ class Invariants:
         told: Sequence[StepTold] = list(operation.values.values())
         if len({each.weights for each in told}) > 1:
             raise Broken(f"ranks train on with different weights in {operation.name}: {operation.values}")
+        self.snapshots.trained(operation.name, told[0])
         check_shares(told, connection.generation, redistribute=self._job.config.redistribute)
 
     def trains(self, worker: Rank) -> None:
@@ -179,6 +181,7 @@ class Invariants:
         """Nothing is left to happen."""
         self._check_left()
         self._check_numbers()
+        self.snapshots.ended(whole=not self.struck)
         launcher = self._job.launcher
         if launcher.outcome is None and launcher.error is None:
             return  # it was killed

@@ -11,6 +11,7 @@ from dadt.launch.ending.signals import of_checkpoint
 from dadt.launch.members.node import Node
 from simulation.agent import Agent
 from simulation.data import Connection, Connections, Operation
+from simulation.disk import Disk
 from simulation.invariants import Invariants
 from simulation.launcher import Launcher
 from simulation.scenario import Scenario
@@ -37,6 +38,8 @@ class SimulatedJob:
         self.connections = Connections(world, self.network, self._completed)
         self.workers: list[Worker] = []
         """All processes of workers there have been."""
+        self.disks: dict[int, Disk] = {}
+        """The disk of each host with the job's snapshots; only that of host 0 where all hosts share it."""
         self.agents = [Agent(world, self, index, index, scenario.clocks[index]) for index in range(self.hosts)]
         """The newest agent in each place of the job."""
         self.machines = dict(enumerate(self.agents))
@@ -125,10 +128,21 @@ class SimulatedJob:
         """Whether all ranks take steps."""
         return all(worker.averaged >= 0 for agent in self.agents for worker in agent.workers.values())
 
+    def disk_of(self, machine: int) -> Disk:
+        """The disk on which the workers of a host write snapshots."""
+        number = 0 if self.scenario.shares_disk else machine
+        if number not in self.disks:
+            disk = self.disks[number] = Disk(lambda: self.invariants.snapshots.seen(disk))
+        return self.disks[number]
+
     def _completed(self, connection: Connection, operation: Operation) -> None:
         self.invariants.completed(connection, operation)
-        for each in [each for each in self.awaited if operation.name.startswith(each[0])]:
-            if each[1](self, operation.name):
+        self.comes_to(operation.name)
+
+    def comes_to(self, what: str) -> None:
+        """Let happen what waits for this."""
+        for each in [each for each in self.awaited if what.startswith(each[0])]:
+            if each[1](self, what):
                 self.awaited.remove(each)
 
     # What faults do ------------------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ class Scenario:
     spares: int
     """Hosts beside those of the job."""
     faults: tuple[Fault, ...]
+    shares_disk: bool
+    """Whether all hosts write their snapshots on one disk."""
 
     @property
     def spare_hosts(self) -> list[Host]:
@@ -76,8 +78,11 @@ def draw(seed: int) -> Scenario:
         "orphan_timeout": random.choice([5.0, 10.0, 30.0]),
         "heartbeat_timeout": random.choice([2.0, 5.0, 10.0]),
         "checkpoint_signal": random.choice(["", "", "USR1"]),
-        "snapshot_every": "never",
+        "snapshot_every": "never" if gossip else random.choice(["never", "1step", "2steps", "3steps"]),
+        "compression": "none",
     }
+    if knobs["snapshot_every"] != "never" and knobs["min_np"] and random.random() < 2:
+        knobs["compression"] = "auto"
     knobs["redistribute"] = not gossip and knobs["min_np"] > 0 and random.random() < 0.5
     script = Script(
         steps=random.randint(1, 30 if gossip else 12),
@@ -103,4 +108,4 @@ def draw(seed: int) -> Scenario:
         lost = kind(2 * script.start_seconds + random.uniform(0.0, 5.0), random.randrange(hosts))
         drawn = (*(fault for fault in drawn if not fault.hinders), lost)
         script = replace(script, steps=script.steps + 30)
-    return Scenario(seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, drawn)
+    return Scenario(seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, drawn, random.random() < 0.7)

@@ -6,8 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dadt.control import snapshot_parts
+from dadt.control.frame import Frame
+from dadt.control.snapshot_parts import Source
 from dadt.inject.data import division
 from dadt.inject.data.division import Division
+from dadt.inject.replay.snapshot_timing import SnapshotTiming
+from dadt.launch.members import generation, membership
 from dadt.train.loss import position
 from dadt.train.loss.gathering import Gatherings
 from dadt.train.loss.position import Course
@@ -45,7 +50,28 @@ def in_the_order_told(readers: Any, rank: int, shares: int) -> Division:
     return Division(rank % len(readers), len(readers), shares)
 
 
-decide = position.decide
+def of_any_generation(parts: Mapping[int, Any]) -> Mapping[int, Any]:
+    return dict(sorted(parts.items()))
+
+
+def exact(parts: Any, rank: int, world_size: int) -> Source:
+    found = source(parts, rank, world_size)
+    return replace(found, is_exact=found.own is not None)
+
+
+def nobody_first(*given: Any) -> Frame:
+    told = generation.regroup(*given)
+    told.header["firsts"] = []
+    return told
+
+
+def once_taken(self: SnapshotTiming, step: int, most_late: int, **state: bool) -> bool:
+    taken = takes(self, step, most_late, **state)
+    self.next = 10**9
+    return taken
+
+
+decide, source, takes = position.decide, snapshot_parts.source, SnapshotTiming.takes
 
 TRAINING_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a rank that is behind takes no weights": (position, "decide", without_weights),
@@ -56,5 +82,11 @@ TRAINING_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "what is being gathered counts as complete": (Gatherings, "completed", property(lambda self: self.count)),
     "the data are divided among lost ranks, too": (division, "among", all_that_began),
     "a rank's place among those who read is its number": (division, "among", in_the_order_told),
+    "parts of any generation belong to a snapshot": (snapshot_parts, "taken_together", of_any_generation),
+    "a snapshot is complete with its first part": (snapshot_parts, "is_whole", bool),
+    "the oldest snapshots are kept": (snapshot_parts, "outdated", lambda complete: complete[2:]),
+    "each rank resumes with all that was its own": (snapshot_parts, "source", exact),
+    "no rank is the first of its host after a loss": (membership, "regroup", nobody_first),
+    "one snapshot is taken, and no other": (SnapshotTiming, "takes", once_taken),
 }
 """Each fault by what it is: what it replaces, and by what."""

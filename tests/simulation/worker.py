@@ -13,6 +13,7 @@ from dadt.control.frame import Frame
 from dadt.errors import CommError, CommTimeout, DadtError, StartTimeout
 from simulation.worker_peers import WorkerPeers
 from simulation.worker_script import Exit, Interrupted, Script, ScriptError
+from simulation.worker_snapshots import WorkerSnapshots
 from simulation.worker_thread import Late, Steps, Thread, Wait
 from simulation.worker_training import Training
 from simulation.world import Process, World
@@ -55,6 +56,7 @@ class Worker:
         self.current: Thread | None = None
         self.peers = WorkerPeers(self, joins=joins)
         self.training = Training(self)
+        self.snapshots = WorkerSnapshots(self)
         self._main = Thread(self, self._life(), self._ended)
         self.process.after(0.0, self._main.go_on)
 
@@ -198,7 +200,12 @@ class Worker:
     def _left(self, code: int) -> None:
         """The rank has met the others, or not: its exit code is its script's own."""
         if self.process.alive:
-            self.process.after(self.world.spread(0.1), lambda: self.die(code))
+            self._main = Thread(
+                self,
+                self.snapshots.close(),
+                lambda _: self.process.after(self.world.spread(0.1), lambda: self.die(code)),
+            )
+            self._main.go_on()
 
     def _tell_failure(self, error: BaseException) -> None:
         self.world.note(self.process.name, f"fails: {type(error).__name__}: {error}")
@@ -232,6 +239,8 @@ class Worker:
             self._check_doom()
             yield from self.training.step()
             self._progress()
+            if self.peers.together:
+                self.snapshots.stepped()
             yield from self.training.evaluate()
             self.saves_raised = max(self.saves_raised, self.saves_agreed)
             if self.saves_raised > self._saves_done:
@@ -282,6 +291,7 @@ class Worker:
                         if self.peers.survives:
                             yield from self.peers.meet("the end", b"the end", self.config.timeout)
                         arrived = True
+                        yield from self.snapshots.close()
                         yield from self.peers.call("the end", None)
                         break
                     except StartTimeout as error:

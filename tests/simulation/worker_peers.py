@@ -65,6 +65,8 @@ class WorkerPeers:
         """Whether it has been connected with all others once, and whether it needs them no more."""
         self.survives = self.config.min_np > 0
         self.together = self.config.algorithm != "gossip"
+        self.first = worker.rank % worker.agent.job.per_host == 0 and not joins
+        """Whether its files are the ones to keep on its host."""
         self.interrupts_agreed = False
         """Whether all ranks know that one of them was told to interrupt its script."""
         self._told_of = ""
@@ -166,6 +168,10 @@ class WorkerPeers:
             self.abort(error)
             raise
 
+    @property
+    def connection_failed(self) -> bool:
+        return self.connection is not None and self.connection.failed(self._worker.rank)
+
     def _tell_waiting(self) -> Steps:
         yield from self._worker.ask("peers", starts=self._step == 0 and self.generation == 0)
 
@@ -263,6 +269,7 @@ class WorkerPeers:
         if worker.rank not in generation.members:
             raise PeerLost(f"the others train on without this rank: {generation.text}") from error
         self.members, self.generation = generation.members, generation.number
+        self.first = worker.rank in generation.firsts
         self._joins = False
 
     def _await_generation(self, seconds: float) -> Steps:
@@ -299,6 +306,7 @@ class WorkerPeers:
         finally:
             self._regrouping = False
         worker, seconds = self._worker, self.world.now - begun
+        worker.snapshots.drop()
         text = f"{len(self.members)} workers train on from step {worker.step}, {seconds:.2f} s later"
         if worker.rank == self.members[0]:
             worker.report("say", text=text, level="info")

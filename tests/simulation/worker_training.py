@@ -73,6 +73,7 @@ class Training:
             worker.step = worker.averaged
             worker.agent.job.invariants.trains(worker)
             return
+        worker.snapshots.begins()
         if peers.deaths.outdated:
             yield from peers.connect_anew(PeerLost("ranks have ended"))
         peers.deaths.check()

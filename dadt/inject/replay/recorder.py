@@ -22,6 +22,7 @@ from dadt.errors import CommError, DadtError
 from dadt.inject.replay import snapshot
 from dadt.inject.replay.copies import CopyMemory
 from dadt.inject.replay.pace import MEASURED, Pace
+from dadt.inject.replay.snapshot_timing import SnapshotTiming
 from dadt.inject.replay.taken import SeenSnapshot, Taken
 from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
@@ -47,9 +48,9 @@ class Recorder:
         self._runtime, self._values, self._taken = runtime, values, taken
         self._ranks = runtime.ranks
         self._root = Path(runtime.ranks.config.snapshot_dir)
-        self._steps, self._seconds = snapshot_interval(runtime.ranks.config.snapshot_every)
-        self._next = self._steps or sys.maxsize
-        self._pace = Pace(runtime, self._seconds) if self._seconds else None
+        steps, seconds = snapshot_interval(runtime.ranks.config.snapshot_every)
+        self._timing = SnapshotTiming(steps)
+        self._pace = Pace(runtime, seconds) if seconds else None
         self._writing: deque[threading.Thread] = deque()
         self._script = snapshot.script()  # computed before the script changes the working folder
         self.stopped = self._is_proven = False
@@ -57,19 +58,14 @@ class Recorder:
         """When the first training forward began, in seconds since the epoch; 0 before."""
         self._room = CopyMemory()
         self._open: Open | None = None
-        self._forward = self._group = 0
-        """`_forward`: the step after which the last training forward began. `_group`: the number of steps between the
-        last two steps with forwards."""
-        self._due = 0
-        """The step for which a delayed snapshot was due; 0 if none is delayed."""
         self._unseen = 0
         """Number of consecutive snapshots that no training forward followed."""
 
     def goes_on_from(self, step: int, began: float) -> None:
         """Continue to schedule snapshots after a replay up to this step. began: when training began, in seconds since
         the epoch."""
-        self._next, self._began = step + self._steps if self._steps else sys.maxsize, began
-        self._forward = step
+        self._timing.goes_on_from(step)
+        self._began = began
         if self._pace is not None:
             self._pace.first = step + MEASURED
 
@@ -79,17 +75,18 @@ class Recorder:
         worker passes them to `follows`."""
         self._agree(at_once=True)
         first = self._pace.first if self._pace is not None else 0
-        return [self._next, self._steps, self._began, self._group, first]
+        return [self._timing.next, self._timing.steps, self._began, self._timing.group, first]
 
     def follows(self, plan: Sequence[float]) -> None:
         """Adopt the snapshot schedule of the other ranks, as a new worker."""
-        self._next, self._steps, self._began, self._group = int(plan[0]), int(plan[1]), plan[2], int(plan[3])
+        timing = self._timing
+        timing.next, timing.steps, self._began, timing.group = int(plan[0]), int(plan[1]), plan[2], int(plan[3])
         if self._pace is not None:
             self._pace.first = int(plan[4])
 
     def stop(self) -> None:
         """Stop taking snapshots, because the script could not be resumed from one or does not need any."""
-        self.stopped, self._next, self._pace = True, sys.maxsize, None
+        self.stopped, self._timing.next, self._pace = True, sys.maxsize, None
         self._values.stop()
 
     def stepped(self) -> None:
@@ -102,33 +99,28 @@ class Recorder:
         self._agree()
         # this step followed another one without a training forward between them
         if self._open is not None and not self._open.seen:
-            self._discard(max(step, self._forward + self._group))
-        if step < self._next:
+            self._discard(self._timing.likely(step))
+        if step < self._timing.next:
             return
         with self._values.aside():
-            late = step - self._due if self._due else 0
-            if not self._taken.possible or (not self._taken.rests and late < self._ranks.config.sync_every):
-                self._due, self._next = self._due or step, step + 1
-                return
-            self._due = 0
-            if self._pace is not None:
-                self._pace.ask()
-            self._next = step + self._steps if self._steps else sys.maxsize
-            self._take(step)
+            most_late, taken = self._ranks.config.sync_every, self._taken
+            if self._timing.takes(step, most_late, possible=taken.possible, rests=taken.rests):
+                if self._pace is not None:
+                    self._pace.ask()
+                self._take(step)
 
     def saw(self, given: Any) -> None:
         """Called when a training forward begins, with its arguments. The open snapshot records their hash, or is
         dropped if the forward depends on earlier computations, which a replay does not have."""
         self._began = self._began or time()
         step = self._ranks.step
-        if step != self._forward:
-            self._group, self._forward = step - self._forward, step
+        self._timing.saw(step)
         if self._open is None or self._open.seen:
             return
         if goes_on(given) or self._runtime.script.backwards != self._open.backwards:
             self._discard(step + 1)
         elif step != self._open.told["step"]:
-            self._discard(self._again())
+            self._discard(self._timing.likely(step + 1))
         else:
             self._open.told["next"] = digest(given)
             self._unseen = 0
@@ -147,7 +139,7 @@ class Recorder:
             self._unseen += 1
             if self._unseen == UNSEEN:
                 self._ranks.say("no snapshot: calls of the model that is trained are not seen", "warning")
-            self._discard(self._again() if self._unseen < UNSEEN else self._next)
+            self._discard(self._timing.likely(self._ranks.step + 1) if self._unseen < UNSEEN else self._timing.next)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Pre-hook of optimizers' steps: complete the open snapshot before the step changes tensors that another thread
@@ -171,15 +163,11 @@ class Recorder:
         """Drop a snapshot from which training could not be resumed; all ranks take another one after the step
         `again`."""
         self.drop()
-        self._next = min(self._next, again)
-
-    def _again(self) -> int:
-        """Return the next step that a training forward will probably follow, judging by the previous ones."""
-        return max(self._ranks.step + 1, self._forward + self._group)
+        self._timing.retry(again)
 
     def _agree(self, *, at_once: bool = False) -> None:
         if self._pace is not None and (found := self._pace.told(at_once=at_once)) is not None:
-            self._steps, self._next = found
+            self._timing.steps, self._timing.next = found
 
     def _take(self, step: int) -> None:
         content = self._taken.observe(sys._getframe(), self._room, common=self._ranks.first)
@@ -188,6 +176,7 @@ class Recorder:
     def _told(self, step: int, *, common: bool) -> dict[str, Any]:
         ranks = self._ranks
         members = {"members": list(ranks.members), "shares": ranks.shares, "world": ranks.world.world_size}
+        members["generation"] = ranks.generation
         told = {"step": step, "seed": ranks.config.seed, "began": self._began, "common": common}
         return {**told, **members, **self._script}
 

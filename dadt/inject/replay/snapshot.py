@@ -12,7 +12,7 @@ from typing import Any
 # Imported by name, before DADT replaces `torch.save`, which shows true weights and makes private copies of files.
 from torch import load, save
 
-from dadt.control import private_files, snapshots
+from dadt.control import private_files, snapshot_parts, snapshots
 from dadt.errors import NotResumed
 from dadt.inject.replay.content import check as check_content
 from dadt.inject.replay.content import check_archive
@@ -97,30 +97,28 @@ class StoredSnapshot:
         another script."""
         folder, rank = Path(runtime.ranks.config.resume), runtime.ranks.world.rank
         there = snapshots.parts(folder)
-        first = next((each for each in there if snapshots.about(folder, each)["common"]), there[0])
-        self._common = read(folder, first)
+        parts = {each: snapshots.about(folder, each) for each in there}
+        source = snapshot_parts.source(parts, rank, runtime.ranks.world.world_size)
+        self._common = read(folder, source.common)
         self._own = self._common
-        if rank != first and rank in there:
-            self._own = read(folder, rank)
+        if source.own is not None and source.own != source.common:
+            self._own = read(folder, source.own)
         # this rank was lost when the snapshot was taken, so it gets a new random stream
-        elif rank != first and "shared" in self._own["random"]:
+        elif source.own is None and "shared" in self._own["random"]:
             self._own = {**self._own, "random": {"shared": self._own["random"]["shared"]}}
             # module attributes may hold values that are specific to the rank that wrote this part
             if runtime.script.knows_rank:
                 self._own.pop("counts", None)
-        told = snapshots.about(folder, rank if rank in there else first)
+        told = parts[source.common if source.own is None else source.own]
         if not runtime.ranks.config.force:
             check(told)
-        whole = list(told["members"]) == list(range(runtime.ranks.world.world_size)) and told["shares"] == told["world"]
-        self.is_exact = rank in there and whole and told["world"] == runtime.ranks.world.world_size
+        self.is_exact = source.is_exact
         """Whether all ranks that took the snapshot, and no others, resume from it, each with its own state, and not
         only with the state that all ranks have in common."""
         values.recorded = bytearray(self._own["values"].numpy().tobytes())
         # If fewer ranks resume, they read the data of the same steps in larger batches.
         runtime.ranks.shares = told["shares"]
-        self.digest: str = (
-            told["next"] if rank in there and len(told["members"]) == runtime.ranks.world.world_size else ""
-        )
+        self.digest = source.batch
         """Hash of the arguments of the first training forward after the snapshot; empty if unknown."""
         self.at_start: dict[str, Any] | None = self._own["at_start"]
         """The random state with which the script began, if nothing seeds it; otherwise None."""

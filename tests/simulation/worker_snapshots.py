@@ -1,0 +1,91 @@
+"""The snapshots that a simulated worker takes between two steps, and writes in the background."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dadt.config.check import NEVER, snapshot_interval
+from dadt.inject.replay.snapshot_timing import SnapshotTiming
+from simulation.disk import Content
+from simulation.worker_thread import Steps, Thread, Wait
+
+if TYPE_CHECKING:
+    from simulation.worker import Worker
+
+WRITE_SECONDS = 0.3
+"""What it takes to write the content of a part."""
+RENAME_SECONDS = 0.001
+SYNC_EVERY = 8
+
+
+class WorkerSnapshots:
+    """What dadt/inject/replay/recorder.py does: begins a snapshot after a step, completes it as the next step begins,
+    and writes it beside the training."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._disk = worker, worker.agent.disk
+        self.taken = worker.config.snapshot_every != NEVER
+        self._timing = SnapshotTiming(snapshot_interval(worker.config.snapshot_every)[0] if self.taken else 0)
+        self._open: tuple[Content, dict[str, Any]] | None = None
+        self._written = 0
+        """How many snapshots are being written, or wait for it."""
+        self._last: Thread | None = None
+        self._waiting: list[Wait] = []
+
+    def stepped(self) -> None:
+        """A step is complete: begin a snapshot if one is due."""
+        worker = self._worker
+        step = worker.step
+        if step >= self._timing.next and self._timing.takes(step, SYNC_EVERY, possible=True, rests=True):
+            peers, first = worker.peers, worker.peers.first
+            told = {
+                "members": list(peers.members), "generation": peers.generation, "common": first, "next": f"{step}",
+                "shares": worker.agent.job.size, "world": worker.agent.job.size,
+            }  # fmt: skip
+            self._open = Content(worker.rank, step, tuple(worker.training.weights), peers.generation), told
+
+    def begins(self) -> None:
+        """A step begins to use its gradients, before it communicates: the snapshot is complete."""
+        self._timing.saw(self._worker.step)
+        if self._open is not None:
+            taken, self._open = self._open, None
+            if self._worker.config.algorithm == "pipe" and self._worker.peers.connection_failed:
+                return  # what is under way with the others cannot be completed
+            self._written += 1
+            self._last = Thread(self._worker, self._write(*taken, self._last), self._over)
+            self._last.go_on()
+
+    def drop(self) -> None:
+        """Ranks have connected anew: the snapshot that is not complete is of no use."""
+        self._open = None
+
+    def close(self) -> Steps:
+        """Wait until all are written."""
+        self.drop()
+        while self._written:
+            yield self._worker.sleep(1.0, self._waiting)
+
+    def _over(self, error: BaseException | None) -> None:
+        self._written -= 1
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.give()
+
+    def _write(self, content: Content, told: dict[str, Any], before: Thread | None) -> Steps:
+        """What Recorder._write does."""
+        worker, disk, step = self._worker, self._disk, content.step
+        while before is not None and not before.over:
+            yield worker.sleep(1.0, self._waiting)
+        files = disk.files(step, content.rank)
+        worker.agent.job.comes_to("writing a snapshot")
+        yield worker.sleep(worker.world.spread(WRITE_SECONDS))
+        if disk.full:
+            disk.discard(step, content.rank)
+            worker.report("say", text="no snapshot: No space left on device", level="warning")
+            return
+        files.content = content
+        worker.agent.job.comes_to("describing a snapshot")
+        yield worker.sleep(RENAME_SECONDS)
+        disk.describe(step, content.rank, told)
+        if told["common"]:
+            disk.drop_old()
