@@ -54,6 +54,9 @@ class Connection:
         """Rank to the operations that it has begun, and that have not ended for it."""
         self._errors: dict[int, CommError] = {}
         self._left: set[int] = set()
+        self._messages: dict[int, Any] = {}
+        """What was sent to a rank that has not asked for it yet."""
+        self._receives: dict[int, Then] = {}
         self._broken = False
         """Whether a rank has left in the midst of it, so that no operation can end that needs it."""
         network.changed.append(self.settle)
@@ -82,6 +85,24 @@ class Connection:
             return
         operation.values[rank] = value
         self.settle()
+
+    def send(self, rank: int, value: Any) -> None:
+        """Send a message to one other rank."""
+        self._world.after(self._world.spread(LATENCY), lambda: self._arrive(rank, value))
+
+    def _arrive(self, rank: int, value: Any) -> None:
+        self._messages[rank] = value
+        if (then := self._receives.pop(rank, None)) is not None:
+            then(self._messages.pop(rank))
+
+    def receive(self, rank: int, then: Then) -> None:
+        """Receive the message to this rank."""
+        if rank in self._errors:
+            then(self._errors[rank])
+        elif rank in self._messages:
+            then(self._messages.pop(rank))
+        else:
+            self._receives[rank] = then
 
     def settle(self) -> None:
         """End the operations to which all ranks have come, where their data go through."""
@@ -137,7 +158,8 @@ class Connection:
 
     def _fail(self, rank: int, error: CommError) -> None:
         self._errors.setdefault(rank, error)
-        for _, then in self._waits.pop(rank, ()):
+        waits = [then for _, then in self._waits.pop(rank, ())]
+        for then in [*waits, *([self._receives.pop(rank)] if rank in self._receives else [])]:
             then(error)
 
 

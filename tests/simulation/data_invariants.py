@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 def check_shares(told: Sequence[StepTold], generation: int, *, redistribute: bool) -> None:
     """Check one step of all ranks. generation: the one in which they take it."""
-    first = told[0]
-    if any((each.share.whole, each.readers) != (first.share.whole, first.readers) for each in told):
-        raise Broken(f"ranks do not divide the same data in the same way: {told}")
+    began = [each for each in told if each.pass_begun >= 0]
+    if any(each.share.whole != told[0].share.whole for each in told):
+        raise Broken(f"ranks divide different data: {told}")
+    if any(each.readers != began[0].readers for each in began):
+        raise Broken(f"ranks do not divide the data in the same way: {told}")
     taken = [sample for each in told if each.share.samples for sample in each.share.index]
     if len(taken) != len({*taken}):
         raise Broken(f"two ranks read the same samples: {told}")
-    present = {each.rank for each in told}
-    if redistribute and all(each.pass_begun == generation for each in told) and present != {*first.readers}:
-        raise Broken(f"a pass was begun by ranks {present}, and is divided among {first.readers}")
-    if present >= {*first.readers} and len(taken) < len(first.share.whole):
+    present, readers = {each.rank for each in told}, {*(began[0].readers if began else ())}
+    if redistribute and all(each.pass_begun == generation for each in told) and present != readers:
+        raise Broken(f"a pass was begun by ranks {present}, and is divided among {readers}")
+    if began and {each.rank for each in began} >= readers and len(taken) < len(told[0].share.whole):
         raise Broken(f"samples are left out though all are there who read: {told}")
 
 

@@ -30,6 +30,7 @@ WAYS_TO_JOIN = ("cannot be reached", "never answers", "answers late", "has a pro
 OPERATIONS = (
     *["step"] * 5, "who reads", "evaluation", "position", "catching up", "gathered", "writing a snapshot",
     "describing a snapshot",
+    "handing over", "joining",
 )  # fmt: skip
 
 

@@ -126,7 +126,7 @@ class SimulatedJob:
     @property
     def all_train(self) -> bool:
         """Whether all ranks take steps."""
-        return all(worker.averaged >= 0 for agent in self.agents for worker in agent.workers.values())
+        return all(worker.trains for agent in self.agents for worker in agent.workers.values())
 
     def disk_of(self, machine: int) -> Disk:
         """The disk on which the workers of a host write snapshots."""

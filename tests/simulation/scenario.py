@@ -81,7 +81,7 @@ def draw(seed: int) -> Scenario:
         "snapshot_every": "never" if gossip else random.choice(["never", "1step", "2steps", "3steps"]),
         "compression": "none",
     }
-    if knobs["snapshot_every"] != "never" and knobs["min_np"] and random.random() < 2:
+    if knobs["snapshot_every"] != "never" and knobs["min_np"] and random.random() < 0.3:
         knobs["compression"] = "auto"
     knobs["redistribute"] = not gossip and knobs["min_np"] > 0 and random.random() < 0.5
     script = Script(

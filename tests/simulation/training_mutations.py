@@ -81,6 +81,7 @@ TRAINING_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "the first rank passes on what it may not have gathered": (position, "decide", told_by_the_first),
     "what is being gathered counts as complete": (Gatherings, "completed", property(lambda self: self.count)),
     "the data are divided among lost ranks, too": (division, "among", all_that_began),
+    "a new worker reads what others have divided": (division, "spare", lambda shares: Division(0, shares, shares)),
     "a rank's place among those who read is its number": (division, "among", in_the_order_told),
     "parts of any generation belong to a snapshot": (snapshot_parts, "taken_together", of_any_generation),
     "a snapshot is complete with its first part": (snapshot_parts, "is_whole", bool),

@@ -11,6 +11,8 @@ from dadt.config import Config
 from dadt.control.agent_client import ANSWER_SECONDS, REPORT_SECONDS
 from dadt.control.frame import Frame
 from dadt.errors import CommError, CommTimeout, DadtError, StartTimeout
+from dadt.train.approaches import Approach, Approaches
+from simulation.worker_handover import Newcomer, WorkerHandover
 from simulation.worker_peers import WorkerPeers
 from simulation.worker_script import Exit, Interrupted, Script, ScriptError
 from simulation.worker_snapshots import WorkerSnapshots
@@ -57,13 +59,15 @@ class Worker:
         self.peers = WorkerPeers(self, joins=joins)
         self.training = Training(self)
         self.snapshots = WorkerSnapshots(self)
-        self._main = Thread(self, self._life(), self._ended)
+        self.approaches = Approaches()
+        self.handover = WorkerHandover(self)
+        self._main = Thread(self, self._life(joins=joins), self._ended)
         self.process.after(0.0, self._main.go_on)
 
     @property
-    def averaged(self) -> int:
-        """How many steps it has averaged; -1 before it has the first rank's state."""
-        return self.training.averages[-1]
+    def trains(self) -> bool:
+        """Whether it has joined the others, and takes steps."""
+        return self.training.begun
 
     # Waiting -----------------------------------------------------------------------------------------------------
 
@@ -103,7 +107,7 @@ class Worker:
         elif frame.kind == "interrupt":
             if not self.closing and not self.interrupts_heard:
                 self.interrupts_heard = 1
-                together = self.peers.together and self.averaged >= 0
+                together = self.peers.together and self.trains
                 patience = frame["patience"] if together else 0.0
                 self.process.after(patience, lambda: self._interrupt_late(patience))
         elif frame.kind == "save":
@@ -111,6 +115,8 @@ class Worker:
             self.saves_heard += 1
             count = self.saves_heard
             self.process.after(patience, lambda: self._save_late(count))
+        elif frame.kind == "approach":
+            self.approaches.hear(Approach(frame["number"], frame["rank"], frame["known"], frame["last"]))
         elif frame.kind in ("regroup", "death"):
             self.peers.hear(frame)
 
@@ -216,7 +222,7 @@ class Worker:
 
     # Training ----------------------------------------------------------------------------------------------------
 
-    def _life(self) -> Steps:
+    def _life(self, *, joins: bool) -> Steps:
         script, world = self.script, self.world
         yield self.sleep(world.spread(script.start_seconds))
         self.report("hello", torch="2.13.0")
@@ -224,6 +230,9 @@ class Worker:
         self.handles = True
         yield self.sleep(world.spread(script.start_seconds / 4))
         self._check_doom()
+        newcomer = Newcomer(self) if joins and self.peers.together else None
+        if newcomer is not None:
+            yield from newcomer.replay()
         claimed = yield from self.ask("claim")
         early = self.saves_raised
         self.saves_heard = self._saves_done = self.saves_agreed = claimed["saves"]
@@ -231,9 +240,13 @@ class Worker:
         self.report("listen")
         self.peers.deaths.listening = True
         yield from self.peers.begin()
+        if newcomer is not None:
+            yield from newcomer.take_state()
         yield from self.training.join()
-        while self.averaged < script.steps:
+        while max(0, self.step) < script.steps:
             yield from self.training.begin_pass()
+            if self.peers.together:
+                yield from self.handover.saw()
             yield self.sleep(world.spread(script.step_seconds) + self.pause)
             self.pause = 0.0
             self._check_doom()
@@ -241,6 +254,7 @@ class Worker:
             self._progress()
             if self.peers.together:
                 self.snapshots.stepped()
+                yield from self.handover.stepped()
             yield from self.training.evaluate()
             self.saves_raised = max(self.saves_raised, self.saves_agreed)
             if self.saves_raised > self._saves_done:

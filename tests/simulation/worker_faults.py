@@ -19,7 +19,7 @@ class WorkerKilled(Fault):
 
     def strike(self, job: SimulatedJob) -> None:
         if (worker := job.worker(self.rank)) is not None:
-            fatal = worker.averaged >= 0 and not worker.closing
+            fatal = worker.trains and not worker.closing
             self._struck(job, f"rank {self.rank} is killed", ranks=frozenset([self.rank]), fatal=fatal)
             job.kill(self.rank)
 
@@ -40,7 +40,7 @@ class KilledAsItEnds(Fault):
         """Kill the rank if it takes part. Returns whether it was killed."""
         if (worker := job.worker(self.rank)) is None:
             return False
-        fatal = worker.averaged >= 0 and not worker.closing
+        fatal = worker.trains and not worker.closing
         self._struck(job, f"rank {self.rank} is killed as {operation} ends", ranks=frozenset([self.rank]), fatal=fatal)
         return job.kill(self.rank)
 
@@ -79,7 +79,7 @@ class WorkerStops(Fault):
     def strike(self, job: SimulatedJob) -> None:
         if (worker := job.worker(self.rank)) is not None:
             text = f"rank {self.rank} is stopped for {self.lasting:.1f} s"
-            held = self.lasting == FOR_GOOD and worker.averaged >= 0 and not worker.closing
+            held = self.lasting == FOR_GOOD and worker.trains and not worker.closing
             self._struck(job, text, tries="ranks", ranks=frozenset([self.rank]), held=held)
             worker.stop()
             later(job, self.lasting, worker.go_on)

@@ -56,7 +56,7 @@ class WorkerPeers:
 
     def __init__(self, worker: Worker, *, joins: bool) -> None:
         self._worker, self.world, self.config = worker, worker.world, worker.config
-        self._joins = joins
+        self._joins = self.is_new = joins
         self.deaths = Deaths()
         self.members: Sequence[int] = range(worker.agent.job.size)
         self.generation = 0
@@ -83,11 +83,18 @@ class WorkerPeers:
         regroups = frame.kind == "regroup"
         if regroups:
             self.deaths.regroup(
-                Generation(frame["generation"], tuple(frame["members"]), tuple(frame["firsts"]), frame["text"])
+                Generation(
+                    frame["generation"],
+                    tuple(frame["members"]),
+                    tuple(frame["firsts"]),
+                    frame["text"],
+                    frame["handed"],
+                )
             )
+            self._worker.approaches.forget()
         elif (steps := frame.get("steps")) is None:
             self.deaths.tell(frame["text"])
-        elif self._worker.averaged >= 0:
+        elif self._worker.trains:
             self.deaths.tell_left(frame["text"], steps, self._step)
         self._wake_all()
         if regroups and not self.together and self.connected:
@@ -245,13 +252,13 @@ class WorkerPeers:
             raise work.error
         return connection
 
-    def _enter(self, error: Exception) -> Steps:
-        """What Peers.enter does."""
+    def _enter(self, error: Exception, seconds: float = 0.0) -> Steps:
+        """What Recovery.enter does."""
         worker = self._worker
         late = isinstance(error, StartTimeout) and not self.deaths.outdated
         if not self.survives or isinstance(error, Mismatch) or (late and worker.closing):
             raise error
-        if not self.deaths.outdated and self._may_have_passed(error):
+        if not (seconds or self.deaths.outdated) and self._may_have_passed(error):
             answer = yield from worker.ask(
                 "reconnect", self.config.timeout + REGROUP_SECONDS, text=str(error), generation=self.generation
             )
@@ -261,7 +268,7 @@ class WorkerPeers:
                 if isinstance(error, CommError):
                     yield from self._name(error)
                 raise error
-        yield from self._await_generation(REGROUP_SECONDS)
+        yield from self._await_generation(seconds or REGROUP_SECONDS)
         generation = self.deaths.enter(error, 0.0)
         while self._joins and worker.rank not in generation.members:
             yield from self._await_generation(REGROUP_SECONDS)
@@ -271,6 +278,7 @@ class WorkerPeers:
         self.members, self.generation = generation.members, generation.number
         self.first = worker.rank in generation.firsts
         self._joins = False
+        return generation
 
     def _await_generation(self, seconds: float) -> Steps:
         begun = self.world.now
@@ -287,15 +295,19 @@ class WorkerPeers:
         starts = isinstance(error, StartTimeout) and self._step == 0 and self.generation == 0
         return not (ours or wanted or starts)
 
-    def connect_anew(self, error: CommError) -> Steps:
-        """What Recovery.connect_anew does."""
+    def connect_anew(self, error: CommError, seconds: float = 0.0) -> Steps:
+        """What Recovery.connect_anew does. seconds: how long a new worker may take to join."""
         if self._regrouping:
             raise error
         self._regrouping = True
         begun = self.world.now
         try:
             while True:
-                yield from self._enter(error)
+                before = self.generation
+                generation: Generation = yield from self._enter(error, seconds)
+                seconds = 0.0
+                if self.together and generation.handed > before:
+                    self._worker.training.release()
                 try:
                     self.abort(CommError("hung up"))
                     yield from self._connect()
@@ -307,6 +319,8 @@ class WorkerPeers:
             self._regrouping = False
         worker, seconds = self._worker, self.world.now - begun
         worker.snapshots.drop()
+        worker.handover.regrouped()
+        worker.approaches.begin_anew()
         text = f"{len(self.members)} workers train on from step {worker.step}, {seconds:.2f} s later"
         if worker.rank == self.members[0]:
             worker.report("say", text=text, level="info")

@@ -44,6 +44,15 @@ class WorkerSnapshots:
             }  # fmt: skip
             self._open = Content(worker.rank, step, tuple(worker.training.weights), peers.generation), told
 
+    @property
+    def plan(self) -> list[int]:
+        """What decides after which steps snapshots are taken, for a new worker."""
+        return [self._timing.next, self._timing.steps, self._timing.group]
+
+    def follow(self, plan: list[int]) -> None:
+        """Take snapshots after the same steps as the others, as a new worker."""
+        self._timing.next, self._timing.steps, self._timing.group = plan
+
     def begins(self) -> None:
         """A step begins to use its gradients, before it communicates: the snapshot is complete."""
         self._timing.saw(self._worker.step)

@@ -31,7 +31,9 @@ class StepTold(NamedTuple):
     readers: Sequence[int]
     """The ranks that were agreed on, among which the data are divided."""
     pass_begun: int
-    """The generation in which the rank has begun its pass over the data."""
+    """The generation in which the rank has begun its pass over the data; -1 if it has joined in the midst of it."""
+    approach: int
+    """The newest request to join of which the rank knows."""
 
 
 class Training:
@@ -41,7 +43,11 @@ class Training:
         self._worker, self._peers, self._script = worker, worker.peers, worker.script
         self.averages = [-1] * worker.script.optimizers
         """For each optimizer the number of steps that are averaged; -1 before it has the first rank's state."""
-        self.weights = [0] * worker.script.optimizers
+        self.weights = [1] * worker.script.optimizers
+        self.begun = False
+        """Whether it has been joined with the others, and has trained or is about to."""
+        self._attached = False
+        """Whether optimizers are attached: they are not before, nor while a new worker is let in."""
         self.gatherings = Gatherings()
         self._works: dict[str, Work] = {}
         """The work of each gathering, by its name."""
@@ -55,14 +61,32 @@ class Training:
 
     def join(self) -> Steps:
         """Take the first rank's state of each optimizer (Lockstep.join)."""
+        self._attached = True
         for number in range(len(self.averages)):
             while self.averages[number] < 0:
                 with self._peers.within():
                     try:
-                        yield from self._peers.call(f"joining {number}", self.weights[number])
-                        self.averages[number], self.weights[number] = 0, 1
+                        told = yield from self._peers.call(f"joining {number}", self.weights[number])
+                        self.averages[number], self.weights[number] = 0, told[0]
                     except CommError as error:
                         yield from self._peers.again(error)
+        self.begun = True
+
+    def release(self) -> None:
+        """Optimizers are attached anew, as a new worker is let in (Recovery._release)."""
+        self._attached = False
+        self.averages = [-1] * len(self.averages)
+
+    def take_place_at(self, step: int, weights: Sequence[int]) -> None:
+        """Go on, as a new worker, from the step and the weights of the others."""
+        worker, size = self._worker, self._worker.agent.job.size
+        worker.step, self.weights = step, list(weights)
+        divided = division.spare(size)
+        if not worker.config.redistribute:
+            divided = division.among(range(size), worker.rank, size)
+        whole = list(PerRank(range(self._script.samples), BATCH_SIZE, False, *divided))
+        self._readers, self._pass_begun = (), -1
+        self._pass = whole[step % len(whole) :] if step % len(whole) else []
 
     def step(self) -> Steps:
         """Average once, with all others where they step together."""
@@ -70,7 +94,7 @@ class Training:
         if not peers.together:
             peers.check()
             self.averages[-1] += 1
-            worker.step = worker.averaged
+            worker.step = self.averages[-1]
             worker.agent.job.invariants.trains(worker)
             return
         worker.snapshots.begins()
@@ -80,7 +104,7 @@ class Training:
         share = self._pass.pop(0)
         for number in range(len(self.averages)):
             yield from self._average(number, share)
-        worker.step = worker.averaged
+        worker.step = max(0, worker.step) + 1
         if worker.peers.interrupts_agreed and not worker.interrupted:
             worker.interrupted = True
             if self._script.on_interrupt != "ignore":
@@ -90,16 +114,17 @@ class Training:
     def _average(self, number: int, share: StepShare) -> Steps:
         """Lockstep.average."""
         worker, before = self._worker, self.averages[number]
-        self._averaging = number
+        step, self._averaging = max(0, worker.step), number
         while self.averages[number] == before:
             try:
                 told = StepTold(
                     worker.rank, self.weights[number], worker.saves_heard, worker.interrupts_heard, share,
-                    self._readers, self._pass_begun,
+                    self._readers, self._pass_begun, worker.approaches.heard,
                 )  # fmt: skip
-                every: Sequence[StepTold] = yield from self._peers.call(f"step {before} of {number}", told)
-                self.weights[number] = mixed(self.weights[number], before, [each.rank for each in every])
+                every: Sequence[StepTold] = yield from self._peers.call(f"step {step} of {number}", told)
+                self.weights[number] = mixed(self.weights[number], step, [each.rank for each in every])
                 self.averages[number] += 1
+                worker.approaches.agree(each.approach for each in every)
                 worker.saves_agreed = max(each.saves for each in every)
                 worker.peers.interrupts_agreed |= any(each.interrupts for each in every)
             except CommError as error:
@@ -117,13 +142,15 @@ class Training:
         if worker.config.redistribute and size > 1:
             lanes = yield from self.gather("who reads", str(worker.rank).encode())
             self._readers = [int(lane) for lane in lanes]
+        else:
+            self._readers = range(size)
         divided = division.among(self._readers, worker.rank, size)
         self._pass = list(PerRank(range(self._script.samples), BATCH_SIZE, False, *divided))
 
     def evaluate(self) -> Steps:
         """Gather a measure from all ranks, as scripts do from time to time."""
         every = self._script.evaluate_every
-        if every and self._peers.together and self._worker.averaged % every == 0:
+        if every and self._peers.together and self._worker.step % every == 0:
             yield from self.gather("evaluation", b"1.0")
 
     # What is gathered --------------------------------------------------------------------------------------------
@@ -153,10 +180,10 @@ class Training:
     # After a loss --------------------------------------------------------------------------------------------------
 
     def _position(self) -> Position:
-        count = len(self.averages)
+        count, joins = len(self.averages), self._peers.is_new and not self._attached
         return Position(
-            averaged=list(self.averages), consumed=[False] * count, rounds=[{}] * count,
-            gathered=self.gatherings.completed, repeatable=True, stuck="", joins=False,
+            averaged=list(self.averages) if self._attached else [], consumed=[False] * count, rounds=[{}] * count,
+            gathered=self.gatherings.completed, repeatable=True, stuck="", joins=joins,
         )  # fmt: skip
 
     def regroup(self) -> Steps:
@@ -164,10 +191,12 @@ class Training:
         worker, peers = self._worker, self._peers
         told: Sequence[Position] = yield from peers.call("position", self._position())
         if not peers.together:
-            if worker.averaged < 0 and (most := max(each.averaged[-1] for each in told)) >= 0:
+            if self.averages[-1] < 0 and (most := max([*each.averaged, -1][0] for each in told)) >= 0:
                 worker.step = self.averages[-1] = most
             return
         course = position.decide(told, peers.members)
+        if peers.is_new and not self._attached:
+            self.gatherings.count = course.gathered
         me = peers.members.index(worker.rank)
         for number, root, behind in course.catch_ups:
             given = yield from peers.call(f"catching up {number}", self.weights[number])
@@ -177,9 +206,10 @@ class Training:
             known = self.gatherings.results(course.least) if me == course.informant else {}
             every = yield from peers.call("gathered", known)
             self.gatherings.settle(every[course.informant], course.gathered)
-        for number, most in enumerate(course.furthest):
+        for number, most in enumerate(course.furthest if self._attached else ()):
             if self.averages[number] < 0 or self._averaging == number:
                 self.averages[number] = most
-        worker.agent.job.invariants.agree(worker, course.furthest)
+        if self._attached:
+            worker.agent.job.invariants.agree(worker, course.furthest)
         for gathering in [each for each in self.gatherings.newest if not each.complete]:
             self._launch(gathering)

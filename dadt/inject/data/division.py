@@ -19,6 +19,11 @@ class Division(NamedTuple):
     shares: int
 
     @property
+    def is_spare(self) -> bool:
+        """Whether the rank's batches count 0 samples."""
+        return self.rank >= self.readers
+
+    @property
     def grows(self) -> bool:
         """Whether a rank's batches are larger than one share, because there are fewer reading ranks than shares."""
         return self.readers < self.shares
@@ -28,6 +33,12 @@ def among(readers: Collection[int], rank: int, shares: int) -> Division:
     """Return the division of a pass that these ranks read, for one of them."""
     ordered = sorted(readers)
     return Division(ordered.index(rank), len(ordered), shares)
+
+
+def spare(shares: int) -> Division:
+    """Return the division of a new worker that joins in the midst of a pass, whose data the other ranks may have
+    divided among themselves: it reads with them, but its batches count 0 samples until the next pass."""
+    return Division(shares, shares, shares)
 
 
 def begun(rank: Runtime) -> Division:
@@ -42,10 +53,13 @@ def left_out(rank: Runtime) -> Division:
 
 
 def agree(rank: Runtime, name: str) -> Division:
-    """Return the division for a new pass over the loader `name`; called on all ranks between the same two steps. With
+    """Return the division for a new pass over the loader `name`; called on all ranks between the same two steps, and by
+    a new worker for the pass in which it joins. With
     `--redistribute` all ranks gather which ranks take part, and wait for the result, because one rank may know of a
     loss before another does.
     """
+    if rank.replay.under_way and rank.ranks.world.joins and rank.ranks.config.redistribute:
+        return spare(rank.ranks.shares)
     if (
         rank.replay.under_way
         or rank.ranks.alone

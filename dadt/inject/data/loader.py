@@ -222,6 +222,8 @@ class Loaders:
         if division.grows and not loader._auto_collation:
             self._ranks.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")
             division = left_out(self.runtime)
+        if division.is_spare and isinstance(loader.dataset, IterableDataset):
+            division = begun(self.runtime)  # a stream is read to its end by whoever has no part of it
         if division != role.division:
             role.division, role.feed = division, None
             role.views.pop(False, None)

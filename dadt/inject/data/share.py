@@ -98,7 +98,7 @@ class Batches:
         while group := list(islice(batches, self.shares)):
             whole = sum(map(samples_in, group)) * self.shares
             self.nominal = self.nominal or max(1, -(-whole // (len(group) * self.size)))
-            if len(group) == self.size == self.shares:
+            if self.rank < len(group) == self.size == self.shares:
                 yield StepShare(group[self.rank], samples_in(group[self.rank]), group)
             elif all(map(is_batch, group)):
                 yield part(list(chain.from_iterable(group)), self.rank, self.size, self.nominal)
