@@ -29,3 +29,11 @@ def put(page: Path, section: str, text: str) -> None:
     if not pattern.search(old):
         raise ValueError(f"{page}: has no section between {begin} and {end}")
     page.write_text(pattern.sub(lambda _: f"{begin}\n{text.strip()}\n{end}", old))
+
+
+def read(page: Path, section: str) -> list[list[dict[str, str]]]:
+    """The tables in the section of this name: each line's cells by the words of the head, the first of equal ones."""
+    begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
+    tables = re.findall(r"(?:^\|.*\n)+", page.read_text().partition(begin)[2].partition(end)[0], re.MULTILINE)
+    cells = [[[cell.strip() for cell in row[1:-1].split("|")] for row in each.splitlines()] for each in tables]
+    return [[dict(reversed([*zip(head, row, strict=True)])) for row in rows] for head, _, *rows in cells]

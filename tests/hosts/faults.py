@@ -9,25 +9,24 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from harness import cgroup
 from harness.cgroup import memory_limit
 from harness.disk import small_disk
 from harness.machine import Machine, Network, missing
 from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 from harness.run import DADT, left_of
+from hosts.known_fault import SHORT, SIMULATED, SSH, Fault, faults
+from hosts.victim import Victim
 
 from benchmarks.page import put, table
 
@@ -45,18 +44,14 @@ for step in range(1_000_000):
     if step % 50 == 0 and Path("end").exists(): os._exit(0)
     if rank == "1" and step > 60 and Path("strike").exists(): exec(Path("strike").read_text())
 """
-SHORT = ("--timeout", "12", "--stall-warning", "5", "--heartbeat-timeout", "4", "--orphan-timeout", "8")
-"""In place of 300, 60, 10 and 30 s, so that the table is made in minutes."""
-DEFAULTS = ("--timeout", "300", "--heartbeat-timeout", "10", "--orphan-timeout", "30")
-"""For cuts that are to be survived as a user's jobs survive them."""
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+"""Of simulated hosts."""
 NOWHERE = "lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
-STEPPED_SECONDS = 15.0
-"""How long a job goes on after a step of the clock: longer than each of its waits."""
 TELL_LETTERS = 220
 
 
-class Job:
-    """A running job of two or more ranks, all of which train."""
+class Job(Victim):
+    """A running job of two ranks, both of which train."""
 
     def __init__(
         self,
@@ -73,7 +68,7 @@ class Job:
         (folder / "clock").write_text("+0")
         self.network = network
         (folder / "train.py").write_text(SCRIPT)
-        more = {"2 simulated hosts": ["--simulate-hosts", "2"], "2 hosts by SSH": ["-H", "h0:1,h1:1"]}.get(place, [])
+        more = {SIMULATED: ["--simulate-hosts", "2"], SSH: ["-H", "h0:1,h1:1"]}.get(place, [])
         if network is not None:
             more = ["--ssh-config", str(network.config), *more]
         options = [] if "--log-dir" in arguments else ["--log-dir", "logs"]
@@ -107,16 +102,73 @@ class Job:
             return self._on(self.network[rank], "dadt.launch.agent")
         return int(Path(f"/proc/{self.worker(rank)}/stat").read_text().rpartition(")")[2].split()[1])
 
-    def strike(self, code: str) -> None:
-        """Rank 1 runs this between two steps."""
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def finish(self) -> None:
+        (self.folder / "end").touch()
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.worker(rank), number)
+
+    def signal_agent(self, host: int, number: int) -> None:
+        os.kill(self.agent(host), number)
+
+    def signal_launcher(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def run(self, code: str) -> None:
         (self.folder / "strike.new").write_text(code)
         (self.folder / "strike.new").rename(self.folder / "strike")
 
-    def finish(self) -> None:
-        """All ranks end well."""
-        (self.folder / "end").touch()
+    def cut_data(self, host: int, other: int) -> None:
+        self._ip(host, f"neigh replace {ADDRESSES[other]} {NOWHERE}")
+        self._ip(other, f"neigh replace {ADDRESSES[host]} {NOWHERE}")
 
-    def ip(self, rank: int, words: str) -> None:
+    def cut_control(self, host: int) -> None:
+        assert self.network is not None
+        self.network.divide(self.network.launcher, self.network[host])
+
+    def cut_both(self, host: int) -> None:
+        assert self.network is not None
+        self.network.cut(self.network[host])
+
+    def heal(self) -> None:
+        if self.network is None:
+            self._ip(0, f"neigh del {ADDRESSES[1]} dev eth0")
+            self._ip(1, f"neigh del {ADDRESSES[0]} dev eth0")
+        for machine in self.network.all if self.network is not None else ():
+            self.network.heal(machine)
+
+    def starve(self, rank: int) -> None:
+        """The job goes into a cgroup that has not enough for what this rank then takes."""
+        limit = self.stack.enter_context(memory_limit(f"dadt-faults-{os.getpid()}", 256))
+        limit.take([self.agent(0), self.worker(0), self.worker(1)])
+        self.run("taken = bytearray(os.urandom(1 << 20) * 1024)")
+
+    def fill_logs(self) -> None:
+        self.run("print('x' * (1 << 22)); os.remove('strike')")
+        await_that(lambda: any("could not be written" in line or "is incomplete" in line for _, line in self.lines), "")
+
+    def step_clock(self, seconds: int) -> None:
+        before = self._read_clock()
+        (self.folder / "clock.new").write_text(f"{seconds:+d}")
+        (self.folder / "clock.new").rename(self.folder / "clock")
+        assert abs(self._read_clock() - before - seconds) < PATIENCE, "the clock has not stepped"
+
+    def _read_clock(self) -> float:
+        """As rank 1 reads it."""
+        read = self.folder / "clock.read"
+        self.run(
+            "Path('clock.read.new').write_text(str(time.time())); Path('clock.read.new').rename('clock.read'); "
+            "os.remove('strike')"
+        )
+        await_that(read.exists, "the clock to be read")
+        text = read.read_text()
+        read.unlink()
+        return float(text)
+
+    def _ip(self, rank: int, words: str) -> None:
         command = ["nsenter", "-t", str(self.worker(rank)), "-n", "ip", *words.split()]
         subprocess.run(command, check=True, timeout=PATIENCE)
 
@@ -152,162 +204,11 @@ class Job:
             self.lines.append((time.monotonic(), line))
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something that befalls a job, and what is expected of it."""
-
-    name: str
-    place: str
-    executor: str
-    strike: Callable[[Job], None]
-    told: str
-    """A pattern of the line that names it; empty: nobody is to be bothered."""
-    code: int
-    arguments: tuple[str, ...] = ()
-    variables: Callable[[Path], Mapping[str, str]] = lambda folder: {}
-    """Of the job in this folder."""
-    needs: Callable[[], str] = lambda: ""
-    """Why it cannot be tried here; empty if it can."""
-
-
-HERE, SIMULATED, SSH = "one host", "2 simulated hosts", "2 hosts by SSH"
-
-
-def send(number: int, rank: int = 1) -> Callable[[Job], None]:
-    return lambda job: os.kill(job.worker(rank), number)
-
-
-def kill_agent(job: Job) -> None:
-    os.kill(job.agent(1), signal.SIGKILL)
-
-
-def script(code: str) -> Callable[[Job], None]:
-    return lambda job: job.strike(code)
-
-
-def cut_data(job: Job) -> None:
-    job.ip(0, f"neigh replace 10.77.0.2 {NOWHERE}")
-    job.ip(1, f"neigh replace 10.77.0.1 {NOWHERE}")
-
-
-def heal_data(job: Job) -> None:
-    job.ip(0, "neigh del 10.77.0.2 dev eth0")
-    job.ip(1, "neigh del 10.77.0.1 dev eth0")
-
-
-def for_a_while(seconds: float, begin: Callable[[Job], None], end: Callable[[Job], None]) -> Callable[[Job], None]:
-    """And the job ends well afterwards."""
-
-    def strike(job: Job) -> None:
-        begin(job)
-        time.sleep(seconds)
-        end(job)
-        job.finish()
-
-    return strike
-
-
-def cut(*names: str) -> Callable[[Job], None]:
-    return lambda job: _each(job, names, Network.cut)
-
-
-def heal(*names: str) -> Callable[[Job], None]:
-    return lambda job: _each(job, names, Network.heal)
-
-
-def _each(job: Job, names: Sequence[str], act: Callable[[Network, Machine], None]) -> None:
-    assert job.network is not None
-    for machine in [*job.network.hosts, job.network.launcher]:
-        if machine.name in names:
-            act(job.network, machine)
-
-
-def mpi() -> str:
-    return "" if shutil.which("mpirun") else "no mpirun here"
-
-
-def out_of_memory(job: Job) -> None:
-    """The job goes into a cgroup that has not enough for what rank 1 then takes."""
-    limit = job.stack.enter_context(memory_limit(f"dadt-faults-{os.getpid()}", 256))
-    limit.take([job.agent(0), job.worker(0), job.worker(1)])
-    job.strike("taken = bytearray(os.urandom(1 << 20) * 1024)")
-
-
-def fill_disk(job: Job) -> None:
-    job.strike("print('x' * (1 << 22)); os.remove('strike')")
-    await_that(lambda: any("could not be written" in line or "is incomplete" in line for _, line in job.lines), "")
-    job.finish()
-
-
 def with_clock(folder: Path) -> dict[str, str]:
     """All processes of the job read the clock with the seconds that stand in this file, but for the monotonic one."""
     library = folder / "clock.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("clock.c")], check=True)
     return {"LD_PRELOAD": str(library), "CLOCK_FILE": str(folder / "clock")}
-
-
-def step_clock(seconds: int) -> Callable[[Job], None]:
-    def step(job: Job) -> None:
-        job.strike("Path('clock.read').write_text(str(time.time())); os.remove('strike')")
-        await_that(lambda: _read(job.folder / "clock.read"), "the clock to be read")
-        before = float(_read(job.folder / "clock.read"))
-        (job.folder / "clock.new").write_text(f"{seconds:+d}")
-        (job.folder / "clock.new").rename(job.folder / "clock")
-        (job.folder / "clock.read").unlink()
-        job.strike("Path('clock.read').write_text(str(time.time())); os.remove('strike')")
-        await_that(lambda: _read(job.folder / "clock.read"), "the clock to be read again")
-        assert abs(float(_read(job.folder / "clock.read")) - before - seconds) < PATIENCE, "the clock has not stepped"
-        time.sleep(STEPPED_SECONDS)
-
-    return step
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-WAS_STOPPED = r"stopped \(SIGSTOP"
-KILLED = r"worker 1 failed \(killed by signal 9, SIGKILL\)"
-EARLY = r"worker 1 failed \(ended too early"
-LINK = r"sim0 and sim1 have heard nothing from each other"
-TAKE = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); [os.open('.', 0) for _ in [0] * 99]"
-
-
-def faults() -> Iterator[Fault]:
-    kill, stop, leave = send(signal.SIGKILL), send(signal.SIGSTOP), script("os._exit(0)")
-    for executor, needs in (("shm", str), ("gloo", str), ("mpi", mpi)):
-        yield Fault("kill -9 of a worker", HERE, executor, kill, KILLED, 137, needs=needs)
-        yield Fault("SIGSTOP of a worker", HERE, executor, stop, WAS_STOPPED, 1, needs=needs)
-        yield Fault("os._exit(0) in the middle", HERE, executor, leave, EARLY, 1, needs=needs)
-    yield Fault("sys.exit() in the middle", HERE, "gloo", script("sys.exit()"), EARLY, 1)
-    yield Fault("an exception", HERE, "gloo", script("1 / 0"), "ZeroDivisionError: division by zero", 1)
-    brief = for_a_while(4, stop, send(signal.SIGCONT))
-    yield Fault("SIGSTOP of a worker for 4 s", HERE, "gloo", brief, "", 0)
-    yield Fault("EMFILE in a worker", HERE, "gloo", script(TAKE), r"Too many open files", 1)
-    yield Fault("no memory, in a cgroup", HERE, "gloo", out_of_memory, "lack of memory", 137, needs=cgroup.missing)
-    yield Fault("a full disk for logs", HERE, "gloo", fill_disk, "No space left", 0, ("--log-dir", "disk"))
-    yield Fault("kill -9 of the agent", HERE, "gloo", lambda job: os.kill(job.agent(0), 9), "agent .* was killed", 3)
-    still = for_a_while(4, lambda job: os.kill(job.agent(0), 19), lambda job: os.kill(job.agent(0), 18))
-    yield Fault("SIGSTOP of the agent for 4 s", HERE, "gloo", still, "", 0)
-    silent = "no sign of life for"
-    yield Fault("SIGSTOP of the agent", HERE, "gloo", lambda job: os.kill(job.agent(0), 19), silent, 3)
-    yield Fault("kill -9 of the launcher", HERE, "gloo", lambda job: job.process.kill(), "", -9)
-    for seconds, what in ((3600, "forward"), (-3600, "back")):
-        step = for_a_while(0, step_clock(seconds), lambda job: None)
-        yield Fault(f"the clock steps an hour {what}", HERE, "gloo", step, "", 0, variables=with_clock)
-    yield Fault("kill -9 of a worker", SIMULATED, "gloo", kill, KILLED, 137)
-    yield Fault("SIGSTOP of a worker", SIMULATED, "gloo", stop, WAS_STOPPED, 1)
-    yield Fault("kill -9 of an agent", SIMULATED, "gloo", kill_agent, "sim1: .* was killed", 3)
-    yield Fault("data cut for 5 s", SIMULATED, "gloo", for_a_while(5, cut_data, heal_data), "", 0, DEFAULTS)
-    yield Fault("data cut for 6 s", SIMULATED, "gloo", for_a_while(6, cut_data, heal_data), LINK, 0)
-    yield Fault("data cut for good", SIMULATED, "gloo", cut_data, LINK, 1)
-    yield Fault("os._exit(0) on one host", SSH, "gloo", leave, EARLY, 1)
-    yield Fault("kill -9 of an agent", SSH, "gloo", kill_agent, "h1: ", 3)
-    control = for_a_while(5, cut("launcher"), heal("launcher"))
-    yield Fault("control cut for 5 s", SSH, "gloo", control, "", 0, DEFAULTS)
-    yield Fault("control cut for good", SSH, "gloo", cut("launcher"), silent, 3)
-    yield Fault("both cut for 5 s", SSH, "gloo", for_a_while(5, cut("h1"), heal("h1")), "", 0, DEFAULTS)
-    yield Fault("both cut for good", SSH, "gloo", cut("h1"), rf"h1: {silent}", 3)
 
 
 @dataclass(frozen=True)
@@ -344,7 +245,7 @@ def try_out(fault: Fault) -> Row:
             folder,
             fault.place,
             ["--executor", fault.executor, *fault.arguments],
-            fault.variables(folder),
+            with_clock(folder) if fault.clock else {},
             network,
             stack,
         )

@@ -50,6 +50,8 @@ class Agent:
         self.lacks = ""
         """What is used up on this host: `descriptors` of the agent, or the `disk`."""
         self.disk = job.disk_of(machine)
+        self.memory_kills = 0
+        """How many of its processes the kernel has killed for lack of memory."""
         self.process = Process(world, f"host{machine}")
         self.up: Link
         self.down: Link
@@ -207,7 +209,7 @@ class Agent:
 
     def _end(self, rank: int, code: int) -> None:
         assert self.host is not None
-        memory = dict.fromkeys(("peak_memory", "memory_limit", "memory_kills"), 0)
+        memory = {"peak_memory": 0, "memory_limit": 0, "memory_kills": self.memory_kills}
         self.host.ended(rank, code, {"step": self._pulse[rank][0], "time": self.epoch, **memory})
         self._carry_out()
 
@@ -360,11 +362,11 @@ class Agent:
 
     # The end -----------------------------------------------------------------------------------------------------
 
-    def die(self) -> None:
-        """The agent's process ends, and the kernel kills its workers."""
+    def die(self, why: str = "") -> None:
+        """The agent's process ends, and the kernel kills its workers. why: how, as the launcher is told."""
         if self.process.alive:
             self.process.alive = False
-            self.up.close()
+            self.up.close(why)
             for worker in self.processes:
                 worker.die(-SIGKILL)
 

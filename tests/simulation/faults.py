@@ -40,9 +40,9 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
     lasting = random.choice([random.uniform(0.1, 5.0), random.uniform(5.0, 60.0), FOR_GOOD])
     ending = random.choice([random.uniform(0.1, 5.0), random.uniform(5.0, 60.0)])
     makes: list[Callable[[], Fault]] = [
-        lambda: WorkerKilled(at, rank),
         lambda: SnapshotDiskFull(at, host, ending),
         lambda: KilledAsItEnds(at, rank, random.choice(OPERATIONS)),
+        lambda: WorkerKilled(at, rank, random.random() < 0.2),
         lambda: ScriptRaises(at, rank),
         lambda: ScriptExits(at, rank, random.choice([0, 0, 1, 3]), random.random() < 0.5),
         lambda: AgentKilled(at, host),

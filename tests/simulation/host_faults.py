@@ -12,16 +12,20 @@ if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.job import SimulatedJob
 
+KILLED = "the agent of this host (pid 100) was killed by signal 9 (SIGKILL)"
+
 
 @dataclass(frozen=True, slots=True)
 class AgentKilled(Fault):
     hinders = False
     host: int
+    why: str = KILLED
+    """How its end is told by what has started it."""
 
     def strike(self, job: SimulatedJob) -> None:
         if (agent := job.machines[self.host]).process.alive:
             self._struck(job, f"the agent of host{self.host} is killed", gone=True, **host_guilt(job, self.host))
-            agent.die()
+            agent.die(self.why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,8 @@ class LauncherKilled(Fault):
 
 @dataclass(frozen=True, slots=True)
 class ClockJumps(Fault):
+    """Where a job has one host, `dadt run` is there as well."""
+
     silences = hinders = False
     host: int
     by: float
@@ -118,6 +124,7 @@ class ClockJumps(Fault):
     def strike(self, job: SimulatedJob) -> None:
         self._struck(job, f"the clock of host{self.host} jumps by {self.by:.1f} s")
         job.machines[self.host].clock += self.by
+        job.launcher.clock += self.by if job.hosts == 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,8 +239,13 @@ class Invariants:
         began = [gauge.member for gauge in launcher.job.watch.gauges if not (gauge.member.lost or gauge.member.joined)]
         trained = min((member.seen for member in began), default=0.0)
         joined = sum("joins: new workers" in text for *_, text in launcher.said)
-        if joined < sum(each.at + each.noticed + JOIN_SECONDS < trained for each in lost):
+        if joined < sum(each.at + each.noticed + JOIN_SECONDS < trained for each in lost if not self._is_mute(each)):
             raise Broken(f"no host has joined in place of {', '.join(each.text for each in lost)}")
+
+    def _is_mute(self, lost: Struck) -> bool:
+        """Whether another host is gone, which is not known yet, so that it is waited for as hosts are to join."""
+        others = [each for each in self.struck if each.noticed and each is not lost]
+        return any(each.at < lost.at + JOIN_SECONDS and each.at + each.noticed > lost.at for each in others)
 
     def _check_silences(self, launcher: Launcher) -> None:
         """What the user is told of hosts that do not hear each other was true, and its end is told, too."""
@@ -332,7 +337,7 @@ class Invariants:
         told = " / ".join(failure.lines()[:3])
         if not self._blamable:
             raise Broken(f"it failed, though nothing was wrong: {told}")
-        if rank in {loss.rank for loss in self._job.launcher.job.watch.losses}:
+        if rank in {loss.rank for loss in self._job.launcher.job.watch.losses if loss.replaced is None}:
             raise Broken(f"it blames rank {rank}, without which the others have trained on: {told}")
         waited = failure.record is not None and failure.record.secondary
         library = failure.record is not None and failure.record.message == LIBRARY

@@ -36,6 +36,8 @@ class SimulatedJob:
         self.network = Network(world)
         self.invariants = Invariants(self)
         self.connections = Connections(world, self.network, self._completed)
+        self.printed: list[tuple[float, str]] = []
+        """Time and text of each line that workers print as they end."""
         self.workers: list[Worker] = []
         """All processes of workers there have been."""
         self.disks: dict[int, Disk] = {}

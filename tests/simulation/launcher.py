@@ -46,6 +46,8 @@ class Launcher:
     def __init__(self, simulated: SimulatedJob, watch: Callable[[Launcher], None]) -> None:
         """watch: called after each turn."""
         self.world, self._simulated, self._watch = simulated.world, simulated, watch
+        self.clock = 0.0
+        """Seconds by which its host's clock has jumped."""
         world, config, hosts = self.world, simulated.config, simulated.hosts
         self.process = Process(world, "launcher")
         names = [f"host{index}" if hosts > 1 else "" for index in range(hosts)]
@@ -61,6 +63,7 @@ class Launcher:
         ]
         for node in self.nodes:
             node.is_child, node.address = hosts == 1, address_of(node.index) if hosts > 1 else ""
+            node.interface = "eth0" if hosts > 1 else ""
         self._contact = Contact(self.nodes, config.orphan_timeout, world.now)
         self.down: dict[Node, Link] = {}
         self.said: list[tuple[float, str, str]] = []
@@ -94,7 +97,7 @@ class Launcher:
 
     @property
     def _epoch(self) -> float:
-        return self.world.epoch
+        return self.world.epoch + self.clock
 
     def _order(self, node: Node, *, joins: bool = False) -> Frame:
         simulated, config = self._simulated, self._simulated.config
@@ -128,7 +131,7 @@ class Launcher:
         if node.ended:
             return
         node.heard = self.world.now
-        if refusal := self._contact.hear(node, frame, self.world.epoch):
+        if refusal := self._contact.hear(node, frame, self._epoch):
             self._lose(node, refusal)
         else:
             self._put(node, frame)
@@ -148,7 +151,7 @@ class Launcher:
     def _lose(self, node: Node, why: str) -> None:
         node.ended = True
         self.down[node].close()
-        self._put(node, Frame("lost", {"message": why, "time": self.world.epoch}))
+        self._put(node, Frame("lost", {"message": why, "time": self._epoch}))
 
     def connected(self, node: Node) -> None:
         """The agent of a host that is to join runs."""

@@ -56,8 +56,8 @@ class Scenario:
 
 
 KNOBS = (
-    "algorithm", "min_np", "timeout", "start_timeout", "stall_warning", "on_stall", "grace", "orphan_timeout",
-    "heartbeat_timeout", "checkpoint_signal", "snapshot_every", "redistribute",
+    "algorithm", "executor", "min_np", "timeout", "start_timeout", "stall_warning", "on_stall", "grace",
+    "orphan_timeout", "heartbeat_timeout", "checkpoint_signal", "snapshot_every", "redistribute",
 )  # fmt: skip
 
 
@@ -108,4 +108,6 @@ def draw(seed: int) -> Scenario:
         lost = kind(2 * script.start_seconds + random.uniform(0.0, 5.0), random.randrange(hosts))
         drawn = (*(fault for fault in drawn if not fault.hinders), lost)
         script = replace(script, steps=script.steps + 30)
+    script = replace(script, exit_seconds=random.choice([0.1, 0.1, 1.0]))
+    knobs["executor"] = random.choice(["shm", "gloo"]) if hosts == 1 else "gloo"
     return Scenario(seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, drawn, random.random() < 0.7)

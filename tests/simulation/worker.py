@@ -209,14 +209,17 @@ class Worker:
             self._main = Thread(
                 self,
                 self.snapshots.close(),
-                lambda _: self.process.after(self.world.spread(0.1), lambda: self.die(code)),
+                lambda _: self.process.after(self.world.spread(self.script.exit_seconds), lambda: self.die(code)),
             )
             self._main.go_on()
 
     def _tell_failure(self, error: BaseException) -> None:
-        self.world.note(self.process.name, f"fails: {type(error).__name__}: {error}")
+        kind = error.kind if isinstance(error, ScriptError) else type(error).__name__
+        self.world.note(self.process.name, f"fails: {kind}: {error}")
+        ours = f"dadt: rank {self.rank} ended" if isinstance(error, DadtError) else kind
+        self.agent.job.printed.append((self.world.now, f"[{self.rank}] {ours}: {error}"))
         self.report(
-            "failed", type=type(error).__name__, message=str(error)[:4000], frames=[], step=max(0, self.step),
+            "failed", type=kind, message=str(error)[:4000], frames=[], step=max(0, self.step),
             secondary=isinstance(error, CommError), thread="", time=self.agent.epoch, around=[],
         )  # fmt: skip
 
@@ -302,7 +305,7 @@ class Worker:
                     try:
                         if not self.peers.together:
                             yield from self.peers.call("the last average", None)
-                        if self.peers.survives:
+                        if self.peers.survives or not self.peers.mismatch_is_told:
                             yield from self.peers.meet("the end", b"the end", self.config.timeout)
                         arrived = True
                         yield from self.snapshots.close()

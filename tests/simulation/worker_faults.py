@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 class WorkerKilled(Fault):
     hinders = False
     rank: int
+    for_memory: bool = False
+    """Whether by the kernel, as the host has no memory left."""
 
     def strike(self, job: SimulatedJob) -> None:
         if (worker := job.worker(self.rank)) is not None:
             fatal = worker.trains and not worker.closing
             self._struck(job, f"rank {self.rank} is killed", ranks=frozenset([self.rank]), fatal=fatal)
+            worker.agent.memory_kills += self.for_memory
             job.kill(self.rank)
 
 
@@ -49,11 +52,13 @@ class KilledAsItEnds(Fault):
 class ScriptRaises(Fault):
     hinders = False
     rank: int
+    kind: str = "RuntimeError"
+    text: str = "an error of the script"
 
     def strike(self, job: SimulatedJob) -> None:
         if (worker := job.worker(self.rank)) is not None and not worker.closing:
             self._struck(job, f"the script of rank {self.rank} raises", ranks=frozenset([self.rank]))
-            worker.doom = ScriptError("an error of the script")
+            worker.doom = ScriptError(self.kind, self.text)
 
 
 @dataclass(frozen=True, slots=True)

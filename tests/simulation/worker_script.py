@@ -10,6 +10,11 @@ BATCH_SIZE = 2
 class ScriptError(Exception):
     """The script's own exception."""
 
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+        """The name of its class."""
+
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, as the script gets it."""
@@ -42,3 +47,5 @@ class Script:
     """How many samples each pass over the data has."""
     evaluate_every: int
     """After how many steps the ranks gather a measure; 0: never."""
+    exit_seconds: float = 0.1
+    """What a process takes to end once its script has ended."""

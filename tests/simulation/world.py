@@ -161,16 +161,18 @@ class Link:
         self.slow = 0.0
         """Seconds that each thing takes more."""
         self.open = True
+        self.why = ""
+        """How the sender has ended, where its connection ends by that."""
 
     def send(self, thing: Any) -> None:
         if self.open:
             self._world.frames += 1
             self._pass(thing)
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         """The sender is gone: what it has sent still comes, and then the end."""
         if self.open:
-            self.open = False
+            self.open, self.why = False, why
             self._pass(None)
 
     def vanish(self) -> None:
@@ -205,12 +207,12 @@ def frame_link(
     world: World, speaker: Speaker, latency: float, hear: Callable[[Frame], None], end: Callable[[str], None]
 ) -> Link:
     """A link for frames, and for the bytes of a stranger. hear: takes each frame. end: called once at the end of the
-    connection, with the reason; empty where the other side has closed it."""
+    connection, with the reason; empty where the other side has closed it and is well."""
     parser = Parser(speaker)
 
     def come(frame: Frame | bytes | None) -> None:
         if frame is None:
-            end("")
+            end(link.why)
         elif isinstance(frame, bytes) or world.exact:
             try:
                 for each in parser.feed(frame if isinstance(frame, bytes) else frame.encode()):
@@ -220,7 +222,7 @@ def frame_link(
         else:
             hear(Frame(frame.kind, dict(frame.header), frame.body))
 
-    return Link(world, latency, come)
+    return (link := Link(world, latency, come))
 
 
 class Network:

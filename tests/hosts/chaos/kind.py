@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from signal import SIGCONT, SIGKILL, SIGSTOP
 
 from harness import cgroup
-from harness.disk import MOUNT, fill
-from harness.patience import await_that
-from hosts.chaos.struck import RANKS, SAVES, Struck
+from hosts.chaos.struck import RANKS
+from hosts.victim import Victim
 
 BRIEF = 3.0
 """Seconds of a fault that passes."""
-LOGS = "disk"
-"""Where the logs of a job lie that has a small disk for them."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. `strike` returns the ranks that are to be lost."""
+    """A kind of fault, in both worlds. `strike` returns the ranks that are to be lost."""
 
     name: str
-    strike: Callable[[Struck], set[int]]
+    strike: Callable[[Victim], set[int]]
     hosts: int = 1
     """How many it needs."""
     tells: str = ""
@@ -34,185 +31,169 @@ class Kind:
     """Why it cannot be tried here; empty if it can."""
 
 
-def kill(job: Struck) -> set[int]:
+def kill(job: Victim) -> set[int]:
     rank = job.chance.choice([1, 2, 3])
-    job.signal(rank)
+    job.signal(rank, SIGKILL)
     return {rank}
 
 
-def kill_first(job: Struck) -> set[int]:
-    job.signal(0)
+def kill_first(job: Victim) -> set[int]:
+    job.signal(0, SIGKILL)
     return {0}
 
 
-def in_save(job: Struck, number: int) -> set[int]:
-    """Rank 0 writes a file beside the one that is there, and renames it."""
-    pid, saves = job.worker(0), job.folder / SAVES
-
-    def begun() -> bool:
-        return any(name.startswith(".dadt-") for name in os.listdir(saves))
-
-    await_that(begun, "a save", meanwhile=lambda: None)  # it is there for a moment
-    os.kill(pid, number)
+def kill_in_save(job: Victim) -> set[int]:
+    job.signal_in_save(0, SIGKILL)
     return {0}
 
 
-def kill_in_save(job: Struck) -> set[int]:
-    return in_save(job, signal.SIGKILL)
+def stop_in_save(job: Victim) -> set[int]:
+    job.signal_in_save(0, SIGSTOP)
+    return {0}
 
 
-def stop_in_save(job: Struck) -> set[int]:
-    return in_save(job, signal.SIGSTOP)
-
-
-def kill_two(job: Struck) -> set[int]:
+def kill_two(job: Victim) -> set[int]:
     ranks = job.chance.sample(sorted(RANKS), 2)
-    for pid in [job.worker(rank) for rank in ranks]:
-        os.kill(pid, signal.SIGKILL)
+    for rank in ranks:
+        job.signal(rank, SIGKILL)
     return set(ranks)
 
 
-def kill_while_recovering(job: Struck) -> set[int]:
-    ranks = job.chance.sample(sorted(RANKS), 2)
-    first, second = (job.worker(rank) for rank in ranks)
-    os.kill(first, signal.SIGKILL)
+def kill_while_recovering(job: Victim) -> set[int]:
+    first, second = job.chance.sample(sorted(RANKS), 2)
+    job.signal(first, SIGKILL)
     job.pause(job.chance.uniform(0.0, 0.1))
-    os.kill(second, signal.SIGKILL)
-    return set(ranks)
+    job.signal(second, SIGKILL)
+    return {first, second}
 
 
-def kill_agent(job: Struck) -> set[int]:
-    host = job.host()
-    os.kill(job.agent(host), signal.SIGKILL)
+def any_host(job: Victim) -> int:
+    return job.chance.choice(job.hosts)
+
+
+def kill_agent(job: Victim) -> set[int]:
+    host = any_host(job)
+    job.signal_agent(host, SIGKILL)
     return job.ranks(host)
 
 
-def kill_host(job: Struck) -> set[int]:
-    """It is gone from the network, too, as where its power is cut."""
-    host = job.host()
-    job.network.cut(host)
-    for pid in host.processes():
-        os.kill(pid, signal.SIGKILL)
-    job.dark = host.name
+def kill_host(job: Victim) -> set[int]:
+    host = any_host(job)
+    job.cut_power(host)
     return job.ranks(host)
 
 
-def stop(job: Struck) -> set[int]:
+def stop(job: Victim) -> set[int]:
     rank = job.chance.randrange(4)
-    job.signal(rank, signal.SIGSTOP)
+    job.signal(rank, SIGSTOP)
     return {rank}
 
 
-def stop_for_a_while(job: Struck) -> set[int]:
+def stop_for_a_while(job: Victim) -> set[int]:
     rank = job.chance.randrange(4)
-    job.signal(rank, signal.SIGSTOP)
+    job.signal(rank, SIGSTOP)
     job.pause(BRIEF)
-    job.signal(rank, signal.SIGCONT)
+    job.signal(rank, SIGCONT)
     return set()
 
 
-def stop_agent(job: Struck) -> set[int]:
-    host = job.host()
-    agent = job.agent(host)
-    os.kill(agent, signal.SIGSTOP)
-    job.healing.append(lambda: os.kill(agent, signal.SIGCONT))
+def stop_agent(job: Victim) -> set[int]:
+    host = any_host(job)
+    job.signal_agent(host, SIGSTOP)
     return job.ranks(host)
 
 
-def stop_agent_for_a_while(job: Struck) -> set[int]:
-    agent = job.agent(job.host())
-    os.kill(agent, signal.SIGSTOP)
+def stop_agent_for_a_while(job: Victim) -> set[int]:
+    host = any_host(job)
+    job.signal_agent(host, SIGSTOP)
     job.pause(BRIEF)
-    os.kill(agent, signal.SIGCONT)
+    job.signal_agent(host, SIGCONT)
     return set()
 
 
-def cut_data(job: Struck) -> set[int]:
-    job.network.divide(job.network[0], job.network[1])
-    return job.ranks(job.network[1])
+def cut_data(job: Victim) -> set[int]:
+    job.cut_data(0, 1)
+    return job.ranks(1)
 
 
-def cut_control(job: Struck) -> set[int]:
-    host = job.host()
-    job.network.divide(job.network.launcher, host)
+def cut_control(job: Victim) -> set[int]:
+    host = any_host(job)
+    job.cut_control(host)
     return job.ranks(host)
 
 
-def cut_both(job: Struck) -> set[int]:
-    host = job.host()
-    job.network.cut(host)
+def cut_both(job: Victim) -> set[int]:
+    host = any_host(job)
+    job.cut_both(host)
     return job.ranks(host)
 
 
-def at_once(job: Struck, numbers: dict[int, int]) -> None:
-    """Signals by process, in a drawn order, within a second."""
-    for pid in job.chance.sample(sorted(numbers), len(numbers)):
-        os.kill(pid, numbers[pid])
+def stop_and_kill(job: Victim) -> set[int]:
+    """One is silent, and one or two others end."""
+    silent, *dead = job.chance.sample(sorted(RANKS), job.chance.choice((2, 3)))
+    strikes = [lambda: job.signal(silent, SIGSTOP), *(partial(job.signal, rank, SIGKILL) for rank in dead)]
+    at_once(job, strikes)
+    return {silent, *dead}
+
+
+def stop_and_kill_agent(job: Victim) -> set[int]:
+    host = any_host(job)
+    lost = job.ranks(host)
+    rank = job.chance.choice(sorted(RANKS - lost))
+    at_once(job, [lambda: job.signal(rank, SIGSTOP), lambda: job.signal_agent(host, SIGKILL)])
+    return lost | {rank}
+
+
+def at_once(job: Victim, strikes: Sequence[Callable[[], None]]) -> None:
+    """In a drawn order, within a second."""
+    for strike in job.chance.sample(strikes, len(strikes)):
+        strike()
         job.pause(job.chance.uniform(0.0, 0.3))
 
 
-def stop_and_kill(job: Struck) -> set[int]:
-    """One is silent, and one or two others end."""
-    ranks = job.chance.sample(sorted(RANKS), job.chance.choice((2, 3)))
-    numbers = dict.fromkeys(map(job.worker, ranks), signal.SIGKILL)
-    at_once(job, numbers | {job.worker(ranks[0]): signal.SIGSTOP})
-    return set(ranks)
-
-
-def stop_and_kill_agent(job: Struck) -> set[int]:
-    host = job.host()
-    lost = job.ranks(host)
-    rank = job.chance.choice(sorted(RANKS - lost))
-    at_once(job, {job.worker(rank): signal.SIGSTOP, job.agent(host): signal.SIGKILL})
-    return lost | {rank}
-
-
-def stop_and_kill_in_save(job: Struck) -> set[int]:
+def stop_and_kill_in_save(job: Victim) -> set[int]:
     rank = job.chance.choice([1, 2, 3])
-    silent = job.worker(rank)
-    lost = in_save(job, signal.SIGKILL)
+    job.signal_in_save(0, SIGKILL)
     job.pause(job.chance.uniform(0.0, 0.3))
-    os.kill(silent, signal.SIGSTOP)
-    return lost | {rank}
+    job.signal(rank, SIGSTOP)
+    return {0, rank}
 
 
-def for_a_while(cut: Callable[[Struck], set[int]]) -> Callable[[Struck], set[int]]:
-    def strike(job: Struck) -> set[int]:
+def for_a_while(cut: Callable[[Victim], set[int]]) -> Callable[[Victim], set[int]]:
+    def strike(job: Victim) -> set[int]:
         cut(job)
         job.pause(BRIEF)
-        for machine in job.network.all:
-            job.network.heal(machine)
+        job.heal()
         return set()
 
     return strike
 
 
-def slow_link(job: Struck) -> set[int]:
-    job.host().slow("1mbit")
+def slow_link(job: Victim) -> set[int]:
+    job.slow(any_host(job))
     return set()
 
 
-def out_of_memory(job: Struck) -> set[int]:
+def out_of_memory(job: Victim) -> set[int]:
     rank = job.chance.randrange(4)
     job.starve(rank)
     return {rank}
 
 
-def fill_logs(job: Struck) -> set[int]:
-    fill(job.folder / LOGS)
+def fill_logs(job: Victim) -> set[int]:
+    job.fill_logs()
     return set()
 
 
-def fill_logs_and_kill(job: Struck) -> set[int]:
-    fill(job.folder / LOGS)
+def fill_logs_and_kill(job: Victim) -> set[int]:
+    job.fill_logs()
     return kill(job)
 
 
-def fill_saves(job: Struck) -> set[int]:
-    """One host's own disk, to which its first rank saves; when that has failed, the next one."""
-    host = job.host()
-    host.run(*MOUNT, job.folder / SAVES)
-    fill(host.path(str(job.folder / SAVES)))
+def fill_saves(job: Victim) -> set[int]:
+    """Its first rank saves there; when that has failed, the next one."""
+    host = any_host(job)
+    job.fill_saves(host)
     return job.ranks(host)
 
 

@@ -7,12 +7,15 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.cgroup import memory_limit
-from harness.machine import Machine, Network
+from harness.disk import MOUNT, fill
+from harness.machine import Network
+from harness.patience import await_that
+from hosts.victim import Victim
 
 SCRIPT = """
 import hashlib, os, sys, time, torch
@@ -42,6 +45,8 @@ RANKS = {0, 1, 2, 3}
 OPTIONS = ("--min-np", "1", "--warmup-steps", "20", "--timeout", "6", "--stall-warning", "3", "--grace", "1")
 WAITS = ("--heartbeat-timeout", "4", "--orphan-timeout", "6")
 SAVES = "saves"
+LOGS = "disk"
+"""Where the logs of a job lie that has a small disk for them."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,8 @@ TRAININGS = [
 ]
 
 
-class Struck:
-    """A job whose ranks have all come to the step before the fault."""
+class Struck(Victim):
+    """A job of real processes whose ranks have all come to the step before the fault, as a fault finds it."""
 
     def __init__(self, network: Network, folder: Path, seed: int, chance: random.Random, stack: ExitStack) -> None:
         """stack: what a fault has changed is undone when it closes."""
@@ -83,29 +88,71 @@ class Struck:
         self.healing: list[Callable[[], None]] = []
         self.dark = ""
         """The host without power, on which nobody can clear away."""
+        self.hosts = range(len(network.hosts))
+        self._workers = {rank: self._worker(rank) for rank in RANKS}
+        self._agents = {host: self._agent(host) for host in self.hosts}
 
-    def host(self) -> Machine:
-        """One of them, drawn."""
-        return self.chance.choice(self.network.hosts)
+    def ranks(self, host: int) -> set[int]:
+        return {rank for rank in RANKS if self.place(rank) == host}
 
-    def ranks(self, host: Machine) -> set[int]:
-        return {rank for rank in RANKS if self.place(rank) is host}
+    def place(self, rank: int) -> int:
+        return rank * len(self.hosts) // len(RANKS)
 
-    def place(self, rank: int) -> Machine:
-        return self.network[rank * len(self.network.hosts) // len(RANKS)]
-
-    def worker(self, rank: int) -> int:
+    def _worker(self, rank: int) -> int:
         """Its pid, as seen from here."""
-        for pid, command in self.place(rank).processes().items():
+        for pid, command in self.network[self.place(rank)].processes().items():
             if "train.py" in command and f"DADT_RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text():
                 return pid
         raise LookupError(f"rank {rank} does not run")
 
-    def agent(self, host: Machine) -> int:
-        return min(pid for pid, command in host.processes().items() if "dadt.launch.agent" in command)
+    def _agent(self, host: int) -> int:
+        return min(pid for pid, command in self.network[host].processes().items() if "dadt.launch.agent" in command)
 
-    def signal(self, rank: int, number: int = signal.SIGKILL) -> None:
-        os.kill(self.worker(rank), number)
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self._workers[rank], number)
+
+    def signal_in_save(self, rank: int, number: int) -> None:
+        """Rank 0 writes a file beside the one that is there, and renames it."""
+        saves = self.folder / SAVES
+
+        def begun() -> bool:
+            return any(name.startswith(".dadt-") for name in os.listdir(saves))
+
+        await_that(begun, "a save", meanwhile=lambda: None)  # it is there for a moment
+        self.signal(rank, number)
+
+    def signal_agent(self, host: int, number: int) -> None:
+        os.kill(self._agents[host], number)
+        if number == signal.SIGSTOP:
+            self.healing.append(lambda: self._go_on(host))
+
+    def _go_on(self, host: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._agents[host], signal.SIGCONT)
+
+    def cut_power(self, host: int) -> None:
+        """It is gone from the network, too."""
+        machine = self.network[host]
+        self.network.cut(machine)
+        for pid in machine.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.dark = machine.name
+
+    def cut_data(self, host: int, other: int) -> None:
+        self.network.divide(self.network[host], self.network[other])
+
+    def cut_control(self, host: int) -> None:
+        self.network.divide(self.network.launcher, self.network[host])
+
+    def cut_both(self, host: int) -> None:
+        self.network.cut(self.network[host])
+
+    def heal(self) -> None:
+        for machine in self.network.all:
+            self.network.heal(machine)
+
+    def slow(self, host: int) -> None:
+        self.network[host].slow("1mbit")
 
     def pause(self, seconds: float) -> None:
         """In which the fault lasts."""
@@ -115,7 +162,16 @@ class Struck:
         """Its host has not enough memory for what it takes now."""
         host = self.place(rank)
         limit = self.stack.enter_context(memory_limit(f"dadt-chaos-{os.getpid()}-{self.seed}", 256))
-        limit.take([self.agent(host), *map(self.worker, self.ranks(host))])
+        limit.take([self._agents[host], *(self._workers[each] for each in self.ranks(host))])
         # Of processes that have about as much the kernel ends any.
-        Path(f"/proc/{self.worker(rank)}/oom_score_adj").write_text("1000")
+        Path(f"/proc/{self._workers[rank]}/oom_score_adj").write_text("1000")
         (self.folder / f"hungry{rank}").touch()
+
+    def fill_logs(self) -> None:
+        fill(self.folder / LOGS)
+
+    def fill_saves(self, host: int) -> None:
+        """A disk of its own, which has no room."""
+        machine = self.network[host]
+        machine.run(*MOUNT, self.folder / SAVES)
+        fill(machine.path(str(self.folder / SAVES)))

@@ -19,8 +19,10 @@ from harness.disk import small_disk
 from harness.host_run import HostRun
 from harness.machine import Network
 from harness.patience import SETTLE_SECONDS, await_that
-from hosts.chaos.kind import KINDS, LOGS, Kind
-from hosts.chaos.struck import BATCH, OPTIONS, RANKS, SAVES, SCRIPT, STEPS, TRAININGS, WAITS, Struck, Training
+from hosts.chaos.kind import KINDS, Kind
+from hosts.chaos.struck import BATCH, LOGS, OPTIONS, RANKS, SAVES, SCRIPT, STEPS, TRAININGS, WAITS, Struck, Training
+
+from dadt.config.numbers import numbers
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ def _try_out(
     for machine in network.all:
         network.heal(machine)
     found = {
-        int(m[1]): (int(m[2]), m[3]) for m in re.finditer(r"\[(\d)(?: \w+)?\] weights (\d+) (\w+)", result.out.decode())
+        rank: (int(m[2]), m[3])
+        for m in re.finditer(r"^\[([\d,-]+)(?: \w+)?\] weights (\d+) (\w+)", result.out.decode(), re.MULTILINE)
+        for rank in numbers(m[1]) or ()
     }
     digests = {digest for _, digest in found.values()}
     told, went_on = _times(logs / result.job / "events.jsonl", at)
