@@ -51,12 +51,14 @@ def run(victim: SimulatedVictim, options: tuple[str, ...], size: int, steps: int
     knobs = {flag.removeprefix("--").replace("-", "_"): text for flag, text in pairs}
     script = Script(
         steps=steps, step_seconds=STEP_SECONDS, start_seconds=START_SECONDS, on_interrupt="end", on_terminate="end",
-        save_seconds=0.1, ends_when_saved=False, exit_seconds=EXIT_SECONDS,
+        save_seconds=0.1, ends_when_saved=False, optimizers=1, samples=64 * steps * size, evaluate_every=0,
+        exit_seconds=EXIT_SECONDS,
     )  # fmt: skip
     hosts = len(victim.hosts)
     scenario = Scenario(
         seed=seed, hosts=hosts, per_host=size // hosts, clocks=(0.0,) * hosts, script=script, joins=False, spares=0,
         config=Config(**{name: parse(name, text) for name, text in knobs.items()}), faults=tuple(victim.faults),
+        shares_disk=False,
     )  # fmt: skip
     job = SimulatedJob(scenario)
     job.run()
@@ -77,7 +79,7 @@ def lines(job: SimulatedJob) -> list[tuple[float, str]]:
 
 def words(line: str) -> str:
     """Without what differs from run to run: numbers, hosts, addresses, and which parameters are waited for."""
-    line = re.sub(r", bucket \d+ \([^)]*\)", "", line.strip("`"))
+    line = re.sub(r"(?<= waits )in step (\d+)(?:, bucket \d+ \([^)]*\)| of \d+)", r"in step \1", line.strip("`"))
     line = re.sub(r"\d+\.\d+\.\d+\.\d+", "ADDRESS", line)
     return re.sub(r"\d+(\.\d+)?", "N", re.sub(r"\b(sim|host|h)\d\b", "HOST", line))
 
@@ -138,9 +140,9 @@ def test_the_same_ranks_train_on(kind: Kind, promises: Any) -> None:
         job = run(victim, (*OPTIONS, *WAITS, *training.arguments), len(RANKS), STEPS, seed)
         told = lines(job)
         first = [worker for worker in job.workers if worker.born < BEGIN + STRUCK]
-        survivors = {worker.rank: worker for worker in first if worker.averaged == STEPS}
+        survivors = {worker.rank: worker for worker in first if worker.step == STEPS}
         assert (set(survivors), job.launcher.exit_code) == (RANKS - lost, 0), (seed, training.name, told)
-        assert len({worker.weights for worker in survivors.values()}) == 1 or not training.equal
+        assert len({worker.training.weights[0] for worker in survivors.values()}) == 1 or not training.equal
         losses = job.launcher.job.watch.losses
         assert {loss.rank for loss in losses} == lost
         assert not kind.tells or any(kind.tells in line for _, line in told), told
