@@ -24,6 +24,8 @@ class LaunchError(DadtError):
     """Workers could not be started."""
 
     exit_code = 3
+    is_last = False
+    """Whether the job must not be restarted after this error."""
 
 
 class StartTimeout(DadtError):

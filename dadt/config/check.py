@@ -74,7 +74,8 @@ def check_min_np(least: int, np: int, algorithm: str, executors: Iterable[str], 
         raise ConfigError(f"{given}: -np {np} starts no more; give {np} or less")
     if algorithm not in SURVIVING:
         raise ConfigError(f"{given}: --algorithm {algorithm} ends with any of its ranks; give pipe or sync")
-    for name in sorted({*executors} - {"", "auto", *SURVIVING_EXECUTORS, "hierarchical:gloo"}):
+    # `null` is what `auto` becomes where only one worker fits.
+    for name in sorted({*executors} - {"", "auto", "null", *SURVIVING_EXECUTORS, "hierarchical:gloo"}):
         raise ConfigError(
             f"{given}: --executor {name} ends with any of its ranks; give shm, gloo, hierarchical or nccl"
         )

@@ -85,19 +85,22 @@ class Attempt:
 
     def _place(self) -> Placed:
         """Wait for all agents, and assign each worker its host and rank."""
-        config, interrupts = self._plan.config, self._interrupts
+        interrupts = self._interrupts
         if interrupts is not None:
-            self._agents.watch(interrupts, lambda: end_early(interrupts.take(), of_checkpoint(config)))
+            self._agents.watch(interrupts, lambda: self._end_early(interrupts.take()))
         where = self._agents.go_through(self._startup(outbox := Outbox()), outbox, self._perform)
         where = replace(where, restarts=self._number)
         if interrupts is not None:
             self._agents.forget(interrupts)
         return replace(where, config=resume.settled(where.config, len(where.slots), self._number))
 
+    def _end_early(self, caught: set[int]) -> None:
+        end_early(caught, of_checkpoint(self._plan.config), again=self._number > 0)
+
     def _startup(self, outbox: Outbox) -> Steps[Placed]:
         config, job, nodes, now = self._plan.config, self._folder.job, self._agents.nodes, time.monotonic()
-        candidates, all_needed = self._candidates, not config.min_np
-        now = yield from gather(nodes, config.start_timeout, job, candidates, outbox, now, all_needed=all_needed)
+        needs = {"all_needed": not config.min_np, "again": self._number > 0}
+        now = yield from gather(nodes, config.start_timeout, job, self._candidates, outbox, now, **needs)
         return (yield from place_workers(self._plan, nodes, job, outbox, now))
 
     def _prepare(self, where: Placed) -> None:

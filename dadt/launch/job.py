@@ -10,7 +10,7 @@ from signal import SIGTERM
 
 from dadt.config import Config
 from dadt.control.frame import Frame
-from dadt.errors import DadtError
+from dadt.errors import DadtError, LaunchError
 from dadt.launch.actions import Event, Outbox, PrintOutput
 from dadt.launch.ending.cause import Cause
 from dadt.launch.ending.endings import Endings
@@ -203,7 +203,11 @@ class Job:
         if (preemption := outcome.preemption) is not None:
             outcome.preemption = replace(preemption, endings=self._cause.endings, done=outcome.summaries)
         elif not outcome.signal:
-            outcome.failure = self._cause.judge(self._begin, stacks)
+            try:
+                outcome.failure = self._cause.judge(self._begin, stacks)
+            except LaunchError as error:
+                error.is_last = outcome.told_to_end
+                raise
         return outcome
 
     def _pass_on(self, event: Event) -> None:

@@ -267,7 +267,7 @@ def test_a_job_that_waits_can_be_killed(start, tmp_path: Path) -> None:
     assert run.process.stderr.readline().startswith(b"dadt: waiting for hosts: ")
     assert dadt("kill", run.job) == f"job {run.job} has ended: nothing of it ran any more\n"
     result = run.finish()
-    assert (result.code, result.err) == (143, "dadt: ended by SIGTERM; it was not started again\n")
+    assert (result.code, result.err) == (143, "dadt: ended by SIGTERM; nothing was started\n")
 
 
 def test_too_few_hosts_come_in_time(start, tmp_path: Path) -> None:

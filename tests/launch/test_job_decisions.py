@@ -77,6 +77,23 @@ def test_a_failure_ends_the_others_and_names_its_rank() -> None:
     assert failure is not None and failure.ending.rank == 1 and failure.stopped == [0, 2]
 
 
+@pytest.mark.parametrize("who", ["dadt run", "a host"])
+def test_what_is_told_to_end_while_it_fails_is_not_started_again(who: str) -> None:
+    world = World(2, checkpoint_signal="USR1")
+    world.train(1)
+    world.say(0, "exit", rank=0, code=-9, **ENDED)
+    world.later()
+    if who == "dadt run":
+        world.job.signal({15}, world.now)
+    else:
+        world.say(1, "preempted")
+    world.say(1, "exit", rank=1, code=-15, **{**ENDED, "stopped": True})
+    for rank in range(2):
+        world.say(rank, "end", stuck=[], signal=0)
+    outcome = world.job.judge(world.now, [], [])
+    assert outcome.failure is not None and outcome.told_to_end == (who == "dadt run")
+
+
 def test_the_others_train_on_where_enough_are_left() -> None:
     world = World(3, min_np=2)
     world.train(1)

@@ -71,6 +71,20 @@ def test_those_that_do_not_come_in_time_are_named() -> None:
     assert begin.candidates.usable(60.5) == [begin.all[0].host]
 
 
+def test_the_launchers_own_absence_is_no_fault_of_hosts() -> None:
+    """`dadt run` is stopped while agents connect, for longer than they may take, and reads all that has come then."""
+    begin = Begin(2)
+    begin.gather([(1.0, 0, Frame("connected")), (90.0, 1, Frame("connected")), (90.0, 0, ready()), (91.0, 1, ready())])
+    assert begin.nodes == begin.all and begin.said() == []
+
+
+def test_a_restart_that_fails_says_so() -> None:
+    begin = Begin(1)
+    steps = gather(begin.nodes, 60.0, "job", begin.candidates, begin.outbox, 0.0, again=True)
+    with pytest.raises(LaunchError, match="it was not started again; exit code 3"):
+        begin.run(steps, [(1.0, 0, Frame("lost", {"message": "refused"}))])
+
+
 def test_after_one_has_failed_the_others_get_little_time() -> None:
     begin = Begin(3)
     with pytest.raises(LaunchError, match="nothing was started; exit code 3"):

@@ -32,6 +32,8 @@ class Outcome:
     """Whether any worker imported torch with DADT loaded into it."""
     stepped: bool = False
     """Whether any worker's optimizer made a step. Known even if a process ended by os._exit, without reporting."""
+    told_to_end: bool = False
+    """Whether `dadt run` was told to end while the job already ended after a failure, so that it is not restarted."""
     losses: Sequence[Loss] = ()
     """Ranks that were lost while the others continued training."""
     restarts: int = 0
@@ -60,18 +62,24 @@ class Outcome:
 class Ended(DadtError):
     """A signal ended the job while it had no workers."""
 
-    def __init__(self, number: int, what: str = "nothing was started") -> None:
-        super().__init__(f"ended by {'Ctrl-C' if number == signal.SIGINT else signal_name(number)}; {what}")
+    def __init__(self, number: int, *, again: bool = False) -> None:
+        name = "Ctrl-C" if number == signal.SIGINT else signal_name(number)
+        super().__init__(f"ended by {name}; {not_started(again)}")
         self.exit_code = 128 + number
 
 
-def end_early(caught: set[int], checkpoint_signal: int, what: str = "nothing was started") -> None:
-    """Raise Ended or Preempted if one of the caught signals ends a job that has no workers. what: text about what was
-    therefore not done."""
+def not_started(again: bool) -> str:
+    """Return a text about a job that has no workers. again: whether it had some before, and was to be restarted."""
+    return "it was not started again" if again else "nothing was started"
+
+
+def end_early(caught: set[int], checkpoint_signal: int, *, again: bool = False) -> None:
+    """Raise Ended or Preempted if one of the caught signals ends a job that has no workers. again: whether the job was
+    to be restarted."""
     if (number := min(caught & ENDING_SIGNALS, default=0)) == signal.SIGTERM and checkpoint_signal:
-        raise Preempted(f"{Preemption('dadt run was told to end (SIGTERM)').text}; {what}")
+        raise Preempted(f"{Preemption('dadt run was told to end (SIGTERM)').text}; {not_started(again)}")
     if number:
-        raise Ended(number, what)
+        raise Ended(number, again=again)
 
 
 class Unread(DadtError):

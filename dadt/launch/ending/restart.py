@@ -19,7 +19,6 @@ from dadt.launch.hosts.host import Host
 
 SILENT_SECONDS = 2.0
 """Seconds of waiting for hosts after which the user is informed."""
-NOT_AGAIN = "it was not started again"
 FROM_OUTSIDE = (-SIGKILL, -SIGTERM)
 """Exit codes of workers that were killed from outside, for example by the kernel for lack of memory or by a scheduler.
 """
@@ -66,12 +65,14 @@ class Restarts:
         if self._since is None:
             self._since, self._told = now, ""
         since, waited = self._since, now - self._since
-        asked = not self.count or self._discovery.answered >= since or waited > ANSWER_SECONDS
+        patience = min(ANSWER_SECONDS, self._config.start_timeout)
+        asked = not self.count or self._discovery.answered >= since or waited > patience
         hosts = self._candidates.usable(now)
-        if asked and self._suffice(hosts):
+        enough = self._suffice(hosts)
+        if asked and enough:
             self._since = None
             return hosts
-        what = self._lack(hosts)
+        what = "no answer yet to the question which there are" if enough else self._lack(hosts)
         if waited > self._config.start_timeout and self._candidates.due(now) == NEVER:
             raise StartTimeout(f"{what} after --start-timeout {self._config.start_timeout:g} s")
         if waited > SILENT_SECONDS and what != self._told:
@@ -82,11 +83,11 @@ class Restarts:
     def signal(self, caught: set[int]) -> None:
         """Handle signals that `dadt run` received while it waits for hosts. Raises Ended or Preempted if one of them
         ends the job."""
-        end_early(caught, of_checkpoint(self._config), NOT_AGAIN)
+        end_early(caught, of_checkpoint(self._config), again=self.count > 0)
 
     def kill(self) -> None:
         """Handle `dadt kill` while the job waits for hosts. Raises Ended."""
-        end_early({SIGTERM}, 0, NOT_AGAIN)
+        end_early({SIGTERM}, 0, again=self.count > 0)
 
     def _suffice(self, hosts: Sequence[Host]) -> bool:
         """Whether the hosts have enough slots for the least number of workers, as far as slots are known before the
@@ -116,15 +117,17 @@ class Restarts:
 
     def ended(self, outcome: Outcome) -> bool:
         """Handle the outcome of an attempt. Returns whether another one follows."""
-        outcome.restarts, self.refused = self.count, False
+        resumed, self.refused = self.count and not self.refused, False
+        outcome.restarts = self.count
         failed: Failure | DadtError | None = outcome.failure
         # only one host was taken away, so the job can restart on the others
         if outcome.preemption is not None and outcome.preemption.host:
             failed = Preempted(outcome.preemption.text)
-        if self.count and outcome.failure is not None and outcome.failure.says(NotResumed):
+        if resumed and outcome.failure is not None and outcome.failure.says(NotResumed):
             self.refused = True
-            self._most += 1  # an attempt that could not resume has not trained, so it does not count
-        return not outcome.signal and failed is not None and self._again(failed)
+            # An attempt that could not resume has not trained, so it does not count. The next one has no snapshot.
+            self._most += 1
+        return not (outcome.signal or outcome.told_to_end) and failed is not None and self._again(failed)
 
     def failed(self, error: DadtError, hosts: Sequence[Host], now: float, *, began: bool) -> bool:
         """Handle the error of an attempt on these hosts that has no outcome. Returns whether another attempt follows.
@@ -132,7 +135,8 @@ class Restarts:
         asked for, and would occur again."""
         if isinstance(error, LaunchError | StartTimeout):
             self._candidates.blame(hosts, now)
-        again = isinstance(error, LaunchError | StartTimeout | ConfigError)
+        is_last = isinstance(error, LaunchError) and error.is_last
+        again = isinstance(error, LaunchError | StartTimeout | ConfigError) and not is_last
         return again and began and self._again(error)
 
     def _again(self, failed: Failure | DadtError) -> bool:

@@ -79,8 +79,9 @@ class Termination:
         if self.goes_on:
             self._stop(Frame("preempt"), 2 * self._user_grace, preemption.who, now)
             self._outbox.say(f"{preemption.who}: workers have {self._user_grace:g} s to save (once more: at once)")
-        elif before is None:
-            return  # the job is already being ended after a failure
+        elif before is None:  # the job is already being ended after a failure
+            self._outcome.told_to_end = self._outcome.told_to_end or not preemption.host
+            return
         elif not (before.host or preemption.host) and now > self._told + AGAIN_SECONDS:
             self._hurry(preemption.who, now)
         if before is None or before.host:

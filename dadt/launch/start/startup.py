@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from dadt.control import network
+from dadt.control.absence import Deadline
 from dadt.control.frame import Frame
 from dadt.errors import LaunchError, StartTimeout
 from dadt.launch.actions import AskHost, DismissHosts, Outbox, SayPart, Steps, TimeReached
+from dadt.launch.ending.outcome import not_started
 from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.members.node import Node
 from dadt.launch.start.host_report import problem_of, target_of
@@ -58,18 +60,20 @@ def gather(
     now: float,
     *,
     all_needed: bool = True,
+    again: bool = False,
 ) -> Steps[float]:
     """Wait for the reports of all agents. Shows the user each host that failed, and then raises LaunchError or
     StartTimeout. Returns the time at the end of the wait.
 
-    all_needed: if false, hosts that cannot be reached are left out, as long as other hosts are left.
+    all_needed: if false, hosts that cannot be reached are left out, as long as other hosts are left. again: whether the
+    job had workers before, and is being restarted.
     """
     failures, late, now = yield from await_agents(nodes, timeout, job, outbox, now)
     for node in failures:
         candidates.failed(node.host, now)
     away = [node for node in failures if not node.reached]
     if failures and (all_needed or len(away) < len(failures) or len(away) == len(nodes)):
-        _refuse(failures, late, timeout, outbox)
+        _refuse(failures, timeout if late else 0.0, again, outbox)
     for node in away:
         outbox.say(f"{node.name}: {failures[node]}: training begins without it", "warning")
     dismiss(nodes, away, outbox)
@@ -90,15 +94,18 @@ def await_agents(
     part, whether the timeout passed, and the time at the end of the wait."""
     named = any(node.name for node in nodes)
     many = len(nodes) > NAMED_HOSTS
-    begin, deadline = now, now + timeout
+    begin, deadline = now, Deadline(timeout, now)
     failures: dict[Node, str] = {}
     waiting = set(nodes)
     if named:
         outbox.put(SayPart(f"job {job}: starting {len(nodes)} agent{'s' * (len(nodes) > 1)} ..."))
-    while waiting and now < deadline:
-        event = yield deadline
+    while waiting:
+        event = yield deadline.look_at
         now = event.now
-        if isinstance(event, TimeReached):
+        begin += deadline.turn(now)
+        if isinstance(event, TimeReached):  # every event until now has been passed
+            if now >= deadline.at:
+                break
             continue
         node, frame = event.node, event.frame
         if frame.kind == "connected":
@@ -109,7 +116,7 @@ def await_agents(
             node.report, node.state = frame.header, "is ready"
             if problem:
                 failures[node] = problem
-                deadline = min(deadline, now + STRAGGLER_SECONDS)
+                deadline.hasten(now + STRAGGLER_SECONDS)
             if named and (problem or not many):
                 outcome = "failed" if problem else f"ready ({now - begin:.1f} s)"
                 outbox.put(SayPart(f"  {node.name} {outcome}"))
@@ -166,15 +173,16 @@ def find_shared_folders(nodes: Sequence[Node], outbox: Outbox, now: float) -> St
 
 
 def _await_probes(nodes: Sequence[Node], now: float) -> Steps[tuple[dict[Node, Frame], float]]:
-    deadline = now + PROBE_SECONDS
+    deadline = Deadline(PROBE_SECONDS, now)
     reached: dict[Node, Frame] = {}
     while len(reached) < len(nodes):
-        if now >= deadline:
-            late = ", ".join(node.name for node in nodes if node not in reached)
-            raise LaunchError(f"{late}: did not tell within {PROBE_SECONDS:g} s what it reaches of other hosts")
-        event = yield deadline
+        event = yield deadline.look_at
         now = event.now
-        if isinstance(event, TimeReached):
+        deadline.turn(now)
+        if isinstance(event, TimeReached):  # every event until now has been passed
+            if now >= deadline.at:
+                late = ", ".join(node.name for node in nodes if node not in reached)
+                raise LaunchError(f"{late}: did not tell within {PROBE_SECONDS:g} s what it reaches of other hosts")
             continue
         if event.frame.kind == "probed":
             reached[event.node] = event.frame
@@ -188,8 +196,10 @@ def _offer(node: Node) -> str:
     return f"{node.name}, which has {found or 'no address for other hosts'}"
 
 
-def _refuse(failures: Mapping[Node, str], late: bool, timeout: float, outbox: Outbox) -> None:
-    kind: Callable[[str], LaunchError | StartTimeout] = StartTimeout if late else LaunchError
+def _refuse(failures: Mapping[Node, str], timeout: float, again: bool, outbox: Outbox) -> None:
+    """Raise the error of a job in which these hosts failed. timeout: seconds that have passed; 0 if it was not for
+    them."""
+    kind: Callable[[str], LaunchError | StartTimeout] = StartTimeout if timeout else LaunchError
     texts = [f"{node.name}: {text}" if node.name else text for node, text in failures.items()]
     if len(texts) == 1 and not next(iter(failures)).name:
         raise kind(texts[0])
@@ -197,5 +207,5 @@ def _refuse(failures: Mapping[Node, str], late: bool, timeout: float, outbox: Ou
         outbox.say(text, "error")
     if len(texts) > LISTED_HOSTS:
         outbox.say(f"... and {len(texts) - LISTED_HOSTS:,} other hosts", "error")
-    after = f" within --start-timeout {timeout:g} s" if late else ""
-    raise kind(f"nothing was started{after}; exit code {kind('').exit_code}")
+    after = f" within --start-timeout {timeout:g} s" if timeout else ""
+    raise kind(f"{not_started(again)}{after}; exit code {kind('').exit_code}")

@@ -39,6 +39,7 @@ def test_auto_is_chosen_by_the_hosts_and_says_why(workers, gpus, picked, why):
 def test_one_worker_needs_none():
     one = choose(Config(), [HostWorkers("", 1, 0)])
     assert one == (Config(executor="null"), "no executor: there is one worker")
+    assert choose(Config(np=2, min_np=1), [HostWorkers("", 1, 0)])[0].executor == "null"
 
 
 @pytest.mark.parametrize(
