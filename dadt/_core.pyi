@@ -81,6 +81,15 @@ class ShmExecutor(Executor):
 
     def __init__(self, rank: int, world_size: int) -> None: ...
 
+class TcpExecutor(Executor):
+    """TCP between ranks.
+
+    data, notices: file descriptors of connected sockets by rank, -1 at this rank's own place, which then belong to the
+    executor: one for data and one for the reasons of failures. Both ends must have proved themselves.
+    """
+
+    def __init__(self, rank: int, data: Sequence[int], notices: Sequence[int]) -> None: ...
+
 class NullExecutor(Executor):
     """Moves nothing: delivers the rank's own values. The limit that everything is measured against."""
 
@@ -465,6 +474,21 @@ class Mailbox:
         PeerLost(reason). Any thread."""
     def close(self) -> None:
         """Fail what is pending here, and stop the thread. Idempotent."""
+
+class TcpMailbox:
+    """Messages between two ranks over TCP; see Mailbox.
+
+    sockets: file descriptors of connected sockets by rank, -1 at this rank's own place, which then belong to the
+    mailbox. Both ends must have proved themselves.
+    """
+
+    def __init__(self, rank: int, sockets: Sequence[int]) -> None: ...
+    def send(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork: ...
+    def receive(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork: ...
+    def abort(self, reason: str, lost: bool = False) -> None: ...
+    def close(self) -> None:
+        """Wait up to 5 seconds until what was sent has gone out, fail what is pending here, and stop the thread.
+        Idempotent."""
 
 def reduce(
     dtype: DType,

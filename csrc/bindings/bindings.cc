@@ -6,6 +6,7 @@
 #include "engine/null.h"
 #include "kernels/kernels.h"
 #include "shm/shm.h"
+#include "tcp/tcp.h"
 
 using namespace dadt;
 
@@ -166,6 +167,8 @@ void bind_executors(py::module_& module) {
       .def("connect", &Executor::connect, "endpoints"_a, "timeout"_a, Unlocked());
   py::class_<ShmExecutor, Executor, std::shared_ptr<ShmExecutor>>(module, "ShmExecutor")
       .def(py::init<int, int>(), "rank"_a, "world_size"_a);
+  py::class_<TcpExecutor, Executor, std::shared_ptr<TcpExecutor>>(module, "TcpExecutor")
+      .def(py::init<int, std::vector<int>, std::vector<int>>(), "rank"_a, "data"_a, "notices"_a);
   py::class_<NullExecutor, Executor, std::shared_ptr<NullExecutor>>(module, "NullExecutor")
       .def(py::init<int, int>(), "rank"_a, "world_size"_a);
 }

@@ -1,6 +1,7 @@
 // The mailbox's part of the core's Python face.
 #include "bindings/bindings.h"
 #include "shm/mailbox.h"
+#include "tcp/tcp_mailbox.h"
 
 namespace dadt {
 namespace {
@@ -15,6 +16,27 @@ int source(const Transit& transit) {
   return transit.source();
 }
 
+// What all mailboxes can.
+template <typename Class>
+void bind_messages(Class& bound) {
+  using Owner = typename Class::type;
+  bound
+      .def(
+          "send",
+          [](Owner& mailbox, uintptr_t address, size_t bytes, int peer, int64_t tag) {
+            return mailbox.send(reinterpret_cast<const void*>(address), bytes, peer, tag);
+          },
+          "address"_a, "bytes"_a, "peer"_a, "tag"_a, Unlocked())
+      .def(
+          "receive",
+          [](Owner& mailbox, uintptr_t address, size_t bytes, int peer, int64_t tag) {
+            return mailbox.receive(reinterpret_cast<void*>(address), bytes, peer, tag);
+          },
+          "address"_a, "bytes"_a, "peer"_a, "tag"_a, Unlocked())
+      .def("abort", &abort_unlocked<Owner>, "reason"_a, "lost"_a = false)
+      .def("close", &Owner::close, Unlocked());
+}
+
 }  // namespace
 
 void bind_mailbox(py::module_& module) {
@@ -22,24 +44,14 @@ void bind_mailbox(py::module_& module) {
       .def_property_readonly("done", &Transit::done)
       .def("wait", &wait, "timeout"_a)
       .def_property_readonly("source", &source);
-  py::class_<Mailbox, std::unique_ptr<Mailbox, DeleteUnlocked>>(module, "Mailbox")
-      .def(py::init<int, int>(), "rank"_a, "world_size"_a)
+  py::class_<Mailbox, std::unique_ptr<Mailbox, DeleteUnlocked>> shared(module, "Mailbox");
+  shared.def(py::init<int, int>(), "rank"_a, "world_size"_a)
       .def("endpoint", [](const Mailbox& mailbox) { return py::bytes(mailbox.endpoint()); })
-      .def("connect", &Mailbox::connect, "endpoints"_a, "timeout"_a, Unlocked())
-      .def(
-          "send",
-          [](Mailbox& mailbox, uintptr_t address, size_t bytes, int peer, int64_t tag) {
-            return mailbox.send(reinterpret_cast<const void*>(address), bytes, peer, tag);
-          },
-          "address"_a, "bytes"_a, "peer"_a, "tag"_a, Unlocked())
-      .def(
-          "receive",
-          [](Mailbox& mailbox, uintptr_t address, size_t bytes, int peer, int64_t tag) {
-            return mailbox.receive(reinterpret_cast<void*>(address), bytes, peer, tag);
-          },
-          "address"_a, "bytes"_a, "peer"_a, "tag"_a, Unlocked())
-      .def("abort", &abort_unlocked<Mailbox>, "reason"_a, "lost"_a = false)
-      .def("close", &Mailbox::close, Unlocked());
+      .def("connect", &Mailbox::connect, "endpoints"_a, "timeout"_a, Unlocked());
+  bind_messages(shared);
+  py::class_<TcpMailbox, std::unique_ptr<TcpMailbox, DeleteUnlocked>> tcp(module, "TcpMailbox");
+  tcp.def(py::init<int, std::vector<int>>(), "rank"_a, "sockets"_a);
+  bind_messages(tcp);
 }
 
 }  // namespace dadt

@@ -1,6 +1,5 @@
 #include "engine/engine.h"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <cmath>
@@ -150,24 +149,6 @@ void check_operation(const Operation& operation, int world_size) {
   }
 }
 
-// Keeps the calling thread to this rank's share of the cores that the process may use. The ranks' threads
-// wake at the same moment, work in step and sleep again, so briefly that the scheduler does not part two that
-// it has put on one core; that took three times as long.
-void share_cores(int rank, int world_size) {
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  const int cores = CPU_COUNT(&allowed);
-  if (cores < world_size) return;
-  cpu_set_t share;
-  CPU_ZERO(&share);
-  for (int core = 0, nth = 0; core < CPU_SETSIZE; ++core) {
-    if (!CPU_ISSET(core, &allowed)) continue;
-    if (nth * world_size / cores == rank) CPU_SET(core, &share);
-    ++nth;
-  }
-  sched_setaffinity(0, sizeof share, &share);
-}
-
 }  // namespace
 
 Engine::Engine(std::shared_ptr<Executor> executor, int rank, int world_size, double timeout)
@@ -180,7 +161,7 @@ Engine::Engine(std::shared_ptr<Executor> executor, int rank, int world_size, dou
   state_->timeout = timeout;
   if (state_->executor == nullptr) return;
   state_->thread = start_thread("dadt", [state = state_.get()] {
-    share_cores(state->rank, state->world_size);
+    state->executor->settle_thread(state->rank, state->world_size);
     state->run();
   });
 }

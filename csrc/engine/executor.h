@@ -22,6 +22,9 @@ class Executor {
   // have not.
   virtual void connect(const std::vector<std::string>& endpoints, double timeout) = 0;
 
+  // Called once on the engine's thread, before the first operation.
+  virtual void settle_thread(int rank, int world_size);
+
   // Runs one operation, blocking; no wait for a peer is longer than `timeout` seconds. Throws Error; after
   // that the executor is good for abort and close only.
   virtual Result run(const Operation& operation, double timeout) = 0;

@@ -1,24 +1,9 @@
 #pragma once
 
+#include "engine/head.h"
 #include "shm/neighbours.h"
 
 namespace dadt {
-
-// The operation that a rank is in, written at the head of the slot with the operation's first chunk.
-struct SlotHead {
-  uint32_t kind;
-  uint32_t dtype;
-  uint32_t reduction;
-  int32_t root;
-  uint32_t codec;
-  uint64_t total;   // elements
-  uint64_t layout;  // hash of the tensors' sizes
-  uint64_t lane;    // bytes
-  double weight;
-  uint64_t name_hash;  // of all of the name
-  char name[448];      // its beginning
-};
-static_assert(sizeof(SlotHead) == 512);
 
 // Where a rank's stream of chunks has got to; a count of chunks since the beginning, modulo 2^32.
 enum Counter { kPacked = 0, kReduced, kCounters };
@@ -34,8 +19,8 @@ class ChunkSlots : public Neighbours {
       : Neighbours(rank, world_size, kSlots * (kGap + slot_bytes), true), stride_(kGap + slot_bytes) {}
 
   uint8_t* slot(int rank, uint32_t chunk) const { return body(rank) + chunk % kSlots * stride_ + kGap; }
-  SlotHead& slot_head(int rank, uint32_t chunk) const {
-    return *reinterpret_cast<SlotHead*>(slot(rank, chunk) - sizeof(SlotHead));
+  Head& slot_head(int rank, uint32_t chunk) const {
+    return *reinterpret_cast<Head*>(slot(rank, chunk) - sizeof(Head));
   }
 
   // Whether a rank's counter has gone past `chunk`.
@@ -58,11 +43,11 @@ class ChunkSlots : public Neighbours {
 
  private:
   static constexpr size_t kGap =
-      4096;  // before each slot; at its end the SlotHead, and before all the counters
+      4096;  // before each slot; at its end the Head, and before all the counters
   struct alignas(64) Count {
     std::atomic<uint32_t> value;
   };
-  static_assert(sizeof(Count) * kCounters + sizeof(SlotHead) <= kGap);
+  static_assert(sizeof(Count) * kCounters + sizeof(Head) <= kGap);
 
   std::atomic<uint32_t>& counter(int rank, Counter which) const {
     return reinterpret_cast<Count*>(body(rank))[which].value;

@@ -4,18 +4,21 @@
 
 #include "base/thread.h"
 #include "engine/executor.h"
-#include "shm/post.h"
+#include "mail/post.h"
+#include "shm/neighbours.h"
 
 namespace dadt {
 
-struct MailboxState {
-  MailboxState(int rank, int world_size, size_t pipe_bytes)
-      : neighbours(rank, world_size, Post::memory_bytes(world_size, pipe_bytes), false),
+struct MailboxState final : Carrier {
+  MailboxState(int rank, int world_size, size_t bytes)
+      : neighbours(rank, world_size, Post::memory_bytes(world_size, bytes), false),
+        pipe_bytes(bytes),
         pid(getpid()),
-        post(neighbours, pipe_bytes) {}
+        post(*this, bytes) {}
 
   // Constant after construction.
   Neighbours neighbours;
+  const size_t pipe_bytes;
   const pid_t pid;
 
   // Any thread.
@@ -29,13 +32,32 @@ struct MailboxState {
   bool closing = false;
   std::thread thread;
 
+  int rank() const override { return neighbours.rank(); }
+  int world_size() const override { return neighbours.world_size(); }
+  void wake(int peer) override { neighbours.head(peer).event.notify_if_waiting(); }
+  void abort(const Error& reason) override { neighbours.abort(reason); }
+  Error lost(int peer, bool lives, const std::string& title) const override {
+    return neighbours.lost(peer, lives, title);
+  }
+
+  void open();
   Handle submit(Handle transit);
   void run();
   void look(bool at_lives);
   int ends() const;
   bool has_news() const;
-  void wake() { neighbours.head(neighbours.rank()).event.notify_if_waiting(); }
 };
+
+// The pipe from rank r lies in its reader's segment, at place r.
+void MailboxState::open() {
+  const size_t stride = ByteRing::memory_bytes(pipe_bytes);
+  std::vector<std::pair<ByteRing, ByteRing>> rings;
+  for (int peer = 0; peer < world_size(); ++peer) {
+    rings.emplace_back(ByteRing(neighbours.body(rank()) + peer * stride, pipe_bytes),
+                       ByteRing(neighbours.body(peer) + rank() * stride, pipe_bytes));
+  }
+  post.open(std::move(rings));
+}
 
 Handle MailboxState::submit(Handle transit) {
   if (getpid() != pid) {
@@ -53,7 +75,7 @@ Handle MailboxState::submit(Handle transit) {
     }
     post.start(transit);
   }
-  if (post.has_frames() || (!transit->done() && !is_looking)) wake();
+  if (post.has_frames() || (!transit->done() && !is_looking)) wake(rank());
   return transit;
 }
 
@@ -134,7 +156,7 @@ std::string Mailbox::endpoint() const { return state_->neighbours.endpoint(); }
 
 void Mailbox::connect(const std::vector<std::string>& endpoints, double timeout) {
   state_->neighbours.connect(endpoints, timeout);
-  state_->post.open();
+  state_->open();
 }
 
 std::shared_ptr<Transit> Mailbox::send(const void* data, size_t bytes, int peer, int64_t tag) {
@@ -163,7 +185,7 @@ void Mailbox::close() {
     state_->is_stopping = true;
     ended = std::move(state_->thread);
   }
-  state_->wake();
+  state_->wake(state_->rank());
   if (ended.joinable()) ended.join();
   const std::lock_guard lock(state_->mutex);
   state_->post.fail(Error(Code::kAborted, "the mailbox was closed before the message had arrived"));

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "shm/transit.h"
+#include "mail/transit.h"
 
 namespace dadt {
 

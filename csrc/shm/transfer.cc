@@ -1,7 +1,6 @@
 #include "shm/transfer.h"
 
 #include <cstring>
-#include <sstream>
 
 #include "engine/compress.h"
 #include "kernels/kernels.h"
@@ -19,53 +18,6 @@ static_assert(ChunkSlots::kSlots >= 2 * kAhead);
 constexpr int kDirect = 8;
 
 size_t padded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
-
-bool is(const SlotHead& head, Kind kind) { return head.kind == static_cast<uint32_t>(kind); }
-
-// Moved data has the same shape on all ranks.
-bool is_uniform(const SlotHead& head) { return is(head, Kind::kAllreduce) || is(head, Kind::kBroadcast); }
-
-std::string describe(const SlotHead& head) {
-  std::ostringstream text;
-  text << kind_name(static_cast<Kind>(head.kind)) << " \"" << head.name << "\"";
-  if (is_uniform(head)) text << " of " << head.total << " " << dtype_name(static_cast<DType>(head.dtype));
-  if (is(head, Kind::kBroadcast)) text << " from rank " << head.root;
-  return text.str();
-}
-
-bool same(const SlotHead& one, const SlotHead& other) {
-  if (one.kind != other.kind || one.name_hash != other.name_hash) return false;
-  if (!is_uniform(one)) return true;
-  return one.dtype == other.dtype && one.codec == other.codec && one.reduction == other.reduction &&
-         one.root == other.root && one.total == other.total && one.layout == other.layout &&
-         one.lane == other.lane;
-}
-
-// Empty if the two heads are of one operation.
-std::string difference(int rank, const SlotHead& one, int peer, const SlotHead& other) {
-  if (same(one, other)) return {};
-  std::string a = describe(one);
-  std::string b = describe(other);
-  if (a != b) {
-    // It says it all.
-  } else if (one.reduction != other.reduction) {
-    a += std::string(" by ") + reduction_name(static_cast<Reduction>(one.reduction));
-    b += std::string(" by ") + reduction_name(static_cast<Reduction>(other.reduction));
-  } else if (one.codec != other.codec) {
-    a += std::string(" as ") + codec_name(static_cast<Codec>(one.codec));
-    b += std::string(" as ") + codec_name(static_cast<Codec>(other.codec));
-  } else if (one.layout != other.layout) {
-    a += " in tensors of one division";
-    b += " in tensors of another";
-  } else if (one.lane != other.lane) {
-    a += " with a lane of " + std::to_string(one.lane) + " bytes";
-    b += " with one of " + std::to_string(other.lane);
-  } else {
-    b += " with another end of its long name";
-  }
-  return "rank " + std::to_string(rank) + " is in " + a + ", rank " + std::to_string(peer) + " in " + b +
-         ": the ranks do not run the same steps";
-}
 
 }  // namespace
 
@@ -151,53 +103,28 @@ void Transfer::wait_for_heads() {
 }
 
 void Transfer::write_head() {
-  SlotHead& head = ring_.slot_head(rank_, first_);
-  head = SlotHead{};
-  head.kind = static_cast<uint32_t>(operation_.kind);
-  head.dtype = static_cast<uint32_t>(operation_.layout.dtype());
-  head.reduction = static_cast<uint32_t>(operation_.reduction);
-  head.codec = static_cast<uint32_t>(codec_);
-  head.total = codec_ == Codec::kNone ? data_bytes_ / item_ : operation_.layout.total();
-  head.layout = operation_.layout.hash();
-  head.lane = lane_.size();
-  head.weight = operation_.weight;
-  head.root = operation_.root;
-  head.name_hash = std::hash<std::string>()(operation_.name);
-  std::strncpy(head.name, operation_.name.c_str(), sizeof head.name - 1);
+  const size_t total = codec_ == Codec::kNone ? data_bytes_ / item_ : operation_.layout.total();
+  ring_.slot_head(rank_, first_) = head_of(operation_, total, lane_.size());
 }
 
 void Transfer::read_heads() {
-  const SlotHead& mine = ring_.slot_head(rank_, first_);
+  const Head& mine = ring_.slot_head(rank_, first_);
   size_t longest_lane = 0;
   size_t most_data = 0;
-  double sum = 0;
-  bool equal = true;
+  std::vector<double> weights;
   for (int rank = 0; rank < world_size_; ++rank) {
-    const SlotHead& head = ring_.slot_head(rank, first_);
+    const Head& head = ring_.slot_head(rank, first_);
     const std::string text =
         rank < rank_ ? difference(rank, head, rank_, mine) : difference(rank_, mine, rank, head);
     if (!text.empty()) throw Error(Code::kMismatch, text);
     if (operation_.kind != Kind::kBroadcast) result_.lanes.emplace_back(head.lane, '\0');
     longest_lane = std::max<size_t>(longest_lane, head.lane);
     most_data = std::max<size_t>(most_data, codec_ == Codec::kNone ? head.total * item_ : data_bytes_);
-    weights_.push_back(head.weight);
-    sum += head.weight;
-    equal = equal && head.weight == weights_[0];
+    weights.push_back(head.weight);
   }
   plan(longest_lane, most_data);
-  result_.weight_sum = operation_.kind == Kind::kAllreduce ? sum : 0;
-  for (int rank = 0; rank < world_size_; ++rank) {
-    // Weight 0: left out, for what it has may be no number.
-    if (equal || weights_[rank] > 0) sources_.push_back(rank);
-  }
-  divisor_ = equal ? world_size_ : sum;
-  // A sum counts a weight that all have; where it is 0, as where it is 1.
-  const bool plain = operation_.reduction != Reduction::kSum || weights_[0] == 0 || weights_[0] == 1;
-  if (equal && plain) {
-    weights_.clear();
-  } else {
-    std::erase(weights_, 0.0);
-  }
+  shares_.emplace(operation_, std::move(weights));
+  result_.weight_sum = operation_.kind == Kind::kAllreduce ? shares_->sum : 0;
 }
 
 Transfer::Move Transfer::next_move() const {
@@ -260,15 +187,15 @@ void Transfer::reduce_to(void* destination, const Extent& part, size_t offset, s
   const void* from[64];
   std::vector<const void*> many;
   const void** sources = from;
-  if (sources_.size() > std::size(from)) {
-    many.resize(sources_.size());
+  if (shares_->ranks.size() > std::size(from)) {
+    many.resize(shares_->ranks.size());
     sources = many.data();
   }
-  for (size_t i = 0; i < sources_.size(); ++i) {
-    sources[i] = ring_.slot(sources_[i], chunk) + part.slot_offset + offset * item_;
+  for (size_t i = 0; i < shares_->ranks.size(); ++i) {
+    sources[i] = ring_.slot(shares_->ranks[i], chunk) + part.slot_offset + offset * item_;
   }
   dadt::reduce(operation_.layout.dtype(), operation_.reduction, destination, sources,
-               weights_.empty() ? nullptr : weights_.data(), static_cast<int>(sources_.size()), divisor_,
+               shares_->weights.empty() ? nullptr : shares_->weights.data(), static_cast<int>(shares_->ranks.size()), shares_->divisor,
                count, stream);
 }
 
@@ -321,11 +248,11 @@ void Transfer::deliver() {
 
 void Transfer::decompress_all(const Extent& part) {
   Wires wires;
-  for (int rank : sources_) {
+  for (int rank : shares_->ranks) {
     wires.addresses.push_back(ring_.slot(rank, first_ + delivered_) + part.slot_offset);
   }
-  wires.weights = weights_;
-  wires.divisor = operation_.reduction == Reduction::kMean ? divisor_ : 1;
+  wires.weights = shares_->weights;
+  wires.divisor = operation_.reduction == Reduction::kMean ? shares_->divisor : 1;
   decompress(operation_, part.begin, part.end, wires);
 }
 

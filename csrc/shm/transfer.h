@@ -2,7 +2,7 @@
 
 #include <string_view>
 
-#include "engine/work.h"
+#include "engine/head.h"
 #include "shm/chunk_slots.h"
 #include "shm/exchange.h"
 
@@ -66,9 +66,7 @@ class Transfer {
   const bool stream_;
 
   // Known when all heads are read.
-  std::vector<double> weights_;  // empty: all count the same
-  std::vector<int> sources_;     // ranks that count
-  double divisor_ = 1;
+  std::optional<Shares> shares_;
 
   size_t lane_room_ = 0;   // bytes before the tensors in the stream
   size_t data_bytes_ = 0;  // of the tensors; of an exchange, in the longest stream

@@ -14,13 +14,13 @@ from dadt.config.extensions import ALGORITHMS, EXECUTORS
 from dadt.config.numbers import numbers
 from dadt.errors import ConfigError
 
-CROSS = ("gloo", "nccl", "mpi")
+CROSS = ("tcp", "gloo", "nccl", "mpi")
 """Executors that can exchange between hosts in `--executor hierarchical:<name>`; c10d:<name> is valid as well."""
 COMPRESSES = ("pipe", "sync", "local", "auto")
 """Algorithms that can be combined with `--compression auto`."""
 SURVIVING = ("pipe", "sync", "auto", "local", "gossip")
 """Algorithms that can continue training when ranks are lost."""
-SURVIVING_EXECUTORS = ("shm", "gloo", "hierarchical", "nccl")
+SURVIVING_EXECUTORS = ("shm", "tcp", "gloo", "hierarchical", "nccl")
 LEAST_MEASURED = 10
 """Number of steps that --algorithm auto and --compression auto must measure before they decide."""
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "auto")
@@ -75,9 +75,10 @@ def check_min_np(least: int, np: int, algorithm: str, executors: Iterable[str], 
     if algorithm not in SURVIVING:
         raise ConfigError(f"{given}: --algorithm {algorithm} ends with any of its ranks; give pipe or sync")
     # `null` is what `auto` becomes where only one worker fits.
-    for name in sorted({*executors} - {"", "auto", "null", *SURVIVING_EXECUTORS, "hierarchical:gloo"}):
+    crosses = ("hierarchical:tcp", "hierarchical:gloo")
+    for name in sorted({*executors} - {"", "auto", "null", *SURVIVING_EXECUTORS, *crosses}):
         raise ConfigError(
-            f"{given}: --executor {name} ends with any of its ranks; give shm, gloo, hierarchical or nccl"
+            f"{given}: --executor {name} ends with any of its ranks; give shm, tcp, gloo, hierarchical or nccl"
         )
     if launcher == "mpi" or nnodes:
         other = "--launcher mpi" if launcher == "mpi" else "--nnodes"

@@ -56,7 +56,7 @@ class Config:
     )
     executor: str = knob(
         "auto",
-        "How ranks exchange data: auto, shm, gloo, nccl, mpi, mpicuda, null, c10d:<name>, hierarchical:<name>.",
+        "How ranks exchange data: auto, shm, tcp, gloo, nccl, mpi, mpicuda, null, c10d:<name>, hierarchical:<name>.",
         metavar="NAME",
     )
     broadcast_executor: str = knob(

@@ -18,6 +18,7 @@ ALGORITHMS = {
 EXECUTORS = {
     "shm": "dadt.comm.executors.core:shm",
     "null": "dadt.comm.executors.core:null",
+    "tcp": "dadt.comm.executors.tcp:connect",
     "gloo": "dadt.comm.executors.c10d:gloo",
     "nccl": "dadt.comm.executors.nccl:connect",
     "mpi": "dadt.comm.executors.mpi:connect",

@@ -12,7 +12,7 @@ RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
 LATENCY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 PACED = "paced:"
-_PACEABLE = ("auto", "gloo", "null", "")
+_PACEABLE = ("auto", "tcp", "gloo", "null", "")
 """Executors that `--link paced:<speed>` can slow down, because they exchange over TCP alone, or exchange nothing."""
 
 
@@ -46,7 +46,7 @@ def check_link(link: str, latency: str, executors: Iterable[str], others: Mappin
         return
     for name in executors:
         if name not in _PACEABLE:
-            raise ConfigError(f"--link {link}: paces TCP connections, and --executor {name} has others -> give gloo")
+            raise ConfigError(f"--link {link}: paces TCP connections, and --executor {name} has others -> give tcp")
     if given := next((name for name, value in {"--latency": latency, **others}.items() if value), ""):
         raise ConfigError(f"--link {link}: paces connections of workers on this host alone; leave {given} out")
 

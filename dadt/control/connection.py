@@ -90,19 +90,21 @@ class Listener:
         take: Callable[[Words, SealedConnection], None],
         port: int = 0,
         *,
+        address: str = "",
         turned_away: Callable[[str], None] = lambda text: None,
     ) -> None:
         """greet: returns the answer to a client that knows the key; {"refused": sentence} rejects it. take: receives an
-        accepted client's connection. turned_away: receives a text about each failed attempt, once per address and
-        reason. All three are called from several threads. Raises OSError if the port is in use.
+        accepted client's connection. address: where to listen; empty: on all addresses of this host. turned_away:
+        receives a text about each failed attempt, once per address and reason. The three functions are called from
+        several threads. Raises OSError if the port is in use.
         """
         self._key, self._silence = key, silence
         self._greet, self._take = greet, take
         self._turned_away = turned_away
         self._told: set[str] = set()
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+        both = not address and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+        server = socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=1024)
         self.port = int(server.getsockname()[1])
         self._entrance = Entrance(server, _shut)
         self._closed = False

@@ -9,7 +9,7 @@
 #include "negotiation/coordinator.h"
 #include "negotiation/message.h"
 #include "ranks.h"
-#include "shm/post.h"
+#include "mail/post.h"
 
 namespace dadt {
 namespace {
@@ -159,6 +159,23 @@ TEST_F(FuzzMessages, GivingUps) {
   });
 }
 
+// The two ranks' shared memory.
+class Neighbouring final : public Carrier {
+ public:
+  explicit Neighbouring(Neighbours& neighbours) : neighbours_(neighbours) {}
+
+  int rank() const override { return neighbours_.rank(); }
+  int world_size() const override { return neighbours_.world_size(); }
+  void wake(int peer) override { neighbours_.head(peer).event.notify_if_waiting(); }
+  void abort(const Error& reason) override { neighbours_.abort(reason); }
+  Error lost(int peer, bool lives, const std::string& title) const override {
+    return neighbours_.lost(peer, lives, title);
+  }
+
+ private:
+  Neighbours& neighbours_;
+};
+
 class FuzzMail : public Fuzz {
  protected:
   static constexpr size_t kPipe = 4096;
@@ -179,8 +196,10 @@ class FuzzMail : public Fuzz {
 TEST_F(FuzzMail, Frames) {
   ByteRing pipe(ranks_[0]->body(0) + ByteRing::memory_bytes(kPipe), kPipe);
   go("frames of mail", [&] {
-    Post post(*ranks_[0], kPipe);
-    post.open();
+    Neighbouring carrier(*ranks_[0]);
+    Post post(carrier, kPipe);
+    const ByteRing own(ranks_[0]->body(0), kPipe);
+    post.open({{own, own}, {pipe, ByteRing(ranks_[0]->body(1), kPipe)}});
     std::vector<std::vector<uint8_t>> memory;
     std::vector<Handle> receives;
     for (size_t left = below(4); left > 0; --left) {

@@ -3,6 +3,7 @@ executors of its own."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -119,6 +120,12 @@ class Connection:
     def failed(self) -> bool:
         """Whether one of the connection's C++ engines has an error."""
         return self.engine.error is not None or (self.broadcaster is not None and self.broadcaster.error is not None)
+
+
+def renumbered(text: str, ranks: Sequence[int]) -> str:
+    """Return the text of an error of a group, in which the places of ranks are replaced by their numbers in the world,
+    `ranks`."""
+    return re.sub(r"\brank (\d+)\b", lambda found: f"rank {ranks[int(found[1])]}", text)
 
 
 def together(rest: Connection, broadcasts: Connection, timeout: float) -> Connection:

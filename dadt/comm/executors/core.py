@@ -7,7 +7,7 @@ from functools import partial
 from dadt import _core
 from dadt.comm.executors.base import Connection
 from dadt.comm.executors.meet import Meet, attend
-from dadt.comm.executors.point_to_point import NoPointToPoint, SharedMemoryMessages
+from dadt.comm.executors.point_to_point import CoreMessages, NoPointToPoint
 from dadt.config import Config
 from dadt.world import World
 
@@ -33,8 +33,8 @@ def null(config: Config, world: World, meet: Meet) -> Connection:
     return Connection(engine, mail, mail.close)
 
 
-def _shared_mail(config: Config, world: World, meet: Meet) -> SharedMemoryMessages:
+def _shared_mail(config: Config, world: World, meet: Meet) -> CoreMessages:
     mailbox = _core.Mailbox(world.rank, world.world_size)
     endpoints = meet.exchange("mailbox endpoint", mailbox.endpoint())
     attend(meet, SHARES, partial(mailbox.connect, endpoints, config.start_timeout))
-    return SharedMemoryMessages(mailbox)
+    return CoreMessages(mailbox)

@@ -8,7 +8,6 @@ the network, the thread of the host's C++ engine reduces the next chunk and gath
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +19,8 @@ import torch
 
 from dadt import _core
 from dadt.comm.bucket import DTYPES
-from dadt.comm.executors import c10d, compressed, mpi, pull
-from dadt.comm.executors.base import Connection, Executor, P2PWork
+from dadt.comm.executors import c10d, compressed, mpi, pull, tcp
+from dadt.comm.executors.base import Connection, Executor, P2PWork, renumbered
 from dadt.comm.executors.core import SHARES
 from dadt.comm.executors.meet import Apart, Meet, attend
 from dadt.config import Config
@@ -34,12 +33,12 @@ first and the last chunk, which overlap with nothing, cost little too."""
 
 
 def connect(cross: str, config: Config, world: World, meet: Meet) -> Connection:
-    """Connect all ranks by a hierarchical executor. cross: the executor between hosts: gloo, nccl, mpi or c10d:<name>.
-    Raises ConfigError if it cannot be used."""
+    """Connect all ranks by a hierarchical executor. cross: the executor between hosts: tcp, gloo, nccl, mpi or
+    c10d:<name>. Raises ConfigError if it cannot be used."""
     places = meet.exchange("place", f"{world.cross_rank} {world.local_rank}".encode())
     told = sorted((*map(int, place.split()), rank) for rank, place in enumerate(places))
     hosts = [[rank for *_, rank in ranks] for _, ranks in groupby(told, key=itemgetter(0))]
-    join = _joiner(cross or "gloo", config, world, meet)
+    join = _joiner(cross or "tcp", config, world, meet)
     executor = Hierarchical(hosts, world.rank, _local(hosts, config, world, meet), join, config.timeout)
     return pull.connect(executor, world.rank, world.world_size, config.timeout)
 
@@ -48,10 +47,13 @@ def _joiner(cross: str, config: Config, world: World, meet: Meet) -> Callable[[S
     """Return a function that connects this rank with the given ranks by the executor between hosts."""
     if cross == "mpi":
         return mpi.joiner(config, world, meet)
-    name = cross.removeprefix("c10d:")
-    c10d.check(name)
     numbers = count()  # these numbers keep group names unique if both groups have the same ranks
-    return lambda ranks: c10d.join(name, Apart(meet, f"group {next(numbers)}"), world, ranks, config)
+    name = cross.removeprefix("c10d:")
+    join: Callable[[Meet, World, Sequence[int], Config], Executor] = tcp.join
+    if cross != "tcp":
+        c10d.check(name)
+        join = partial(c10d.join, name)
+    return lambda ranks: join(Apart(meet, f"group {next(numbers)}"), world, ranks, config)
 
 
 def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: Meet) -> _core.Engine | None:
@@ -214,7 +216,7 @@ class Hierarchical:
         try:
             work.wait(2 * self._timeout)  # twice the timeout, as the operation itself fails after one timeout
         except CommError as error:
-            named = re.sub(r"\brank (\d+)\b", lambda found: f"rank {self._here[int(found[1])]}", str(error))
+            named = renumbered(str(error), self._here)
             raise type(error)(f"inside the host of ranks {_list(self._here)}: {named}") from error
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Messages between two ranks through the C++ core's shared memory, and a stand-in that moves nothing, for simulated
+"""Messages between two ranks through the C++ core, and a stand-in that moves nothing, for simulated
 ranks."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dadt.comm.keepalive import KeepAlive
 from dadt.errors import PeerLost
 
 
-class SharedMemoryMessages:
-    """Messages between two ranks of one host, through the core's shared-memory mailbox."""
+class CoreMessages:
+    """Messages between two ranks, through a mailbox of the C++ core."""
 
-    def __init__(self, mailbox: _core.Mailbox) -> None:
+    def __init__(self, mailbox: _core.Mailbox | _core.TcpMailbox) -> None:
         self._mailbox = mailbox
         # The function always reports no failure: the C++ core does not touch the memory of failed messages, so the
         # memory can be released.

@@ -62,10 +62,10 @@ def test_names(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "tcp", "c10d:", "hierarchical:shm", "hierarchical:", "hierarchical:c10d:", "shm:"]
+    "name", ["", "udp", "c10d:", "hierarchical:shm", "hierarchical:", "hierarchical:c10d:", "shm:"]
 )
 def test_other_names_are_refused_with_a_list_of_those_there_are(name):
-    with pytest.raises(ConfigError, match=r"--executor .*: unknown; choose one of auto, shm, .*hierarchical:<gloo"):
+    with pytest.raises(ConfigError, match=r"--executor .*: unknown; choose one of auto, shm, .*hierarchical:<tcp"):
         Config(executor=name)
 
 
@@ -77,7 +77,9 @@ def ranks(folder: Path, executor: str, hosts: str, what: str) -> list[Ended]:
 @pytest.mark.parametrize(
     ("executor", "hosts"),
     [
+        ("tcp", "012"),
         ("c10d:ours", "00"),
+        ("hierarchical:tcp", "0120"),
         ("hierarchical:gloo", "0011"),
         ("hierarchical:gloo", "0120"),
         ("hierarchical:c10d:ours", "0001"),

@@ -11,7 +11,7 @@ import torch
 from harness.patience import PATIENCE
 
 from dadt import _core
-from dadt.comm.executors.point_to_point import NoPointToPoint, SharedMemoryMessages
+from dadt.comm.executors.point_to_point import CoreMessages, NoPointToPoint
 from dadt.errors import Aborted, CommTimeout, Mismatch, PeerLost
 
 LONG = 100_000
@@ -19,7 +19,7 @@ LONG = 100_000
 
 
 @pytest.fixture
-def mails() -> Iterator[list[SharedMemoryMessages]]:
+def mails() -> Iterator[list[CoreMessages]]:
     """Those of two ranks, both in this process."""
     boxes = [_core.Mailbox(rank, 2) for rank in (0, 1)]
     endpoints = [box.endpoint() for box in boxes]
@@ -28,7 +28,7 @@ def mails() -> Iterator[list[SharedMemoryMessages]]:
         thread.start()
     for thread in threads:
         thread.join()
-    mails = [SharedMemoryMessages(box) for box in boxes]
+    mails = [CoreMessages(box) for box in boxes]
     yield mails
     for mail in mails:
         mail.close()

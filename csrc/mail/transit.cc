@@ -1,4 +1,4 @@
-#include "shm/transit.h"
+#include "mail/transit.h"
 
 #include <sstream>
 

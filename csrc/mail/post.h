@@ -8,9 +8,8 @@
 #include <optional>
 #include <vector>
 
-#include "shm/byte_ring.h"
-#include "shm/neighbours.h"
-#include "shm/transit.h"
+#include "mail/byte_ring.h"
+#include "mail/transit.h"
 
 namespace dadt {
 
@@ -26,6 +25,21 @@ struct Frame {
 };
 
 using Handle = std::shared_ptr<Transit>;
+
+// What carries the frames of a Post to other ranks, as it needs it.
+class Carrier {
+ public:
+  virtual ~Carrier() = default;
+
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+  // Wakes a rank that may sleep: frames for it are there, or room for its own.
+  virtual void wake(int peer) = 0;
+  // Has all ranks give up.
+  virtual void abort(const Error& reason) = 0;
+  // What to say of a peer that has died, or has closed though it lives. title: what it was waited for in.
+  virtual Error lost(int peer, bool lives, const std::string& title) const = 0;
+};
 
 // A frame that waits for room. The payload is the transit's, which is done when it is written.
 struct Outgoing {
@@ -72,10 +86,10 @@ class Post {
     return static_cast<size_t>(world_size) * ByteRing::memory_bytes(pipe_bytes);
   }
 
-  Post(Neighbours& neighbours, size_t pipe_bytes);
+  Post(Carrier& carrier, size_t pipe_bytes);
 
-  // After the neighbours have met.
-  void open();
+  // Once all ranks are connected: the rings from and to a rank, by rank.
+  void open(std::vector<std::pair<ByteRing, ByteRing>> rings);
   bool is_open() const { return !lines_.empty(); }
 
   // Takes a message on. Some are done at once.
@@ -96,13 +110,13 @@ class Post {
 
   // Whether there is something to read, or room for what is to be written.
   bool has_frames() const;
+  // Bytes behind the head of a frame, at most. Short enough that several fit into a pipe.
+  size_t longest_message() const { return pipe_bytes_ / 8; }
+  size_t chunk() const { return pipe_bytes_ / 4; }
   // Messages that are not done.
   size_t pending() const { return pending_; }
 
  private:
-  // Short enough that several fit into a pipe.
-  size_t longest_message() const { return pipe_bytes_ / 8; }
-  size_t chunk() const { return pipe_bytes_ / 4; }
 
   void start_send(const Handle& transit);
   void start_receive(const Handle& transit);
@@ -124,7 +138,7 @@ class Post {
   std::optional<int> nobody_for(const Transit& receive) const;
 
   // Constant after construction.
-  Neighbours& neighbours_;
+  Carrier& carrier_;
   const int rank_;
   const size_t pipe_bytes_;
 

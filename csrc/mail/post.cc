@@ -1,4 +1,4 @@
-#include "shm/post.h"
+#include "mail/post.h"
 
 #include <algorithm>
 #include <cstring>
@@ -21,16 +21,11 @@ bool matches(const Transit& receive, int source, int64_t tag) {
 
 }  // namespace
 
-Post::Post(Neighbours& neighbours, size_t pipe_bytes)
-    : neighbours_(neighbours), rank_(neighbours.rank()), pipe_bytes_(pipe_bytes) {}
+Post::Post(Carrier& carrier, size_t pipe_bytes)
+    : carrier_(carrier), rank_(carrier.rank()), pipe_bytes_(pipe_bytes) {}
 
-// The pipe from rank r lies in its reader's segment, at place r.
-void Post::open() {
-  const size_t stride = ByteRing::memory_bytes(pipe_bytes_);
-  for (int peer = 0; peer < neighbours_.world_size(); ++peer) {
-    lines_.push_back(std::make_unique<Line>(ByteRing(neighbours_.body(rank_) + peer * stride, pipe_bytes_),
-                                            ByteRing(neighbours_.body(peer) + rank_ * stride, pipe_bytes_)));
-  }
+void Post::open(std::vector<std::pair<ByteRing, ByteRing>> rings) {
+  for (const auto& [in, out] : rings) lines_.push_back(std::make_unique<Line>(in, out));
 }
 
 void Post::start(const Handle& transit) {
@@ -124,7 +119,7 @@ bool Post::read_frame(int peer) {
       take_data(peer, frame);
       break;
   }
-  if (line.in.pop(sizeof frame + frame.payload)) neighbours_.head(peer).event.notify_if_waiting();
+  if (line.in.pop(sizeof frame + frame.payload)) carrier_.wake(peer);
   return true;
 }
 
@@ -157,7 +152,7 @@ void Post::refuse(int peer) {
   lines_[peer]->in.pop(lines_[peer]->in.unread());
   if (error_) return;
   fail(reason);
-  neighbours_.abort(reason);
+  carrier_.abort(reason);
 }
 
 void Post::take_message(int peer, const Frame& frame) {
@@ -257,7 +252,7 @@ bool Post::flush(int peer) {
     write_next(peer);
   }
   line.needs = size;
-  if (written > 0) neighbours_.head(peer).event.notify_if_waiting();
+  if (written > 0) carrier_.wake(peer);
   return written > 0;
 }
 
@@ -334,7 +329,7 @@ void Post::end(Transit& transit, const Error& reason) {
 }
 
 Error Post::lost(const Transit& transit, int peer) const {
-  return neighbours_.lost(peer, lines_[peer]->lives, transit.title());
+  return carrier_.lost(peer, lines_[peer]->lives, transit.title());
 }
 
 }  // namespace dadt

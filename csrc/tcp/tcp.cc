@@ -1,0 +1,20 @@
+#include "tcp/tcp.h"
+
+#include <sched.h>
+
+namespace dadt {
+
+// Batch scheduling: the thread does not interrupt one that computes for every few packets, and handles more of
+// them at once.
+void TcpExecutor::settle_thread(int, int) {
+  const sched_param none{};
+  sched_setscheduler(0, SCHED_BATCH, &none);
+}
+
+Result TcpExecutor::run(const Operation& operation, double timeout) {
+  if (links_.world_size() == 1) return run_alone(operation, 1);
+  Collective collective(links_, memory_, operation, operations_++, timeout);
+  return collective.run();
+}
+
+}  // namespace dadt

@@ -1,0 +1,129 @@
+"""TCP connections between the ranks of a group, over which both ends have proved that they belong to the job before
+anything else is read."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+
+from dadt.comm.executors.meet import Meet
+from dadt.config import Config
+from dadt.config.link import pace_of
+from dadt.control import schema
+from dadt.control.connection import Listener, Reach, Refused, SealedConnection, Unreached, Words, dial
+from dadt.control.pacing import paced
+from dadt.errors import StartTimeout
+from dadt.world import World
+
+KEY_BYTES = 32
+DIALS = 16
+"""Most connections that a rank opens at the same time."""
+IS_ENDPOINT = schema.record(address=schema.text(64), port=schema.whole(1, 65535), key=schema.text(2 * KEY_BYTES))
+
+
+def connect(
+    uses: Sequence[str], name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config
+) -> Mapping[str, list[int]]:
+    """Connect these ranks of the world with each other. Returns, for each use, the file descriptors of the sockets by
+    place in `ranks`, -1 at this rank's own; they belong to the caller.
+
+    uses: what the connections are for, one connection each between two ranks. name: prefix of the group's keys in the
+    rendezvous. Raises StartTimeout, naming the ranks that are not reached in time.
+    """
+    if len(ranks) == 1:
+        return {use: [-1] for use in uses}
+    with paced(pace_of(config.link)), _Entry(uses, name, meet, world, ranks, config) as entry:
+        found = entry.connect(monotonic() + config.start_timeout)
+    return {use: [found[use, place].detach() if place != entry.place else -1 for place in range(len(ranks))]
+            for use in uses}  # fmt: skip
+
+
+class _Entry:
+    """One rank's listening socket while the ranks connect. A rank dials those before it and is dialled by the rest."""
+
+    def __init__(
+        self, uses: Sequence[str], name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config
+    ) -> None:
+        self.place = ranks.index(world.rank)
+        self._uses, self._name, self._meet, self._ranks = uses, name, meet, ranks
+        self._silence = config.timeout
+        self._found: dict[tuple[str, int], socket.socket] = {}
+        self._news = threading.Condition()
+        self._address = world.address or "127.0.0.1"
+        # Without a secret of the job, whoever sees what the ranks tell each other at the start may connect.
+        self._key = meet.secret or secrets.token_bytes(KEY_BYTES)
+        self._listener = Listener(self._key, self._silence, self._greet, self._take, address=self._address)
+
+    def __enter__(self) -> _Entry:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self._listener.close()
+        if kind is not None:
+            with self._news:
+                for each in self._found.values():
+                    each.close()
+
+    def connect(self, deadline: float) -> dict[tuple[str, int], socket.socket]:
+        told = {"address": self._address, "port": self._listener.port}
+        told["key"] = "" if self._meet.secret else self._key.hex()
+        self._meet.put(self._endpoint(self._ranks[self.place]), json.dumps(told).encode())
+        endpoints = self._meet.get([self._endpoint(rank) for rank in self._ranks])
+        reaches = [self._reach(place, blob) for place, blob in enumerate(endpoints)]
+        with ThreadPoolExecutor(DIALS, "dadt-dial") as pool:
+            dials = [
+                pool.submit(self._dial, use, place, reaches[place], deadline)
+                for place in range(self.place)
+                for use in self._uses
+            ]
+        for dialled in dials:
+            dialled.result()
+        wanted = {(use, place) for use in self._uses for place in range(len(self._ranks)) if place != self.place}
+        with self._news:
+            if not self._news.wait_for(lambda: self._found.keys() >= wanted, max(0.0, deadline - monotonic())):
+                missing = sorted({self._ranks[place] for _, place in wanted - self._found.keys()})
+                who = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+                raise StartTimeout(f"{who} did not connect to rank {self._ranks[self.place]} by TCP in time")
+        return self._found
+
+    def _endpoint(self, rank: int) -> str:
+        return f"{self._name} endpoint {rank}"
+
+    def _reach(self, place: int, blob: bytes) -> Reach:
+        told = json.loads(blob)
+        if not IS_ENDPOINT(told):
+            raise StartTimeout(f"rank {self._ranks[place]} told of its address as no dadt of this version does")
+        key = self._meet.secret or bytes.fromhex(told["key"])
+        return Reach(addresses=[told["address"]], port=told["port"], key=key, silence=self._silence)
+
+    def _dial(self, use: str, place: int, reach: Reach, deadline: float) -> None:
+        hello = {"use": use, "place": self.place, "group": self._name}
+        try:
+            connection, _, _ = dial(lambda: reach, hello, deadline)
+        except (Refused, Unreached) as error:
+            raise StartTimeout(
+                f"rank {self._ranks[self.place]} does not reach rank {self._ranks[place]} ({error}) -> open the "
+                "firewall between the hosts"
+            ) from error
+        self._put(use, place, connection.socket)
+
+    def _greet(self, hello: Words) -> Words:
+        use, place = hello.get("use"), hello.get("place")
+        right = hello.get("group") == self._name and use in self._uses
+        later = isinstance(place, int) and self.place < place < len(self._ranks)
+        if not right or not later or (use, place) in self._found:
+            return {"refused": f"rank {self._ranks[self.place]} awaits another connection"}
+        return {}
+
+    def _take(self, hello: Words, connection: SealedConnection) -> None:
+        self._put(hello["use"], hello["place"], connection.socket)
+
+    def _put(self, use: str, place: int, connection: socket.socket) -> None:
+        with self._news:
+            self._found[use, place] = connection
+            self._news.notify()
