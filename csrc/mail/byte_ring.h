@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 namespace dadt {
 
@@ -70,6 +71,23 @@ class ByteRing {
 
   // Writer.
   size_t ahead_ = 0;  // put and not published
+};
+
+// Memory of this process for a ring.
+class RingMemory {
+ public:
+  explicit RingMemory(size_t capacity)
+      : capacity_(capacity), blocks_(new Block[(ByteRing::memory_bytes(capacity) + sizeof(Block) - 1) / sizeof(Block)]{}) {}
+
+  ByteRing ring() const { return ByteRing(blocks_.get(), capacity_); }
+
+ private:
+  struct alignas(64) Block {
+    uint8_t bytes[64];
+  };
+
+  size_t capacity_;
+  std::unique_ptr<Block[]> blocks_;
 };
 
 }  // namespace dadt

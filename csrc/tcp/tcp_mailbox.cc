@@ -26,31 +26,12 @@ constexpr size_t kLongestReason = 1024;
 constexpr FrameType kGoodbye = static_cast<FrameType>(100);  // the rank has come to its orderly end
 constexpr FrameType kGiveUp = static_cast<FrameType>(101);  // it fails; `bytes` is the code, the payload why
 
-// Zeroed memory for a ring.
-class RingMemory {
- public:
-  RingMemory() : memory_(static_cast<uint8_t*>(std::aligned_alloc(64, bytes()))) {
-    if (memory_ == nullptr) throw std::bad_alloc();
-    std::memset(memory_, 0, bytes());
-  }
-  ~RingMemory() { std::free(memory_); }
-  RingMemory(const RingMemory&) = delete;
-  RingMemory& operator=(const RingMemory&) = delete;
-
-  ByteRing ring() const { return ByteRing(memory_, kPipe); }
-
- private:
-  static size_t bytes() { return (ByteRing::memory_bytes(kPipe) + 63) / 64 * 64; }
-
-  uint8_t* memory_;
-};
-
 }  // namespace
 
 struct TcpMailboxState final : Carrier {
   // The way between this rank and another one.
   struct Pipe {
-    RingMemory in_memory, out_memory;
+    RingMemory in_memory{kPipe}, out_memory{kPipe};
     ByteRing in = in_memory.ring(), out = out_memory.ring();
     Frame frame{};  // that is coming
     size_t got = 0;  // bytes of it, with its payload

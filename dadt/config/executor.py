@@ -34,7 +34,7 @@ def choose(config: Config, places: Sequence[HostWorkers]) -> tuple[Config, str]:
     if sum(place.workers for place in places) == 1:
         found: dict[str, Any] = {name: "null" for name in _FLAGS if getattr(config, name) == "auto"}
         return replace(config, **found), "no executor: there is one worker"
-    picked, reason = ("gloo", "its connections can be paced") if pace_of(config.link) else pick(places)
+    picked, reason = ("tcp", "its connections can be paced") if pace_of(config.link) else pick(places)
     names = {name: getattr(config, name) for name in _FLAGS}
     for name, value in names.items():
         _check(flag(name), value, places)
@@ -59,9 +59,9 @@ def pick_for_host_memory(workers: Sequence[int]) -> tuple[str, str]:
     if len(workers) == 1:
         return "shm", "all workers are on one host"
     if max(workers) == 1:
-        return "gloo", f"there are {len(workers)} hosts with one worker each"
+        return "tcp", f"there are {len(workers)} hosts with one worker each"
     each = str(workers[0]) if len(set(workers)) == 1 else f"{min(workers)} to {max(workers)}"
-    return "hierarchical:gloo", f"there are {len(workers)} hosts with {each} workers each"
+    return "hierarchical:tcp", f"there are {len(workers)} hosts with {each} workers each"
 
 
 def shown(config: Config) -> str:

@@ -252,5 +252,5 @@ if len(sys.argv) > 1:
 
 @pytest.mark.parametrize("options", [[], ["shutdown"]])
 def test_messages_that_nobody_answers_do_not_fail_a_job_that_ends(launch, options: list[str]) -> None:
-    result = launch(PENDING, "-np", "2", "--executor", "gloo", "train.py", *options)
+    result = launch(PENDING, "-np", "2", "--executor", "tcp", "train.py", *options)
     assert result.code == 0, result.err

@@ -109,7 +109,14 @@ def test_a_small_value_beside_great_ones_arrives_in_time():
 
 @pytest.mark.parametrize(
     ("executor", "hosts"),
-    [("shm", "00"), ("tcp", "012"), ("gloo", "012"), ("hierarchical:tcp", "0011"), ("hierarchical:gloo", "0011"), ("nccl's way", "000")],
+    [
+        ("shm", "00"),
+        ("tcp", "012"),
+        ("gloo", "012"),
+        ("hierarchical:tcp", "0011"),
+        ("hierarchical:gloo", "0011"),
+        ("nccl's way", "000"),
+    ],
 )
 def test_means_are_near_and_the_same_on_all_ranks(executor, hosts, tmp_path):
     ranks = printed(tmp_path, main, *((executor, hosts, rank, str(tmp_path)) for rank in range(len(hosts))))

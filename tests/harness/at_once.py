@@ -135,7 +135,7 @@ def drawn(seed: int) -> Struck:
     """Two or three faults, one of them a silence and one a death."""
     chance = random.Random(seed)
     algorithm = chance.choice(("pipe", "sync", "local"))
-    executor, hosts = chance.choice((("shm", 1), ("gloo", 1), ("gloo", 2), ("hierarchical", 2)))
+    executor, hosts = chance.choice((("shm", 1), ("tcp", 1), ("gloo", 1), ("tcp", 2), ("hierarchical", 2)))
     ranks = chance.sample(range(RANKS), chance.choice((2, 3)))
     deaths = ("kill", "raise", "agent") if hosts == 2 else ("kill", "raise")
     kinds = [chance.choice(SILENT), chance.choice(deaths), chance.choice((*SILENT, "kill"))]

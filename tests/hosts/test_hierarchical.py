@@ -22,7 +22,7 @@ def test_auto_trains_the_same_weights_everywhere(hosts, start, slots):
     arguments = ("-np", count, "-H", slots, "-v", "--warmup-steps", 4, "-x", "OMP_NUM_THREADS=1", "train.py")
     result = start(network, TRAIN, *arguments).finish()
     assert result.code == 0, result.err
-    assert "executor hierarchical:gloo: there are 2 hosts with " in result.err
+    assert "executor hierarchical:tcp: there are 2 hosts with " in result.err
     weights = {line[-1] for line in words(result.out) if "weights" in line}
     assert len(weights) == 1, result.out
 
@@ -38,7 +38,7 @@ def test_shm_over_two_hosts_is_refused(hosts, start):
 def test_each_byte_crosses_once(hosts):
     """Less cannot cross; a ring through all four ranks moves 1.5 times as much."""
     network = hosts(2)
-    assert 0.95 < bytes_on_the_wire(network, "hierarchical:gloo", "dadt") < 1.1
+    assert 0.95 < bytes_on_the_wire(network, "hierarchical:tcp", "dadt") < 1.1
 
 
 @pytest.mark.slow

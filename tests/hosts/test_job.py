@@ -102,7 +102,7 @@ def test_replicas_are_equal_over_hosts(hosts, start):
     result = start(network, TRAIN, "-np", 4, "-H", network.list(2), "train.py").finish()
     assert result.code == 0, result.err
     assert len(words(result.out)) == 4 and len({line[-1] for line in words(result.out)}) == 1
-    assert ", executor hierarchical:gloo," in result.err
+    assert ", executor hierarchical:tcp," in result.err
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ while joins or len(list(Path().glob("joined*"))) < int(sys.argv[1]):
     time.sleep(0.005)
 print("ends after", step)
 """
-OPTIONS = ("--min-np", "2", "--algorithm", "gossip", "--executor", "gloo", "--output", "all", "--orphan-timeout", "4")
+OPTIONS = ("--min-np", "2", "--algorithm", "gossip", "--executor", "tcp", "--output", "all", "--orphan-timeout", "4")
 
 
 def read_until(run: HostRun, text: str) -> None:
@@ -155,7 +155,7 @@ print("ends at", step, float(model[0].weight.double().sum()))
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("executor", ["gloo", "hierarchical"])
+@pytest.mark.parametrize("executor", ["tcp", "hierarchical"])
 def test_a_host_that_is_back_comes_to_where_the_others_are(hosts, start, tmp_path, executor: str) -> None:
     """Under pipe its script is made again."""
     network = hosts(2)

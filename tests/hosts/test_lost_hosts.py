@@ -67,7 +67,7 @@ def test_a_host_is_cut_off_and_the_others_train_on(hosts, start, tmp_path):
 @pytest.mark.slow
 def test_a_host_goes_after_its_ranks_were_given_up(hosts, start, tmp_path):
     network = hosts(2)
-    options = ("--min-np", "1", "--timeout", "4", "--orphan-timeout", "7", "--executor", "gloo", *OPTIONS)
+    options = ("--min-np", "1", "--timeout", "4", "--orphan-timeout", "7", "--executor", "tcp", *OPTIONS)
     slow = TRAIN.replace("optimizer.step()", "optimizer.step(); time.sleep(0.2 * (step > 20))")
     run = start(network, slow, "-np", "4", "-H", network.list(2), *options, "train.py")
     await_that((tmp_path / "ready").exists, "step 20")
@@ -86,7 +86,7 @@ def test_a_host_goes_after_its_ranks_were_given_up(hosts, start, tmp_path):
 @pytest.mark.parametrize(("algorithm", "most"), [("pipe", 2), ("gossip", 4)])
 def test_two_hosts_do_not_hear_each_other_and_one_is_lost(hosts, start, tmp_path, algorithm: str, most: int):
     network = hosts(2)
-    short = ("--timeout", "8", "--heartbeat-timeout", "3", "--executor", "gloo", "--algorithm", algorithm)
+    short = ("--timeout", "8", "--heartbeat-timeout", "3", "--executor", "tcp", "--algorithm", algorithm)
     run = start(network, TRAIN, "-np", "4", "-H", network.list(2), "--min-np", "1", *short, *OPTIONS, "train.py")
     await_that((tmp_path / "ready").exists, "step 20")
     network.divide(network[0], network[1])

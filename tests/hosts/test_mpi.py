@@ -70,7 +70,7 @@ def test_training_goes_over_the_network(hosts, start, mpirun):
     by = ["--launcher", "mpi", "--mpirun", mpirun, "-H", "h0:1,h1:1"]
     result = start(network, TRAIN.format(dadt=""), *by, "train.py").finish()
     assert result.code == 0, result.err
-    assert "2 workers on 2 hosts, executor gloo" in result.err
+    assert "2 workers on 2 hosts, executor tcp" in result.err
     assert len({line.split(b"] ", 1)[1] for line in result.out.splitlines()}) == 1
 
 
@@ -121,7 +121,7 @@ def test_scripts_that_import_dadt_need_no_dadt_run(hosts, mpirun, tmp_path, way)
         timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
-    assert "dadt: 2 ranks by" in done.stderr and "executor gloo" in done.stderr
+    assert "dadt: 2 ranks by" in done.stderr and "executor tcp" in done.stderr
     assert "dadt: done: 5 steps" in done.stderr
     assert len(set(done.stdout.split())) == 1
     assert (tmp_path / "log").read_text() == "trained", "one of two hosts that see this folder writes there"
@@ -144,6 +144,6 @@ def test_torchrun_on_each_host(hosts, tmp_path):
     ]
     said = [node.communicate(timeout=PATIENCE) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
-    assert "dadt: 2 ranks by torchrun, executor gloo" in said[0][1]
+    assert "dadt: 2 ranks by torchrun, executor tcp" in said[0][1]
     assert "dadt: done: 5 steps" in said[0][1]
     assert len({out for out, _ in said}) == 1

@@ -35,7 +35,7 @@ CUT = "h0 and h1 have heard nothing from each other over 10.7.0.1 (eth0) and 10.
 def test_a_cut_is_named(hosts, start, tmp_path, algorithm: str, least: int, patience: tuple[str, ...]) -> None:
     """least: with 3 nobody can train on."""
     network = hosts(2)
-    options = ("-np", "4", "-H", network.list(2), "--min-np", least, "--executor", "gloo", *patience)
+    options = ("-np", "4", "-H", network.list(2), "--min-np", least, "--executor", "tcp", *patience)
     run = start(network, TRAIN, *options, "--algorithm", algorithm, "--warmup-steps", "10", "train.py")
     (pid,) = run.wait_for("pid3")
     run.wait_for("pid0", "pid1", "pid2")

@@ -79,7 +79,7 @@ EARLY = """
 """
 
 
-@pytest.mark.parametrize("executor", ["shm", "gloo"])
+@pytest.mark.parametrize("executor", ["shm", "tcp"])
 def test_a_rank_that_ends_early(dadt_run, executor) -> None:
     run = dadt_run(EARLY, "--warmup-steps", "4", "--executor", executor, code=None)
     assert run.code == 1

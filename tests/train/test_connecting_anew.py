@@ -41,16 +41,16 @@ def weights(result) -> str:
 @pytest.mark.parametrize(
     ("faults", "executor"),
     [
-        pytest.param("1:11:forward", "gloo", marks=pytest.mark.slow),
-        pytest.param("2:30:backward", "gloo", marks=pytest.mark.slow),
-        ("0:30:exchange", "gloo"),
+        pytest.param("1:11:forward", "tcp", marks=pytest.mark.slow),
+        pytest.param("2:30:backward", "tcp", marks=pytest.mark.slow),
+        ("0:30:exchange", "tcp"),
         ("1:30:backward", "shm"),
-        ("0:20:forward,2:20:forward,1:40:exchange", "gloo"),
+        ("0:20:forward,2:20:forward,1:40:exchange", "tcp"),
     ],
 )
 def test_training_goes_on_with_all(launch, algorithm: str, faults: str, executor: str) -> None:
     settings = ["--algorithm", algorithm, "--executor", executor, "--compression", "none"]
-    text = script(CUT if executor == "gloo" else FAIL).replace("\nstep = 0\n", TELLS + "\nstep = 0\n")
+    text = script(CUT if executor == "tcp" else FAIL).replace("\nstep = 0\n", TELLS + "\nstep = 0\n")
     result = launch(text, *OPTIONS, *settings, "train.py", faults)
     digest = weights(result)
     assert ": all ranks connect anew" in result.err
@@ -61,7 +61,7 @@ def test_training_goes_on_with_all(launch, algorithm: str, faults: str, executor
 
 
 def test_the_journal_and_the_report_tell(launch) -> None:
-    result = run(launch, "1:30:forward", "--executor", "gloo", fault=CUT)
+    result = run(launch, "1:30:forward", "--executor", "tcp", fault=CUT)
     weights(result)
     folder = result.logs / result.job
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -99,6 +99,6 @@ worker.runtime.recovery.connect = connect
 @pytest.mark.slow
 def test_ranks_in_different_steps_are_told_so(launch) -> None:
     skip = "if rank == 1 and step == 30:\n        step += 1\n        continue\n    optimizers[0].step()"
-    result = launch(script().replace("optimizers[0].step()", skip), *OPTIONS, "--executor", "gloo", "train.py", "")
+    result = launch(script().replace("optimizers[0].step()", skip), *OPTIONS, "--executor", "tcp", "train.py", "")
     assert "rank 1 has drawn 2 batches since its last step" in result.err
     assert "all ranks connect anew" not in result.err

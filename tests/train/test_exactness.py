@@ -39,7 +39,8 @@ def test_the_definition_tells_predictions_apart() -> None:
     ("algorithm", "executor"),
     [
         ("pipe", "shm"),
-        ("sync", "gloo"),
+        ("sync", "tcp"),
+        ("pipe", "tcp"),
         pytest.param("pipe", "gloo", marks=pytest.mark.slow),
         pytest.param("sync", "shm", marks=pytest.mark.slow),
     ],

@@ -40,10 +40,10 @@ ADAM = "torch.optim.AdamW(model.parameters(), lr=1e-4)"
     [
         ("--algorithm pipe", SGD, "", 4.1),
         ("--algorithm pipe", ADAM, "", 4.1),
-        ("--algorithm pipe --executor gloo", SGD, "", 4.1),
+        ("--algorithm pipe --executor tcp", SGD, "", 4.1),
         ("--algorithm pipe", SGD, "set_to_none=False", 4.1),
         ("--algorithm sync", SGD, "", 1.1),
-        ("--algorithm sync --executor gloo", SGD, "", 1.1),
+        ("--algorithm sync --executor tcp", SGD, "", 1.1),
         ("--algorithm sync", SGD, "set_to_none=False", 1.1),
     ],
 )

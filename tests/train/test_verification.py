@@ -70,7 +70,7 @@ def test_it_is_repaired_as_if_nothing_had_been(dadt_run, algorithm: str, who: in
     [
         (FLIP, "0.weight", ["--algorithm", "pipe"]),
         ("optimizer.state[model[2].bias]['exp_avg'] *= 2", "2.bias", ["--compression", "int8"]),
-        pytest.param(FLIP, "0.weight", ["--executor", "gloo"], marks=pytest.mark.slow),
+        pytest.param(FLIP, "0.weight", ["--executor", "tcp"], marks=pytest.mark.slow),
     ],
 )
 def test_weights_and_state_of_a_deep_model(dadt_run, fault: str, name: str, options: list[str]) -> None:

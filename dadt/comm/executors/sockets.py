@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
 from dadt.comm.executors.meet import Meet
@@ -21,8 +20,6 @@ from dadt.errors import StartTimeout
 from dadt.world import World
 
 KEY_BYTES = 32
-DIALS = 16
-"""Most connections that a rank opens at the same time."""
 IS_ENDPOINT = schema.record(address=schema.text(64), port=schema.whole(1, 65535), key=schema.text(2 * KEY_BYTES))
 
 
@@ -53,6 +50,7 @@ class _Entry:
         self._uses, self._name, self._meet, self._ranks = uses, name, meet, ranks
         self._silence = config.timeout
         self._found: dict[tuple[str, int], socket.socket] = {}
+        self._errors: list[StartTimeout] = []
         self._news = threading.Condition()
         self._address = world.address or "127.0.0.1"
         # Without a secret of the job, whoever sees what the ranks tell each other at the start may connect.
@@ -75,14 +73,17 @@ class _Entry:
         self._meet.put(self._endpoint(self._ranks[self.place]), json.dumps(told).encode())
         endpoints = self._meet.get([self._endpoint(rank) for rank in self._ranks])
         reaches = [self._reach(place, blob) for place, blob in enumerate(endpoints)]
-        with ThreadPoolExecutor(DIALS, "dadt-dial") as pool:
-            dials = [
-                pool.submit(self._dial, use, place, reaches[place], deadline)
-                for place in range(self.place)
-                for use in self._uses
-            ]
-        for dialled in dials:
-            dialled.result()
+        # no pool, as pools refuse work once the interpreter ends, which is when ranks may still connect anew
+        dials = [
+            threading.Thread(target=self._dial, args=(place, reaches[place], deadline), name="dadt-dial", daemon=True)
+            for place in range(self.place)
+        ]
+        for each in dials:
+            each.start()
+        for each in dials:
+            each.join()
+        if self._errors:
+            raise self._errors[0]
         wanted = {(use, place) for use in self._uses for place in range(len(self._ranks)) if place != self.place}
         with self._news:
             if not self._news.wait_for(lambda: self._found.keys() >= wanted, max(0.0, deadline - monotonic())):
@@ -101,16 +102,19 @@ class _Entry:
         key = self._meet.secret or bytes.fromhex(told["key"])
         return Reach(addresses=[told["address"]], port=told["port"], key=key, silence=self._silence)
 
-    def _dial(self, use: str, place: int, reach: Reach, deadline: float) -> None:
-        hello = {"use": use, "place": self.place, "group": self._name}
+    def _dial(self, place: int, reach: Reach, deadline: float) -> None:
         try:
-            connection, _, _ = dial(lambda: reach, hello, deadline)
+            for use in self._uses:
+                hello = {"use": use, "place": self.place, "group": self._name}
+                connection, _, _ = dial(lambda: reach, hello, deadline)
+                self._put(use, place, connection.socket)
         except (Refused, Unreached) as error:
-            raise StartTimeout(
-                f"rank {self._ranks[self.place]} does not reach rank {self._ranks[place]} ({error}) -> open the "
-                "firewall between the hosts"
-            ) from error
-        self._put(use, place, connection.socket)
+            self._errors.append(
+                StartTimeout(
+                    f"rank {self._ranks[self.place]} does not reach rank {self._ranks[place]} ({error}) -> open the "
+                    "firewall between the hosts"
+                )
+            )
 
     def _greet(self, hello: Words) -> Words:
         use, place = hello.get("use"), hello.get("place")

@@ -20,9 +20,9 @@ from dadt.errors import ConfigError
     [
         ([2], 0, "shm", "one host"),
         ([2], 1, "shm", "one host"),
-        ([2, 2], 0, "hierarchical:gloo", "2 hosts with 2 workers each"),
-        ([3, 1], 0, "hierarchical:gloo", "2 hosts with 1 to 3 workers each"),
-        ([1, 1, 1], 0, "gloo", "3 hosts with one worker each"),
+        ([2, 2], 0, "hierarchical:tcp", "2 hosts with 2 workers each"),
+        ([3, 1], 0, "hierarchical:tcp", "2 hosts with 1 to 3 workers each"),
+        ([1, 1, 1], 0, "tcp", "3 hosts with one worker each"),
         ([2, 1], 2, "nccl", "a GPU of its own"),
     ],
 )

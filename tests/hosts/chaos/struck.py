@@ -68,7 +68,7 @@ TRAININGS = [
         equal=algorithm in ("pipe", "sync"),
     )
     for algorithm in ("pipe", "sync", "local", "gossip")
-    for executor, hosts in (("gloo", 2), ("hierarchical", 2), ("shm", 1))
+    for executor, hosts in (("tcp", 2), ("hierarchical", 2), ("shm", 1))
     for more in ([], ["--compression", "int8"])
     # Where no rank waits for another, nobody is lost with a link: each trains on with those that it reaches.
     if not (more and executor == "shm") and (algorithm != "gossip" or hosts == 1)
