@@ -72,7 +72,7 @@ def shown(config: Config) -> str:
 
 def _check(asked: str, name: str, places: Sequence[HostWorkers]) -> None:
     if name == "shm" and len(places) > 1:
-        raise ConfigError(f"{asked} shm: works on one host only, not on {len(places)}; leave it out, or give gloo")
+        raise ConfigError(f"{asked} shm: works on one host only, not on {len(places)}; leave it out, or give tcp")
     if name not in ("nccl", "mpicuda"):
         return
     for place in places:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ class Row:
     loaded_library: Interval
     loaded_dadt: Interval
     """The same while the training thread runs Python."""
+    processor_library: float
+    processor_dadt: float
+    """Median processor time of a rank's process in seconds, of whichever rank took most."""
 
 
 class Contest:
@@ -84,8 +88,9 @@ class Contest:
         done, self._wait = self._library(self._tensor)
         return done
 
-    def seconds(self, start: Callable[[], Callable[[], bool]], loaded: bool) -> float:
-        begun = time.perf_counter()
+    def seconds(self, start: Callable[[], Callable[[], bool]], loaded: bool) -> tuple[float, float]:
+        """Seconds, and seconds of processor time of all threads."""
+        begun, used = time.perf_counter(), time.process_time()
         done = start()
         if loaded:
             while not done():
@@ -93,7 +98,7 @@ class Contest:
         self._wait()
         if self._tensor.is_cuda:
             torch.cuda.synchronize(self._tensor.device)
-        return time.perf_counter() - begun
+        return time.perf_counter() - begun, time.process_time() - used
 
 
 def measure(
@@ -108,7 +113,7 @@ def measure(
             for loaded in (False, True)
             for who, start in (("library", contest.start_library), ("dadt", contest.start_dadt))
         }
-        times: list[list[float]] = [[] for _ in ways]
+        times: list[list[tuple[float, float]]] = [[] for _ in ways]
         rounds = 3
         turn = 0
         while turn < rounds:
@@ -117,14 +122,19 @@ def measure(
                 taken.append(contest.seconds(begin, loaded))
             turn += 1
             if turn == 3:  # the first three are not counted; how long they took says how many more there will be
-                round_ = float(meet.exchange(f"{size} taken", repr(sum(t[-1] for t in times)).encode())[0])
+                round_ = float(meet.exchange(f"{size} taken", repr(sum(t[-1][0] for t in times)).encode())[0])
                 rounds = 3 + min(200, max(11, int(seconds / round_)))
         every = [json.loads(blob) for blob in meet.exchange(f"{size} times", json.dumps(times).encode())]
         slowest = {
-            way: [max(at) for at in zip(*(t[number][3:] for t in every), strict=True)]
+            way: [max(seconds for seconds, _ in at) for at in zip(*(t[number][3:] for t in every), strict=True)]
             for number, way in enumerate(ways)
         }
-        rows.append(_row(size, slowest))
+        used = {
+            who: max(median(used for _, used in t[number][3:]) for t in every)
+            for number, (who, loaded) in enumerate(ways)
+            if not loaded
+        }
+        rows.append(_row(size, slowest, used))
     return rows
 
 
@@ -134,7 +144,7 @@ def repeat(contest: Contest, who: str, times: int) -> None:
         contest.seconds(contest.start_dadt if who == "dadt" else contest.start_library, loaded=False)
 
 
-def _row(size: int, times: dict[tuple[str, bool], list[float]]) -> Row:
+def _row(size: int, times: dict[tuple[str, bool], list[float]], used: dict[str, float]) -> Row:
     library, dadt = times["library", False], times["dadt", False]
     return Row(
         bytes=size,
@@ -144,6 +154,8 @@ def _row(size: int, times: dict[tuple[str, bool], list[float]]) -> Row:
         over=interval([a - b for a, b in zip(dadt, library, strict=True)]),
         loaded_library=interval(times["library", True]),
         loaded_dadt=interval(times["dadt", True]),
+        processor_library=used["library"],
+        processor_dadt=used["dadt"],
     )
 
 

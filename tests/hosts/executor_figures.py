@@ -60,16 +60,18 @@ def burst(ranks: int) -> Any:
         return ended([started([*program, "--rank", rank]) for rank in range(ranks)])
 
 
-def between_hosts(network: Network, executor: str, sizes: str, seconds: float, *more: object) -> Rows:
-    """Two ranks on each host, against torch's Gloo."""
+def between_hosts(
+    network: Network, executor: str, sizes: str, seconds: float, *more: object, local_size: int = 2
+) -> Rows:
+    """So many ranks on each host, against torch's Gloo."""
     hosts = network.hosts
-    ranks = 2 * len(hosts)
+    ranks = local_size * len(hosts)
     what = ["--sizes", sizes, "--seconds", seconds, *more]
     processes = []
     with tempfile.TemporaryDirectory(prefix="dadt-figures-") as folder:
-        where = ["--np", ranks, "--local-size", 2, "--store", f"{folder}/store"]
+        where = ["--np", ranks, "--local-size", local_size, "--store", f"{folder}/store"]
         for rank in range(ranks):
-            host = hosts[rank // 2]
+            host = hosts[rank // local_size]
             command = [*PROGRAM, executor, "--rank", rank, "--address", host.address, *where, *what]
             processes.append(started(host.enter(command)))
         return ended(processes)
@@ -108,7 +110,8 @@ def ended(processes: Sequence[subprocess.Popen[str]]) -> Rows:
 def show(title: str, rows: Rows) -> None:
     print(f"\n{title}")
     heads = ("bytes", "library us", "dadt us", "dadt / library", "over us", "loaded: library", "dadt")
-    widths = (12, 11, 10, 22, 9, 16, 12)
+    heads += ("processor: library", "dadt")
+    widths = (12, 11, 10, 22, 9, 16, 12, 19, 10)
     print(" ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
     for row in rows:
         ratio = row["ratio"]
@@ -116,7 +119,7 @@ def show(title: str, rows: Rows) -> None:
         library, dadt, over = (1e6 * row[name]["median"] for name in ("library", "dadt", "over"))
         loaded = [1e6 * row[name]["median"] for name in ("loaded_library", "loaded_dadt")]
         values = [f"{row['bytes']:,}", *(f"{v:,.0f}" for v in (library, dadt)), span, f"{over:,.0f}"]
-        values += [f"{v:,.0f}" for v in loaded]
+        values += [f"{v:,.0f}" for v in (*loaded, 1e6 * row["processor_library"], 1e6 * row["processor_dadt"])]
         print(" ".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True)), flush=True)
 
 
@@ -133,7 +136,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--seconds", type=float, default=3.0, help="for each size")
-    parser.add_argument("--only", default="shm,gloo,burst,ddp,mpi,hierarchical,wire", help="of these figures, some")
+    parser.add_argument("--only", default="shm,gloo,burst,ddp,mpi,tcp,hierarchical,wire", help="of these figures, some")
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     try:
@@ -172,13 +175,18 @@ def take(options: argparse.Namespace, figures: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="dadt-figures-") as folder:
         network = Network(Path(folder), 2)
         try:
+            for rate in ("no limit", "1gbit") if "tcp" in chosen else ():
+                for host in network.hosts if rate != "no limit" else ():
+                    host.slow(rate)
+                rows = between_hosts(network, "tcp", options.sizes, options.seconds, local_size=1)
+                add(f"tcp, 2 hosts, {rate}, against Gloo", rows)
             for rate in ("1gbit", "10gbit") if "hierarchical" in chosen else ():
                 for host in network.hosts:
                     host.slow(rate)
-                rows = between_hosts(network, "hierarchical:gloo", options.sizes, options.seconds)
-                add(f"hierarchical:gloo, 2 hosts x 2 ranks, {rate}, against flat Gloo", rows)
+                rows = between_hosts(network, "hierarchical:tcp", options.sizes, options.seconds)
+                add(f"hierarchical:tcp, 2 hosts x 2 ranks, {rate}, against flat Gloo", rows)
             if "wire" in chosen:
-                for executor, only in (("gloo", "library"), ("hierarchical:gloo", "dadt")):
+                for executor, only in (("gloo", "library"), ("hierarchical:tcp", "dadt")):
                     share = bytes_on_the_wire(network, executor, only)
                     figures[f"bytes that a host sends per byte reduced, {executor}"] = share
                     print(f"{executor}: a host sends {share:.2f} bytes for each byte reduced")

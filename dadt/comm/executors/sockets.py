@@ -25,19 +25,18 @@ IS_ENDPOINT = schema.record(address=schema.text(64), port=schema.whole(1, 65535)
 
 def connect(
     uses: Sequence[str], name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config
-) -> Mapping[str, list[int]]:
-    """Connect these ranks of the world with each other. Returns, for each use, the file descriptors of the sockets by
-    place in `ranks`, -1 at this rank's own; they belong to the caller.
+) -> Mapping[str, list[socket.socket | None]]:
+    """Connect these ranks of the world with each other. Returns, for each use, the sockets by place in `ranks`, None at
+    this rank's own.
 
     uses: what the connections are for, one connection each between two ranks. name: prefix of the group's keys in the
     rendezvous. Raises StartTimeout, naming the ranks that are not reached in time.
     """
     if len(ranks) == 1:
-        return {use: [-1] for use in uses}
+        return {use: [None] for use in uses}
     with paced(pace_of(config.link)), _Entry(uses, name, meet, world, ranks, config) as entry:
         found = entry.connect(monotonic() + config.start_timeout)
-    return {use: [found[use, place].detach() if place != entry.place else -1 for place in range(len(ranks))]
-            for use in uses}  # fmt: skip
+    return {use: [found.get((use, place)) for place in range(len(ranks))] for use in uses}
 
 
 class _Entry:

@@ -28,7 +28,8 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
 def _connect(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> Connection:
     own, size = ranks.index(world.rank), len(ranks)
     connecting = partial(sockets.connect, USES, "tcp", meet, world, ranks, config)
-    found = attend(meet, "connecting by TCP", connecting)
+    sockets_of = attend(meet, "connecting by TCP", connecting)
+    found = {use: [-1 if each is None else each.detach() for each in by_place] for use, by_place in sockets_of.items()}
     executor = _core.TcpExecutor(own, found["data"], found["notices"])
     mail = CoreMessages(_core.TcpMailbox(own, found["mail"]))
     return Connection(_core.Engine(executor, own, size, config.timeout), mail, mail.close)
