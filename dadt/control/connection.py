@@ -183,8 +183,11 @@ class Listener:
             self._turned_away(text)
 
 
-def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[SealedConnection, Words, str]:
-    """Connect to the launcher. Returns the connection, the launcher's answer, and the address that worked.
+def dial(
+    find: Callable[[], Reach], hello: Words, deadline: float, whom: str = "the launcher"
+) -> tuple[SealedConnection, Words, str]:
+    """Connect to the launcher, or to whom `whom` says in texts of errors. Returns the connection, the answer, and the
+    address that worked.
 
     find: returns where the launcher listens, or raises Unreached while this is unknown; called before each round of
     attempts. Raises Refused, or Unreached after the deadline.
@@ -192,7 +195,7 @@ def dial(find: Callable[[], Reach], hello: Words, deadline: float) -> tuple[Seal
     pause, longest = PAUSES
     while True:
         try:
-            return _attempt(find(), hello, deadline)
+            return _attempt(find(), hello, deadline, whom)
         except Unreached:
             if time.monotonic() + pause >= deadline:
                 raise
@@ -228,8 +231,8 @@ def handed_over() -> Seal | None:
     return Seal.from_text(text) if text else None
 
 
-def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[SealedConnection, Words, str]:
-    """Try each of the launcher's addresses once. Raises Refused, or Unreached if none works."""
+def _attempt(reach: Reach, hello: Words, deadline: float, whom: str) -> tuple[SealedConnection, Words, str]:
+    """Try each of the listener's addresses once. Raises Refused, or Unreached if none works."""
     failures = []
     for address in reach.addresses:
         where = f"[{address}]:{reach.port}" if ":" in address else f"{address}:{reach.port}"
@@ -240,7 +243,7 @@ def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[SealedConnect
             failures.append(f"{where} ({error.strerror or error})")
             continue
         try:
-            answer, seal = _introduce(connection, reach.key, hello, time.monotonic() + MEET_SECONDS)
+            answer, seal = _introduce(connection, reach.key, hello, time.monotonic() + MEET_SECONDS, whom)
         except (OSError, EOFError, ValueError, DadtError) as error:
             connection.close()
             failures.append(f"{where} ({error})")
@@ -250,10 +253,10 @@ def _attempt(reach: Reach, hello: Words, deadline: float) -> tuple[SealedConnect
             raise Refused(str(answer["refused"]))
         guard(connection, reach.silence)
         return SealedConnection(connection, seal), answer, where
-    raise Unreached(f"the launcher was not reached at {', '.join(failures)}")
+    raise Unreached(f"{whom} was not reached at {', '.join(failures)}")
 
 
-def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: float) -> tuple[Words, Seal]:
+def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: float, whom: str) -> tuple[Words, Seal]:
     ours = _read(connection, len(GREETING) + NONCE_BYTES, deadline)
     if not ours.startswith(GREETING):
         raise ValueError("not dadt listens there, or another version of it")
@@ -262,7 +265,7 @@ def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: fl
     try:
         proof = _read(connection, PROOF_BYTES, deadline)
     except (EOFError, ConnectionResetError) as error:
-        raise ValueError("the launcher there has another key") from error
+        raise ValueError(f"{whom} there has another key") from error
     _check(proof, _proof(key, b"launcher", ours, theirs))
     seal = Seal.between(key, ours + theirs, b"agent", b"launcher")
     _write_words(connection, seal, hello, deadline)

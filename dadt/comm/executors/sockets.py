@@ -47,7 +47,8 @@ class _Entry:
     ) -> None:
         self.place = ranks.index(world.rank)
         self._uses, self._name, self._meet, self._ranks = uses, name, meet, ranks
-        self._silence = config.timeout
+        self._me = f"rank {world.rank}"
+        self._silence, self._timeout = config.timeout, config.start_timeout
         self._found: dict[tuple[str, int], socket.socket] = {}
         self._errors: list[StartTimeout] = []
         self._news = threading.Condition()
@@ -88,7 +89,9 @@ class _Entry:
             if not self._news.wait_for(lambda: self._found.keys() >= wanted, max(0.0, deadline - monotonic())):
                 missing = sorted({self._ranks[place] for _, place in wanted - self._found.keys()})
                 who = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
-                raise StartTimeout(f"{who} did not connect to rank {self._ranks[self.place]} by TCP in time")
+                raise StartTimeout(
+                    f"{who} did not connect to rank {self._ranks[self.place]} by TCP within {self._timeout:g} s"
+                )
         return self._found
 
     def _endpoint(self, rank: int) -> str:
@@ -97,30 +100,27 @@ class _Entry:
     def _reach(self, place: int, blob: bytes) -> Reach:
         told = json.loads(blob)
         if not IS_ENDPOINT(told):
-            raise StartTimeout(f"rank {self._ranks[place]} told of its address as no dadt of this version does")
+            raise StartTimeout(f"rank {self._ranks[place]} told as address what is none of this version's")
         key = self._meet.secret or bytes.fromhex(told["key"])
         return Reach(addresses=[told["address"]], port=told["port"], key=key, silence=self._silence)
 
     def _dial(self, place: int, reach: Reach, deadline: float) -> None:
+        other = f"rank {self._ranks[place]}"
         try:
             for use in self._uses:
                 hello = {"use": use, "place": self.place, "group": self._name}
-                connection, _, _ = dial(lambda: reach, hello, deadline)
+                connection, _, _ = dial(lambda: reach, hello, deadline, other)
                 self._put(use, place, connection.socket)
         except (Refused, Unreached) as error:
-            self._errors.append(
-                StartTimeout(
-                    f"rank {self._ranks[self.place]} does not reach rank {self._ranks[place]} ({error}) -> open the "
-                    "firewall between the hosts"
-                )
-            )
+            text = f"{self._me} does not reach {other} by TCP ({error}) -> open the firewall between the hosts"
+            self._errors.append(StartTimeout(text))
 
     def _greet(self, hello: Words) -> Words:
         use, place = hello.get("use"), hello.get("place")
         right = hello.get("group") == self._name and use in self._uses
         later = isinstance(place, int) and self.place < place < len(self._ranks)
         if not right or not later or (use, place) in self._found:
-            return {"refused": f"rank {self._ranks[self.place]} awaits another connection"}
+            return {"refused": f"{self._me} awaits another connection"}
         return {}
 
     def _take(self, hello: Words, connection: SealedConnection) -> None:
