@@ -64,7 +64,10 @@ def finish(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str, str]
 @pytest.mark.parametrize(
     ("launcher", "executor"),
     [
-        ("hand", "gloo"),
+        ("hand", "tcp"),
+        pytest.param("hand", "gloo", marks=pytest.mark.slow),
+        pytest.param("ssh", "tcp", marks=pytest.mark.slow),
+        pytest.param("ssh", "hierarchical:tcp", marks=pytest.mark.slow),
         pytest.param("local", "gloo", marks=pytest.mark.slow),
         pytest.param("local", "shm", marks=pytest.mark.slow),
         pytest.param("ssh", "gloo", marks=pytest.mark.slow),

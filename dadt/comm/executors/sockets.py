@@ -98,11 +98,14 @@ class _Entry:
         return f"{self._name} endpoint {rank}"
 
     def _reach(self, place: int, blob: bytes) -> Reach:
-        told = json.loads(blob)
-        if not IS_ENDPOINT(told):
-            raise StartTimeout(f"rank {self._ranks[place]} told as address what is none of this version's")
-        key = self._meet.secret or bytes.fromhex(told["key"])
-        return Reach(addresses=[told["address"]], port=told["port"], key=key, silence=self._silence)
+        try:
+            told = json.loads(blob)
+            if IS_ENDPOINT(told):
+                key = self._meet.secret or bytes.fromhex(told["key"])
+                return Reach(addresses=[told["address"]], port=told["port"], key=key, silence=self._silence)
+        except (ValueError, RecursionError):
+            pass
+        raise StartTimeout(f"rank {self._ranks[place]} told as address what is none of this version's")
 
     def _dial(self, place: int, reach: Reach, deadline: float) -> None:
         other = f"rank {self._ranks[place]}"
