@@ -109,5 +109,5 @@ def draw(seed: int) -> Scenario:
         drawn = (*(fault for fault in drawn if not fault.hinders), lost)
         script = replace(script, steps=script.steps + 30)
     script = replace(script, exit_seconds=random.choice([0.1, 0.1, 1.0]))
-    knobs["executor"] = random.choice(["shm", "gloo"]) if hosts == 1 else "gloo"
+    knobs["executor"] = random.choice(["shm", "gloo"] if hosts == 1 else ["tcp", "gloo"])
     return Scenario(seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, drawn, random.random() < 0.7)

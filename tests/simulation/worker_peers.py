@@ -69,7 +69,7 @@ class WorkerPeers:
         """Whether its files are the ones to keep on its host."""
         self.interrupts_agreed = False
         """Whether all ranks know that one of them was told to interrupt its script."""
-        self.mismatch_is_told = self.config.executor == "shm"
+        self.mismatch_is_told = self.config.executor in ("shm", "tcp")
         """Whether ranks that are in different operations get an error that names the mismatch."""
         self._told_of = ""
         self._news: list[Wait] = []
