@@ -42,17 +42,20 @@ Answer = Callable[[Frame], Any]
 class Agent:
     """One host: its agent, the processes of its workers, and the host's clock."""
 
-    def __init__(self, world: World, job: SimulatedJob, index: int, machine: int, clock: float, how: str = "") -> None:
-        """index: its place in the job. machine: the number of the host. clock: seconds by which the host's clock is
-        ahead. how: what is the matter with it as it is to join."""
-        self.world, self.job, self.index, self.machine, self.clock = world, job, index, machine, clock
-        self._how = how
+    def __init__(self, world: World, job: SimulatedJob, machine: int, clock: float, how: str = "") -> None:
+        """clock: seconds by which the host's clock is ahead. how: what is the matter with it as it is started."""
+        self.world, self.job, self.machine, self.clock, self.how = world, job, machine, clock, how
+        self.index = -1
+        """Its place in the job; -1 before it has one."""
+        self.ready_at = float("inf")
+        """When it has reported about its host."""
         self.lacks = ""
         """What is used up on this host: `descriptors` of the agent, or the `disk`."""
         self.disk = job.disk_of(machine)
         self.memory_kills = 0
         """How many of its processes the kernel has killed for lack of memory."""
         self.process = Process(world, f"host{machine}")
+        self.process.alive = False  # until it is started
         self.up: Link
         self.down: Link
         self.workers: dict[int, Worker] = {}
@@ -61,9 +64,7 @@ class Agent:
         """All processes of workers that were started here."""
         self.host: HostJob | None = None
         """What the agent decides; None before the order to start workers has come."""
-        self._contact = LauncherContact(world.now)
-        self._contact.patience = job.config.orphan_timeout if job.hosts > 1 else float("inf")
-        self._others = OtherHosts(index, job.config.heartbeat_timeout)
+        self._contact, self._others = LauncherContact(world.now), OtherHosts(-1, job.config.heartbeat_timeout)
         self._mail: set[int] = set()
         """Hosts whose heartbeats have come while this process was stopped."""
         self._pulse: dict[int, tuple[int, float]] = {}
@@ -71,15 +72,12 @@ class Agent:
         self._lines: dict[int, tuple[Worker, Answer | None]] = {}
         """Open connections: the worker, and what takes the answer to its question; None where it only reports."""
         self._reports: dict[Worker, Line] = {}
-        self._numbered = 0
-        self._gone = False
+        self._numbered, self._gone = 0, False
         self.heard = self._stopped_at = world.now
         """When the launcher was last heard, or this process last began to run."""
-        self.lost = float("inf")
-        """When the connection to the launcher has ended."""
+        self.lost = float("inf")  # when the connection to the launcher has ended
         self._inquiries: list[tuple[float, Frame]] = []
-        self._dump: tuple[float, list[Worker]] | None = None
-        """When the stacks are complete that are written before workers are stopped, and who writes."""
+        self._dump: tuple[float, list[Worker]] | None = None  # when stacks are complete, and who writes them
         self._alarm = Alarm(self.process, self._turn)
 
     @property
@@ -110,6 +108,7 @@ class Agent:
         self._contact.hear(self.world.now)
         self.heard = self.world.now
         if order.kind == "look":
+            self._contact.patience = order["orphan_timeout"] or float("inf")
             self._look()
         elif order.kind == "job":
             self._start(order)
@@ -121,15 +120,21 @@ class Agent:
         self._alarm.set(READ_SECONDS)
 
     def _look(self) -> None:
-        ready = report_of(self.machine, self.epoch, bad=self._how == "has a problem")
-        if self._how != "never answers":
-            self.process.after(20.0 if self._how == "answers late" else 0.5, lambda: self._send(ready))
+        if self.how == "dies at once":
+            self.die()
+        elif self.how != "never answers":
+            self.process.after(20.0 if self.how == "answers late" else 0.5, self._report)
+
+    def _report(self) -> None:
+        self.ready_at = self.world.now
+        self._send(report_of(self.machine, self.epoch, self.how))
 
     def _probe(self, order: Frame) -> None:
         answer = probed(self.job, self.machine, order)
         self.process.after(self.world.spread(0.1), lambda: self._send(answer))
 
     def _start(self, job: Frame) -> None:
+        self._others = OtherHosts(self.index, self.job.config.heartbeat_timeout)
         if self.lacks == "disk":  # Agent._serve
             self._send(Frame("unstarted", {"message": "/tmp/dadt/job: cannot be written (No space left on device)"}))
             self._send(Frame("end", {"stuck": [], "signal": 0}))
@@ -140,7 +145,7 @@ class Agent:
         if job.get("heartbeat") is not None:
             self._send(Frame("heartbeat", {"port": 4000 + self.index}))
         for worker in job["workers"] if self.lacks != "descriptors" else ():
-            self._own(worker["rank"], joins="DADT_JOINS" in worker["env"])
+            self._own(worker["rank"], joins=bool(worker["env"]["DADT_JOINS"]))
         if self.lacks == "descriptors":
             host.unstarted("no pipe for the output of a worker", self.world.now)
             self._carry_out()
@@ -218,22 +223,27 @@ class Agent:
         self.process.get(lambda: self._caught(number))
 
     def _caught(self, number: int) -> None:
-        if self.host is not None and number in ENDING_SIGNALS:
+        if self.host is None and number in ENDING_SIGNALS:  # Agent._await_order
+            self.die()
+        elif self.host is not None and number in ENDING_SIGNALS:
             self.host.told_to_end({number}, self.world.now)
             self._carry_out()
             self._alarm.set(READ_SECONDS)
 
     def hear_host(self, index: int) -> None:
         """A heartbeat of another host has come."""
-        if self.process.stops:
+        if self.process.stops and self.host is not None:
             self._mail.add(index)
-        elif self.process.alive:
+        elif self.process.alive and self.host is not None:
             self._others.hear(index, self.world.now)
 
     # As time passes ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin to serve."""
+        self.process.alive = True
+        self.heard = self.world.now
+        self._contact.hear(self.world.now)
         self._alarm.set(0.0)
 
     def _turn(self) -> None:

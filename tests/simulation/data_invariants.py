@@ -61,7 +61,7 @@ class SnapshotInvariants:
             if (newest := self._newest.get(id(disk), 0)) and newest not in disk.whole:
                 raise Broken(f"the snapshot of step {newest} was complete, and {disk.whole} are")
         every = snapshot_interval(job.config.snapshot_every)[0] if job.config.snapshot_every != NEVER else 0
-        if every and whole and (job.hosts == 1 or job.scenario.shares_disk):
+        if every and whole and job.workers and (job.hosts == 1 or job.scenario.shares_disk):
             taken = (min(worker.step for worker in job.workers) - 1) // every * every
             if taken > 0 and job.disk_of(0).whole[-1:] != [taken]:
                 raise Broken(f"the newest complete snapshots are {job.disk_of(0).whole}, and not that of step {taken}")

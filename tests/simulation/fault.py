@@ -23,7 +23,7 @@ class Struck:
     ranks: frozenset[int] = frozenset()
     """Ranks that may be lost or blamed for it."""
     hosts: frozenset[int] = frozenset()
-    """Hosts of which the same is true."""
+    """Hosts of which the same is true, and of their ranks."""
     near: frozenset[int] = frozenset()
     """Hosts that others may not hear for it."""
     until: float = FOR_GOOD
@@ -43,11 +43,13 @@ class Struck:
     """Whether it may keep hosts from joining, or from joining soon."""
     user: bool = False
     """Whether the user, or who runs the machines, ends the job by it."""
+    stays: bool = False
+    """Whether it is still there, if it is not over, when the job starts again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that happens so many seconds after the workers were started."""
+    """Something that happens so many seconds after the first workers were started, or after the start of `dadt run`."""
 
     silences: ClassVar[bool] = True
     """Whether its hosts may not hear others for it."""
@@ -55,6 +57,10 @@ class Fault:
     """Whether the launcher may hear of hosts later for it."""
     hinders: ClassVar[bool] = True
     """Whether hosts may not join soon, or not at all, for it."""
+    stays: ClassVar[bool] = False
+    """Whether it outlasts an attempt to run the job."""
+    from_start: ClassVar[bool] = False
+    """Whether its time begins with `dadt run` in any case."""
     at: float
 
     def strike(self, job: SimulatedJob) -> None:
@@ -72,13 +78,13 @@ class Fault:
         until = job.world.now + getattr(self, "lasting", FOR_GOOD)
         named = ("host", "other") if self.silences else ()
         near = frozenset({getattr(self, name) for name in named if hasattr(self, name)})
-        struck = Struck(job.world.now, text, near=near, until=until, hinders=self.hinders, **guilt)  # type: ignore[arg-type]
+        struck = Struck(job.world.now, text, near=near, until=until, hinders=self.hinders, stays=self.stays, **guilt)  # type: ignore[arg-type]
         job.invariants.struck.append(struck)
 
 
-def host_guilt(job: SimulatedJob, *hosts: int) -> dict[str, frozenset[int]]:
+def host_guilt(*hosts: int) -> dict[str, frozenset[int]]:
     """The guilt of whole hosts, and so of their ranks."""
-    return {"hosts": frozenset(hosts), "ranks": frozenset(rank for host in hosts for rank in job.ranks_of(host))}
+    return {"hosts": frozenset(hosts)}
 
 
 def later(job: SimulatedJob, seconds: float, do: Callable[[], None]) -> None:

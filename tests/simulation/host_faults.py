@@ -24,21 +24,24 @@ class AgentKilled(Fault):
 
     def strike(self, job: SimulatedJob) -> None:
         if (agent := job.machines[self.host]).process.alive:
-            self._struck(job, f"the agent of host{self.host} is killed", gone=True, **host_guilt(job, self.host))
+            self._struck(job, f"the agent of host{self.host} is killed", gone=True, **host_guilt(self.host))
             agent.die(self.why)
 
 
 @dataclass(frozen=True, slots=True)
 class HostCrashes(Fault):
     hinders = False
+    stays = True
     host: int
 
     def strike(self, job: SimulatedJob) -> None:
-        if (agent := job.machines[self.host]).process.alive:
-            noticed = job.config.orphan_timeout
-            self._struck(job, f"host{self.host} is gone", gone=True, noticed=noticed, **host_guilt(job, self.host))
-            agent.crash()
+        if self.host not in job.down:
+            agent, noticed = job.machines[self.host], job.config.orphan_timeout
+            gone = agent.process.alive
+            self._struck(job, f"host{self.host} is gone", gone=gone, noticed=noticed, **host_guilt(self.host))
             job.down.add(self.host)
+            if gone:
+                agent.crash()
             job.network.cut([])
 
 
@@ -55,7 +58,7 @@ class AgentStops(Fault):
         if not agent.process.alive:
             return
         what = f"host{self.host}" if self.whole else f"the agent of host{self.host}"
-        self._struck(job, f"{what} is stopped for {self.lasting:.1f} s", tries="lines", **host_guilt(job, self.host))
+        self._struck(job, f"{what} is stopped for {self.lasting:.1f} s", tries="lines", **host_guilt(self.host))
         stopped: list[Agent | object] = [agent, *(agent.left if self.whole else [])]
         for each in stopped:
             each.stop()  # type: ignore[attr-defined]
@@ -64,12 +67,12 @@ class AgentStops(Fault):
 
 @dataclass(frozen=True, slots=True)
 class LauncherStops(Fault):
-    delays = True
+    delays = stays = True
     lasting: float
 
     def strike(self, job: SimulatedJob) -> None:
         if job.launcher.process.alive:
-            guilt = host_guilt(job, *range(job.hosts))
+            guilt = host_guilt(*job.machines)
             self._struck(job, f"dadt run is stopped for {self.lasting:.1f} s", tries="lines", **guilt)
             job.launcher.stop()
             later(job, self.lasting, job.launcher.go_on)
@@ -79,15 +82,13 @@ class LauncherStops(Fault):
 class AllStops(Fault):
     """The machines of all hosts stand still, as where a hypervisor pauses them."""
 
-    delays = True
+    delays = stays = True
     lasting: float
 
     def strike(self, job: SimulatedJob) -> None:
         if not job.launcher.process.alive:
             return
-        self._struck(
-            job, f"all hosts stand still for {self.lasting:.1f} s", tries="ranks", **host_guilt(job, *range(job.hosts))
-        )
+        self._struck(job, f"all hosts stand still for {self.lasting:.1f} s", tries="ranks", **host_guilt(*job.machines))
         agents = [agent for agent in job.every_agent if agent.process.alive]
         stopped = [job.launcher, *agents, *(worker for agent in agents for worker in agent.left)]
         for each in stopped:
@@ -124,7 +125,7 @@ class ClockJumps(Fault):
     def strike(self, job: SimulatedJob) -> None:
         self._struck(job, f"the clock of host{self.host} jumps by {self.by:.1f} s")
         job.machines[self.host].clock += self.by
-        job.launcher.clock += self.by if job.hosts == 1 else 0.0
+        job.run.clock += self.by if job.hosts == 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +148,13 @@ class HostsChange(Fault):
     silences = False
 
     def strike(self, job: SimulatedJob) -> None:
-        if (candidates := job.launcher.candidates) is not None:
+        listed = job.run.list
+        if job.scenario.discovers:
             name = f"host{self.host}"
-            gone = [host for host in candidates.hosts if host.name == name]
+            gone = [host for host in listed.hosts if host.name == name]
             self._struck(job, f"{name} is {'not there any more' if gone else 'there again'}, as is told")
-            left = [host for host in candidates.hosts if host.name != name]
-            candidates.hosts = left if gone else [*left, Host(name=name, slots=job.per_host)]
+            left = [host for host in listed.hosts if host.name != name]
+            listed.change(left if gone else [*left, Host(name=name, slots=job.per_host)], job.world.now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,5 +181,5 @@ class HostIsFull(Fault):
 
     def strike(self, job: SimulatedJob) -> None:
         if (agent := job.machines[self.host]).process.alive:
-            self._struck(job, f"host{self.host} has no {self.lacks} left", **host_guilt(job, self.host))
+            self._struck(job, f"host{self.host} has no {self.lacks} left", **host_guilt(self.host))
             agent.lacks = self.lacks

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 from dadt.control.agent_client import ANSWER_SECONDS
 from dadt.launch.agent.host_job import DEFAULT_GRACE
 from dadt.launch.ending.failure import Failure
+from dadt.launch.ending.outcome import Ended
+from dadt.launch.ending.preemption import Preempted
 from dadt.launch.ending.termination import END_SECONDS
 from dadt.launch.members.replacement import replaces
 from simulation.data_invariants import SnapshotInvariants, check_shares
 from simulation.fault import Struck
 from simulation.worker_peers import LIBRARY
-from simulation.world import BEGIN, EPOCH, Broken
+from simulation.world import EPOCH, Broken
 
 if TYPE_CHECKING:
+    from dadt.launch.job import Job
+    from dadt.launch.monitor.watch import Watch
     from simulation.data import Connection, Operation, Rank
     from simulation.job import SimulatedJob
     from simulation.launcher import Launcher
@@ -31,6 +35,9 @@ JOIN_SECONDS = 8.0
 """A host takes the place of a lost one within this time: it is reached, tells what it has, and the others try it."""
 AGAIN_SECONDS = 4.0
 """A new worker starts at most so long after the loss of the first one."""
+LATE = re.compile(r"(?:is not connected|has not answered yet)(?:, given up| after \d+ s)$")
+LATE_SECONDS = 4.0
+"""A message takes at most so long where nothing is cut."""
 SOON_SECONDS = 2.5
 """A failure within this time after the first one may come before it is known."""
 SILENT = re.compile(r"^host(\d+)(?: has heard nothing from| and) host(\d+).* no heartbeat comes through between them$")
@@ -45,10 +52,13 @@ GOES_ON = re.compile(r"^(?:rank (?P<rank>\d+) |host(?P<host>\d+): ).*: training 
 class Invariants:
     """Knows all that has really happened, and compares."""
 
-    def __init__(self, job: SimulatedJob) -> None:
+    def __init__(self, job: SimulatedJob, before: Invariants | None) -> None:
+        """before: those of the attempt before."""
         self._job = job
-        self.struck: list[Struck] = []
-        """All faults that have happened, in the order of time."""
+        known = before.struck if before is not None else ()
+        self.struck = [each for each in known if each.stays and each.until > job.world.now]
+        """All faults that have happened, in the order of time, and of those before this attempt what is left."""
+        self._since, self._frames = job.world.now, job.world.frames
         self._trained = 0
         """The newest generation in which all ranks have taken a step together."""
         self._read = 0
@@ -72,17 +82,48 @@ class Invariants:
             patience = min(patience, ANSWER_SECONDS) if struck.hosts else patience
         lasted = sum(min(at, each.until) - each.at for each in self.struck if each.tries and each.at < at)
         waited = NOTICE_SECONDS + 1.5 * script.step_seconds + script.save_seconds
-        if at - BEGIN < patience + 2 * script.start_seconds:  # who has not come yet is waited for since the start
+        if (
+            at - self._job.begun < patience + 2 * script.start_seconds
+        ):  # who has not come yet is waited for since the start
             waited += 2 * script.start_seconds
         return lasted + waited > patience
 
+    @property
+    def _watch(self) -> Watch:
+        job = self._job.launcher.job
+        assert job is not None
+        return job.watch
+
     def guilty_ranks(self, at: float) -> set[int]:
         """Ranks that may be lost or blamed at this time."""
-        return {rank for each in self.struck if each.ranks and self._is_guilty(each, at) for rank in each.ranks}
+        guilty = [each for each in self.struck if (each.ranks or each.hosts) and self._is_guilty(each, at)]
+        return {rank for each in guilty for rank in self._ranks_of(each)}
+
+    def _ranks_of(self, struck: Struck) -> set[int]:
+        """The ranks that a fault makes guilty."""
+        return struck.ranks.union(*(self._job.ranks_of(host) for host in struck.hosts))
 
     def guilty_hosts(self, at: float) -> set[int]:
         """Hosts of which the same is true."""
         return {host for each in self.struck if each.hosts and self._is_guilty(each, at) for host in each.hosts}
+
+    def struck_within(self, seconds: float) -> bool:
+        """Whether anything has gone wrong within the last so many seconds, or goes wrong now."""
+        return any(each.until > self._job.world.now - seconds for each in self.struck)
+
+    @property
+    def ended_by_user(self) -> bool:
+        """Whether the user has ended the job, and not only a host was taken away."""
+        return any(each.user and not each.hosts for each in self.struck)
+
+    def starts_badly(self, host: int, how: str) -> None:
+        """The agent of a host is started, and something is the matter with it."""
+        self._job.world.note("fault", f"host{host} {how}")
+        self.struck.append(Struck(self._job.world.now, f"host{host} {how}", hosts=frozenset([host]), fatal=False))
+
+    def raises(self, rank: int, error: Exception) -> None:
+        """The script of a rank raises this at its start."""
+        self.struck.append(Struck(self._job.world.now, f"rank {rank} raises {error}", ranks=frozenset([rank])))
 
     # While it runs -------------------------------------------------------------------------------------------------
 
@@ -97,7 +138,7 @@ class Invariants:
                 raise Broken(f"generation {launcher.generation} has begun, and a rank still waits: {text}")
             if now > until:
                 raise Broken(f"a rank waits longer than it has asked for: {text}")
-        if now > launcher.end_by and not launcher.job.over:
+        if now > launcher.end_by and launcher.job is not None and not launcher.job.over:
             raise Broken("agents that were told to stop their workers are waited for too long")
 
     def _check_line(self, at: float, text: str) -> None:
@@ -178,38 +219,46 @@ class Invariants:
     # At the end ----------------------------------------------------------------------------------------------------
 
     def ended(self) -> None:
-        """Nothing is left to happen."""
-        self._check_left()
-        self._check_numbers()
-        self.snapshots.ended(whole=not self.struck)
+        """The attempt is over."""
         launcher = self._job.launcher
-        if launcher.outcome is None and launcher.error is None:
-            return  # it was killed
-        self._check_lost()
+        if launcher.job is None:
+            self._check_start(launcher)
+            return
+        self._check_numbers(launcher.job)
+        self._check_lost(launcher.job)
         self._check_silences(launcher)
         self._check_replaced(launcher)
         self._check_joined(launcher)
         self._check_outcome(launcher)
 
-    def _check_left(self) -> None:
-        for worker in self._job.workers:
-            agent = worker.agent
-            if worker.process.alive and not agent.process.stops:
-                raise Broken(f"rank {worker.rank} (pid {worker.pid}) is left on {agent.process.name}")
-        for agent in self._job.every_agent:
-            if agent.process.alive and not agent.process.stops:
-                raise Broken(f"the agent of {agent.process.name} is left")
+    def _check_start(self, launcher: Launcher) -> None:
+        """Workers were not started, for a reason that there is."""
+        error, now = launcher.error, self._job.world.now
+        if isinstance(error, Ended | Preempted):
+            return  # looked at once all is over
+        hosts = self.guilty_hosts(now) | {host for each in self.struck for host in each.near}
+        if not hosts:
+            raise Broken(f"nothing was wrong, and it was not started: {error}")
+        told = [text for _, level, text in launcher.said if level == "error"] or [str(error)]
+        for text in told:
+            named = {int(each) for each in re.findall(r"host(\d+)", text)} or set(range(self._job.hosts))
+            late = LATE.search(text)
+            if late is None and not named & hosts:
+                raise Broken(f"it blames a host that has done nothing: {text}")
+            heard = named - {host for each in self.struck for host in each.near}
+            if late is not None and any(self._job.machines[host].ready_at < now - LATE_SECONDS for host in heard):
+                raise Broken(f"it says that a host is not ready, which is: {text}")
 
-    def _check_numbers(self) -> None:
+    def _check_numbers(self, decided: Job) -> None:
         job = self._job
-        seconds = job.world.now - BEGIN
+        seconds, frames = job.world.now - self._since, job.world.frames - self._frames
         each = 20 + 4 * seconds
-        most = each * (job.hosts + job.size) + 40 * job.size * (1 + len(job.launcher.job.watch.generations))
-        if job.world.frames > most:
-            raise Broken(f"{job.world.frames} frames in {seconds:.0f} s, {most:.0f} are the most")
+        most = each * (job.hosts + job.size) + 40 * job.size * (1 + len(decided.watch.generations))
+        if frames > most:
+            raise Broken(f"{frames} frames in {seconds:.0f} s, {most:.0f} are the most")
 
-    def _check_lost(self) -> None:
-        for loss in self._job.launcher.job.watch.losses:
+    def _check_lost(self, decided: Job) -> None:
+        for loss in decided.watch.losses:
             hosts = {int(each) for each in re.findall(r"host(\d+)", loss.why)} if loss.why.startswith("host") else set()
             at = loss.time - EPOCH
             if loss.rank not in self.guilty_ranks(at) and not hosts & self.guilty_hosts(at):
@@ -220,8 +269,8 @@ class Invariants:
         job = self._job
         if not replaces(job.config) or launcher.outcome is None or launcher.end_by < float("inf"):
             return
-        for loss in launcher.job.watch.losses:
-            others = [m for m in launcher.job.watch.gauges if not m.member.lost and not m.member.joined]
+        for loss in self._watch.losses:
+            others = [m for m in self._watch.gauges if not m.member.lost and not m.member.joined]
             trained = min((gauge.member.seen for gauge in others), default=0.0)
             due = loss.time - EPOCH + AGAIN_SECONDS < trained
             killed = all(each.fatal for each in self.struck)
@@ -233,10 +282,10 @@ class Invariants:
         """A host that is there takes the place of a lost one, while others train."""
         job = self._job
         lost = [each for each in self.struck if each.gone]
-        hindered = any(each.hinders for each in self.struck)
+        hindered = any(each.hinders or each.at < job.begun for each in self.struck)
         if job.scenario.spares < len(lost) or hindered or launcher.end_by < float("inf"):
             return
-        began = [gauge.member for gauge in launcher.job.watch.gauges if not (gauge.member.lost or gauge.member.joined)]
+        began = [gauge.member for gauge in self._watch.gauges if not (gauge.member.lost or gauge.member.joined)]
         trained = min((member.seen for member in began), default=0.0)
         joined = sum("joins: new workers" in text for *_, text in launcher.said)
         if joined < sum(each.at + each.noticed + JOIN_SECONDS < trained for each in lost if not self._is_mute(each)):
@@ -290,7 +339,7 @@ class Invariants:
             self._check_error(str(error))
         elif outcome is not None and outcome.failure is not None:
             self._check_blame(outcome.failure)
-        elif not self.struck:
+        elif not self.struck and not self._job.number:
             # Where nobody waits for another, the last average may have to wait for long.
             warnings = [text for _, level, text in launcher.said if level == "warning"]
             if warnings := [text for text in warnings if "in the last average" not in text]:
@@ -337,7 +386,7 @@ class Invariants:
         told = " / ".join(failure.lines()[:3])
         if not self._blamable:
             raise Broken(f"it failed, though nothing was wrong: {told}")
-        if rank in {loss.rank for loss in self._job.launcher.job.watch.losses if loss.replaced is None}:
+        if rank in {loss.rank for loss in self._watch.losses if loss.replaced is None}:
             raise Broken(f"it blames rank {rank}, without which the others have trained on: {told}")
         waited = failure.record is not None and failure.record.secondary
         library = failure.record is not None and failure.record.message == LIBRARY
@@ -350,6 +399,6 @@ class Invariants:
         if self._job.config.min_np or not fatal:
             return
         first = fatal[0]
-        since = [each.at for each in self.struck if rank in each.ranks]
+        since = [each.at for each in self.struck if rank in self._ranks_of(each)]
         if since and min(since) > first.at + SOON_SECONDS:
             raise Broken(f"it blames rank {rank}, though before that {first.text}: {told}")

@@ -1,61 +1,78 @@
-"""A job in the simulated world, from the start of its workers until nothing is left of it."""
+"""One attempt to run a job in the simulated world, from the start of its agents until nothing is left of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from signal import SIGKILL
+from typing import TYPE_CHECKING
 
 from dadt.config import Config
 from dadt.control import schema
 from dadt.launch.ending.signals import of_checkpoint
+from dadt.launch.hosts.host import Host
 from dadt.launch.members.node import Node
 from simulation.agent import Agent
 from simulation.data import Connection, Connections, Operation
 from simulation.disk import Disk
 from simulation.invariants import Invariants
 from simulation.launcher import Launcher
-from simulation.scenario import Scenario
 from simulation.worker import Worker
-from simulation.world import Broken, Network, World, frame_link
+from simulation.world import World, frame_link
+
+if TYPE_CHECKING:
+    from simulation.run import SimulatedRun
 
 CONTROL_LATENCY = 0.004
-LEFT_SECONDS = 30.0
-"""How long it may take until nothing is left, beyond the times for which that was asked."""
+REACH_SECONDS = 0.5
+"""About how long it takes to start an agent."""
+UNREACHED_SECONDS = 2.0
+"""After how long that fails."""
 
 
 class SimulatedJob:
-    """The world, the hosts, the workers and the launcher of one scenario."""
+    """The hosts, the workers and the launcher of one attempt."""
 
-    def __init__(self, scenario: Scenario, *, logs: bool = False) -> None:
-        self.scenario = scenario
-        self.config: Config = scenario.config
-        self.hosts, self.per_host = scenario.hosts, scenario.per_host
+    def __init__(self, run: SimulatedRun, before: SimulatedJob | None = None) -> None:
+        """before: the attempt before."""
+        self.run, self.scenario, self.number = run, run.scenario, 0
+        self.config: Config = run.config
+        self.hosts, self.per_host = self.scenario.hosts, self.scenario.per_host
         self.size = self.hosts * self.per_host
         self.checkpoint_signal = of_checkpoint(self.config)
-        self.world = world = World(scenario.seed, logs=logs)
-        self.network = Network(world)
-        self.invariants = Invariants(self)
-        self.connections = Connections(world, self.network, self._completed)
+        self.world: World = run.world
+        self.network, self.down = run.network, run.down
+        self.begun = self.world.now
+        """When its workers were started, or else its agents."""
+        self.resumes = False
+        """Whether its script is given a snapshot to go on from."""
+        self.invariants = Invariants(self, before.invariants if before is not None else None)
+        self.connections = Connections(self.world, self.network, self._completed)
         self.printed: list[tuple[float, str]] = []
         """Time and text of each line that workers print as they end."""
         self.workers: list[Worker] = []
         """All processes of workers there have been."""
         self.disks: dict[int, Disk] = {}
         """The disk of each host with the job's snapshots; only that of host 0 where all hosts share it."""
-        self.agents = [Agent(world, self, index, index, scenario.clocks[index]) for index in range(self.hosts)]
-        """The newest agent in each place of the job."""
-        self.machines = dict(enumerate(self.agents))
+        clocks = [*self.scenario.clocks, *([0.0] * self.scenario.spares)]
+        if before is not None:
+            clocks = [before.machines[machine].clock for machine in range(len(clocks))]
+        self.machines = {machine: Agent(self.world, self, machine, clock) for machine, clock in enumerate(clocks)}
         """The newest agent on each host, by the host's number."""
-        self.every_agent = list(self.agents)
-        self.down: set[int] = set()
-        """Hosts that are gone."""
+        self.agents: list[Agent] = []
+        """The newest agent in each place of the job."""
+        self.every_agent: list[Agent] = []
         self.arrivals: list[str] = []
         """What is the matter with the hosts that are to join next."""
         self.awaited: list[tuple[str, Callable[[SimulatedJob, str], bool]]] = []
         """What happens as the next operation ends whose name begins so, until it says that it has happened."""
+        self.bad_starts: dict[int, list[str]] = before.bad_starts if before is not None else {}
+        """What is the matter with a host as its agent is started, by the host's number, in each attempt to come."""
         self.launcher = Launcher(self, self.invariants.turned)
-        for node, agent in zip(self.launcher.nodes, self.agents, strict=True):
-            self._connect(node, agent)
+
+    def begin(self, hosts: Sequence[Host], number: int) -> None:
+        """Start the agents of these hosts. number: how many attempts there were before."""
+        self.number, self.begun = number, self.world.now
+        self.launcher.begin(hosts)
 
     def _connect(self, node: Node, agent: Agent) -> None:
         agent.up = frame_link(
@@ -66,49 +83,56 @@ class SimulatedJob:
         agent.down = frame_link(self.world, schema.LAUNCHER, CONTROL_LATENCY, agent.hear, agent.hang_up)
         self.launcher.down[node] = agent.down
 
-    def reach(self, node: Node) -> None:
+    def start(self, node: Node) -> None:
+        """Start the agent of a host at the start of the job."""
+        machine = machine_of(node)
+        bad = self.bad_starts.get(machine)
+        if how := bad.pop(0) if bad else "":
+            self.invariants.starts_badly(machine, how)
+        self._reach(node, machine, how)
+
+    def join(self, node: Node) -> None:
         """Start the agent of a host that is to join."""
-        machine, how = int(node.name.removeprefix("host")), self.arrivals.pop(0) if self.arrivals else ""
+        self._reach(node, machine_of(node), self.arrivals.pop(0) if self.arrivals else "")
+
+    def _reach(self, node: Node, machine: int, how: str) -> None:
+        world = self.world
+        if how == "is never reached":
+            return
         if machine in self.down or how == "cannot be reached":
-            self.world.after(2.0, lambda: self.launcher.unreached(node, "no route to host"))
-        else:
-            self.world.after(self.world.spread(0.5), lambda: self._reached(node, machine, how))
+            world.after(UNREACHED_SECONDS, lambda: self.launcher.unreached(node, "no route to host"))
+            return
+        late = world.random.uniform(2.0, 1.2 * self.config.start_timeout) if how == "is reached late" else 0.0
+        world.after(late + world.spread(REACH_SECONDS), lambda: self._reached(node, machine, how))
 
     def _reached(self, node: Node, machine: int, how: str) -> None:
-        if node.ended or not self.launcher.process.alive:
+        if node.ended or not self.launcher.expects:
             return
-        agent = Agent(self.world, self, node.index, machine, 0.0, how)
-        self.agents[node.index] = self.machines[machine] = agent
+        if machine in self.down:
+            self.launcher.unreached(node, "no route to host")
+            return
+        agent = self.machines[machine]
+        if self.launcher.job is not None:  # it joins
+            agent = self.machines[machine] = Agent(self.world, self, machine, 0.0, how)
+            agent.index = self.launcher.nodes.index(node)
+            self.agents[agent.index] = agent
+        agent.how = how
         self.every_agent.append(agent)
         self._connect(node, agent)
         agent.begin()
         self.launcher.connected(node)
 
-    def run(self) -> None:
-        """Raises Broken if something does not hold that has to."""
-        world = self.world
-        for fault in self.scenario.faults:
-            world.after(fault.at, lambda fault=fault: fault.strike(self))
-        for agent in self.agents:
-            agent.begin()
-        self.launcher.begin()
-        if not self._ends():
-            for worker in self._standing:
-                world.note("fault", f"{worker.process.name} goes on, as the user sees that nothing moves")
-                worker.process.stops = 1
-                worker.go_on()
-            if not self._ends():
-                raise Broken(f"the job has not ended within {self.scenario.limit:.0f} s")
-        lasting = sum(fault.seconds for fault in self.scenario.faults)
-        left = self.config.orphan_timeout + 2 * self.config.grace + LEFT_SECONDS + lasting
-        world.run(lambda: not any(agent.process.alive for agent in self.every_agent), world.now + left)
-        self.invariants.ended()
-
-    def _ends(self) -> bool:
-        return self.world.run(lambda: self.launcher.ended_at is not None, self.world.now + self.scenario.limit)
+    def placed(self, nodes: Sequence[Node], size: int) -> None:
+        """The agents of these hosts, in this order, are to start so many workers."""
+        self.size, self.begun = size, self.world.now
+        self.agents = [self.machines[machine_of(node)] for node in nodes]
+        for place, agent in enumerate(self.agents):
+            agent.index = place
+        if not self.number:
+            self.run.workers_start()
 
     @property
-    def _standing(self) -> list[Worker]:
+    def standing(self) -> list[Worker]:
         """All workers if each of them is stopped, as one may be without DADT: nobody waits for any of them."""
         living = [worker for worker in self.workers if worker.process.alive]
         return living if all(worker.process.stops for worker in living) else []
@@ -118,12 +142,9 @@ class SimulatedJob:
     def spawn(self, agent: Agent, rank: int, *, joins: bool) -> Worker:
         pid = 1000 + len(self.workers)
         worker = Worker(self.world, agent, rank, pid, self.scenario.script, self.config, joins=joins)
+        worker.doom = self.run.doom(rank)
         self.workers.append(worker)
         return worker
-
-    def alone(self, here: int) -> bool:
-        """Whether the other hosts train on where one with so many workers is preempted."""
-        return 0 < self.config.min_np <= self.size - here
 
     @property
     def all_train(self) -> bool:
@@ -151,18 +172,23 @@ class SimulatedJob:
 
     def kill(self, rank: int) -> bool:
         """Kill the process of a rank. Returns whether there was one."""
-        worker = self.agents[rank // self.per_host].workers.get(rank)
-        if worker is None or not worker.process.alive:
-            return False
-        worker.die(-SIGKILL)
-        return True
+        worker = self.worker(rank)
+        if worker is not None:
+            worker.die(-SIGKILL)
+        return worker is not None
 
     def worker(self, rank: int) -> Worker | None:
         """The living process of a rank."""
-        worker = self.agents[rank // self.per_host].workers.get(rank)
+        place = rank // self.per_host
+        worker = self.agents[place].workers.get(rank) if place < len(self.agents) else None
         return worker if worker is not None and worker.process.alive else None
 
     def ranks_of(self, host: int) -> set[int]:
         """The ranks of a host, those that it had first included."""
-        places = {agent.index for agent in self.every_agent if agent.machine == host}
+        places = {agent.index for agent in self.every_agent if agent.machine == host and agent.index >= 0}
         return {rank for place in places for rank in range(place * self.per_host, (place + 1) * self.per_host)}
+
+
+def machine_of(node: Node) -> int:
+    """The number of the host of a node."""
+    return int(node.name.removeprefix("host") or 0)

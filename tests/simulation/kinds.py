@@ -9,13 +9,13 @@ from simulation.comm_gossip import GossipJob, draw_gossip
 from simulation.comm_mutations import COMM_MUTATIONS
 from simulation.comm_negotiation import NegotiationJob
 from simulation.comm_scenario import draw_tensors
-from simulation.job import SimulatedJob
 from simulation.mutations import JOB_MUTATIONS
+from simulation.run import SimulatedRun
 from simulation.scenario import draw
 from simulation.search import Simulation
 from simulation.training_mutations import TRAINING_MUTATIONS
 
-JOBS = Simulation("jobs", draw, SimulatedJob)
+JOBS = Simulation("jobs", draw, SimulatedRun)
 NEGOTIATION = Simulation("negotiation", draw_tensors, NegotiationJob)
 GOSSIP = Simulation("gossip", draw_gossip, GossipJob)
 KINDS = {each.name: each for each in (JOBS, NEGOTIATION, GOSSIP)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from signal import SIGTERM
 from typing import TYPE_CHECKING
 
 from dadt.control.frame import Frame
@@ -11,29 +13,39 @@ from dadt.errors import DadtError
 from dadt.launch.actions import (
     Action,
     AskHost,
+    DismissHosts,
     Event,
     GiveUpHost,
+    Outbox,
     ReachHost,
+    SayPart,
     SayText,
     SendFrame,
     StartWorkers,
+    Steps,
+    TimeReached,
     WriteJournal,
 )
 from dadt.launch.contact import Contact
-from dadt.launch.ending.outcome import Outcome
+from dadt.launch.ending.outcome import Outcome, end_early
 from dadt.launch.ending.signals import ENDING_SIGNALS
 from dadt.launch.ending.termination import END_SECONDS
-from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.hosts.host import Host
-from dadt.launch.hosts.slot import Slot
 from dadt.launch.job import Job
 from dadt.launch.members.node import Node
-from dadt.launch.members.replacement import replaces
-from simulation.world import Alarm, Link, Process, address_of
+from dadt.launch.start.orders import look, order_to_join, orders
+from dadt.launch.start.placement import Placed, place_workers
+from dadt.launch.start.plan import Plan
+from dadt.launch.start.startup import gather
+from simulation.world import Alarm, Link
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
 
+JOB = "job"
+COMMAND = ("python", "train.py")
+HANG_UP_SECONDS = 4.0
+"""How long agents may take to go once the launcher has hung up (dadt/launch/attempt.py)."""
 LATE_SECONDS = 1.0
 """How late the launcher may be with what is due."""
 READ_SECONDS = 0.0005
@@ -41,38 +53,21 @@ READ_SECONDS = 0.0005
 
 
 class Launcher:
-    """One `dadt run`, once all agents are ready."""
+    """What `dadt run` does in one attempt to run the job."""
 
     def __init__(self, simulated: SimulatedJob, watch: Callable[[Launcher], None]) -> None:
-        """watch: called after each turn."""
+        """watch: called after each turn in which there are workers."""
         self.world, self._simulated, self._watch = simulated.world, simulated, watch
-        self.clock = 0.0
-        """Seconds by which its host's clock has jumped."""
-        world, config, hosts = self.world, simulated.config, simulated.hosts
-        self.process = Process(world, "launcher")
-        names = [f"host{index}" if hosts > 1 else "" for index in range(hosts)]
-        self.slots = [
-            Slot(rank=rank, world_size=simulated.size, local_rank=rank % simulated.per_host, host=names[place],
-                 local_size=simulated.per_host, cross_rank=place)
-            for rank in range(simulated.size) for place in [rank // simulated.per_host]
-        ]  # fmt: skip
-        report = {"pid": 100, "version": "1"}
-        self.nodes = [
-            Node(index, Host(name=name, slots=simulated.per_host), report=report, heard=world.now)
-            for index, name in enumerate(names)
-        ]
-        for node in self.nodes:
-            node.is_child, node.address = hosts == 1, address_of(node.index) if hosts > 1 else ""
-            node.interface = "eth0" if hosts > 1 else ""
-        self._contact = Contact(self.nodes, config.orphan_timeout, world.now)
+        self._run = simulated.run
+        self.process = self._run.process
+        self.nodes: list[Node] = []
         self.down: dict[Node, Link] = {}
-        self.said: list[tuple[float, str, str]] = []
-        """Time, level and text of each line that the user reads."""
+        self.job: Job | None = None
+        """What is decided of the workers; None before they are placed."""
         self.outcome: Outcome | None = None
         self.error: DadtError | None = None
-        """What `dadt run` raised in place of an outcome."""
+        """What the attempt raised in place of an outcome."""
         self.ended_at: float | None = None
-        self.crashed = False
         self.generation = 0
         """The newest that agents were told of."""
         self.open: dict[tuple[Node, int], tuple[int, float, str]] = {}
@@ -81,46 +76,78 @@ class Launcher:
         """When all has to be over, as agents were told to stop their workers."""
         self.heeds: set[int] = set()
         """Signals of the user that end the job."""
-        self._caught: set[int] = set()
+        self.said: list[tuple[float, str, str]] = []
+        """Time, level and text of each line that the user reads in this attempt."""
         self._events: list[Event] = []
         self._alarm = Alarm(self.process, self._turn)
-        every = [*(node.host for node in self.nodes), *simulated.scenario.spare_hosts]
-        self.candidates = Candidates(every) if simulated.scenario.joins else None
-        """Hosts that may replace lost ones; None where they are not replaced."""
-        self.job = Job(config, self.nodes, self.slots, Path("logs"), world.now, world.epoch, self.candidates)
+        self._open_ends: set[Node] = set()
+        """Nodes whose agents have not closed their connections."""
+        self._close_by = float("inf")
+        """When the launcher waits no longer for its agents to go, once it has hung up."""
 
-    def begin(self) -> None:
-        for node in self.nodes:
-            self._contact.hear(node, Frame("ready", {"clock": self._simulated.agents[node.index].epoch}), self._epoch)
-        self.job.start([self._order(node) for node in self.nodes], self.world.now, self.world.epoch)
-        self._turn()
+    @property
+    def _now(self) -> float:
+        return self.world.now
 
     @property
     def _epoch(self) -> float:
-        return self.world.epoch + self.clock
+        return self.world.epoch + self._run.clock
 
-    def _order(self, node: Node, *, joins: bool = False) -> Frame:
-        simulated, config = self._simulated, self._simulated.config
-        mine = [slot for slot in self.slots if slot.cross_rank == node.index]
-        workers = [
-            {
-                "rank": slot.rank,
-                "local_rank": slot.local_rank,
-                "env": {"DADT_JOINS": "1"} if joins else {},
-                "command": ["python", "train.py"],
-            }
-            for slot in mine
-        ]
-        header = {
-            "job": "job", "env": {}, "workers": workers, "cwd": "/work", "terminal": None, "adopt": 0.0,
-            "stays": replaces(config), "secret": "00" * 32,
-        }  # fmt: skip
-        if number := simulated.checkpoint_signal:
-            header["checkpoint"] = {"number": number, "grace": config.grace, "alone": simulated.alone(len(mine))}
-        if simulated.hosts > 1:
-            beats = {"index": node.index, "address": node.address, "timeout": config.heartbeat_timeout}
-            header["heartbeat"] = beats
-        return Frame("job", header)
+    @property
+    def expects(self) -> bool:
+        """Whether agents may still come."""
+        return self.process.alive and self.ended_at is None
+
+    # The start -----------------------------------------------------------------------------------------------------
+
+    def begin(self, hosts: Sequence[Host]) -> None:
+        config = self._simulated.config
+        self.nodes = [Node(index, host) for index, host in enumerate(hosts)]
+        self._plan = Plan(config=config, command=COMMAND, hosts=hosts, cwd="/work")
+        self._contact = Contact(self.nodes, config.orphan_timeout, self._now)
+        for node in self.nodes:
+            self._simulated.start(node)
+        self._outbox = Outbox()
+        self._steps: Steps[Placed] = self._startup()
+        self._until = next(self._steps)
+        self._turn()
+
+    def _startup(self) -> Steps[Placed]:
+        """Attempt._startup."""
+        config, nodes, outbox = self._simulated.config, self.nodes, self._outbox
+        needs = {"all_needed": not config.min_np, "again": self._simulated.number > 0}
+        candidates = self._run.discovery.candidates
+        now = yield from gather(nodes, config.start_timeout, JOB, candidates, outbox, self._now, **needs)
+        return (yield from place_workers(self._plan, nodes, JOB, outbox, now))
+
+    def _advance(self, now: float) -> None:
+        """Agents.go_through, in one turn."""
+        try:
+            if caught := self._take_signals():
+                end_early(caught, self._simulated.checkpoint_signal, again=self._simulated.number > 0)
+            while self._events:
+                self._until = self._steps.send(self._next_event())
+                self._outbox.empty(self._perform)
+            self._until = self._steps.send(TimeReached(now))
+        except StopIteration as end:
+            self._place(end.value)
+        except DadtError as error:
+            self._outbox.empty(self._perform)
+            self._end(None, error)
+
+    def _place(self, placed: Placed) -> None:
+        """The rest of Attempt._place, Attempt._prepare, and the order to start the workers."""
+        simulated, now = self._simulated, self._now
+        self._outbox.empty(self._perform)
+        self._placed = replace(placed, restarts=simulated.number)
+        self.slots = placed.slots
+        simulated.placed(self.nodes, len(self.slots))
+        candidates = self._run.discovery.candidates
+        joining = candidates if simulated.scenario.joins else None
+        job = self.job = Job(placed.config, self.nodes, self.slots, Path("logs"), now, self._epoch, joining)
+        candidates.served((node.host for node in self.nodes), now)
+        job.start(orders(self._placed), now, self._epoch)
+        self._carry_out(job)
 
     # What comes ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +155,7 @@ class Launcher:
         self.process.get(lambda: self._hear(node, frame))
 
     def _hear(self, node: Node, frame: Frame) -> None:
-        if node.ended:
+        if node.ended or self.ended_at is not None:
             return
         node.heard = self.world.now
         if refusal := self._contact.hear(node, frame, self._epoch):
@@ -141,7 +168,10 @@ class Launcher:
         self.process.get(lambda: self._end_of(node, why))
 
     def _end_of(self, node: Node, why: str) -> None:
-        if node.ended:
+        self._open_ends.discard(node)
+        if self.ended_at is not None:
+            self._close()
+        if node.ended or self.ended_at is not None:
             return
         if node.done and not why:
             node.ended = True
@@ -154,13 +184,17 @@ class Launcher:
         self._put(node, Frame("lost", {"message": why, "time": self._epoch}))
 
     def connected(self, node: Node) -> None:
-        """The agent of a host that is to join runs."""
-        node.heard = self.world.now
-        self.process.get(lambda: self._put(node, Frame("connected")))
+        """The agent of a host runs."""
+        self._open_ends.add(node)
+        self.process.get(lambda: self._connected(node))
+
+    def _connected(self, node: Node) -> None:
+        node.heard, node.state, node.is_child = self.world.now, "has not answered yet", self._simulated.hosts == 1
+        self._put(node, Frame("connected"))
 
     def unreached(self, node: Node, why: str) -> None:
-        """The agent of a host that is to join cannot be started."""
-        if not node.ended:
+        """The agent of a host cannot be started."""
+        if not node.ended and self.expects:
             node.ended = True
             self.process.get(lambda: self._put(node, Frame("lost", {"message": why})))
 
@@ -169,9 +203,22 @@ class Launcher:
         self.world.note("user", f"sends signal {number} to dadt run")
         self.process.get(lambda: self._catch(number))
 
+    def kill(self) -> None:
+        """`dadt kill` asks this job to end."""
+        assert self.job is not None
+        self.heeds.add(SIGTERM)
+        self.job.kill(self._now)
+        self._carry_out(self.job)
+
     def _catch(self, number: int) -> None:
-        self._caught.add(number)
-        self._alarm.set(0.0)
+        self._run.caught.add(number)
+        if self.expects:
+            self._alarm.set(0.0)
+
+    def _take_signals(self) -> set[int]:
+        caught, self._run.caught = self._run.caught, set()
+        self.heeds |= caught & ENDING_SIGNALS
+        return caught
 
     def _put(self, node: Node, frame: Frame) -> None:
         self._events.append(Event(node, frame, self.world.now))
@@ -180,36 +227,52 @@ class Launcher:
     # What is done about it -----------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        if not self.process.alive or self.outcome is not None or self.error is not None:
+        if not self.process.alive or not self.nodes:
+            return
+        if self.ended_at is not None:
+            self._close()
             return
         now, job, contact = self.world.now, self.job, self._contact
         contact.excuse(now)
         if contact.is_beat_due(now):
             self._send_all(Frame("beat"))
-        if self._caught:
-            caught, self._caught = self._caught, set()
-            self.heeds |= caught & ENDING_SIGNALS
-            job.signal(caught, now)
-            self._carry_out()
         for node, why in contact.silent(now):
             self._lose(node, why)
-        events, self._events = self._events, []
-        for event in events:
-            if self.world.log is not None and event.frame.kind not in ("beat", "numbers"):
-                self.world.note("launcher", f"hears from {event.node.name or 'the host'}: {_shown(event.frame)}")
+        if job is None:
+            self._advance(now)
+            wait = self._until - now
+        else:
+            self._work(job, now)
+            wait = job.patience(now)
+        if self.ended_at is None:
+            self._alarm.set(max(0.001, min(wait, contact.beat_seconds)))
+
+    def _work(self, job: Job, now: float) -> None:
+        """Attempt._wait, in one turn."""
+        if caught := self._take_signals():
+            job.signal(caught, now)
+            self._carry_out(job)
+        if job.grows:
+            self._run.poll()
+        while self._events:
+            event = self._next_event()
             self._note_question(event)
             job.take(event)
-            self._carry_out()
+            self._carry_out(job)
         job.turn(now)
-        self._carry_out()
+        self._carry_out(job)
         self._watch(self)
         if job.over:
-            self._finish()
-            return
-        self._alarm.set(max(0.001, min(job.patience(now), contact.beat_seconds)))
+            self._judge(job)
 
-    def _carry_out(self) -> None:
-        self.job.outbox.empty(self._perform)
+    def _next_event(self) -> Event:
+        event = self._events.pop(0)
+        if self.world.log is not None and event.frame.kind not in ("beat", "numbers"):
+            self.world.note("launcher", f"hears from {event.node.name or 'the host'}: {_shown(event.frame)}")
+        return event
+
+    def _carry_out(self, job: Job) -> None:
+        job.outbox.empty(self._perform)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -222,22 +285,24 @@ class Launcher:
                 else:
                     self._send(node, frame)
             case SayText(text, level):
-                self.world.note("user", f"reads: {text}")
                 self.said.append((self.world.now, level, text))
+                self._run.say(text, level)
+            case SayPart(text, last):
+                self.world.note("user", f"reads: {text}{'' if last else ' ...'}")
             case ReachHost(node):
                 self.world.note("launcher", f"starts the agent of {node.name}")
-                self._simulated.reach(node)
+                self._simulated.join(node)
             case AskHost(node, place):
-                hosts = len(self.nodes)
-                look = {"job": "job", "index": place, "hosts": hosts, "cwd": "/work", "files": [], "prologue": "",
-                        "orphan_timeout": self._simulated.config.orphan_timeout, "env": {}}  # fmt: skip
-                self._send(node, Frame("look", look))
-            case StartWorkers(node):
-                self._send(node, self._order(node, joins=True))
+                facts = look(self._plan, JOB, node)
+                self._send(node, Frame("look", {**facts, "index": place, "hosts": len(self.nodes)}))
+            case StartWorkers(node, place):
+                self._send(node, order_to_join(self._placed, place))
             case GiveUpHost(node):
-                node.ended = True
-                if node in self.down:
-                    self.down[node].close()
+                self._hang_up(node)
+            case DismissHosts(nodes):
+                for node in nodes:
+                    self._hang_up(node)
+                self._events = [event for event in self._events if event.node in self.nodes]
             case WriteJournal(kind, facts):
                 self.world.note("launcher", f"writes down {kind}: {facts}")
 
@@ -271,25 +336,54 @@ class Launcher:
         for node in self.nodes:
             self._send(node, frame)
 
-    def _finish(self) -> None:
-        """Attempt._close, and the judgement."""
+    def _hang_up(self, node: Node) -> None:
+        node.ended = True
+        if node in self.down:
+            self.down[node].close()
+
+    # The end -------------------------------------------------------------------------------------------------------
+
+    def _judge(self, job: Job) -> None:
+        candidates = self._run.discovery.candidates
+        for node in self.nodes:
+            if node.failed:
+                candidates.failed(node.host, self.world.now)
         try:
-            self.outcome = self.job.judge(self.world.now, [], [])
+            self._end(job.judge(self.world.now, [], []), None, at_once=job.overdue)
         except DadtError as error:
-            self.error = error
-        self.die()
+            self._end(None, error, at_once=job.overdue)
+
+    def _end(self, outcome: Outcome | None, error: DadtError | None, *, at_once: bool = False) -> None:
+        """Agents.close: hang up, and wait until the agents are gone."""
+        self.outcome, self.error, self.ended_at = outcome, error, self.world.now
         shown = self.error or (self.outcome.failure.lines()[:3] if self.outcome and self.outcome.failure else "ends")
         self.world.note("launcher", f"{shown}, exit code {self.exit_code}")
+        self._simulated.invariants.ended()
+        for wire in self.down.values():
+            wire.close()
+        self._close_by = self.world.now + (0.0 if at_once else HANG_UP_SECONDS)
+        self._close()
+
+    def _close(self) -> None:
+        if self._run.over or self._simulated is not self._run.attempt:
+            return
+        if self._open_ends and self.world.now < self._close_by:
+            self._alarm.set(self._close_by - self.world.now)
+            return
+        if self._simulated.hosts == 1:
+            self._simulated.machines[0].die()  # LocalChannel.end kills it, and `sweep` its workers
+        self._run.attempt_over(self.outcome, self.error)
 
     def die(self) -> None:
         """The process ends, and its connections with it."""
-        self.process.alive, self.ended_at = False, self.world.now
+        self.ended_at = self.ended_at or self.world.now
+        self._run.die()
         for wire in self.down.values():
             wire.close()
 
     def crash(self) -> None:
         """Its machine is gone."""
-        self.process.alive, self.ended_at, self.crashed = False, self.world.now, True
+        self._run.die()
         for wire in self.down.values():
             wire.vanish()
 

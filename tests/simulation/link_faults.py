@@ -21,11 +21,11 @@ class ControlCut(Fault):
     lasting: float
 
     def strike(self, job: SimulatedJob) -> None:
-        if job.hosts == 1:
+        if job.hosts == 1 or not job.machines[self.host].process.alive:
             return
         way = "both ways" if self.up and self.down else "to dadt run" if self.up else "from dadt run"
         text = f"control of host{self.host} is cut {way} for {self.lasting:.1f} s"
-        self._struck(job, text, tries="lines", **host_guilt(job, self.host))
+        self._struck(job, text, tries="lines", **host_guilt(self.host))
         up, down = job.machines[self.host].up, job.machines[self.host].down
         wires = [wire for wire, is_cut in ((up, self.up), (down, self.down)) if is_cut]
         for wire in wires:
@@ -35,6 +35,7 @@ class ControlCut(Fault):
 
 @dataclass(frozen=True, slots=True)
 class DataCut(Fault):
+    stays = True
     host: int
     other: int
     """Another host; the same one where the host is cut off from all."""
@@ -49,7 +50,7 @@ class DataCut(Fault):
         to = f"host{self.other}" if self.other != self.host else "all others"
         way = "one way" if self.one_way else "both ways"
         text = f"data between host{self.host} and {to} are cut {way} for {self.lasting:.1f} s"
-        self._struck(job, text, tries="ranks", **host_guilt(job, *guilty))
+        self._struck(job, text, tries="ranks", **host_guilt(*guilty))
         ways = [(self.host, other) for other in others]
         ways += [] if self.one_way else [(other, self.host) for other in others]
         job.network.cut(ways)
@@ -58,6 +59,7 @@ class DataCut(Fault):
 
 @dataclass(frozen=True, slots=True)
 class LinkSlow(Fault):
+    stays = True
     host: int
     late: float
     lasting: float
@@ -68,6 +70,8 @@ class LinkSlow(Fault):
         return 0.0
 
     def strike(self, job: SimulatedJob) -> None:
+        if not job.machines[self.host].process.alive:
+            return
         self._struck(job, f"each message of host{self.host} takes {self.late:.2f} s more for {self.lasting:.1f} s")
         up, down = job.machines[self.host].up, job.machines[self.host].down
 
@@ -86,6 +90,8 @@ class MessageLate(Fault):
     late: float
 
     def strike(self, job: SimulatedJob) -> None:
+        if not job.machines[self.host].process.alive:
+            return
         way = "to" if self.up else "of"
         self._struck(job, f"the next message {way} dadt run on the line of host{self.host} is {self.late:.1f} s late")
         (job.machines[self.host].up if self.up else job.machines[self.host].down).delay(self.late)
@@ -101,9 +107,7 @@ class Stranger(Fault):
         agent = job.machines[self.host]
         if not agent.process.runs:
             return
-        self._struck(
-            job, f"a stranger speaks on the line of host{self.host}: {self.what}", **host_guilt(job, self.host)
-        )
+        self._struck(job, f"a stranger speaks on the line of host{self.host}: {self.what}", **host_guilt(self.host))
         frames: dict[str, Frame | bytes] = {
             "noise": b"\xff" * 16,
             "another rank": Frame("done", {"rank": job.size, "pid": 1000, "summary": {}, "line": 1}).encode(),

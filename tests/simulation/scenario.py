@@ -8,7 +8,7 @@ from typing import Any
 
 from dadt.config import Config
 from dadt.launch.hosts.host import Host
-from simulation import faults
+from simulation import faults, start_draws
 from simulation.fault import Fault
 from simulation.host_faults import AgentKilled, HostCrashes
 from simulation.worker_script import BATCH_SIZE, Script
@@ -31,22 +31,30 @@ class Scenario:
     """Whether lost hosts are replaced, by themselves or by others."""
     spares: int
     """Hosts beside those of the job."""
+    discovers: bool
+    """Whether it is asked for hosts again and again, as a script names them."""
+    early: bool
+    """Whether the times of all faults begin with `dadt run`, and not with the first workers."""
     faults: tuple[Fault, ...]
     shares_disk: bool
     """Whether all hosts write their snapshots on one disk."""
 
     @property
-    def spare_hosts(self) -> list[Host]:
-        names = [f"host{self.hosts + number}" for number in range(self.spares)]
-        return [Host(name=name, slots=self.per_host) for name in names]
+    def every_host(self) -> list[Host]:
+        """The hosts that the user has named, or that a script has."""
+        lone = self.hosts == 1
+        names = [f"host{number}" for number in range(self.hosts + self.spares)]
+        return [Host(name="" if lone else name, slots=self.per_host) for name in names]
 
     @property
     def limit(self) -> float:
         """Seconds within which the job has to end, whatever goes wrong."""
         config, script = self.config, self.script
-        trains = 2 * (script.start_seconds + script.steps * (script.step_seconds + script.save_seconds))
+        attempts = 1 + 2 * config.max_restarts
+        waits = attempts * (config.start_timeout + 45.0)
+        trains = attempts * 2 * (script.start_seconds + script.steps * (script.step_seconds + script.save_seconds))
         each = config.timeout + config.start_timeout + config.orphan_timeout + 2 * config.grace + 60.0
-        return trains + (1 + len(self.faults)) * each + sum(fault.seconds for fault in self.faults)
+        return waits + trains + (attempts + len(self.faults)) * each + sum(fault.seconds for fault in self.faults)
 
     def lines(self) -> list[str]:
         """What it is, for those who read of it."""
@@ -57,7 +65,7 @@ class Scenario:
 
 KNOBS = (
     "algorithm", "executor", "min_np", "timeout", "start_timeout", "stall_warning", "on_stall", "grace",
-    "orphan_timeout", "heartbeat_timeout", "checkpoint_signal", "snapshot_every", "redistribute",
+    "orphan_timeout", "heartbeat_timeout", "checkpoint_signal", "snapshot_every", "redistribute", "max_restarts",
 )  # fmt: skip
 
 
@@ -80,6 +88,8 @@ def draw(seed: int) -> Scenario:
         "checkpoint_signal": random.choice(["", "", "USR1"]),
         "snapshot_every": "never" if gossip else random.choice(["never", "1step", "2steps", "3steps"]),
         "compression": "none",
+        "np": size,
+        "seed": 0,
     }
     if knobs["snapshot_every"] != "never" and knobs["min_np"] and random.random() < 0.3:
         knobs["compression"] = "auto"
@@ -110,4 +120,11 @@ def draw(seed: int) -> Scenario:
         script = replace(script, steps=script.steps + 30)
     script = replace(script, exit_seconds=random.choice([0.1, 0.1, 1.0]))
     knobs["executor"] = random.choice(["shm", "gloo"] if hosts == 1 else ["tcp", "gloo"])
-    return Scenario(seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, drawn, random.random() < 0.7)
+    discovers = hosts > 1 and random.random() < (0.5 if joins else 0.1)
+    early = random.random() < 0.15
+    knobs["max_restarts"] = random.choice([0, 1, 2, 3]) if random.random() < 0.2 else 0
+    drawn += start_draws.draw(random, hosts, size, knobs["max_restarts"], discovers=discovers)
+    return Scenario(
+        seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, discovers, early, drawn,
+        shares_disk=random.random() < 0.7,
+    )  # fmt: skip

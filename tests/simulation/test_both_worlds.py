@@ -23,10 +23,11 @@ from dadt.config.config import parse
 from dadt.launch.launchers.remote_shell import explain
 from simulation.host_faults import KILLED
 from simulation.job import SimulatedJob
+from simulation.run import SimulatedRun
 from simulation.scenario import Scenario
 from simulation.simulated_victim import SimulatedVictim
 from simulation.worker_script import Script
-from simulation.world import BEGIN, EPOCH
+from simulation.world import EPOCH
 
 PAGE = ROOT / "docs" / "results" / "faults.md"
 NOT_SIMULATED = {
@@ -45,7 +46,7 @@ BY_SSH = explain(None, b"", b"", "python")
 """How an agent has ended that was killed on a host that is reached by SSH."""
 
 
-def run(victim: SimulatedVictim, options: tuple[str, ...], size: int, steps: int, seed: int) -> SimulatedJob:
+def struck(victim: SimulatedVictim, options: tuple[str, ...], size: int, steps: int, seed: int) -> SimulatedJob:
     """A job that is struck, at its end. Raises Broken where anything is left, or is not as it has to be."""
     pairs = zip(options[::2], options[1::2], strict=True)  # the last of equal ones counts
     knobs = {flag.removeprefix("--").replace("-", "_"): text for flag, text in pairs}
@@ -57,12 +58,12 @@ def run(victim: SimulatedVictim, options: tuple[str, ...], size: int, steps: int
     hosts = len(victim.hosts)
     scenario = Scenario(
         seed=seed, hosts=hosts, per_host=size // hosts, clocks=(0.0,) * hosts, script=script, joins=False, spares=0,
-        config=Config(**{name: parse(name, text) for name, text in knobs.items()}), faults=tuple(victim.faults),
-        shares_disk=False,
+        config=Config(np=size, **{name: parse(name, text) for name, text in knobs.items()}),
+        discovers=False, early=False, faults=tuple(victim.faults), shares_disk=False,
     )  # fmt: skip
-    job = SimulatedJob(scenario)
-    job.run()
-    return job
+    run = SimulatedRun(scenario)
+    run.run()
+    return run.attempt
 
 
 def lines(job: SimulatedJob) -> list[tuple[float, str]]:
@@ -74,7 +75,8 @@ def lines(job: SimulatedJob) -> list[tuple[float, str]]:
         last = [str(launcher.error)]
     assert launcher.ended_at is not None
     told = sorted([*said, *job.printed, *((launcher.ended_at, line) for line in last)], key=lambda line: line[0])
-    return [(at - BEGIN - STRUCK, text) for at, text in told if at >= BEGIN + STRUCK]
+    since = job.begun + STRUCK
+    return [(at - since, text) for at, text in told if at >= since]
 
 
 def words(line: str) -> str:
@@ -110,7 +112,7 @@ def test_a_user_sees_the_same(fault: Fault, outcomes: Any) -> None:
     fault.strike(victim)
     finished = STRUCK + 60.0 if victim.finished is None else victim.finished + 1.0
     steps = int((finished - START_SECONDS) / STEP_SECONDS)
-    job = run(victim, (*SHORT, *fault.arguments, "--executor", fault.executor), 2, steps, seed=1)
+    job = struck(victim, (*SHORT, *fault.arguments, "--executor", fault.executor), 2, steps, seed=1)
     told, launcher = lines(job), job.launcher
     code = -SIGKILL if launcher.exit_code is None else launcher.exit_code
     assert code == fault.code == int(row["Exit code"]), told
@@ -124,7 +126,7 @@ def test_a_user_sees_the_same(fault: Fault, outcomes: Any) -> None:
     assert abs(at - float(row["Told (s)"])) < GRANULARITY
     if fault.code:
         assert launcher.ended_at is not None
-        assert abs(launcher.ended_at - BEGIN - STRUCK - float(row["Over (s)"])) < GRANULARITY, told
+        assert abs(launcher.ended_at - job.begun - STRUCK - float(row["Over (s)"])) < GRANULARITY, told
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -137,16 +139,17 @@ def test_the_same_ranks_train_on(kind: Kind, promises: Any) -> None:
         training = chance.choice([each for each in TRAININGS if each.hosts >= kind.hosts])
         victim = SimulatedVictim(training.hosts, len(RANKS), STRUCK, chance)
         lost = kind.strike(victim)
-        job = run(victim, (*OPTIONS, *WAITS, *training.arguments), len(RANKS), STEPS, seed)
+        job = struck(victim, (*OPTIONS, *WAITS, *training.arguments), len(RANKS), STEPS, seed)
         told = lines(job)
-        first = [worker for worker in job.workers if worker.born < BEGIN + STRUCK]
+        first = [worker for worker in job.workers if worker.born < job.begun + STRUCK]
         survivors = {worker.rank: worker for worker in first if worker.step == STEPS}
         assert (set(survivors), job.launcher.exit_code) == (RANKS - lost, 0), (seed, training.name, told)
         assert len({worker.training.weights[0] for worker in survivors.values()}) == 1 or not training.equal
+        assert job.launcher.job is not None
         losses = job.launcher.job.watch.losses
         assert {loss.rank for loss in losses} == lost
         assert not kind.tells or any(kind.tells in line for _, line in told), told
         if row is not None and lost:
-            seconds = max(loss.time for loss in losses) - EPOCH - BEGIN - STRUCK
+            seconds = max(loss.time for loss in losses) - EPOCH - job.begun - STRUCK
             low, high = float(row["Told, median (s)"]), float(row["worst"])
             assert low - GRANULARITY < seconds < high + GRANULARITY, (seed, training.name, told)

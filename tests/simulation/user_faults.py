@@ -18,15 +18,16 @@ class UserSignals(Fault):
     again: float
     """After how many seconds the same comes once more; infinite: never."""
 
-    def strike(self, job: SimulatedJob) -> None:
+    def strike(self, job: SimulatedJob, *, once_more: bool = False) -> None:
         if job.launcher.process.alive:
             ends = self.number in (SIGINT, SIGTERM)
             # Some ranks end by a signal for which they have no handler yet, or save and end while others begin.
             all_train = job.checkpoint_signal == self.number and job.all_train
-            deaf = {} if ends or all_train else host_guilt(job, *range(job.hosts))
+            deaf = {} if ends or all_train else host_guilt(*range(job.hosts))
             self._struck(job, f"the user sends signal {self.number}", user=ends, **deaf)
             job.launcher.signal(self.number)
-            later(job, self.again, lambda: job.launcher.signal(self.number))
+            if not once_more:
+                later(job, self.again, lambda: self.strike(job.run.attempt, once_more=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,5 +37,5 @@ class HostPreempted(Fault):
     def strike(self, job: SimulatedJob) -> None:
         agent = job.machines[self.host]
         if agent.process.alive:
-            self._struck(job, f"host{self.host} is told to end", user=True, **host_guilt(job, self.host))
+            self._struck(job, f"host{self.host} is told to end", user=True, **host_guilt(self.host))
             agent.signal(SIGTERM)
