@@ -124,6 +124,42 @@ def test_a_new_worker_takes_the_place_of_a_lost_one(start, algorithm, name, rank
     assert "Traceback" not in result.err
 
 
+EVENLY = """
+import time
+samples = torch.arange(240)
+model = torch.nn.Embedding(240, 1)
+torch.nn.init.zeros_(model.weight)
+optimizer, n, uneven = torch.optim.SGD(model.parameters(), lr=1.0), 0, []
+loader = DataLoader(torch.utils.data.TensorDataset(samples), batch_size=8, shuffle=True)
+while goes_on(n):
+    before, lost, steps = model.weight.detach().clone(), len(events("regroup")) if n else 0, 0
+    for (i,) in loader:
+        optimizer.zero_grad()
+        model(i).mean().backward()
+        time.sleep(0.01)  # so that a replay is faster
+        optimizer.step()
+        n, steps = n + 1, steps + 1
+        dies(n)
+        if not goes_on(n):
+            break
+    moved = before - model.weight.detach()
+    spread = (moved.max() - moved.min()).item()  # each sample moves its weight as often as it is read
+    if lost and steps == 10 and spread > 1e-4:
+        uneven.append((n, lost, len(events("regroup"))))
+if rank == 0:
+    print("uneven", uneven, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_new_worker_does_not_read_what_the_others_have_divided(start) -> None:
+    options = ["-np", "3", "--algorithm", "sync", "--redistribute", *OPTIONS]
+    result = start(HEAD + REGROWS + EVENLY, *options, "train.py", VICTIMS="1").finish(3 * PATIENCE)
+    assert result.code == 0, result.err
+    assert "a new worker starts in place of rank 1" in result.err
+    assert "uneven []" in result.out.decode(), result.out
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(3))

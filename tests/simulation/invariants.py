@@ -38,6 +38,8 @@ AGAIN_SECONDS = 4.0
 LATE = re.compile(r"(?:is not connected|has not answered yet)(?:, given up| after \d+ s)$")
 LATE_SECONDS = 4.0
 """A message takes at most so long where nothing is cut."""
+LET_IN_STEPS = 15
+"""Within so many steps of the others a new worker trains with them, once it has started."""
 SOON_SECONDS = 2.5
 """A failure within this time after the first one may come before it is known."""
 SILENT = re.compile(r"^host(\d+)(?: has heard nothing from| and) host(\d+).* no heartbeat comes through between them$")
@@ -277,6 +279,23 @@ class Invariants:
             again = any(each.rank == loss.rank and each.born > loss.time - EPOCH for each in job.workers)
             if due and killed and not again:
                 raise Broken(f"no new worker was started in place of rank {loss.rank}")
+        self._check_let_in(launcher)
+
+    def _check_let_in(self, launcher: Launcher) -> None:
+        """Where ranks step together, a new worker trains soon, if no other rank is lost meanwhile."""
+        job, script = self._job, self._job.scenario.script
+        losses = launcher.job.watch.losses
+        if job.config.algorithm == "gossip" or len(losses) != 1 or not all(each.fatal for each in self.struck):
+            return
+        began = [gauge.member for gauge in launcher.job.watch.gauges if not (gauge.member.lost or gauge.member.joined)]
+        trained = min((member.seen for member in began), default=0.0)
+        due = losses[0].time - EPOCH + AGAIN_SECONDS + 2 * script.start_seconds + LET_IN_STEPS * script.step_seconds
+        if (
+            due < trained
+            and script.gathers_seldom
+            and not any(each.peers.is_new and each.trains for each in job.workers)
+        ):
+            raise Broken("a new worker was started, and the others have not let it in")
 
     def _check_joined(self, launcher: Launcher) -> None:
         """A host that is there takes the place of a lost one, while others train."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -308,9 +309,13 @@ class Launcher:
 
     def _note_question(self, event: Event) -> None:
         frame = event.frame
-        if frame.kind in ("exchange", "reconnect"):
+        if frame.kind in ("exchange", "reconnect", "approach"):
             until = event.now + frame["timeout"] + LATE_SECONDS
-            self.open[event.node, frame["line"]] = frame.get("generation", 0), until, _shown(frame)
+            generation = sys.maxsize if frame.kind == "approach" else frame.get("generation", 0)
+            self.open[event.node, frame["line"]] = generation, until, _shown(frame)
+        elif frame.kind == "exit":  # nobody waits for its answers any more
+            gone = f"approach rank {frame['rank']},"
+            self.open = {asked: facts for asked, facts in self.open.items() if not facts[2].startswith(gone)}
         elif frame.kind == "lost":
             self.open = {asked: facts for asked, facts in self.open.items() if asked[0] is not event.node}
 

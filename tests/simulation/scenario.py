@@ -102,10 +102,16 @@ def draw(seed: int) -> Scenario:
         on_terminate=random.choice(["end", "end", "save", "ignore"]),
         save_seconds=random.choice([0.1, 0.1, 2.0]),
         ends_when_saved=random.random() < 0.5,
+        gathers_seldom=False,
         optimizers=1 if gossip else random.choice([1, 1, 2]),
         samples=random.randint(1, 4 * BATCH_SIZE * size),
         evaluate_every=random.choice([0, 0, 1, 3]),
     )
+    pass_steps = -(-script.samples // (BATCH_SIZE * size))
+    between = script.evaluate_every != 1 and (pass_steps > 2 or not knobs["redistribute"])
+    script = replace(script, gathers_seldom=between)
+    if knobs["compression"] == "none" and knobs["snapshot_every"] != "never" and random.random() < 0.1:
+        script = replace(script, steps=script.steps + 30)  # time enough for a new worker
     span = 1.25 * script.start_seconds + script.steps * script.step_seconds + 2.0
     number = random.choices(range(7), [2, 3, 3, 4, 3, 2, 1])[0]
     ats = sorted(random.uniform(0.0, span) for _ in range(number))

@@ -53,7 +53,7 @@ def struck(victim: SimulatedVictim, options: tuple[str, ...], size: int, steps: 
     script = Script(
         steps=steps, step_seconds=STEP_SECONDS, start_seconds=START_SECONDS, on_interrupt="end", on_terminate="end",
         save_seconds=0.1, ends_when_saved=False, optimizers=1, samples=64 * steps * size, evaluate_every=0,
-        exit_seconds=EXIT_SECONDS,
+        gathers_seldom=True, exit_seconds=EXIT_SECONDS,
     )  # fmt: skip
     hosts = len(victim.hosts)
     scenario = Scenario(

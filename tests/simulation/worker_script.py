@@ -47,5 +47,7 @@ class Script:
     """How many samples each pass over the data has."""
     evaluate_every: int
     """After how many steps the ranks gather a measure; 0: never."""
+    gathers_seldom: bool
+    """Whether there are steps between which ranks gather nothing, so that a new worker can be let in."""
     exit_seconds: float = 0.1
     """What a process takes to end once its script has ended."""

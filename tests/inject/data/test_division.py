@@ -10,6 +10,7 @@ import pytest
 
 from dadt.config import Config
 from dadt.errors import ConfigError
+from dadt.inject.data.division import spare
 from dadt.inject.data.share import Batches, Divided, Items, PerRank
 
 SAMPLES, PASSES = 108, 4
@@ -183,6 +184,21 @@ def test_fewer_readers_take_as_many_steps_and_all_samples(readers: int, shares: 
         assert {len(each) for each in pieces} == {len(before[0])} == {len(kind(0, readers, shares))}
         assert _read(pieces) == _read(before)
         assert len({share.nominal for share in mine}) == 1
+
+
+def test_who_joins_in_the_midst_of_a_pass_takes_its_steps_and_no_samples() -> None:
+    order = list(range(61))
+    batches = [order[i : i + 5] for i in range(0, 61, 5)]
+    rank, readers, shares = spare(3)
+    for kind in (
+        lambda rank, size: PerRank(order, 4, False, rank, size, shares),
+        lambda rank, size: Batches(batches, rank, size, shares),
+        lambda rank, size: Divided(batches, 5, rank, size),
+        lambda rank, size: Items(order, rank, size),
+    ):
+        mine = list(kind(rank, readers))
+        assert len(mine) == len(list(kind(0, readers)))
+        assert not sum(piece.samples for piece in mine)
 
 
 def _read(ranks) -> Counter[int]:
