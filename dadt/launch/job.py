@@ -33,6 +33,10 @@ WAITING_SECONDS = 0.05
 """Most seconds between two calls of `Job.turn` while ranks wait for each other at the launcher; at all other times,
 TURN_SECONDS applies."""
 
+LOOK_SECONDS = 2e-5
+"""Least seconds between two looks at all ranks, for each rank: a look takes a fifth of that."""
+SMALL = 256
+"""Most ranks of a job in which all ranks may be looked at after each event."""
 MOST_TEXTS = 10_000
 """Most different texts of ranks that are shown to the user."""
 
@@ -73,6 +77,10 @@ class Job:
         self._endings = endings = Endings(config, nodes, slots, *parts)
         self._stalls = stalls = Stalls(config, rendezvous, logs, outbox)
         results = Results(outcome, members, outbox)
+        self._next_turn = float("-inf")
+        """Time (time.monotonic) before which `turn` does nothing."""
+        self._put_off = False
+        """Whether the last call of `turn` did nothing."""
         self._said: set[str] = set()
         """Texts of ranks that were shown to the user."""
         self.overdue = False
@@ -154,7 +162,12 @@ class Job:
         return self._termination.end(SIGTERM, "dadt kill", now)
 
     def turn(self, now: float) -> None:
-        """Do what is due because time has passed."""
+        """Do what is due because time has passed. As this looks at all ranks, it is put off in a large job that calls
+        it often."""
+        self._put_off = now < self._next_turn
+        if self._put_off:
+            return
+        self._next_turn = now + LOOK_SECONDS * (len(self._slots) if len(self._slots) > SMALL else 0)
         self._rendezvous.settle(now)
         self._stalls.turn(now)
         self._silences.turn(now)
@@ -165,7 +178,8 @@ class Job:
     def patience(self, now: float) -> float:
         """Return the seconds until `turn` must be called next if no event arrives before."""
         turn = WAITING_SECONDS if self._rendezvous.waiting else TURN_SECONDS
-        return max(0.0, min(turn, self._termination.deadline - now))
+        put_off = self._next_turn - now if self._put_off else turn
+        return max(0.0, min(turn, put_off, self._termination.deadline - now))
 
     def stand_still(self, caught: set[int], now: float) -> None:
         """Handle the signals `caught` (may be empty) while nobody reads the output of `dadt run`, so that no event is

@@ -1,5 +1,5 @@
 """Simulate jobs, and what ranks do with each other: PYTHONPATH=tests:. python -m simulation [--kind KIND] [--seeds N]
-[--from N] [--replay SEED]."""
+[--from N] [--replay SEED] [--ranks N ...]."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from unittest.mock import patch
 
+from simulation.growth import cost, page
 from simulation.kinds import KINDS, MOST_SEEDS, MUTATIONS
 from simulation.search import Simulation
 
@@ -24,7 +25,11 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="go on after one that fails")
     parser.add_argument("--mutations", action="store_true", help="how soon each deliberate fault is found")
     parser.add_argument("--only", default="", help="of these only those with this in their names")
+    parser.add_argument("--ranks", type=int, nargs="+", help="what jobs of so many ranks cost their launcher")
     given = parser.parse_args()
+    if given.ranks:
+        print(page([cost(ranks) for ranks in given.ranks]))
+        return 0
     kinds = [KINDS[name] for name in given.kind or KINDS]
     if given.mutations:
         return _find_mutations(kinds, given.only)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 LATENCY = 0.002
 """Seconds that a message between two hosts takes."""
+MOST_APART = 1000
+"""Most ranks that see the end of a connection one by one."""
 CLOSED = "the connection was closed by a peer"
 
 Then = Callable[[Any], None]
@@ -84,7 +86,7 @@ class Connection:
                 self._fail(each, Mismatch(f"{text}: the ranks do not run the same steps"))
             return
         operation.values[rank] = value
-        self.settle()
+        self._settle(operation)
 
     def send(self, rank: int, value: Any) -> None:
         """Send a message to one other rank."""
@@ -107,14 +109,17 @@ class Connection:
     def settle(self) -> None:
         """End the operations to which all ranks have come, where their data go through."""
         for operation in {id(each): each for waits in self._waits.values() for each, _ in waits}.values():
-            if operation.done or len(operation.values) < self._size or not self._goes_through():
-                continue
-            operation.done = True
-            operation.given = [operation.values[rank] for rank in sorted(operation.values)]
-            self._done(self, operation)
-            for rank in operation.values:
-                slow = max((self._network.slow.get(each.host, 0.0) for each in self.ranks.values()), default=0.0)
-                self._world.after(self._world.spread(LATENCY) + slow, self._end(rank, operation))
+            self._settle(operation)
+
+    def _settle(self, operation: Operation) -> None:
+        if operation.done or len(operation.values) < self._size or not self._goes_through():
+            return
+        operation.done = True
+        operation.given = [operation.values[rank] for rank in sorted(operation.values)]
+        self._done(self, operation)
+        slow = max((self._network.slow.get(each.host, 0.0) for each in self.ranks.values()), default=0.0)
+        for rank in operation.values:
+            self._world.after(self._world.spread(LATENCY) + slow, self._end(rank, operation))
 
     def _end(self, rank: int, operation: Operation) -> Callable[[], None]:
         def end() -> None:
@@ -144,9 +149,20 @@ class Connection:
         self._left.add(rank)
         self._broken = self._broken or not gentle
         self._errors.setdefault(rank, CommError(CLOSED))
-        for other in [] if silent else self.ranks.values():
-            if self._network.joined(other.host, self.ranks[rank].host):
-                self._world.after(self._world.spread(LATENCY), self._notice(other, gentle=gentle))
+        if not silent:
+            self._world.after(LATENCY / 2, lambda: self._notice_all(self.ranks[rank].host, gentle=gentle))
+
+    def _notice_all(self, host: int, *, gentle: bool) -> None:
+        """Those that are still there see that a rank of this host has left."""
+        others = [self.ranks[rank] for rank in self.ranks.keys() - self._left]
+        for other in others:
+            if not self._network.joined(other.host, host):
+                continue
+            notice = self._notice(other, gentle=gentle)
+            if len(others) > MOST_APART:
+                notice()
+            else:
+                self._world.after(LATENCY * self._world.random.random(), notice)
 
     def _notice(self, other: Rank, *, gentle: bool) -> Callable[[], None]:
         def notice() -> None:

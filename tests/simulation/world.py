@@ -16,7 +16,7 @@ EPOCH = 1_700_000_000.0
 BEGIN = 1000.0
 """The time (as time.monotonic) at which each world begins."""
 MOST_EVENTS = 400_000
-"""Events in a job, far above what the largest takes: more of them is a fault by itself."""
+"""Events in a job, far above what the largest one drawn takes: more of them is a fault by itself."""
 
 Do = Callable[[], None]
 
@@ -48,6 +48,7 @@ class World:
         self.random = Random(seed)
         self.now = BEGIN
         self.events = self.frames = 0
+        self.most_events = MOST_EVENTS
         self.exact = self.random.random() < 0.1
         """Whether each frame is really encoded and parsed, as in a part of all worlds, since that takes most of their
         time."""
@@ -82,8 +83,8 @@ class World:
                 break
             self.now = at
             self.events += 1
-            if self.events > MOST_EVENTS:
-                raise Broken(f"more than {MOST_EVENTS:,} events")
+            if self.events > self.most_events:
+                raise Broken(f"more than {self.most_events:,} events")
             timer.do()
         return until()
 

@@ -12,6 +12,8 @@ from dadt.launch.ending.failure import Ending
 
 EXIT_CODE = os.EX_TEMPFAIL
 """Exit code 75, which sysexits.h defines for temporary failures that should be tried again later."""
+MOST_LISTED = 64
+"""Most ranks that a text lists one by one."""
 
 
 class Preempted(DadtError):
@@ -47,6 +49,8 @@ class Preemption:
 
 
 def ranks(numbers: Collection[int]) -> str:
-    """Return ranks as text, such as "rank 2" or "ranks 0, 2 and 3"."""
+    """Return ranks as text, such as "rank 2" or "ranks 0, 2 and 3"; many of them as "256 ranks"."""
+    if len(numbers) > MOST_LISTED:
+        return f"{len(numbers):,} ranks"
     *most, last = map(str, sorted(numbers))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

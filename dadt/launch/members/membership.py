@@ -69,6 +69,8 @@ class Membership:
     _handed: int = 0
     """The newest generation that a new worker joined after the others had waited for it; 0 if there is none."""
     _moved: float = float("-inf")
+    _over: int = -1
+    """The newest generation of which all ranks were at their end."""
     _told_to_end: bool = False
     _deaths: list[Frame] = field(default_factory=list)
     """Frames about ranks that have ended, still to be sent to all ranks."""
@@ -109,8 +111,12 @@ class Membership:
     def leaves_finished(self, member: Member, why: str) -> None:
         """Handle a rank that exits with code 0 after its training. Where others still train, they may have to meet it,
         as when they connect anew after a loss."""
-        if not self._apart and any(not (each.finished or each.ended) for each in self._rendezvous.present):
+        if self._apart or self._over == self._rendezvous.generation:
+            return
+        if any(not (each.finished or each.ended) for each in self._rendezvous.present):
             self.leaves(member.rank, why)
+        else:
+            self._over = self._rendezvous.generation
 
     def _lose_left(self, now: float) -> None:
         """Treat ranks that exited early as lost, if other ranks wait for them."""
@@ -162,7 +168,7 @@ class Membership:
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         if member.claimed and not member.ended and member.pid == event.frame["pid"]:
             why = f"rank {member.rank} ({member.place}) has replaced itself (exec) after it had begun to train"
-            steps = max(0, member.step)
+            steps, self._over = max(0, member.step), -1
             if self._rendezvous.start_over(member, why, now):
                 self.tell_of_death(why, steps)
         member.sign("has imported torch, not begun to train", now)

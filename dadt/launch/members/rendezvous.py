@@ -3,6 +3,7 @@ sent theirs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,8 @@ from dadt.launch.members.member import Member
 MOST_EXCHANGES = 1 << 16
 MOST_GIVEN = 256 << 20
 """Most bytes from one rank that the launcher stores while other ranks have not given theirs."""
-OVER = Frame("exchanged")
+MOST_NAMED = 16
+"""Most ranks that one message names."""
 
 
 @dataclass(slots=True)
@@ -24,9 +26,6 @@ class KeyExchange:
     begun: float
     """Time (time.monotonic) at which the first value under this key arrived."""
     blobs: dict[int, bytes] = field(default_factory=dict)
-    complete: Frame | None = None
-    """Answer that all ranks receive; replaced by the empty frame OVER once all ranks have received it, to free the
-    memory."""
     waits: list[tuple[float, float, Reply]] = field(default_factory=list)
     """For each waiting rank: its deadline, its timeout in seconds, and the function that answers it."""
     told: bool = False
@@ -50,19 +49,21 @@ class Rendezvous:
         """hosts: name of each rank's host; the names are empty in a job of one host."""
         self._outbox = outbox
         self.members = [Member(rank, host, seen=now) for rank, host in enumerate(hosts)]
+        self.present = list(self.members)
+        """Ranks still in the job, in their order."""
         self._exchanges: dict[str, KeyExchange] = {}
+        self._over: set[str] = set()
+        """Keys under which all ranks have given their values."""
+        self._given = Counter[int]()
+        """For each rank, the bytes that it has given and others have not met."""
         self._board = Board()
         self._images = 0
         """How often ranks have replaced their processes (exec) during training; if several ranks do so together, this
         counts once."""
         self.generation = 0
         """How often ranks have connected again: after a loss, for a rank that joins, or after a broken connection."""
-        self.outdated = OVER
+        self.outdated = Frame("exchanged")
         """Answer to ranks that ask on behalf of an older generation."""
-
-    @property
-    def present(self) -> list[Member]:
-        return [member for member in self.members if not member.lost]
 
     def regroup(self, lost: Collection[int], text: str, now: float) -> None:
         """Begin a new generation of ranks without the ranks `lost`, which may be empty. All requests that wait now are
@@ -92,6 +93,7 @@ class Rendezvous:
         self.generation += 1
         self.outdated = Frame("error", {"type": "PeerLost", "message": text})
         self.refuse(self.outdated, now)
+        self.present = [member for member in self.members if not member.lost]
         for member in self.present:
             member.generation = self.generation
 
@@ -100,7 +102,8 @@ class Rendezvous:
         for exchange in self._exchanges.values():
             for *_, reply in exchange.waits:
                 reply(refusal, now)
-        self._exchanges.clear()
+        for table in (self._exchanges, self._over, self._given):
+            table.clear()
         self._board.clear(refusal, now)
 
     def stalled(self, seconds: float, now: float) -> list[StalledRanks]:
@@ -135,16 +138,19 @@ class Rendezvous:
             self.give(frame["key"], frame["rank"], frame.body, frame["timeout"], reply, question.now)
 
     def give(self, key: str, rank: int, blob: bytes, timeout: float, reply: Reply, now: float) -> None:
-        exchange = self._exchanges.setdefault(key, KeyExchange(now))
-        given = sum(len(each.blobs.get(rank, b"")) for each in self._exchanges.values())
-        if exchange.complete or len(self._exchanges) > MOST_EXCHANGES or given + len(blob) > MOST_GIVEN:
-            what = "which all have given already" if exchange.complete else f"beside {given:,} that others have not met"
+        over, given = key in self._over, self._given[rank]
+        exchanges = len(self._exchanges) + len(self._over) + (key not in self._exchanges)
+        if over or exchanges > MOST_EXCHANGES or given + len(blob) > MOST_GIVEN:
+            what = "which all have given already" if over else f"beside {given:,} that others have not met"
             text = f"rank {rank} gives {len(blob):,} bytes for {key!r}, {what}: {MOST_GIVEN:,} at once are the most"
             reply(Frame("error", {"type": "DadtError", "message": text}), now)
             return
+        exchange = self._exchanges.setdefault(key, KeyExchange(now))
+        self._given[rank] += len(blob) - len(exchange.blobs.get(rank, b""))
         exchange.blobs[rank] = blob
         exchange.waits.append((now + timeout, timeout, reply))
-        self.settle(now)
+        if len(exchange.blobs) == len(self.present):
+            self._complete(key, exchange, now)
 
     def put(self, question: Event) -> None:
         """Store a value that a rank sends for other ranks to get."""
@@ -183,41 +189,47 @@ class Rendezvous:
         member.sign(f"has ended after {event.frame['steps']} steps", event.now)
 
     def settle(self, now: float) -> None:
-        """Answer all ranks that can be answered now, including those whose deadline has passed. Call after every
-        change, and regularly."""
-        self._board.settle((member.rank for member in self.present if member.ended), self._refuse, now)
+        """Refuse all ranks that wait for a rank which has ended, and those whose deadline has passed. Call after an
+        end, and regularly."""
+        if not self.waiting:
+            return
+        ended = [member for member in self.present if member.ended]
+        self._board.settle((member.rank for member in ended), self._refuse, now)
         for key, exchange in self._exchanges.items():
-            if exchange.complete:
-                continue
-            missing = [member for member in self.present if member.rank not in exchange.blobs]
-            waits, exchange.waits = exchange.waits, []
-            for deadline, timeout, reply in waits:
-                if not missing:
-                    exchange.complete = exchange.complete or self._complete(exchange)
-                    reply(exchange.complete, now)
-                elif any(member.ended for member in missing):
-                    reply(_refuse(key, missing, "cannot arrive any more"), now)
-                elif now >= deadline:
-                    reply(_refuse(key, missing, f"did not arrive within {timeout:g} s"), now)
-                else:
-                    exchange.waits.append((deadline, timeout, reply))
-            if exchange.complete and exchange.blobs:
-                # all ranks have been answered, so the values are no longer needed
-                exchange.blobs, exchange.complete = {}, OVER
+            gone = any(member.rank not in exchange.blobs for member in ended)
+            due = [wait for wait in exchange.waits if gone or now >= wait[0]]
+            if due:
+                exchange.waits = [wait for wait in exchange.waits if not (gone or now >= wait[0])]
+            refusals = dict[str, Frame]()
+            for _, timeout, reply in due:
+                what = "cannot arrive any more" if gone else f"did not arrive within {timeout:g} s"
+                if what not in refusals:
+                    refusals[what] = self._refuse(key, exchange.blobs.keys(), what)
+                reply(refusals[what], now)
 
     @property
     def waiting(self) -> bool:
         return self._board.waiting or any(exchange.waits for exchange in self._exchanges.values())
 
-    def _complete(self, exchange: KeyExchange) -> Frame:
-        return together([exchange.blobs[member.rank] for member in self.present])
+    def _complete(self, key: str, exchange: KeyExchange, now: float) -> None:
+        """Answer all ranks with the values of all of them, which are no longer needed then."""
+        del self._exchanges[key]
+        self._over.add(key)
+        for rank, blob in exchange.blobs.items():
+            self._given[rank] -= len(blob)
+        answer = together([exchange.blobs[rank] for rank in sorted(exchange.blobs)])
+        for *_, reply in exchange.waits:
+            reply(answer, now)
 
-    def _refuse(self, key: str, present: set[int], what: str) -> Frame:
-        return _refuse(key, [member for member in self.present if member.rank not in present], what)
+    def _refuse(self, key: str, present: Collection[int], what: str) -> Frame:
+        """Return the answer to ranks that wait in vain for all but `present`."""
+        missing = [member for member in self.present if member.rank not in present]
+        if what.startswith("cannot"):
+            missing = [member for member in missing if member.ended]
+        return Frame("error", {"type": "StartTimeout", "message": f"{named(missing)} {what} for {key!r}"})
 
 
-def _refuse(key: str, missing: list[Member], what: str) -> Frame:
-    if what.startswith("cannot"):
-        missing = [member for member in missing if member.ended]
-    ranks = ", ".join(member.named for member in missing)
-    return Frame("error", {"type": "StartTimeout", "message": f"{ranks} {what} for {key!r}"})
+def named(members: Sequence[Member]) -> str:
+    """Return these ranks with where and how they are, as text; of very many only the first ones."""
+    more = [f"{len(members) - MOST_NAMED} more ranks"] if len(members) > MOST_NAMED else []
+    return ", ".join([*(member.named for member in members[:MOST_NAMED]), *more])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Any
 
 from dadt.control.frame import Frame
@@ -19,6 +20,10 @@ from dadt.launch.members.rendezvous import Rendezvous
 JOIN_SECONDS = 2.0
 """Seconds to wait for the other host of a pair to report the outage as well, so that one message covers both
 directions."""
+MOST_TOLD = 16
+"""Most ranks of which all are told to each that waits."""
+ORDER_SECONDS = 0.5
+"""Of more of them, those that are told are found again after so many seconds."""
 ANSWER_SECONDS = 3.0
 """Seconds of silence after which an agent counts as not answering; a healthy agent sends a frame twice a second."""
 
@@ -50,6 +55,10 @@ class Silences:
     _announced: dict[int, Node] = field(default_factory=dict)
     """The node that listens for heartbeats, by host."""
     _outages: dict[tuple[int, int], Outage] = field(default_factory=dict)
+    _told_first: Sequence[int] = ()
+    """Of very many ranks, those of which ranks that wait are told."""
+    _ordered: float = float("-inf")
+    """Time (time.monotonic) at which these were found."""
 
     def heartbeat(self, event: Event) -> None:
         """Record the port at which a host listens for heartbeats (0: none). Once all ports are known, and again after a
@@ -99,12 +108,25 @@ class Silences:
         """Answer a waiting rank's question how the other ranks are, and record that the rank waits."""
         rank, now = question.frame["rank"], question.now
         self._rendezvous.members[rank].waiting.ask(question.frame.get("starts", False), now)
-        peers = [self._seen_from(rank, member, now) for member in self._rendezvous.present]
+        here = self._slots[rank].cross_rank
+        peers = [self._seen_from(here, member, now) for member in self._worth_telling(here, now)]
         self._outbox.reply(question)(Frame("peers", {"peers": peers}), now)
 
-    def _seen_from(self, rank: int, member: Member, now: float) -> dict[str, Any]:
+    def _worth_telling(self, here: int, now: float) -> Sequence[Member]:
+        """Return all ranks in the job; of many, some that have ended, some that keep the others waiting, and some that
+        this host does not hear, as each of thousands of ranks asks every few seconds."""
+        present = self._rendezvous.present
+        if len(present) <= MOST_TOLD:
+            return present
+        if now - self._ordered >= ORDER_SECONDS:
+            self._ordered, self._told_first = now, first_to_tell(present, now)
+        deaf = {place for pair in self._current if here in pair for place in pair if place != here}
+        cut = sorted(rank for place in deaf for rank in self._nodes[place].ranks)[:MOST_TOLD]
+        return [self._rendezvous.members[rank] for rank in sorted({*self._told_first, *cut})]
+
+    def _seen_from(self, host: int, member: Member, now: float) -> dict[str, Any]:
         told = {**member.describe(now), "said": member.state}
-        text = self.between(self._slots[rank].cross_rank, self._slots[member.rank].cross_rank, now)
+        text = self.between(host, self._slots[member.rank].cross_rank, now)
         return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
 
     def turn(self, now: float) -> None:
@@ -166,6 +188,18 @@ class Silences:
     def _tell(self, text: str, level: str) -> None:
         self._outbox.say(text, level)
         self._outbox.note("link", text=text)
+
+
+def first_to_tell(members: Sequence[Member], now: float) -> list[int]:
+    """Return some of many ranks: the last ones of those at their end, and of those for which the others wait."""
+
+    def order(member: Member) -> tuple[bool, bool, int, int]:
+        return not member.held, member.waits(now), member.step, member.rank
+
+    over = [member for member in members if member.ended or member.finished]
+    others = [member for member in members if not (member.ended or member.finished)]
+    first = [*nsmallest(MOST_TOLD // 2, over, order), *nsmallest(MOST_TOLD // 2, others, order)]
+    return [member.rank for member in first]
 
 
 _BOTH = "both still answer the launcher, but no heartbeat comes through between them"

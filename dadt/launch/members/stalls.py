@@ -7,7 +7,8 @@ from pathlib import Path
 from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.launch.actions import AnswerCaller, Event, Outbox, WriteStacks
-from dadt.launch.members.rendezvous import Rendezvous
+from dadt.launch.ending.preemption import ranks
+from dadt.launch.members.rendezvous import Rendezvous, named
 
 DUMP_SECONDS = 30.0
 """Least number of seconds between two dumps of all stacks because of a stall."""
@@ -30,10 +31,8 @@ class Stalls:
     def turn(self, now: float) -> None:
         """Warn of waits that have taken too long, with a dump of all stacks if so configured. Call regularly."""
         for stall in self._rendezvous.stalled(self._config.stall_warning, now):
-            *most, last = map(str, sorted(stall.ranks))
-            who = f"ranks {', '.join(most)} and {last} wait" if most else f"rank {last} waits"
-            awaited = ", ".join(member.named for member in stall.missing)
-            self._outbox.say(f"{who} for {stall.key!r}: {awaited}", "warning")
+            who = f"{ranks(stall.ranks)} {'wait' if len(stall.ranks) > 1 else 'waits'}"
+            self._outbox.say(f"{who} for {stall.key!r}: {named(stall.missing)}", "warning")
             if self._config.on_stall == "dump" and any(member.step > 0 for member in self._rendezvous.members):
                 self._dump(now)
 
@@ -48,8 +47,8 @@ class Stalls:
             return
         self._dumped = now
         self._outbox.say(f"the stacks of all ranks go to {self._logs / 'rank*.stacks'}", "warning")
-        ranks = [member.rank for member in self._rendezvous.members if not member.ended]
-        self._outbox.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": ranks}))
+        living = [member.rank for member in self._rendezvous.members if not member.ended]
+        self._outbox.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": living}))
 
     def stacks(self, event: Event) -> None:
         """Have the stacks of a rank that was stopped written to the job's logs."""
