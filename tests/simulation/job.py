@@ -128,6 +128,7 @@ class SimulatedJob:
         self.agents = [self.machines[machine_of(node)] for node in nodes]
         for place, agent in enumerate(self.agents):
             agent.index = place
+        self.run.invariants.placed(self)
         if not self.number:
             self.run.workers_start()
 

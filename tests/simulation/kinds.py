@@ -13,6 +13,7 @@ from simulation.mutations import JOB_MUTATIONS
 from simulation.run import SimulatedRun
 from simulation.scenario import draw
 from simulation.search import Simulation
+from simulation.start_mutations import START_MUTATIONS
 from simulation.training_mutations import TRAINING_MUTATIONS
 
 JOBS = Simulation("jobs", draw, SimulatedRun)
@@ -20,7 +21,10 @@ NEGOTIATION = Simulation("negotiation", draw_tensors, NegotiationJob)
 GOSSIP = Simulation("gossip", draw_gossip, GossipJob)
 KINDS = {each.name: each for each in (JOBS, NEGOTIATION, GOSSIP)}
 MUTATIONS: Mapping[str, tuple[str, Any, str, Any]] = {
-    **{name: (JOBS.name, *mutation) for name, mutation in {**JOB_MUTATIONS, **TRAINING_MUTATIONS}.items()},
+    **{
+        name: (JOBS.name, *mutation)
+        for name, mutation in {**JOB_MUTATIONS, **START_MUTATIONS, **TRAINING_MUTATIONS}.items()
+    },
     **COMM_MUTATIONS,
 }
 """Each fault by what it is: the kind of simulation that finds it, what it replaces, and by what."""

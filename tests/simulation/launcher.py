@@ -110,7 +110,10 @@ class Launcher:
             self._simulated.start(node)
         self._outbox = Outbox()
         self._steps: Steps[Placed] = self._startup()
-        self._until = next(self._steps)
+        try:
+            self._until = next(self._steps)
+        except DadtError as error:
+            self._end(None, error)
         self._turn()
 
     def _startup(self) -> Steps[Placed]:

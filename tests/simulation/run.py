@@ -63,6 +63,8 @@ class SimulatedRun:
         """Signals that `dadt run` has received and not handled yet."""
         self.killed = False
         """Whether `dadt kill` has asked this job to end while it waited for hosts."""
+        self.listed = {host.name for host in scenario.every_host}
+        """Hosts that are there as far as `dadt run` has been told."""
         self.outcome: Outcome | None = None
         self.error: DadtError | None = None
         """What `dadt run` raised in place of an outcome."""
@@ -133,6 +135,8 @@ class SimulatedRun:
         """Do what HostReader.poll does."""
         if self._answer is not None:
             answer, self._answer, self._taken = self._answer, None, self._taken + 1
+            if not isinstance(answer, ConfigError):
+                self.listed = {host.name for host in answer}
             if warning := self.discovery.take(answer):
                 self.say(warning, "warning")
         if self.discovery.asks(self.world.now, seconds):
@@ -167,7 +171,7 @@ class SimulatedRun:
             self.process.after(LOOK_SECONDS, self._look)
             return
         self._hosts, self.waits = hosts, False
-        self.invariants.begins(self.attempt)
+        self.invariants.begins(self.attempt, hosts)
         self.attempt.begin(hosts, restarts.count)
 
     def _perform(self, action: SayText | NoteRestart) -> None:

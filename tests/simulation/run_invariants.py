@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dadt import errors
 from dadt.errors import NotResumed, StartTimeout
 from dadt.launch.ending.outcome import Ended, Outcome
 from dadt.launch.ending.preemption import Preempted
-from dadt.launch.hosts.candidates import LONGEST_PAUSE_SECONDS
+from dadt.launch.hosts.candidates import LONGEST_PAUSE_SECONDS, PAUSE_SECONDS
 from dadt.launch.hosts.discovery import ANSWER_SECONDS
+from dadt.launch.hosts.host import Host
 from simulation.world import Broken
 
 if TYPE_CHECKING:
@@ -38,10 +40,11 @@ class RunInvariants:
 
     # While it runs -------------------------------------------------------------------------------------------------
 
-    def begins(self, attempt: SimulatedJob) -> None:
-        """The agents of an attempt are about to be started."""
+    def begins(self, attempt: SimulatedJob, hosts: Sequence[Host]) -> None:
+        """The agents of an attempt on these hosts are about to be started."""
         run = self._run
         before = run.attempts[:-1]
+        self._check_hosts(before, {host.name for host in hosts})
         for other in before:
             guilty = other.invariants.guilty_hosts(run.world.now)
             for agent in other.every_agent:
@@ -58,6 +61,26 @@ class RunInvariants:
         if len(places) > 1 and places[-1] is not None and places[-1] == places[-2]:
             raise Broken(f"attempts that have failed alike are followed by another: {places[-1]}")
 
+    def _check_hosts(self, before: Sequence[SimulatedJob], names: set[str]) -> None:
+        """An attempt is made on hosts that are there, and have not failed just now."""
+        if before and not self._has_trained:
+            raise Broken("the job is started again, though it was never started")
+        if not names <= self._run.listed:
+            raise Broken(f"an attempt is made on hosts that are not there: {names - self._run.listed}")
+        if before and (ended := before[-1].launcher.ended_at) is not None:
+            failed = {node.name for node in before[-1].launcher.nodes if node.failed}
+            if failed & names and self._run.world.now - ended < PAUSE_SECONDS / 2:
+                raise Broken(f"an attempt is made at once on hosts that have just failed: {failed & names}")
+
+    def placed(self, attempt: SimulatedJob) -> None:
+        """The workers of an attempt are about to be started."""
+        config = self._run.config
+        if attempt.size < (config.min_np or config.np):
+            raise Broken(f"{attempt.size} workers are started, at least {config.min_np or config.np} were wanted")
+        for agent in attempt.agents:
+            if agent.how in ("has a problem", "has another version"):
+                raise Broken(f"workers are started on {agent.process.name}, which {agent.how}")
+
     def said(self, level: str, text: str) -> None:
         """The user reads a line."""
         if text.startswith("waiting for hosts: "):
@@ -73,16 +96,16 @@ class RunInvariants:
         if (found := WAITS.match(text)) is None:
             raise Broken(f"the user is told nothing of use: {text}")
         named = [] if found["named"] == "no host" else found["named"].split(", ")
-        unknown = set(named) - {host.name for host in run.scenario.every_host}
-        if unknown:
-            raise Broken(f"the user is told of hosts that there are not: {text}")
+        failed = set(found["failed"].replace("this host", "").split(", ")) if found["failed"] else set()
+        if {*named, *failed} != run.listed:
+            raise Broken(f"the user is told of other hosts than there are: {text}")
         if found["room"] is not None:
             room = len(named) * run.scenario.per_host
             if room != int(found["room"]) or room >= int(found["most"]):
                 raise Broken(f"the user is told of a lack that there is not: {text}")
-        failed = set(found["failed"].replace("this host", "host0").split(", ")) if found["failed"] else set()
-        guilty = {f"host{host}" for attempt in run.attempts for each in attempt.invariants.struck
-                  for host in each.hosts | each.near}  # fmt: skip
+        struck = [each for attempt in run.attempts for each in attempt.invariants.struck]
+        hosts = {host for each in struck for host in each.hosts | each.near}
+        guilty = {"" if run.scenario.hosts == 1 else f"host{host}" for host in hosts}
         if failed and not failed & guilty:
             raise Broken(f"the user is told of hosts that have failed, which have not: {text}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from signal import SIGINT, SIGTERM
 
 from simulation.fault import FOR_GOOD, Fault
 from simulation.start_faults import (
@@ -15,6 +16,7 @@ from simulation.start_faults import (
     ScriptFailsAlike,
     UserKills,
 )
+from simulation.user_faults import UserSignals
 
 PROBLEMS = ("ended with code 3: down", "its line 2: 'h1:two' is no host", "took longer than 10 s")
 
@@ -35,6 +37,8 @@ def draw(random: Random, hosts: int, ranks: int, restarts: int, *, discovers: bo
             lambda: HostListFails(random.uniform(0.0, 5.0), "", random.uniform(1.0, 9.0), 30.0),
         ]
         drawn += [random.choice(makes)() for _ in range(random.choice([1, 2]))]
+        if random.random() < 0.3:
+            drawn.append(UserSignals(random.uniform(0.0, 20.0), random.choice([SIGINT, SIGTERM]), FOR_GOOD))
     if restarts and random.random() < 0.5:
         rank = random.randrange(ranks)
         again: list[Callable[[], Fault]] = [

@@ -51,6 +51,7 @@ class HostsNotThere(Fault):
         run.list.change([host for host in every if int(host.name.removeprefix("host")) not in gone], job.world.now)
         if not job.launcher.nodes and not job.number:  # the plan has asked, too
             run.discovery.candidates.hosts = list(run.list.hosts)
+            run.listed = {host.name for host in run.list.hosts}
         later(job, self.lasting, lambda: run.list.change(every, job.world.now))
 
 
