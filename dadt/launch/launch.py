@@ -141,7 +141,7 @@ class Launch:
         restarts, idle = self._restarts, None
         with ExitStack() as stack:
             while True:
-                self._reader.poll(restarts.ask_seconds)
+                self._reader.poll(restarts.ask_seconds(time.monotonic()))
                 hosts = restarts.hosts(time.monotonic())
                 restarts.outbox.empty(self._perform)
                 if hosts is not None:

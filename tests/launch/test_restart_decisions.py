@@ -90,7 +90,7 @@ def test_who_names_the_hosts_has_not_answered() -> None:
     between = Between(changes=True)
     between.now += 5.0
     assert between.fails()
-    assert between.restarts.ask_seconds == 0.0 and between.discovery.asks(between.now, 0.0)
+    assert between.restarts.ask_seconds(between.now) == 0.0 and between.discovery.asks(between.now, 0.0)
     assert between.look() is None and between.look(3.0) is None
     assert between.said[-1] == "waiting for hosts: no answer yet to the question which there are"
     assert between.look(ANSWER_SECONDS) == HOSTS
@@ -105,6 +105,20 @@ def test_too_few_hosts_are_waited_for() -> None:
     assert between.said == ["waiting for hosts: h0 with room for 2 workers of 4"]
     with pytest.raises(StartTimeout, match=r"^h0 with room for 2 workers of 4 after --start-timeout 15 s$"):
         between.look(15.0)
+
+
+def test_hosts_are_asked_for_a_last_time_before_the_job_gives_up() -> None:
+    between = Between(HOSTS[:1], changes=True)
+    assert between.look() is None and between.look(9.0) is None
+    assert between.discovery.asks(between.now) and not between.discovery.take(HOSTS[:1])
+    assert between.restarts.ask_seconds(between.now) == 9.0 and between.look(6.1) is None
+    assert between.discovery.asks(between.now, between.restarts.ask_seconds(between.now))
+    between.discovery.take(HOSTS)
+    assert between.look() == HOSTS
+    between.discovery.take(HOSTS[:1])
+    assert between.look() is None and between.look(15.1) is None  # who is asked does not answer
+    with pytest.raises(StartTimeout):
+        between.look(ANSWER_SECONDS)
 
 
 def test_what_ends_a_wait_says_whether_it_was_started_before() -> None:

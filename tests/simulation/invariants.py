@@ -109,10 +109,6 @@ class Invariants:
         """Hosts of which the same is true."""
         return {host for each in self.struck if each.hosts and self._is_guilty(each, at) for host in each.hosts}
 
-    def struck_within(self, seconds: float) -> bool:
-        """Whether anything has gone wrong within the last so many seconds, or goes wrong now."""
-        return any(each.until > self._job.world.now - seconds for each in self.struck)
-
     @property
     def ended_by_user(self) -> bool:
         """Whether the user has ended the job, and not only a host was taken away."""

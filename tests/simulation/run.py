@@ -160,7 +160,7 @@ class SimulatedRun:
                 restarts.signal(caught)
             if self.killed:
                 restarts.kill()
-            self.poll(restarts.ask_seconds)
+            self.poll(restarts.ask_seconds(self.world.now))
             hosts = restarts.hosts(self.world.now)
         except DadtError as error:
             self._end(None, error)

@@ -10,8 +10,7 @@ from dadt import errors
 from dadt.errors import NotResumed, StartTimeout
 from dadt.launch.ending.outcome import Ended, Outcome
 from dadt.launch.ending.preemption import Preempted
-from dadt.launch.hosts.candidates import LONGEST_PAUSE_SECONDS, PAUSE_SECONDS
-from dadt.launch.hosts.discovery import ANSWER_SECONDS
+from dadt.launch.hosts.candidates import PAUSE_SECONDS
 from dadt.launch.hosts.host import Host
 from simulation.world import Broken
 
@@ -152,7 +151,9 @@ class RunInvariants:
         if run.process.stops or listed.problem or listed.seconds > 1:
             return
         since = now - listed.changed_at
-        if since < ANSWER_SECONDS + 1 or run.attempt.invariants.struck_within(LONGEST_PAUSE_SECONDS + ANSWER_SECONDS):
+        paused = run.discovery.candidates.due(now) < float("inf")
+        stopped = any(each.tries for attempt in run.attempts for each in attempt.invariants.struck)
+        if since < listed.seconds + 1.0 or paused or stopped:
             return
         least = run.config.min_np or run.config.np
         if len(listed.hosts) * run.scenario.per_host >= least:

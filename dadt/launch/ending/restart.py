@@ -51,12 +51,14 @@ class Restarts:
 
     # Before an attempt ------------------------------------------------------------------------------------------------
 
-    @property
-    def ask_seconds(self) -> float:
-        """Seconds between two questions for the hosts: a pause as long as the wait had lasted at the last question, so
-        that the waiting time doubles from question to question. A restart asks at once."""
+    def ask_seconds(self, now: float) -> float:
+        """Return the seconds between two questions for the hosts: a pause as long as the wait had lasted at the last
+        question, so that the waiting time doubles from question to question. A restart asks at once, and so does a wait
+        that is over."""
         if self._since is None:
             return 0.0 if self.count else ASK_SECONDS
+        if now - self._since > self._config.start_timeout:
+            return 0.0
         return min(max(ASK_SECONDS, self._discovery.asked - self._since), LONGEST_PAUSE_SECONDS)
 
     def hosts(self, now: float) -> list[Host] | None:
@@ -73,12 +75,18 @@ class Restarts:
             self._since = None
             return hosts
         what = "no answer yet to the question which there are" if enough else self._lack(hosts)
-        if waited > self._config.start_timeout and self._candidates.due(now) == NEVER:
+        if waited > self._config.start_timeout and self._is_final(now) and self._candidates.due(now) == NEVER:
             raise StartTimeout(f"{what} after --start-timeout {self._config.start_timeout:g} s")
         if waited > SILENT_SECONDS and what != self._told:
             self._told = what
             self.outbox.put(SayText(f"waiting for hosts: {what}", "info"))
         return None
+
+    def _is_final(self, now: float) -> bool:
+        """Whether it is known which hosts there are at the end of --start-timeout, or no answer comes."""
+        assert self._since is not None
+        end = self._since + self._config.start_timeout
+        return self._discovery.answered >= end or now > end + ANSWER_SECONDS
 
     def signal(self, caught: set[int]) -> None:
         """Handle signals that `dadt run` received while it waits for hosts. Raises Ended or Preempted if one of them
