@@ -133,9 +133,9 @@ class WorkerLine:
         self._report("done", summary=dict(summary))
 
     def peers(self, starts: bool = False) -> list[dict[str, Any]]:
-        """Report that this rank waits for the others, and return facts about all ranks, in their order: {rank, pid,
-        state, step (-1: none), seconds (since the last sign of life)}. starts: whether this rank waits for its first
-        connection with them.
+        """Report that this rank waits for the others, and return facts about them, in their order: {rank, pid, state,
+        step (-1: none), seconds (since the last sign of life)}. In a job of many ranks only about some of them, such as
+        those for which the others wait. starts: whether this rank waits for its first connection with them.
         """
         ranks: list[dict[str, Any]] = self._ask("peers", 0.0, starts=starts)["peers"]
         return ranks

@@ -49,8 +49,10 @@ class Inlined(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         outer = self._texts
-        assigned = [each for each in ast.walk(node) if isinstance(each, ast.Assign) and len(each.targets) == 1]
-        names = Counter([ast.unparse(each.targets[0]) for each in assigned] + [each.arg for each in node.args.args])
+        inner = list(ast.walk(node))
+        assigned = [each for each in inner if isinstance(each, ast.Assign) and len(each.targets) == 1]
+        names = Counter(each.id for each in inner if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+        names.update(each.arg for each in inner if isinstance(each, ast.arg))
         texts = (ast.Constant, ast.JoinedStr, ast.BinOp)
         self._texts = {
             name: copy.deepcopy(each.value)

@@ -11,15 +11,18 @@ from unittest.mock import patch
 
 from simulation.growth import cost, page
 from simulation.kinds import KINDS, MOST_SEEDS, MUTATIONS
-from simulation.search import Simulation
+from simulation.search import CRASHED, Simulation
 
 MOST_SHOWN = 200
+SEEDS = 2000
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("--kind", choices=KINDS, action="append", help="what is simulated; all of them without it")
-    parser.add_argument("--seeds", type=int, default=2000, help="how many of each kind")
+    parser.add_argument(
+        "--seeds", type=int, help=f"how many of each kind; {SEEDS:,}, or {MOST_SEEDS:,} for --mutations"
+    )
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--replay", type=int, help="show what happens with this seed")
     parser.add_argument("--all", action="store_true", help="go on after one that fails")
@@ -30,9 +33,10 @@ def main() -> int:
     if given.ranks:
         print(page([cost(ranks) for ranks in given.ranks]))
         return 0
+    given.seeds = given.seeds or (MOST_SEEDS if given.mutations else SEEDS)
     kinds = [KINDS[name] for name in given.kind or KINDS]
     if given.mutations:
-        return _find_mutations(kinds, given.only)
+        return _find_mutations(kinds, given)
     if given.replay is not None:
         for kind in kinds:
             print("\n".join(kind.lines(kind.draw(given.replay))))
@@ -40,18 +44,19 @@ def main() -> int:
     return max(_search(kind, given) for kind in kinds)
 
 
-def _find_mutations(kinds: list[Simulation], only: str) -> int:
-    """Print how many seeds it takes to find each deliberate fault. Returns how many are not found."""
+def _find_mutations(kinds: list[Simulation], given: argparse.Namespace) -> int:
+    """Print how many seeds it takes to find each deliberate fault. Returns whether any is not found."""
     unfound = 0
     for name, (kind, where, what, other) in MUTATIONS.items():
-        if only not in name or KINDS[kind] not in kinds:
+        if given.only not in name or KINDS[kind] not in kinds:
             continue
         with patch.object(where, what, other):
-            found = KINDS[kind].first_of(range(MOST_SEEDS))
-        unfound += found is None
-        told = "not found" if found is None else f"{found[0].seed + 1:6,}"
+            found = KINDS[kind].first_of(range(given.first, given.first + given.seeds))
+        finds = found is not None and not found[1].startswith(CRASHED)
+        unfound += not finds
+        told = f"{found[0].seed - given.first + 1:6,}" if finds and found else "not found"
         print(f"{told:>9}  {name:60} {_end(found[1])[:100] if found else ''}", flush=True)
-    return unfound
+    return min(unfound, 1)
 
 
 def _search(kind: Simulation, given: argparse.Namespace) -> int:

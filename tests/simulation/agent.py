@@ -11,10 +11,12 @@ from dadt.control import schema
 from dadt.control.frame import Frame, Parser
 from dadt.errors import DadtError
 from dadt.launch.agent import actions
+from dadt.launch.agent.dump import ANSWER_SECONDS
 from dadt.launch.agent.host_job import TICK_SECONDS, TURN_SECONDS, HostJob
 from dadt.launch.agent.launcher_contact import LauncherContact
 from dadt.launch.agent.other_hosts import OtherHosts
 from dadt.launch.agent.registry import Line, Saying
+from dadt.launch.agent.supervisor import STACK_SECONDS
 from dadt.launch.ending import processes
 from dadt.launch.ending.signals import ENDING_SIGNALS
 from simulation.host_facts import probed, report_of
@@ -26,10 +28,6 @@ if TYPE_CHECKING:
 
 READ_SECONDS = 0.0005
 """What comes within this time is looked at in one turn."""
-STACK_SECONDS = 0.5
-"""What workers may take to write their stacks before they are stopped (dadt/launch/agent/supervisor.py)."""
-ANSWER_SECONDS = 2.0
-"""The same while the job goes on (dadt/launch/agent/dump.py)."""
 WRITE_SECONDS = 0.02
 """What a worker takes to write its stacks."""
 NOT_RUN = 127

@@ -9,6 +9,7 @@ from typing import Any
 from dadt import errors
 from dadt.comm.peer_deaths import Generation
 from dadt.control.frame import Frame
+from dadt.control.worker_line import WorkerLine
 from dadt.errors import DadtError
 from dadt.launch.actions import Action, Event, Outbox, SendFrame
 from dadt.launch.members.rendezvous import Rendezvous
@@ -61,6 +62,7 @@ class MembersLauncher:
         frame.header["line"] = number = next(self._numbers)
         self._asked[number] = answer
         getattr(self.rendezvous, frame.kind)(Event(None, frame, self.world.now))  # type: ignore[arg-type]
+        self.rendezvous.settle(self.world.now)
         self.act()
 
     def begin(self, lost: Sequence[int], text: str) -> None:
@@ -110,8 +112,8 @@ class MembersLauncher:
         self.world.after(self.world.spread(LINE_SECONDS), lambda: process.get(lambda: hear(newest)))
 
 
-class MemberLine:
-    """One rank's line to the launcher, as far as ranks meet over it (WorkerLine)."""
+class MemberLine(WorkerLine):
+    """One rank's line to the launcher, as far as ranks meet over it."""
 
     secret = SECRET
 
@@ -119,15 +121,7 @@ class MemberLine:
         self._launcher, self._process, self._rank = launcher, process, rank
         self.reconnects = 0
 
-    def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
-        answer = self._ask("exchange", timeout, blob, key=key, generation=generation)
-        blobs, at = [], 0
-        for size in answer["sizes"]:
-            blobs.append(answer.body[at : at + size])
-            at += size
-        return blobs
-
-    def _ask(self, kind: str, timeout: float, body: bytes, **facts: Any) -> Frame:
+    def _ask(self, kind: str, timeout: float, body: bytes = b"", **facts: Any) -> Frame:
         launcher, world = self._launcher, self._launcher.world
         answered = WaitPoint(launcher.strands)
         answers: list[Frame] = []

@@ -250,8 +250,8 @@ class NamedInvariants:
         for each in self._job.connections:
             most = {0: tensors, each.rank: tensors + 2 * len(self._job.ranks[each.rank].submitted)}
             for rank, wire in each.wires.items():
-                if wire.orders > self._orders:
-                    raise Broken(f"rank 0 gives {wire.orders} orders for {self._orders} news")
+                if wire.kinds["order"] > self._orders:
+                    raise Broken(f"rank 0 gives {wire.kinds['order']} orders for {self._orders} news")
                 if wire.messages > most[rank]:
                     raise Broken(f"rank {rank} sends {wire.messages} messages, and {most[rank]} are the most")
 
@@ -285,10 +285,11 @@ class NamedInvariants:
     def _check_mismatch(self, rank: NamedRank, each: Submitted, guilty: set[int]) -> None:
         text = str(each.error)
         ranks = {int(number) for number in re.findall(r"rank (\d+)", text)}
-        groups = {other.tensor.group for one in self._job.ranks for other in one.submitted} - {""}
-        if each.tensor.name not in text and not groups:
+        others = [other.tensor for one in self._job.ranks for other in one.submitted]
+        groups = {other.group for other in others if other.name == each.tensor.name} - {""}
+        names = {each.tensor.name, *(other.name for other in others if other.group in groups)}
+        if not any(f'"{name}"' in text for name in names):
             raise Broken(f"the mismatch of {each.tensor.name} on rank {rank.rank} does not name it: {text}")
-        if "members, and all ranks have joined" in text:
-            return
-        if not ranks & guilty:
+        joined = "members, and all ranks have joined" in text  # which names no rank
+        if not joined and not ranks & guilty:
             raise Broken(f"a mismatch names no rank that differs: {text}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable
 
 from simulation.world import Do, Link, World
@@ -39,9 +40,16 @@ class ByteWire:
         """The first bytes of a message that is not complete yet."""
         self._unread = bytearray()
         """What has come while the receiver's memory was full."""
-        self.messages = self.orders = 0
+        self._ends = False
+        """Whether nothing comes any more."""
+        self.kinds = Counter[str]()
+        """How many messages of each kind the sender has sent."""
         self.sent: list[bytes] = []
         """The newest messages."""
+
+    @property
+    def messages(self) -> int:
+        return self.kinds.total()
 
     def send(self, data: bytes) -> None:
         """Pass on what the sender has written, message by message."""
@@ -51,8 +59,7 @@ class ByteWire:
             if len(self._begun) < end:
                 return
             message, self._begun = self._begun[:end], self._begun[end:]
-            self.messages += 1
-            self.orders += kind_of(message) == "order"
+            self.kinds[kind_of(message)] += 1
             self.sent = [*self.sent[-7:], message]
             self.put(message)
 
@@ -68,26 +75,24 @@ class ByteWire:
             self.link.send(piece)
 
     def _come(self, data: bytes | None) -> None:
-        try:
-            if data is None:
-                self._into.shutdown(socket.SHUT_WR)
-            else:
-                self._unread += data
-                self.flush()
-        except OSError:
-            return  # the receiver has closed it
+        if data is None:
+            self._ends = True
+        else:
+            self._unread += data
+        self.flush()
         self._heard()
 
     def flush(self) -> None:
-        """Hand over what the receiver has had no memory for so far."""
-        while self._unread:
-            try:
+        """Hand over what the receiver has had no memory for so far, and then the end."""
+        try:
+            while self._unread:
                 del self._unread[: self._into.send(self._unread)]
-            except BlockingIOError:
-                return
-            except OSError:
-                self._unread.clear()
-                return
+            if self._ends:
+                self._into.shutdown(socket.SHUT_WR)
+        except BlockingIOError:
+            return
+        except OSError:  # the receiver has closed it
+            self._unread.clear()
 
     def end(self) -> None:
         """The connection has broken for the receiver: it reads its end."""

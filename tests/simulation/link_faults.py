@@ -45,7 +45,8 @@ class DataCut(Fault):
     def strike(self, job: SimulatedJob) -> None:
         if job.hosts == 1:
             return
-        others = [self.other] if self.other != self.host else [h for h in range(job.hosts) if h != self.host]
+        every = range(job.hosts + job.scenario.spares)
+        others = [self.other] if self.other != self.host else [h for h in every if h != self.host]
         guilty = [self.host, *others] if len(others) == 1 else [self.host]
         to = f"host{self.other}" if self.other != self.host else "all others"
         way = "one way" if self.one_way else "both ways"

@@ -21,9 +21,9 @@ JOIN_SECONDS = 2.0
 """Seconds to wait for the other host of a pair to report the outage as well, so that one message covers both
 directions."""
 MOST_TOLD = 16
-"""Most ranks of which all are told to each that waits."""
+"""Most ranks of a job in which each rank that waits is told the state of all."""
 ORDER_SECONDS = 0.5
-"""Of more of them, those that are told are found again after so many seconds."""
+"""Least seconds between two choices of the ranks that are told of in a job of more than MOST_TOLD ranks."""
 ANSWER_SECONDS = 3.0
 """Seconds of silence after which an agent counts as not answering; a healthy agent sends a frame twice a second."""
 
@@ -56,9 +56,9 @@ class Silences:
     """The node that listens for heartbeats, by host."""
     _outages: dict[tuple[int, int], Outage] = field(default_factory=dict)
     _told_first: Sequence[int] = ()
-    """Of very many ranks, those of which ranks that wait are told."""
+    """Ranks whose state is told to ranks that wait, in a job of more than MOST_TOLD ranks."""
     _ordered: float = float("-inf")
-    """Time (time.monotonic) at which these were found."""
+    """Time (time.monotonic) at which these ranks were chosen."""
 
     def heartbeat(self, event: Event) -> None:
         """Record the port at which a host listens for heartbeats (0: none). Once all ports are known, and again after a
