@@ -23,7 +23,15 @@ from simulation.host_faults import (
 )
 from simulation.link_faults import ControlCut, DataCut, LinkSlow, MessageLate, Stranger
 from simulation.user_faults import HostPreempted, UserSignals
-from simulation.worker_faults import KilledAsItEnds, ScriptExits, ScriptRaises, StepSlow, WorkerKilled, WorkerStops
+from simulation.worker_faults import (
+    KilledAsItEnds,
+    NewWorkerKilled,
+    ScriptExits,
+    ScriptRaises,
+    StepSlow,
+    WorkerKilled,
+    WorkerStops,
+)
 
 WAYS_TO_JOIN = ("cannot be reached", "never answers", "answers late", "has a problem")
 
@@ -40,6 +48,7 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
     lasting = random.choice([random.uniform(0.1, 5.0), random.uniform(5.0, 60.0), FOR_GOOD])
     ending = random.choice([random.uniform(0.1, 5.0), random.uniform(5.0, 60.0)])
     makes: list[Callable[[], Fault]] = [
+        lambda: NewWorkerKilled(at, random.choice(["asks", "claims its rank", "takes the state"])),
         lambda: SnapshotDiskFull(at, host, ending),
         lambda: KilledAsItEnds(at, rank, random.choice(OPERATIONS)),
         lambda: WorkerKilled(at, rank, random.random() < 0.2),
@@ -70,5 +79,5 @@ def draw(random: Random, at: float, hosts: int, ranks: int) -> Fault:
         lambda: HostsChange(at, host),
         lambda: HostIsFull(random.choice([0.0, at]), host, random.choice(["descriptors", "disk"])),
     ]
-    weights = [6, 1, 6, 4, 4, 2, 2, 3, 2, 1, 0.5, 0.3, 0.7, 2, 2, 1, 1, 0.5, 1, 1, 1, 2, 1, 0.5, 0.5]
+    weights = [6, 1, 1, 6, 4, 4, 2, 2, 3, 2, 1, 0.5, 0.3, 0.7, 2, 2, 1, 1, 0.5, 1, 1, 1, 2, 1, 0.5, 0.5]
     return random.choices(makes, weights)[0]()

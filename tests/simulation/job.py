@@ -63,7 +63,7 @@ class SimulatedJob:
         self.every_agent: list[Agent] = []
         self.arrivals: list[str] = []
         """What is the matter with the hosts that are to join next."""
-        self.awaited: list[tuple[str, Callable[[SimulatedJob, str], bool]]] = []
+        self.awaited: list[tuple[str, Callable[[SimulatedJob, str, int], bool]]] = []
         """What happens as the next operation ends whose name begins so, until it says that it has happened."""
         self.bad_starts: dict[int, list[str]] = before.bad_starts if before is not None else {}
         """What is the matter with a host as its agent is started, by the host's number, in each attempt to come."""
@@ -161,12 +161,12 @@ class SimulatedJob:
 
     def _completed(self, connection: Connection, operation: Operation) -> None:
         self.invariants.completed(connection, operation)
-        self.comes_to(operation.name)
+        self.comes_to(operation.name, min(operation.values))
 
-    def comes_to(self, what: str) -> None:
-        """Let happen what waits for this."""
+    def comes_to(self, what: str, rank: int) -> None:
+        """Let happen what waits for this. rank: one that comes to it."""
         for each in [each for each in self.awaited if what.startswith(each[0])]:
-            if each[1](self, what):
+            if each[1](self, what, rank):
                 self.awaited.remove(each)
 
     # What faults do ------------------------------------------------------------------------------------------------

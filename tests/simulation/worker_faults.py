@@ -39,13 +39,29 @@ class KilledAsItEnds(Fault):
     def strike(self, job: SimulatedJob) -> None:
         job.awaited.append((self.operation, self._kill))
 
-    def _kill(self, job: SimulatedJob, operation: str) -> bool:
+    def _kill(self, job: SimulatedJob, operation: str, by: int) -> bool:
         """Kill the rank if it takes part. Returns whether it was killed."""
         if (worker := job.worker(self.rank)) is None:
             return False
         fatal = worker.trains and not worker.closing
         self._struck(job, f"rank {self.rank} is killed as {operation} ends", ranks=frozenset([self.rank]), fatal=fatal)
         return job.kill(self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class NewWorkerKilled(Fault):
+    """A new worker is killed before it trains with the others."""
+
+    hinders = False
+    stage: str
+    """What it is about to do: ask, claim its rank, or take the state."""
+
+    def strike(self, job: SimulatedJob) -> None:
+        job.awaited.append((f"a new worker {self.stage}", self._kill))
+
+    def _kill(self, job: SimulatedJob, what: str, by: int) -> bool:
+        self._struck(job, f"{what}, and is killed: rank {by}", ranks=frozenset([by]), fatal=True)
+        return job.kill(by)
 
 
 @dataclass(frozen=True, slots=True)

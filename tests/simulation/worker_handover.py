@@ -79,7 +79,7 @@ class WorkerHandover:
 
     def _hand_over(self, approach: Approach) -> Steps:
         worker, gives = self._worker, self._gives
-        worker.agent.job.comes_to("handing over")
+        worker.agent.job.comes_to("handing over", worker.rank)
         yield from self._give(approach, self._told() if gives else {})
         state = worker.step, tuple(worker.training.weights)
         lost = PeerLost(f"rank {approach.rank} does not come")
@@ -103,6 +103,7 @@ class Newcomer:
         rounds, asked, step, last = 0, 0.0, 0, False
         while not last:
             last = rounds == ROUNDS or (rounds > 0 and worker.world.now - asked < NEAR_SECONDS)
+            worker.agent.job.comes_to("a new worker asks", worker.rank)
             seconds = max(worker.config.timeout, worker.config.start_timeout)
             answer = yield from worker.ask("approach", seconds, known=0, last=last)
             told = json.loads(parts(answer)[0])
@@ -111,12 +112,14 @@ class Newcomer:
             if not last:
                 yield worker.sleep((told["step"] - step) * worker.script.step_seconds * REPLAYED)
                 step = told["step"]
+        worker.agent.job.comes_to("a new worker claims its rank", worker.rank)
 
     def take_state(self) -> Steps:
         """Receive the state from the rank that gives it."""
         worker, peers = self._worker, self._peers
         if self._giver not in peers.members:
             raise PeerLost(f"rank {self._giver} was lost before it had given its state to this one")
+        worker.agent.job.comes_to("a new worker takes the state", worker.rank)
         work = Work()
         assert peers.connection is not None
         peers.connection.receive(worker.rank, work.end)

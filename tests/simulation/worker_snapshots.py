@@ -86,14 +86,14 @@ class WorkerSnapshots:
         while before is not None and not before.over:
             yield worker.sleep(1.0, self._waiting)
         files = disk.files(step, content.rank)
-        worker.agent.job.comes_to("writing a snapshot")
+        worker.agent.job.comes_to("writing a snapshot", worker.rank)
         yield worker.sleep(worker.world.spread(WRITE_SECONDS))
         if disk.full:
             disk.discard(step, content.rank)
             worker.report("say", text="no snapshot: No space left on device", level="warning")
             return
         files.content = content
-        worker.agent.job.comes_to("describing a snapshot")
+        worker.agent.job.comes_to("describing a snapshot", worker.rank)
         yield worker.sleep(RENAME_SECONDS)
         disk.describe(step, content.rank, told)
         if told["common"]:
