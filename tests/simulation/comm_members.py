@@ -119,7 +119,6 @@ class MemberLine(WorkerLine):
 
     def __init__(self, launcher: MembersLauncher, process: Process, rank: int) -> None:
         self._launcher, self._process, self._rank = launcher, process, rank
-        self.reconnects = 0
 
     def _ask(self, kind: str, timeout: float, body: bytes = b"", **facts: Any) -> Frame:
         launcher, world = self._launcher, self._launcher.world
@@ -147,7 +146,6 @@ class MemberLine(WorkerLine):
         self._launcher.strands.sleep(world.spread(2 * LINE_SECONDS))
         if generation != self._launcher.rendezvous.generation:
             return True, ""
-        self.reconnects += 1
         self._launcher.begin([], f"a connection of rank {self._rank} has failed: {text}")
         return True, ""
 
