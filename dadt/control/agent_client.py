@@ -24,6 +24,8 @@ from dadt.world import World
 
 REPORT_SECONDS = 0.2
 """Least seconds between two reports of a step's numbers, such as samples processed and seconds waited."""
+MOST_REPORTS = 5000
+"""Most of these reports a second from all ranks together, which all go to the launcher."""
 LISTENER_SECONDS = 1.0
 """Seconds to wait for the listening thread to end."""
 ANSWER_SECONDS = 10.0
@@ -32,6 +34,11 @@ ANSWER_SECONDS = 10.0
 AGAIN_SECONDS = 5.0
 """Seconds that an agent may take to create its socket again after someone removed it."""
 LOOK_SECONDS = 0.1
+
+
+def report_seconds(ranks: int) -> float:
+    """Return the least seconds between two reports of a rank's numbers in a job of so many ranks."""
+    return max(REPORT_SECONDS, ranks / MOST_REPORTS)
 
 
 class Control(WorkerLine):
@@ -63,7 +70,7 @@ class Control(WorkerLine):
 
     @property
     def due(self) -> bool:
-        return time.monotonic() - self._reported >= REPORT_SECONDS
+        return time.monotonic() - self._reported >= report_seconds(self.world.world_size)
 
     def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
         self._check_process()

@@ -180,8 +180,17 @@ class GossipRanks:
         with self.reconnection.within():
             yield
 
+    def regroup(self, error: CommError) -> None:
+        if self.survives:
+            self.reconnection.wait(error)
+        else:
+            self.connect_anew(error)
+
     def say(self, text: str, level: str = "info") -> None:
         self.job.world.note(f"rank {self.world.rank}", f"{level}: {text}")
+
+    def tell_waiting(self, what: str, waited: float) -> None:
+        self.say(f"waits in {what} for {waited:.0f} s")
 
     def allgather(self, name: str, data: bytes) -> Any:
         self.reconnection.check()

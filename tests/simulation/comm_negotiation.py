@@ -262,7 +262,8 @@ class NamedInvariants:
                 if each.error is not None and not scenario.joins:
                     raise Broken(f"nothing was wrong, and {each.tensor.name} of rank {rank.rank}: {each.error}")
                 last = max(other.at for one in living for other in one.submitted if other.round == each.round)
-                if not scenario.overlap and (each.ended or 0.0) > last + scenario.cycle + SOON:
+                late = each.error is None and (each.ended or 0.0) > last + scenario.cycle + SOON
+                if not scenario.overlap and late:
                     raise Broken(
                         f"nothing was wrong, and {each.tensor.name} of rank {rank.rank} took until {each.ended}"
                     )

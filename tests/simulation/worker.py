@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dadt import errors
 from dadt.config import Config
-from dadt.control.agent_client import ANSWER_SECONDS, REPORT_SECONDS
+from dadt.control.agent_client import ANSWER_SECONDS, report_seconds
 from dadt.control.frame import Frame
 from dadt.errors import CommError, CommTimeout, DadtError, StartTimeout
 from dadt.train.approaches import Approach, Approaches
@@ -272,7 +272,7 @@ class Worker:
 
     def _progress(self) -> None:
         self.agent.beat_of(self.rank, self.step)
-        if self.world.now - self._reported >= REPORT_SECONDS:
+        if self.world.now - self._reported >= report_seconds(self.agent.job.size):
             self._reported = self.world.now
             self.report("numbers", step=self.step, numbers={"samples": 32.0 * self.step})
 

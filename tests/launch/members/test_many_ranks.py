@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dadt.config import Config
+from dadt.control.agent_client import report_seconds
 from dadt.control.frame import Frame
 from dadt.launch.actions import Action, Event, Outbox, SendFrame
 from dadt.launch.hosts.host import Host
@@ -71,6 +72,10 @@ def test_of_very_many_missing_ranks_some_are_named() -> None:
     meeting.settle(11.0)
     message = answers[0]["message"]
     assert message.startswith("rank 1 (") and "983 more ranks did not arrive within 10 s for 'key'" in message
+
+
+def test_reports_of_very_many_ranks_come_no_more_often_together() -> None:
+    assert [report_seconds(ranks) for ranks in (4, 1000, 10_000)] == [0.2, 0.2, 2.0]
 
 
 class Large:
