@@ -17,6 +17,7 @@ from simulation.start_faults import (
     UserKills,
 )
 from simulation.user_faults import UserSignals
+from simulation.worker_faults import WorkerKilled
 
 PROBLEMS = ("ended with code 3: down", "its line 2: 'h1:two' is no host", "took longer than 10 s")
 
@@ -47,4 +48,8 @@ def draw(random: Random, hosts: int, ranks: int, restarts: int, *, discovers: bo
             lambda: UserKills(random.uniform(0.0, 30.0)),
         ]
         drawn.append(random.choice(again)())
+        if random.random() < 0.3:  # a job is told to end while it ends after a failure
+            at = random.uniform(0.5, 5.0)
+            drawn.append(WorkerKilled(at, rank))
+            drawn.append(UserSignals(at + random.uniform(0.0, 0.8), SIGTERM, FOR_GOOD))
     return tuple(drawn)
