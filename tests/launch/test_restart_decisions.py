@@ -60,6 +60,9 @@ def test_what_was_never_started_is_not_started_again() -> None:
     assert not between.fails(began=False)
     assert between.fails() and not between.fails()
     assert between.said == [f"{LOST}: restart 1 of 1"]
+    last = LaunchError("h0: the connection was closed, and dadt run was told to end")
+    last.is_last = True
+    assert not Between().fails(last)
     assert not Between().fails(Ended(15)) and Between().fails(ConfigError("no room"))
 
 
