@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 TAKE_SECONDS = 0.02
 """What it takes to copy the state that a new worker is given."""
+LOAD_SECONDS = 0.1
+"""What the script does until its next forward."""
 REPLAYED = 0.1
 """What a step takes in a replay, as a part of what it takes otherwise."""
 
@@ -47,6 +49,8 @@ class WorkerHandover:
 
     def saw(self) -> Steps:
         """The next step begins: hand over what is collected."""
+        if self._ready:
+            yield self._worker.sleep(self._worker.world.spread(LOAD_SECONDS))
         ready, self._ready = self._ready, []
         if ready and self._worker.training.gatherings.count == ready[0][1]:
             yield from self._hand_over(ready[0][0])
