@@ -23,7 +23,7 @@ from dadt.launch.agent.actions import (
     TerminateAll,
 )
 from dadt.launch.agent.host_job import HostJob
-from dadt.launch.agent.launcher_contact import LauncherContact
+from dadt.launch.agent.launcher_contact import FIRST_SECONDS, LauncherContact
 from dadt.launch.agent.registry import Line, Saying
 from dadt.launch.ending.processes import Process
 
@@ -120,6 +120,12 @@ def test_a_launcher_that_says_nothing_is_lost_but_for_the_time_in_which_the_agen
     assert not contact.is_lost(100.0), "the agent has slept, and the launcher may have slept with it"
     assert not any(contact.is_lost(100.0 + seconds) for seconds in range(11))
     assert contact.is_lost(110.5)
+
+
+def test_a_launcher_that_never_says_anything_is_lost() -> None:
+    contact = LauncherContact(now=0.0)
+    lost = [contact.is_lost(float(now)) for now in range(70)]
+    assert lost.index(True) == FIRST_SECONDS + 1
 
 
 def test_a_host_whose_workers_have_ended_is_over(world: OneHost) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dadt.control.absence import Absence
 
+FIRST_SECONDS = 60.0
+"""Seconds of silence after which the launcher counts as lost before its first order, which says how long that is from
+then on."""
+
 
 class LauncherContact:
     """Tracks when the launcher was last heard. It sends a heartbeat several times within `patience` seconds."""
 
     def __init__(self, now: float) -> None:
-        self.patience = float("inf")
+        self.patience = FIRST_SECONDS
         """Seconds of silence after which the launcher counts as lost."""
         self._heard = now
         self._absence = Absence(now)
