@@ -77,6 +77,22 @@ def test_a_failure_ends_the_others_and_names_its_rank() -> None:
     assert failure is not None and failure.ending.rank == 1 and failure.stopped == [0, 2]
 
 
+def test_a_rank_that_has_failed_is_the_cause_though_it_handles_sigterm_and_exits_with_0() -> None:
+    world = World(2)
+    world.train(1)
+    facts = {"frames": [], "secondary": False, "thread": "", "around": [], "line": 1}
+    world.say(1, "failed", rank=1, pid=11, type="ValueError", message="bad label", step=5, time=1.0, **facts)
+    world.say(1, "done", rank=1, pid=11, summary={"steps": 5}, line=1)
+    world.later()
+    world.later(1.5)
+    assert world.sent("stop")
+    for rank in range(2):
+        world.say(rank, "exit", rank=rank, code=0, **{**ENDED, "time": 2.0, "stopped": True})
+        world.say(rank, "end", stuck=[], signal=0)
+    failure = world.job.judge(world.now, [], []).failure
+    assert failure is not None and (failure.ending.rank, failure.exit_code) == (1, 1)
+
+
 @pytest.mark.parametrize("who", ["dadt run", "a host"])
 def test_what_is_told_to_end_while_it_fails_is_not_started_again(who: str) -> None:
     world = World(2, checkpoint_signal="USR1")

@@ -348,6 +348,8 @@ class Invariants:
                 and launcher.exit_code != (ending.code if ending.code > 0 else 128 - ending.code)
             ):
                 raise Broken(f"it ended with exit code {launcher.exit_code}, and not that of its cause: {ending}")
+        if launcher.end_by < float("inf") and not launcher.exit_code:
+            raise Broken("it has told its workers to stop, and ended well")
         if launcher.exit_code and self._enough_are_left:
             raise Broken("enough ranks were left to train on, and it has failed")
         if error is not None:

@@ -66,6 +66,15 @@ class Cause:
         job's end."""
         self._excused.update(ranks)
 
+    def join(self, rank: int) -> None:
+        """Record that a new worker trains in place of this rank, for which the end of the former one says nothing."""
+        self._excused.discard(rank)
+        self._tails[rank] = b""
+        for facts in (self.endings, self._records, self._said):
+            facts.pop(rank, None)
+        if rank in self._left:
+            self._left.remove(rank)
+
     def leave(self, rank: int) -> None:
         """Record that a rank's script is over. The exit code of its process is recorded later, by `end`."""
         if rank not in self._left:
@@ -106,7 +115,7 @@ class Cause:
         """Record a worker's exit. Returns the exception that ended it, from the worker's report or from the traceback
         in its output."""
         self.endings[ending.rank] = ending
-        if ending.code == 0:
+        if ending.code == 0 and not ending.stopped:
             self._records.pop(ending.rank, None)  # exit code 0 shows that the exception did not end the process
         elif ending.rank not in self._records and ending.code == UNCAUGHT and not ending.stopped:
             tail = self._tails[ending.rank]

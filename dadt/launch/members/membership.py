@@ -191,6 +191,7 @@ class Membership:
             self._rendezvous.join(member, why, now)
             self._handed = self._rendezvous.generation if not self._apart else 0
             self._watch.joins(member, now)
+            self._cause.join(member.rank)
             self._tell(why, now)
 
     def exited(self, member: Member, goes_on: bool, now: float) -> None:
