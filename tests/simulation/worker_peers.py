@@ -260,7 +260,9 @@ class WorkerPeers:
         late = isinstance(error, StartTimeout) and not self.deaths.outdated
         if not self.survives or isinstance(error, Mismatch) or (late and worker.closing):
             raise error
-        if not (seconds or self.deaths.outdated) and self._may_have_passed(error):
+        if seconds:
+            yield from self._await_generation(seconds)
+        if not self.deaths.outdated and self._may_have_passed(error):
             answer = yield from worker.ask(
                 "reconnect", self.config.timeout + REGROUP_SECONDS, text=str(error), generation=self.generation
             )
@@ -270,7 +272,7 @@ class WorkerPeers:
                 if isinstance(error, CommError):
                     yield from self._name(error)
                 raise error
-        yield from self._await_generation(seconds or REGROUP_SECONDS)
+        yield from self._await_generation(REGROUP_SECONDS)
         generation = self.deaths.enter(error, 0.0)
         while self._joins and worker.rank not in generation.members:
             yield from self._await_generation(REGROUP_SECONDS)

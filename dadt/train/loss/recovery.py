@@ -148,9 +148,11 @@ class Recovery:
         late = isinstance(error, StartTimeout) and not deaths.outdated
         if not ranks.survives or isinstance(error, Mismatch) or (late and ranks.closing):
             raise error
-        if not (seconds or deaths.outdated) and self._may_have_passed(error):
+        if seconds:
+            self._await_news(seconds)
+        if not deaths.outdated and self._may_have_passed(error):
             self._ask_to_reconnect(error)
-        self._await_news(seconds or REGROUP_SECONDS)
+        self._await_news(REGROUP_SECONDS)
         generation = deaths.enter(error, 0.0)
         while ranks.world.joins and rank not in generation.members:  # older groups do not include the new worker yet
             generation = deaths.enter(error, REGROUP_SECONDS)
