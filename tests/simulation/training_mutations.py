@@ -14,7 +14,6 @@ from dadt.inject.data.division import Division
 from dadt.inject.replay.snapshot_timing import SnapshotTiming
 from dadt.launch.members import generation, membership
 from dadt.launch.members.handovers import Handovers
-from dadt.train.approaches import Approaches
 from dadt.train.loss import position
 from dadt.train.loss.gathering import Gatherings
 from dadt.train.loss.position import Course
@@ -40,29 +39,12 @@ def not_passed_on(told: Any, members: Sequence[int]) -> Course:
     return replace(course, least=course.gathered)
 
 
-def told_by_the_first(told: Any, members: Sequence[int]) -> Course:
-    return replace(decide(told, members), informant=0)
-
-
 def all_that_began(readers: Any, rank: int, shares: int) -> Division:
     return Division(rank, shares, shares)
 
 
 def in_the_order_told(readers: Any, rank: int, shares: int) -> Division:
     return Division(rank % len(readers), len(readers), shares)
-
-
-def not_missed(self: Handovers, rank: int) -> bool:
-    ended(self, rank)
-    return False
-
-
-def by_one(self: Handovers, event: Any, number: int, present: Any) -> bool:
-    return give(self, event, number, [event.frame["rank"]] if event.frame.body else present)
-
-
-def known_to_one(self: Approaches, heard: Any) -> None:
-    self._agreed = max(heard)
 
 
 def not_handed(*given: Any) -> Frame:
@@ -92,7 +74,6 @@ def once_taken(self: SnapshotTiming, step: int, most_late: int, **state: bool) -
     return taken
 
 
-give, ended = Handovers.give, Handovers.ended
 decide, source, takes = position.decide, snapshot_parts.source, SnapshotTiming.takes
 
 TRAINING_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
@@ -100,16 +81,12 @@ TRAINING_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a rank that is behind gives its weights": (position, "decide", from_one_behind),
     "ranks go on from the least that any has averaged": (position, "decide", from_the_least),
     "what some ranks have gathered is not passed on": (position, "decide", not_passed_on),
-    "the first rank passes on what it may not have gathered": (position, "decide", told_by_the_first),
     "what is being gathered counts as complete": (Gatherings, "completed", property(lambda self: self.count)),
     "the data are divided among lost ranks, too": (division, "among", all_that_began),
     "a new worker reads what others have divided": (division, "spare", lambda shares: Division(0, shares, shares)),
     "a rank's place among those who read is its number": (division, "among", in_the_order_told),
-    "ranks wait on for a new worker that has ended": (Handovers, "ended", not_missed),
-    "a new worker joins as soon as the one waits that gives the state": (Handovers, "give", by_one),
     "the question of a new worker may take for ever": (Handovers, "turn", lambda self, now: None),
     "the question of a new worker is not asked again": (Handovers, "begin_anew", lambda self: None),
-    "a rank heeds a new worker of which others do not know": (Approaches, "agree", known_to_one),
     "ranks do not learn that a new worker was waited for": (membership, "regroup", not_handed),
     "parts of any generation belong to a snapshot": (snapshot_parts, "taken_together", of_any_generation),
     "a snapshot is complete with its first part": (snapshot_parts, "is_whole", bool),
