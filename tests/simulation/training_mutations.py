@@ -15,7 +15,6 @@ from dadt.inject.replay.snapshot_timing import SnapshotTiming
 from dadt.launch.members import generation, membership
 from dadt.launch.members.handovers import Handovers
 from dadt.train.loss import position
-from dadt.train.loss.gathering import Gatherings
 from dadt.train.loss.position import Course
 
 
@@ -81,12 +80,10 @@ TRAINING_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a rank that is behind gives its weights": (position, "decide", from_one_behind),
     "ranks go on from the least that any has averaged": (position, "decide", from_the_least),
     "what some ranks have gathered is not passed on": (position, "decide", not_passed_on),
-    "what is being gathered counts as complete": (Gatherings, "completed", property(lambda self: self.count)),
     "the data are divided among lost ranks, too": (division, "among", all_that_began),
     "a new worker reads what others have divided": (division, "spare", lambda shares: Division(0, shares, shares)),
     "a rank's place among those who read is its number": (division, "among", in_the_order_told),
     "the question of a new worker may take for ever": (Handovers, "turn", lambda self, now: None),
-    "the question of a new worker is not asked again": (Handovers, "begin_anew", lambda self: None),
     "ranks do not learn that a new worker was waited for": (membership, "regroup", not_handed),
     "parts of any generation belong to a snapshot": (snapshot_parts, "taken_together", of_any_generation),
     "a snapshot is complete with its first part": (snapshot_parts, "is_whole", bool),
