@@ -205,7 +205,8 @@ class Launcher:
     def signal(self, number: int) -> None:
         """The user signals `dadt run`."""
         self.world.note("user", f"sends signal {number} to dadt run")
-        self.process.get(lambda: self._catch(number))
+        self._run.caught.add(number)  # the kernel keeps it while the process is stopped
+        self.process.get(self._wake)
 
     def kill(self) -> None:
         """`dadt kill` asks this job to end."""
@@ -214,8 +215,7 @@ class Launcher:
         self.job.kill(self._now)
         self._carry_out(self.job)
 
-    def _catch(self, number: int) -> None:
-        self._run.caught.add(number)
+    def _wake(self) -> None:
         if self.expects:
             self._alarm.set(0.0)
 
