@@ -79,10 +79,9 @@ def test_what_happens_again_and_again_ends_the_job(launch) -> None:
 from dadt.inject import worker
 
 def connect(connect=worker.runtime.recovery.connect):
-    connection = connect()
+    connect()
     if step == 30 and rank == 1:
-        connection.abort("broken again", lost=False)
-    return connection
+        worker.runtime.ranks.connection.abort("broken again", lost=False)
 worker.runtime.recovery.connect = connect
 """
     text = script(FAIL).replace("\nstep = 0\n", again + "\nstep = 0\n")

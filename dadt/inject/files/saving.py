@@ -118,16 +118,19 @@ class Saver:
         self._number += 1
         target = _target(f)
         path = overlay.path(f) if overlay is not None else None
-        copied = path if overlay is not None and path is not None and self._is_copied(overlay, path) else None
         if target is None:
             return write(f)
         # Counted even if the folder does not exist yet: the first rank may only be late to create it.
         count = self._count(target)
+        copied = path if overlay is not None and path is not None and self._is_copied(overlay, path) else None
         # A folder that exists only on this rank, such as one named by time, is written by no other rank.
         alone = copied is not None and overlay is not None and overlay.is_private(str(Path(copied).parent))
+        if not (alone or self.writers.is_first(str(target))):
+            if self._is_saved(target, count):
+                return overlay.awaited(path) if overlay is not None and path is not None else None
+            # this rank may have become the first one, in place of one that was lost
+            copied = path if overlay is not None and path is not None and self._is_copied(overlay, path) else None
         first = self.writers.is_first(str(target))
-        if not (alone or first) and self._is_saved(target, count):
-            return overlay.awaited(path) if overlay is not None and path is not None else None
         if copied is not None and overlay is not None:
             return self._write_whole(Path(overlay.place(copied)), write)
         self._folders.add(target.parent)
