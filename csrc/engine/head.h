@@ -36,7 +36,8 @@ std::string difference(int rank, const Head& one, int peer, const Head& other);
 
 // How the ranks count in an allreduce.
 struct Shares {
-  // weights: of each rank. Ranks of weight 0 are left out, as what they have may be no number, unless all are.
+  // weights: of each rank. Ranks of weight 0 are left out, as what they have may be no number, unless all
+  // are.
   Shares(const Operation& operation, std::vector<double> weights);
 
   std::vector<int> ranks;       // that count, in order

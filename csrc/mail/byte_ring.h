@@ -77,7 +77,8 @@ class ByteRing {
 class RingMemory {
  public:
   explicit RingMemory(size_t capacity)
-      : capacity_(capacity), blocks_(new Block[(ByteRing::memory_bytes(capacity) + sizeof(Block) - 1) / sizeof(Block)]{}) {}
+      : capacity_(capacity),
+        blocks_(new Block[(ByteRing::memory_bytes(capacity) + sizeof(Block) - 1) / sizeof(Block)]{}) {}
 
   ByteRing ring() const { return ByteRing(blocks_.get(), capacity_); }
 

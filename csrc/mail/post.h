@@ -117,7 +117,6 @@ class Post {
   size_t pending() const { return pending_; }
 
  private:
-
   void start_send(const Handle& transit);
   void start_receive(const Handle& transit);
   void accept(const Handle& receive, int source, const Frame& offer);

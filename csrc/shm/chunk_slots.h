@@ -42,8 +42,7 @@ class ChunkSlots : public Neighbours {
   }
 
  private:
-  static constexpr size_t kGap =
-      4096;  // before each slot; at its end the Head, and before all the counters
+  static constexpr size_t kGap = 4096;  // before each slot; at its end the Head, and before all the counters
   struct alignas(64) Count {
     std::atomic<uint32_t> value;
   };

@@ -195,8 +195,8 @@ void Transfer::reduce_to(void* destination, const Extent& part, size_t offset, s
     sources[i] = ring_.slot(shares_->ranks[i], chunk) + part.slot_offset + offset * item_;
   }
   dadt::reduce(operation_.layout.dtype(), operation_.reduction, destination, sources,
-               shares_->weights.empty() ? nullptr : shares_->weights.data(), static_cast<int>(shares_->ranks.size()), shares_->divisor,
-               count, stream);
+               shares_->weights.empty() ? nullptr : shares_->weights.data(),
+               static_cast<int>(shares_->ranks.size()), shares_->divisor, count, stream);
 }
 
 // Two-phase: reduces this rank's share over its own part of its own slot, which nobody else reads before.

@@ -369,9 +369,9 @@ void Collective::check_tables() {
       const uint64_t sent = entry(result_.lanes[from], to).bytes;
       const uint64_t expected = entry(result_.lanes[to], from).expected;
       if (expected == kUnknown || expected == sent) continue;
-      throw Error(Code::kMismatch, title_ + ": rank " + std::to_string(from) + " sends " + std::to_string(sent) +
-                                       " bytes to rank " + std::to_string(to) + ", which expects " +
-                                       std::to_string(expected));
+      throw Error(Code::kMismatch, title_ + ": rank " + std::to_string(from) + " sends " +
+                                       std::to_string(sent) + " bytes to rank " + std::to_string(to) +
+                                       ", which expects " + std::to_string(expected));
     }
   }
   for (int rank = 0; rank < world_size_; ++rank) {
@@ -448,24 +448,25 @@ void Collective::reduce_plain(Range piece) {
   const Range mine = part(rank_);
   const auto& ranks = shares_->ranks;
   std::vector<const void*> sources(ranks.size());
-  operation_.layout.pieces(piece.begin, piece.end, [&](size_t tensor, size_t offset, size_t at, size_t count) {
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      const uint8_t* input = static_cast<const uint8_t*>(operation_.inputs[tensor]);
-      if (ranks[i] != rank_) {
-        sources[i] = slot_of(ranks[i], done_) + at * item_;
-      } else {
-        sources[i] = input == nullptr ? memory_.zeros.take(kAtOnce, true) : input + offset * item_;
-      }
-    }
-    uint8_t* output = static_cast<uint8_t*>(operation_.outputs[tensor]);
-    uint8_t* to = output == nullptr ? nullptr : output + offset * item_;
-    if (reduced_ != nullptr) to = reduced_ + (piece.begin - mine.begin + at) * item_;
-    if (to == nullptr) return;
-    reduce(operation_.layout.dtype(), operation_.reduction, to, sources.data(),
-           shares_->weights.empty() ? nullptr : shares_->weights.data(), static_cast<int>(ranks.size()),
-           shares_->divisor, count, false);
-    if (reduced_ != nullptr && output != nullptr) std::memcpy(output + offset * item_, to, count * item_);
-  });
+  operation_.layout.pieces(
+      piece.begin, piece.end, [&](size_t tensor, size_t offset, size_t at, size_t count) {
+        for (size_t i = 0; i < ranks.size(); ++i) {
+          const uint8_t* input = static_cast<const uint8_t*>(operation_.inputs[tensor]);
+          if (ranks[i] != rank_) {
+            sources[i] = slot_of(ranks[i], done_) + at * item_;
+          } else {
+            sources[i] = input == nullptr ? memory_.zeros.take(kAtOnce, true) : input + offset * item_;
+          }
+        }
+        uint8_t* output = static_cast<uint8_t*>(operation_.outputs[tensor]);
+        uint8_t* to = output == nullptr ? nullptr : output + offset * item_;
+        if (reduced_ != nullptr) to = reduced_ + (piece.begin - mine.begin + at) * item_;
+        if (to == nullptr) return;
+        reduce(operation_.layout.dtype(), operation_.reduction, to, sources.data(),
+               shares_->weights.empty() ? nullptr : shares_->weights.data(), static_cast<int>(ranks.size()),
+               shares_->divisor, count, false);
+        if (reduced_ != nullptr && output != nullptr) std::memcpy(output + offset * item_, to, count * item_);
+      });
 }
 
 void Collective::reduce_coded(Range piece) {
@@ -523,8 +524,8 @@ std::vector<int> Collective::awaited() const {
   return ranks;
 }
 
-// Sleeps until a rank may be read from or written to, and reads. The kernel wakes this rank once as much is there
-// as it takes to be worth it.
+// Sleeps until a rank may be read from or written to, and reads. The kernel wakes this rank once as much is
+// there as it takes to be worth it.
 void Collective::wait() {
   interests_.clear();
   for (int rank = 0; rank < world_size_; ++rank) {

@@ -35,11 +35,11 @@ struct CollectiveMemory {
 // One operation of all ranks over TCP. To each other rank goes a head, its lane, and then data in two phases.
 //
 // Allreduce: each rank owns a part of the values. In phase 1 a rank sends to each owner what it has of that
-// one's part; the owner sums pieces in the order of the ranks while they are in its cache, and sends the sums to
-// all in phase 2. Of few values each rank is sent all, and sums all; there is no phase 2 then.
-// Broadcast: the root sends each rank its part in phase 1, and that one passes it on in phase 2.
-// Exchange: the bytes for a rank are phase 1; its lane says how many it sends to and expects from each.
-// Allgather: a lane is all there is.
+// one's part; the owner sums pieces in the order of the ranks while they are in its cache, and sends the sums
+// to all in phase 2. Of few values each rank is sent all, and sums all; there is no phase 2 then. Broadcast:
+// the root sends each rank its part in phase 1, and that one passes it on in phase 2. Exchange: the bytes for
+// a rank are phase 1; its lane says how many it sends to and expects from each. Allgather: a lane is all
+// there is.
 //
 // Phase 1 waits for nobody, and phase 2 for no more than phase 1. Engine thread only.
 class Collective {
@@ -65,12 +65,12 @@ class Collective {
     bool is_full = false;  // the kernel takes no more at the moment
 
     Head head{};
-    size_t head_bytes = 0, lane_bytes = 0;                // what has come of them
-    size_t first = 0, second = 0;                         // what has come of the data
-    size_t receive_first = 0, receive_second = 0;         // what will come
-    size_t consumed = 0;                                  // pieces of what has come that are not needed any more
-    bool greeted = false;                                 // head and lane are here
-    bool differs = false;                                 // it is in another operation
+    size_t head_bytes = 0, lane_bytes = 0;         // what has come of them
+    size_t first = 0, second = 0;                  // what has come of the data
+    size_t receive_first = 0, receive_second = 0;  // what will come
+    size_t consumed = 0;                           // pieces of what has come that are not needed any more
+    bool greeted = false;                          // head and lane are here
+    bool differs = false;                          // it is in another operation
   };
 
   Range part(int owner) const;
@@ -117,9 +117,9 @@ class Collective {
   const std::string title_;
   const Codec codec_;
   const size_t item_;
-  const size_t total_;   // items
-  const bool direct_;    // each rank is sent all, and sums all
-  const size_t piece_;   // items that are summed at once
+  const size_t total_;      // items
+  const bool direct_;       // each rank is sent all, and sums all
+  const size_t piece_;      // items that are summed at once
   bool has_holes_ = false;  // some of the outputs are not wanted
 
   uint8_t* slots_ = nullptr;     // by rank: pieces that have come and are not consumed

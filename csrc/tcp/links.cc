@@ -124,7 +124,8 @@ void Links::read_notice(int rank) {
     NoticeHead head;
     if (notice.text.size() < sizeof head) continue;
     std::memcpy(&head, notice.text.data(), sizeof head);
-    const bool sound = head.bytes <= kLongestNotice && (head.code == kBye ? head.bytes == 0 : head.code < kCodes);
+    const bool sound =
+        head.bytes <= kLongestNotice && (head.code == kBye ? head.bytes == 0 : head.code < kCodes);
     const std::string who = "rank " + std::to_string(rank);
     if (!sound || notice.text.size() > sizeof head + head.bytes) {
       notice.ended = true;
@@ -182,8 +183,9 @@ Error Links::lost(int rank, const std::string& title) {
       return reason;
     }
   }
-  return Error(Code::kPeerLost,
-               ranked(rank, addresses_[rank]) + (heard_[rank].closed ? " has ended" : " is gone") + "; waited for it in " + title);
+  return Error(Code::kPeerLost, ranked(rank, addresses_[rank]) +
+                                    (heard_[rank].closed ? " has ended" : " is gone") +
+                                    "; waited for it in " + title);
 }
 
 }  // namespace dadt

@@ -13,9 +13,9 @@
 
 namespace dadt {
 
-// One rank's TCP connections with the others of a group: one for data with each of them, and one on which each
-// says why it gives up, or that it has come to its orderly end. They are connected by somebody else, who has
-// let both sides prove themselves.
+// One rank's TCP connections with the others of a group: one for data with each of them, and one on which
+// each says why it gives up, or that it has come to its orderly end. They are connected by somebody else, who
+// has let both sides prove themselves.
 class Links {
  public:
   // data, notices: the descriptors of connected sockets by rank, below 0 at this rank's place. They belong to
@@ -54,8 +54,8 @@ class Links {
 
  private:
   struct Notice {
-    std::string text{};  // what has come so far
-    bool ended = false;  // nothing more comes
+    std::string text{};   // what has come so far
+    bool ended = false;   // nothing more comes
     bool closed = false;  // the rank has come to its orderly end
   };
 

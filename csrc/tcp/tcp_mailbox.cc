@@ -24,7 +24,7 @@ constexpr size_t kLongestReason = 1024;
 
 // Frames beside those of a Post.
 constexpr FrameType kGoodbye = static_cast<FrameType>(100);  // the rank has come to its orderly end
-constexpr FrameType kGiveUp = static_cast<FrameType>(101);  // it fails; `bytes` is the code, the payload why
+constexpr FrameType kGiveUp = static_cast<FrameType>(101);   // it fails; `bytes` is the code, the payload why
 
 }  // namespace
 
@@ -33,7 +33,7 @@ struct TcpMailboxState final : Carrier {
   struct Pipe {
     RingMemory in_memory{kPipe}, out_memory{kPipe};
     ByteRing in = in_memory.ring(), out = out_memory.ring();
-    Frame frame{};  // that is coming
+    Frame frame{};   // that is coming
     size_t got = 0;  // bytes of it, with its payload
     std::vector<uint8_t> payload;
     bool ended = false;   // nothing more comes
@@ -42,7 +42,10 @@ struct TcpMailboxState final : Carrier {
   };
 
   TcpMailboxState(int place, std::vector<int> handed)
-      : own(place), sockets(std::move(handed)), pid(getpid()), bell(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+      : own(place),
+        sockets(std::move(handed)),
+        pid(getpid()),
+        bell(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
         post(*this, kPipe) {
     if (bell < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
     for (int rank = 0; rank < world_size(); ++rank) {
@@ -72,7 +75,7 @@ struct TcpMailboxState final : Carrier {
   std::mutex mutex;
   std::vector<std::unique_ptr<Pipe>> pipes;  // by rank; empty until the first use
   Post post;
-  bool told = false;  // the others know why this rank gives up
+  bool told = false;                          // the others know why this rank gives up
   std::optional<Clock::time_point> close_at;  // when it closes, whatever still waits to be sent
   std::thread thread;
 
@@ -232,7 +235,8 @@ void TcpMailboxState::give_up(const Error& reason) {
   if (pipes.empty()) open();
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer == own) continue;
-    put(peer, kGiveUp, static_cast<uint64_t>(reason.code()), std::string(reason.what()).substr(0, kLongestReason));
+    put(peer, kGiveUp, static_cast<uint64_t>(reason.code()),
+        std::string(reason.what()).substr(0, kLongestReason));
   }
 }
 

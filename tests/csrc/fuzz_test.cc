@@ -6,10 +6,10 @@
 #include <iostream>
 #include <random>
 
+#include "mail/post.h"
 #include "negotiation/coordinator.h"
 #include "negotiation/message.h"
 #include "ranks.h"
-#include "mail/post.h"
 
 namespace dadt {
 namespace {

@@ -1,4 +1,5 @@
-// DADT's own executor and messages over TCP, and what it makes of peers that die, are silent, or say what no rank says.
+// DADT's own executor and messages over TCP, and what it makes of peers that die, are silent, or say what no
+// rank says.
 #include "tcp/tcp.h"
 
 #include <arpa/inet.h>
@@ -139,7 +140,7 @@ TEST(Tcp, AbsentInputsAreZerosAndAbsentOutputsUntouched) {
       if (rank == 1) operation.outputs[1] = nullptr;
       executors[rank]->run(operation, 30);
       EXPECT_EQ(tensors[0], std::vector<float>(count, 4));
-      EXPECT_EQ(tensors[1], std::vector<float>(count, 6 ));
+      EXPECT_EQ(tensors[1], std::vector<float>(count, 6));
     });
   }
 }
@@ -165,7 +166,8 @@ TEST(Tcp, BroadcastsGoRound) {
 TEST(Tcp, GathersBytesOfAnyLength) {
   const auto executors = over_tcp(3);
   spawn(3, [&](int rank) {
-    const Result result = executors[rank]->run(allgather(std::string(static_cast<size_t>(rank) * 2'500'000, 'x')), 30);
+    const Result result =
+        executors[rank]->run(allgather(std::string(static_cast<size_t>(rank) * 2'500'000, 'x')), 30);
     for (size_t peer = 0; peer < 3; ++peer) EXPECT_EQ(result.lanes[peer], std::string(peer * 2'500'000, 'x'));
   });
 }
@@ -192,11 +194,13 @@ TEST(Tcp, RanksThatDoNotAgreeSayTheSame) {
   std::vector<std::string> said(3);
   spawn(3, [&](int rank) {
     Floats tensors = {std::vector<float>(rank == 1 ? 5 : 400'000)};
-    said[rank] = caught([&] { executors[rank]->run(allreduce(DType::kFloat32, tensors, tensors), 30); }).what();
+    said[rank] =
+        caught([&] { executors[rank]->run(allreduce(DType::kFloat32, tensors, tensors), 30); }).what();
     executors[rank]->abort(Error(Code::kMismatch, said[rank]));
   });
   EXPECT_EQ(said[0],
-            "rank 0 is in allreduce \"test\" of 400000 float32, rank 1 in allreduce \"test\" of 5 float32: the ranks do "
+            "rank 0 is in allreduce \"test\" of 400000 float32, rank 1 in allreduce \"test\" of 5 float32: "
+            "the ranks do "
             "not run the same steps");
   EXPECT_EQ(said[1], said[0]);
   EXPECT_EQ(said[2], said[0]);
@@ -242,7 +246,9 @@ TEST(Tcp, AnAbortWakesThoseWhoWait) {
         const Operation operation = allreduce(DType::kFloat32, tensors, tensors);
         const Error error = caught([&] { executors[rank]->run(operation, 600); });
         EXPECT_EQ(error.code(), Code::kAborted);
-        EXPECT_STREQ(error.what(), rank == aborter ? "stop" : ("rank " + std::to_string(aborter) + " gave up: stop").c_str());
+        EXPECT_STREQ(error.what(), rank == aborter
+                                       ? "stop"
+                                       : ("rank " + std::to_string(aborter) + " gave up: stop").c_str());
       });
     }
     executors[aborter]->abort(Error(Code::kAborted, "stop"));
@@ -277,18 +283,20 @@ TEST_P(TcpRubbish, IsToldAndTakesNoMemory) {
     ASSERT_GT(send(notices[1][0], bytes.data(), 12, MSG_NOSIGNAL), 0);
   }
   close(data[1][0]);
+  close(notices[1][0]);
   const Error error = caught([&] { mine.run(operation, 30); });
   EXPECT_NE(error.code(), Code::kInternal) << error.what();
-  close(notices[1][0]);
 }
 INSTANTIATE_TEST_SUITE_P(Seeds, TcpRubbish, testing::Range(0, 300));
 
-// Messages ----------------------------------------------------------------------------------------------------
+// Messages
+// ----------------------------------------------------------------------------------------------------
 
 std::vector<std::unique_ptr<TcpMailbox>> mailboxes(int world_size) {
   const auto sockets = mesh(world_size);
   std::vector<std::unique_ptr<TcpMailbox>> boxes;
-  for (int rank = 0; rank < world_size; ++rank) boxes.push_back(std::make_unique<TcpMailbox>(rank, sockets[rank]));
+  for (int rank = 0; rank < world_size; ++rank)
+    boxes.push_back(std::make_unique<TcpMailbox>(rank, sockets[rank]));
   return boxes;
 }
 
