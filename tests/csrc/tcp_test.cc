@@ -69,7 +69,7 @@ Floats random_floats(const std::vector<size_t>& counts, int seed) {
 }
 
 const std::vector<std::vector<size_t>> kLayouts = {
-    {}, {0}, {1}, {5, 0, 131, 1, 64}, {10'000, 1, 3}, {100'000, 7, 0, 250'001}, {1'500'000}};
+    {}, {0}, {1}, {5, 0, 131, 1, 64}, {10'000, 1, 3}, {100'000, 7, 0, 150'001}};
 
 struct Case {
   int world_size;
@@ -104,13 +104,14 @@ TEST_P(TcpAllreduce, GivesTheSameAsSharedMemory) {
       const Result second = tcp[rank]->run(again, 30);
       EXPECT_EQ(first.lanes, second.lanes);
       EXPECT_EQ(first.weight_sum, second.weight_sum);
-      for (size_t i = 0; i < counts.size(); ++i) {
-        if (codec == Codec::kNone) {
-          EXPECT_EQ(got[i], want[i]) << "rank " << rank;
-        }
-        // Sums of many values travel compressed, too.
-        for (size_t k = 0; k < counts[i]; ++k) ASSERT_NEAR(got[i][k], want[i][k], 0.1) << "rank " << rank;
+      if (codec == Codec::kNone) {
+        EXPECT_EQ(got, want) << "rank " << rank;
       }
+      float most = 0;  // sums of many values travel compressed, too
+      for (size_t i = 0; i < counts.size(); ++i) {
+        for (size_t k = 0; k < counts[i]; ++k) most = std::max(most, std::abs(got[i][k] - want[i][k]));
+      }
+      EXPECT_LT(most, 0.1f) << "rank " << rank;
       results[rank] = got;
     });
     for (const Floats& result : results) EXPECT_EQ(result, results[0]);
@@ -120,9 +121,7 @@ TEST_P(TcpAllreduce, GivesTheSameAsSharedMemory) {
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (int world_size : {2, 3, 5}) {
-    for (bool in_place : {false, true}) {
-      for (bool weighted : {false, true}) all.push_back({world_size, in_place, weighted, Codec::kNone});
-    }
+    for (bool both : {false, true}) all.push_back({world_size, both, both, Codec::kNone});
     for (Codec codec : {Codec::kBFloat16, Codec::kInt8}) all.push_back({world_size, true, false, codec});
     all.push_back({world_size, false, true, Codec::kFloat16});
   }
@@ -150,7 +149,7 @@ TEST(Tcp, BroadcastsGoRound) {
     const auto executors = over_tcp(world_size);
     for (int root = 0; root < world_size; ++root) {
       spawn(world_size, [&](int rank) {
-        for (size_t count : {3, 900'000}) {
+        for (size_t count : {3, 200'000}) {
           Floats tensors = random_floats({count, 17}, rank);
           Operation operation = allreduce(DType::kFloat32, tensors, tensors);
           operation.kind = Kind::kBroadcast;
@@ -173,7 +172,7 @@ TEST(Tcp, GathersBytesOfAnyLength) {
 }
 
 TEST(Tcp, OperationsMayFollowAtOnceAndRanksMayLeaveAfterTheLast) {
-  for (int turn = 0; turn < 20; ++turn) {
+  for (int turn = 0; turn < 5; ++turn) {
     auto executors = over_tcp(3);
     spawn(3, [&](int rank) {
       for (size_t i = 0; i < 20; ++i) {
