@@ -152,6 +152,7 @@ if rank == 0:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_new_worker_does_not_read_what_the_others_have_divided(start) -> None:
     options = ["-np", "3", "--algorithm", "sync", "--redistribute", *OPTIONS]
     result = start(HEAD + REGROWS + EVENLY, *options, "train.py", VICTIMS="1").finish(3 * PATIENCE)

@@ -34,7 +34,8 @@ def connect(
     """
     if len(ranks) == 1:
         return {use: [None] for use in uses}
-    with paced(pace_of(config.link)), _Entry(uses, name, meet, world, ranks, config) as entry:
+    # A rank sends to all others at once, and its link is one.
+    with paced(pace_of(config.link) / (len(ranks) - 1)), _Entry(uses, name, meet, world, ranks, config) as entry:
         found = entry.connect(monotonic() + config.start_timeout)
     return {use: [found.get((use, place)) for place in range(len(ranks))] for use in uses}
 

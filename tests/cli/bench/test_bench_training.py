@@ -318,7 +318,7 @@ def test_images_are_read_from_folders_by_class(tmp_path: Path) -> None:
         (["mlp", "--json", "-", "--csv", "-"], "--json - and --csv - both want stdout"),
         (["mlp", "--link", "fast"], "--link fast: give a speed as 100mbit"),
         (["mlp", "--sweep", "np=4,1", "--simulate-hosts", "2"], "--simulate-hosts 2: 1 workers on 2 simulated hosts"),
-        (["mlp", "--link", "paced:1gbit", "--executor", "shm"], "and --executor shm has others -> give gloo"),
+        (["mlp", "--link", "paced:1gbit", "--executor", "shm"], "and --executor shm has others -> give tcp"),
         (["mlp", "--link", "paced:1gbit", "--against", "horovod"], "--link paced:1gbit does not reach its connections"),
         (["mlp", "--sweep", "link=paced:1gbit,paced:2gbit"], "there is no link; sweep over batch, np or settings"),
         (["advise", "--link", "paced:1gbit"], "advise measures a network between hosts; give --link 1gbit, as root"),
