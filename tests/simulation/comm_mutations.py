@@ -8,8 +8,6 @@ from typing import Any
 from dadt.algorithms.gossip import edge, gossip, pairing
 from dadt.algorithms.gossip.pairing import Pairing
 from dadt.comm.collectives.named import Named
-from dadt.control.frame import Frame
-from dadt.launch.members.board import together
 from dadt.launch.members.rendezvous import KeyExchange, Rendezvous
 from dadt.train.loss.reconnection import Reconnection
 from simulation.comm_mail import MailGroup
@@ -65,9 +63,13 @@ def connects_once(self: Pairing, *given: Any) -> None:
 connect = Pairing.connect
 
 
-def first_come(self: Rendezvous, exchange: KeyExchange) -> Frame:
+complete = Rendezvous._complete
+
+
+def first_come(self: Rendezvous, key: str, exchange: KeyExchange, now: float) -> None:
     """As `Rendezvous._complete`, but in the order in which the values have come."""
-    return together(list(exchange.blobs.values()))
+    exchange.blobs = dict(zip(sorted(exchange.blobs), exchange.blobs.values(), strict=True))
+    complete(self, key, exchange, now)
 
 
 def overtakes(self: MailGroup, at: float, *given: Any) -> None:

@@ -52,10 +52,6 @@ def not_handed(*given: Any) -> Frame:
     return told
 
 
-def of_any_generation(parts: Mapping[int, Any]) -> Mapping[int, Any]:
-    return dict(sorted(parts.items()))
-
-
 def exact(parts: Any, rank: int, world_size: int) -> Source:
     found = source(parts, rank, world_size)
     return replace(found, is_exact=found.own is not None)
@@ -85,7 +81,6 @@ TRAINING_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a rank's place among those who read is its number": (division, "among", in_the_order_told),
     "the question of a new worker may take for ever": (Handovers, "turn", lambda self, now: None),
     "ranks do not learn that a new worker was waited for": (membership, "regroup", not_handed),
-    "parts of any generation belong to a snapshot": (snapshot_parts, "taken_together", of_any_generation),
     "a snapshot is complete with its first part": (snapshot_parts, "is_whole", bool),
     "the oldest snapshots are kept": (snapshot_parts, "outdated", lambda complete: complete[2:]),
     "each rank resumes with all that was its own": (snapshot_parts, "source", exact),
