@@ -114,6 +114,11 @@ def torchrun_attempt(env: Mapping[str, str] = os.environ) -> tuple[bool, str]:
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def ranked(numbers: Sequence[int]) -> str:
+    """Return ranks as text, such as "rank 2" or "ranks 0, 2"."""
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
 def see(gpu: str) -> None:
     """Make one GPU visible to this process, named as in CUDA_VISIBLE_DEVICES. Call it before CUDA is first used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu

@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <cstring>
+#include <sstream>
 
 #include "kernels/kernels.h"
 
@@ -79,6 +80,18 @@ Result run_alone(const Operation& operation, int world_size) {
     result.lanes.assign(world_size, operation.lane);
   result.seconds = seconds_between(start, Clock::now());
   return result;
+}
+
+Error lost_error(const std::string& who, bool lives, const std::string& title) {
+  return Error(Code::kPeerLost, who + (lives ? " has ended" : " is gone") + "; waited for it in " + title);
+}
+
+Error late_error(const std::vector<int>& ranks, const std::string& title, double timeout) {
+  std::ostringstream text;
+  text << (ranks.size() == 1 ? "rank " : "ranks ");
+  for (size_t i = 0; i < ranks.size(); ++i) text << (i == 0 ? "" : ", ") << ranks[i];
+  text << " did not come to " << title << " within " << timeout << " s";
+  return Error(Code::kTimeout, text.str());
 }
 
 void check_rank(int rank, int world_size) {

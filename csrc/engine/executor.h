@@ -15,12 +15,13 @@ class Executor {
 
   virtual const char* name() const = 0;
 
-  // The endpoint by which peers reach this rank. Does not block.
-  virtual std::string endpoint() = 0;
+  // The endpoint by which peers reach this rank; empty if it needs none, as it does not connect to them, or
+  // was connected before. Does not block.
+  virtual std::string endpoint() { return {}; }
 
   // All ranks' endpoints, by rank. Blocks until every rank has connected; Error(kTimeout) names those that
   // have not.
-  virtual void connect(const std::vector<std::string>& endpoints, double timeout) = 0;
+  virtual void connect(const std::vector<std::string>&, double /*timeout*/) {}
 
   // Called once on the engine's thread, before the first operation.
   virtual void settle_thread(int rank, int world_size);
@@ -39,6 +40,13 @@ class Executor {
 
 // Runs an operation on a rank that is alone; the null executor does so on each of `world_size`.
 Result run_alone(const Operation& operation, int world_size);
+
+// What to say of a peer that has died, or has closed though it lives. who: as in "rank 2 (pid 7)". title:
+// what it was waited for in.
+Error lost_error(const std::string& who, bool lives, const std::string& title);
+
+// What to say of ranks that have not come to it in time.
+Error late_error(const std::vector<int>& ranks, const std::string& title, double timeout);
 
 // Throws std::invalid_argument unless 0 <= rank < world_size.
 void check_rank(int rank, int world_size);

@@ -10,8 +10,6 @@ class NullExecutor final : public Executor {
   NullExecutor(int rank, int world_size) : world_size_(world_size) { check_rank(rank, world_size); }
 
   const char* name() const override { return "null"; }
-  std::string endpoint() override { return {}; }
-  void connect(const std::vector<std::string>&, double) override {}
   Result run(const Operation& operation, double) override { return run_alone(operation, world_size_); }
   void abort(const Error&) override {}
   void close() override {}

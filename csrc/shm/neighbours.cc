@@ -3,16 +3,9 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <sstream>
 
 namespace dadt {
 namespace {
-
-std::string ranks_text(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  return text;
-}
 
 // Moves a segment's state on, unless it has ended already.
 bool end(SegmentHead& head, State to) {
@@ -107,15 +100,8 @@ void Neighbours::check_aborted() const {
 }
 
 Error Neighbours::lost(int rank, bool lives, const std::string& title) const {
-  const std::string who =
-      "rank " + std::to_string(rank) + " (pid " + std::to_string(segments_[rank]->owner()) + ")";
-  return Error(Code::kPeerLost, who + (lives ? " has ended" : " is gone") + "; waited for it in " + title);
-}
-
-Error Neighbours::late_error(const std::vector<int>& ranks, const std::string& title, double timeout) {
-  std::ostringstream text;
-  text << ranks_text(ranks) << " did not come to " << title << " within " << timeout << " s";
-  return Error(Code::kTimeout, text.str());
+  const std::string pid = std::to_string(segments_[rank]->owner());
+  return lost_error("rank " + std::to_string(rank) + " (pid " + pid + ")", lives, title);
 }
 
 }  // namespace dadt

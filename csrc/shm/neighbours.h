@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/process.h"
+#include "engine/executor.h"
 #include "shm/segment.h"
 
 namespace dadt {
@@ -94,7 +95,6 @@ class Neighbours {
     }
     return late_error(ranks, title, timeout);
   }
-  static Error late_error(const std::vector<int>& ranks, const std::string& title, double timeout);
 
   // Constant after construction.
   const int rank_;

@@ -1,11 +1,10 @@
 #include "tcp/collective.h"
 
 #include <poll.h>
-#include <sys/socket.h>
 
 #include <cstring>
-#include <sstream>
 
+#include "engine/executor.h"
 #include "kernels/kernels.h"
 
 namespace dadt {
@@ -16,20 +15,7 @@ constexpr size_t kAhead = 2;                // pieces of a rank that may come be
 constexpr size_t kDirectBytes = 64 * 1024;  // that a rank sends in all, up to which it sends all to each
 constexpr size_t kAtOnce = 1 << 20;         // bytes of a call of the kernel
 constexpr size_t kVectors = 64;
-constexpr size_t kLaneStep = 1 << 20;  // a lane's memory grows as its bytes come
 constexpr size_t kUnknown = ~size_t{0};
-
-// What a rank sends to and expects from another in an exchange, as its lane says.
-struct Entry {
-  uint64_t bytes;
-  uint64_t expected;  // kUnknown: whatever comes
-};
-
-Entry entry(const std::string& table, int rank) {
-  Entry found;
-  std::memcpy(&found, table.data() + static_cast<size_t>(rank) * sizeof found, sizeof found);
-  return found;
-}
 
 bool is_direct(const Operation& operation, size_t bytes, int world_size) {
   const bool parted = operation.kind == Kind::kAllreduce || operation.kind == Kind::kBroadcast;
@@ -52,30 +38,10 @@ Collective::Collective(Links& links, CollectiveMemory& memory, const Operation& 
       total_(codec_ == Codec::kNone ? operation.layout.total() : block_count(operation.layout.total())),
       direct_(is_direct(operation, total_ * item_, world_size_)),
       piece_(std::max<size_t>(1, kPieceBytes / item_)),
+      greetings_(links, operation, number),
       peers_(world_size_),
       encoded_(world_size_) {
-  const std::string lane = this->lane();
-  Head head = head_of(operation, operation.layout.total(), lane.size());
-  head.number = number;
-  for (Peer& peer : peers_) {
-    peer.greeting.assign(reinterpret_cast<const char*>(&head), sizeof head);
-    peer.greeting += lane;
-  }
-  result_.lanes.resize(world_size_);
-  result_.lanes[rank_] = lane;
-  peers_[rank_].head = head;
-  peers_[rank_].greeted = true;
   prepare();
-}
-
-std::string Collective::lane() const {
-  if (operation_.kind != Kind::kExchange) return operation_.lane;
-  std::vector<Entry> entries(world_size_);
-  for (int rank = 0; rank < world_size_; ++rank) {
-    entries[rank] = {operation_.layout.counts()[rank],
-                     operation_.outputs.empty() ? kUnknown : operation_.receives.counts()[rank]};
-  }
-  return std::string(reinterpret_cast<const char*>(entries.data()), entries.size() * sizeof(Entry));
 }
 
 // The part of the values that a rank sums for all, in whole cache lines.
@@ -151,7 +117,8 @@ Result Collective::run() {
     const size_t bytes = operation_.layout.counts()[rank_];
     if (bytes > 0 && to != operation_.inputs[rank_]) std::memcpy(to, operation_.inputs[rank_], bytes);
   }
-  if (operation_.kind == Kind::kBroadcast || operation_.kind == Kind::kExchange) result_.lanes.clear();
+  if (operation_.kind == Kind::kAllreduce || operation_.kind == Kind::kAllgather)
+    result_.lanes = greetings_.take_lanes();
   result_.seconds = seconds_between(begun_, Clock::now()) - result_.waited;
   return std::move(result_);
 }
@@ -201,8 +168,9 @@ void Collective::collect(int rank) {
   vectors_.clear();
   gathered_ = 0;
   size_t at = peer.sent;
-  if (at < peer.greeting.size()) add(peer.greeting.data() + at, peer.greeting.size() - at);
-  at = std::max(at, peer.greeting.size()) - peer.greeting.size();
+  const std::string& greeting = greetings_.mine();
+  if (at < greeting.size()) add(greeting.data() + at, greeting.size() - at);
+  at = std::max(at, greeting.size()) - greeting.size();
   if (at < peer.send_first) {
     if (operation_.kind == Kind::kExchange) {
       add(static_cast<const uint8_t*>(operation_.inputs[rank]) + at, peer.send_first - at);
@@ -231,23 +199,15 @@ void Collective::collect(int rank) {
 
 bool Collective::write(int rank) {
   Peer& peer = peers_[rank];
-  if (peer.sent == peer.greeting.size() + peer.send_first + std::min(ready_, peer.send_second)) return false;
+  if (peer.sent == greetings_.mine().size() + peer.send_first + std::min(ready_, peer.send_second))
+    return false;
   collect(rank);
   if (vectors_.empty()) return false;
-  msghdr message{};
-  message.msg_iov = vectors_.data();
-  message.msg_iovlen = vectors_.size();
-  const ssize_t count = sendmsg(links_.data(rank), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (count < 0) {
-    if (errno == EINTR) return true;
-    if (errno != EAGAIN && errno != EWOULDBLOCK) throw links_.lost(rank, title_);
-    peer.is_full = true;
-    return false;
-  }
-  peer.sent += static_cast<size_t>(count);
-  peer.is_full = static_cast<size_t>(count) < gathered_;
-  moved_at_ = Clock::now();
-  return true;
+  const size_t count = links_.send(rank, vectors_, title_);
+  peer.sent += count;
+  peer.is_full = count < gathered_;
+  if (count > 0) moved_at_ = Clock::now();
+  return count > 0;
 }
 
 // Receiving -----------------------------------------------------------------------------------------------
@@ -260,14 +220,10 @@ const uint8_t* Collective::slot_of(int rank, size_t piece) const {
 // Bytes that may be read from a rank now, all of which it sends without waiting for this one.
 size_t Collective::readable(int rank) const {
   const Peer& peer = peers_[rank];
-  if (peer.differs) return 0;
-  if (!peer.greeted) {
-    if (peer.head_bytes < sizeof(Head)) return sizeof(Head) - peer.head_bytes;
-    return peer.head.lane - peer.lane_bytes;
-  }
+  if (!greetings_.has(rank)) return greetings_.missing(rank);
   const size_t piece = piece_ * item_;
   if (peer.first < peer.receive_first) {
-    if (operation_.kind == Kind::kExchange) return all_greeted_ ? peer.receive_first - peer.first : 0;
+    if (operation_.kind == Kind::kExchange) return greetings_.has_all() ? peer.receive_first - peer.first : 0;
     if (operation_.kind == Kind::kBroadcast) return peer.receive_first - peer.first;
     return std::min(peer.receive_first, (done_ + kAhead) * piece) - peer.first;
   }
@@ -280,7 +236,12 @@ size_t Collective::readable(int rank) const {
 
 bool Collective::read(int rank) {
   Peer& peer = peers_[rank];
-  if (!peer.greeted) return read_greeting(rank);
+  if (!greetings_.has(rank)) {
+    if (!greetings_.read(rank)) return false;
+    moved_at_ = Clock::now();
+    if (greetings_.has_all()) greeted();
+    return true;
+  }
   vectors_.clear();
   gathered_ = 0;
   const bool is_first = peer.first < peer.receive_first;
@@ -289,95 +250,36 @@ bool Collective::read(int rank) {
   } else {
     place_second(rank);
   }
-  const size_t count = receive(rank);
+  if (vectors_.empty()) return false;
+  const size_t count = links_.receive(rank, vectors_, title_);
   (is_first ? peer.first : peer.second) += count;
   if (is_first && operation_.kind == Kind::kBroadcast) ready_ = peer.first;
+  if (count > 0) moved_at_ = Clock::now();
   return count > 0;
 }
 
-// Reads into the vectors. Throws Error if the rank is gone.
-size_t Collective::receive(int rank) {
-  if (vectors_.empty()) return 0;
-  msghdr message{};
-  message.msg_iov = vectors_.data();
-  message.msg_iovlen = vectors_.size();
-  const ssize_t count = recvmsg(links_.data(rank), &message, MSG_DONTWAIT);
-  if (count > 0) {
-    moved_at_ = Clock::now();
-    return static_cast<size_t>(count);
-  }
-  if (count < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
-  throw links_.lost(rank, title_);
-}
-
-bool Collective::read_greeting(int rank) {
-  Peer& peer = peers_[rank];
-  std::string& lane = result_.lanes[rank];
-  vectors_.clear();
-  gathered_ = 0;
-  if (peer.head_bytes < sizeof(Head)) {
-    add(reinterpret_cast<uint8_t*>(&peer.head) + peer.head_bytes, sizeof(Head) - peer.head_bytes);
-    const size_t count = receive(rank);
-    peer.head_bytes += count;
-    if (peer.head_bytes < sizeof(Head)) return count > 0;
-    const Head& mine = peers_[rank_].head;
-    const bool table = operation_.kind == Kind::kExchange && peer.head.kind == mine.kind;
-    if (!is_sound(peer.head) || peer.head.number != mine.number || (table && peer.head.lane != mine.lane)) {
-      throw Error(Code::kComm, "rank " + std::to_string(rank) + " sent what is no operation of DADT's");
-    }
-    peer.differs = !difference(rank_, mine, rank, peer.head).empty();
-  } else {
-    if (lane.size() == peer.lane_bytes) {
-      lane.resize(std::min<size_t>(peer.head.lane, lane.size() + kLaneStep));
-    }
-    add(lane.data() + peer.lane_bytes, lane.size() - peer.lane_bytes);
-    const size_t count = receive(rank);
-    if (count == 0) return false;
-    peer.lane_bytes += count;
-  }
-  peer.greeted = !peer.differs && peer.lane_bytes == peer.head.lane;
-  check_heads();
-  return true;
-}
-
-// Once the heads of all are here: whether all are in one operation.
-void Collective::check_heads() {
-  if (all_greeted_) return;
-  bool all = true;
-  for (int rank = 0; rank < world_size_; ++rank) {
-    if (rank != rank_ && peers_[rank].head_bytes < sizeof(Head)) return;
-    all = all && peers_[rank].greeted;
-  }
-  for (int rank = 1; rank < world_size_; ++rank) {
-    const std::string text = difference(0, peers_[0].head, rank, peers_[rank].head);
-    if (!text.empty()) throw Error(Code::kMismatch, text);
-  }
-  if (!all) return;
-  all_greeted_ = true;
+// All ranks have come.
+void Collective::greeted() {
   result_.waited = seconds_between(begun_, Clock::now());
-  if (operation_.kind == Kind::kExchange) check_tables();
-  if (operation_.kind != Kind::kAllreduce) return;
-  std::vector<double> weights;
-  for (const Peer& peer : peers_) weights.push_back(peer.head.weight);
-  shares_.emplace(operation_, std::move(weights));
-  result_.weight_sum = shares_->sum;
-}
-
-void Collective::check_tables() {
-  for (int from = 0; from < world_size_; ++from) {
-    for (int to = 0; to < world_size_; ++to) {
-      const uint64_t sent = entry(result_.lanes[from], to).bytes;
-      const uint64_t expected = entry(result_.lanes[to], from).expected;
-      if (expected == kUnknown || expected == sent) continue;
-      throw Error(Code::kMismatch, title_ + ": rank " + std::to_string(from) + " sends " +
-                                       std::to_string(sent) + " bytes to rank " + std::to_string(to) +
-                                       ", which expects " + std::to_string(expected));
-    }
+  if (operation_.kind == Kind::kAllreduce) {
+    shares_.emplace(operation_, greetings_.weights());
+    result_.weight_sum = shares_->sum;
   }
+  if (operation_.kind != Kind::kExchange) return;
   for (int rank = 0; rank < world_size_; ++rank) {
-    const size_t bytes = entry(result_.lanes[rank], rank_).bytes;
+    const size_t bytes = greetings_.bytes_from(rank);
     if (operation_.outputs.empty()) result_.received.emplace_back(bytes);
     if (rank != rank_) peers_[rank].receive_first = bytes;
+  }
+}
+
+// Bytes of pieces that come from a rank, into its slots. piece: the first one that comes in this phase.
+void Collective::add_slots(int rank, size_t piece, size_t at, size_t bytes) {
+  const size_t whole = piece_ * item_;
+  for (const size_t end = at + bytes; at < end;) {
+    const size_t some = std::min(end - at, whole - at % whole);
+    add(slot_of(rank, piece + at / whole) + at % whole, some);
+    at += some;
   }
 }
 
@@ -389,12 +291,7 @@ void Collective::place_first(int rank) {
     const size_t begin = part(rank_).begin * item_ + peer.first;
     return add_tensors(operation_.outputs, begin, begin + bytes, nullptr);
   }
-  const size_t piece = piece_ * item_;
-  for (size_t at = peer.first; at < peer.first + bytes;) {
-    const size_t some = std::min(peer.first + bytes - at, piece - at % piece);
-    add(slot_of(rank, at / piece) + at % piece, some);
-    at += some;
-  }
+  add_slots(rank, 0, peer.first, bytes);
 }
 
 void Collective::place_second(int rank) {
@@ -404,18 +301,13 @@ void Collective::place_second(int rank) {
     const size_t begin = part(rank).begin * item_ + peer.second;
     return add_tensors(operation_.outputs, begin, begin + bytes, memory_.sink.take(kAtOnce));
   }
-  const size_t piece = piece_ * item_;
-  for (size_t at = peer.second; at < peer.second + bytes;) {
-    const size_t some = std::min(peer.second + bytes - at, piece - at % piece);
-    add(slot_of(rank, pieces_ + at / piece) + at % piece, some);
-    at += some;
-  }
+  add_slots(rank, pieces_, peer.second, bytes);
 }
 
 // Summing -------------------------------------------------------------------------------------------------
 
 bool Collective::advance() {
-  if (operation_.kind != Kind::kAllreduce || !all_greeted_) return false;
+  if (operation_.kind != Kind::kAllreduce || !greetings_.has_all()) return false;
   bool moved = false;
   while (reduce_piece()) moved = true;
   if (combined_ == nullptr) return moved;
@@ -502,11 +394,11 @@ bool Collective::decode_piece(int rank) {
 // Waiting -------------------------------------------------------------------------------------------------
 
 bool Collective::is_done() const {
-  if (!all_greeted_ || done_ < pieces_) return false;
+  if (!greetings_.has_all() || done_ < pieces_) return false;
   for (int rank = 0; rank < world_size_; ++rank) {
     const Peer& peer = peers_[rank];
     if (rank == rank_) continue;
-    if (peer.sent < peer.greeting.size() + peer.send_first + peer.send_second) return false;
+    if (peer.sent < greetings_.mine().size() + peer.send_first + peer.send_second) return false;
     if (peer.first < peer.receive_first || peer.second < peer.receive_second) return false;
     if (combined_ != nullptr && peer.consumed * piece_ < part(rank).count()) return false;
   }
@@ -519,7 +411,7 @@ std::vector<int> Collective::awaited() const {
   for (int rank = 0; rank < world_size_; ++rank) {
     const Peer& peer = peers_[rank];
     if (rank == rank_) continue;
-    if (!peer.greeted || peer.is_full || readable(rank) > 0) ranks.push_back(rank);
+    if (!greetings_.has(rank) || peer.is_full || readable(rank) > 0) ranks.push_back(rank);
   }
   return ranks;
 }
@@ -534,7 +426,7 @@ void Collective::wait() {
     short events = peer.is_full ? POLLOUT : short{0};
     if (const size_t bytes = readable(rank); bytes > 0) {
       events = static_cast<short>(events | POLLIN);
-      links_.wake_at(rank, peer.greeted ? static_cast<int>(std::min(bytes, kAtOnce / 2)) : 1);
+      links_.wake_at(rank, greetings_.has(rank) ? static_cast<int>(std::min(bytes, kAtOnce / 2)) : 1);
     }
     if (events != 0) interests_.push_back({rank, events, 0});
   }
@@ -544,12 +436,7 @@ void Collective::wait() {
     if ((each.found & (POLLIN | POLLERR | POLLHUP)) != 0 && readable(each.rank) > 0) read(each.rank);
   }
   if (Clock::now() < moved_at_ + duration(timeout_)) return;
-  std::ostringstream text;
-  const std::vector<int> ranks = awaited();
-  text << (ranks.size() == 1 ? "rank " : "ranks ");
-  for (size_t i = 0; i < ranks.size(); ++i) text << (i == 0 ? "" : ", ") << ranks[i];
-  text << " did not come to " << title_ << " within " << timeout_ << " s";
-  throw Error(Code::kTimeout, text.str());
+  throw late_error(awaited(), title_, timeout_);
 }
 
 }  // namespace dadt

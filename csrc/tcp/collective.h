@@ -7,8 +7,7 @@
 #include <vector>
 
 #include "engine/compress.h"
-#include "engine/head.h"
-#include "tcp/links.h"
+#include "tcp/greetings.h"
 
 namespace dadt {
 
@@ -59,18 +58,13 @@ class Collective {
   };
 
   struct Peer {
-    std::string greeting;  // the head and the lane for it
     size_t send_first = 0, send_second = 0;
     size_t sent = 0;       // bytes of all that goes to it
     bool is_full = false;  // the kernel takes no more at the moment
 
-    Head head{};
-    size_t head_bytes = 0, lane_bytes = 0;         // what has come of them
     size_t first = 0, second = 0;                  // what has come of the data
     size_t receive_first = 0, receive_second = 0;  // what will come
     size_t consumed = 0;                           // pieces of what has come that are not needed any more
-    bool greeted = false;                          // head and lane are here
-    bool differs = false;                          // it is in another operation
   };
 
   Range part(int owner) const;
@@ -78,7 +72,6 @@ class Collective {
   uint8_t* output_bytes(int rank) const;
 
   void prepare();
-  std::string lane() const;
 
   bool write(int rank);
   void collect(int rank);
@@ -88,13 +81,11 @@ class Collective {
   void encode(int owner, size_t items);
 
   bool read(int rank);
-  bool read_greeting(int rank);
-  size_t receive(int rank);
+  void greeted();
   void place_first(int rank);
   void place_second(int rank);
+  void add_slots(int rank, size_t piece, size_t at, size_t bytes);
   size_t readable(int rank) const;
-  void check_heads();
-  void check_tables();
 
   bool advance();
   bool reduce_piece();
@@ -127,10 +118,10 @@ class Collective {
   uint8_t* combined_ = nullptr;  // the sums of its part, compressed
   uint8_t* reduced_ = nullptr;   // or not, where outputs have holes
 
+  Greetings greetings_;
   std::vector<Peer> peers_;
   std::vector<size_t> encoded_;  // by owner: items of its part
   std::optional<Shares> shares_;
-  bool all_greeted_ = false;
   size_t pieces_ = 0;  // of this rank's part, all of them
   size_t done_ = 0;    // of those summed
   size_t ready_ = 0;   // bytes of this rank's part that may go out in phase 2

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "engine/executor.h"
 #include "tcp/address.h"
 
 namespace dadt {
@@ -63,7 +64,7 @@ void Links::send_notices(uint32_t code, const std::string& text) {
   std::string notice(reinterpret_cast<const char*>(&head), sizeof head);
   notice.append(text, 0, head.bytes);
   for (int socket : notices_) {
-    if (socket >= 0) (void)!send(socket, notice.data(), notice.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (socket >= 0) (void)!::send(socket, notice.data(), notice.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 }
 
@@ -170,6 +171,28 @@ void Links::wait(std::vector<Interest>& interests, Clock::time_point deadline) {
   }
 }
 
+size_t Links::send(int rank, const std::vector<iovec>& from, const std::string& title) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(from.data());
+  message.msg_iovlen = from.size();
+  return moved(sendmsg(data_[rank], &message, MSG_NOSIGNAL | MSG_DONTWAIT), rank, title);
+}
+
+size_t Links::receive(int rank, const std::vector<iovec>& to, const std::string& title) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(to.data());
+  message.msg_iovlen = to.size();
+  return moved(recvmsg(data_[rank], &message, MSG_DONTWAIT), rank, title);
+}
+
+// What a call of the kernel has moved; of one that should have moved something none means the end.
+size_t Links::moved(ssize_t count, int rank, const std::string& title) {
+  if (count > 0) return static_cast<size_t>(count);
+  if (count < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
+  throw lost(rank, title);
+}
+
+// What to say of a rank whose socket for data has ended.
 Error Links::lost(int rank, const std::string& title) {
   // The two connections may be late by different times: its reason, or its goodbye, counts.
   const auto deadline = Clock::now() + std::chrono::milliseconds(200);
@@ -183,9 +206,7 @@ Error Links::lost(int rank, const std::string& title) {
       return reason;
     }
   }
-  return Error(Code::kPeerLost, ranked(rank, addresses_[rank]) +
-                                    (heard_[rank].closed ? " has ended" : " is gone") +
-                                    "; waited for it in " + title);
+  return lost_error(ranked(rank, addresses_[rank]), heard_[rank].closed, title);
 }
 
 }  // namespace dadt

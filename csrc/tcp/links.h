@@ -1,6 +1,7 @@
 #pragma once
 
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #include <atomic>
 #include <mutex>
@@ -34,8 +35,10 @@ class Links {
 
   // The engine's thread:
 
-  // The socket for data, which does not block.
-  int data(int rank) const { return data_[rank]; }
+  // Send to and receive from a rank as many bytes as the kernel has room for, or has; 0 where that is none.
+  // Never block. Throw Error if the rank is gone. title: what this rank is in.
+  size_t send(int rank, const std::vector<iovec>& from, const std::string& title);
+  size_t receive(int rank, const std::vector<iovec>& to, const std::string& title);
   // Have a wait for data from a rank end once so many bytes are there.
   void wake_at(int rank, int bytes);
   // Throws Error if this rank or a peer was aborted.
@@ -49,8 +52,6 @@ class Links {
   // Blocks until there is something for one of them, this rank or a peer is aborted (throws Error), or the
   // deadline has passed.
   void wait(std::vector<Interest>& interests, Clock::time_point deadline);
-  // What to say of a peer whose socket for data has ended. title: what it was waited for in.
-  Error lost(int rank, const std::string& title);
 
  private:
   struct Notice {
@@ -60,6 +61,8 @@ class Links {
   };
 
   bool inert() const;
+  size_t moved(ssize_t count, int rank, const std::string& title);
+  Error lost(int rank, const std::string& title);
   void send_notices(uint32_t code, const std::string& text);
   void read_notice(int rank);
 

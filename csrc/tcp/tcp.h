@@ -16,8 +16,6 @@ class TcpExecutor final : public Executor {
       : links_(rank, std::move(data), std::move(notices)) {}
 
   const char* name() const override { return "tcp"; }
-  std::string endpoint() override { return {}; }
-  void connect(const std::vector<std::string>&, double) override {}
   void settle_thread(int rank, int world_size) override;
   Result run(const Operation& operation, double timeout) override;
   void abort(const Error& error) override { links_.abort(error); }

@@ -99,8 +99,7 @@ struct TcpMailboxState final : Carrier {
 };
 
 Error TcpMailboxState::lost(int peer, bool lives, const std::string& title) const {
-  const std::string who = ranked(peer, addresses[peer]);
-  return Error(Code::kPeerLost, who + (lives ? " has ended" : " is gone") + "; waited for it in " + title);
+  return lost_error(ranked(peer, addresses[peer]), lives, title);
 }
 
 void TcpMailboxState::open() {
@@ -244,10 +243,12 @@ void TcpMailboxState::run() {
   std::vector<pollfd> polled;
   while (true) {
     polled.assign(1, {bell, POLLIN, 0});
+    int patience = -1;
     {
       const std::lock_guard lock(mutex);
       move();
       if (close_at && (is_empty() || Clock::now() >= *close_at)) return;
+      if (close_at) patience = 100;  // milliseconds until it looks at the time
       for (int peer = 0; peer < world_size(); ++peer) {
         if (peer == own) continue;
         const Pipe& pipe = *pipes[peer];
@@ -256,8 +257,7 @@ void TcpMailboxState::run() {
         if (in != 0 || out != 0) polled.push_back({sockets[peer], static_cast<short>(in | out), 0});
       }
     }
-    constexpr int kLook = 1000;  // milliseconds
-    if (poll(polled.data(), polled.size(), kLook) > 0 && polled[0].revents != 0) {
+    if (poll(polled.data(), polled.size(), patience) > 0 && polled[0].revents != 0) {
       uint64_t rung;
       (void)!read(bell, &rung, sizeof rung);
     }

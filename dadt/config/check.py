@@ -20,7 +20,7 @@ COMPRESSES = ("pipe", "sync", "local", "auto")
 """Algorithms that can be combined with `--compression auto`."""
 SURVIVING = ("pipe", "sync", "auto", "local", "gossip")
 """Algorithms that can continue training when ranks are lost."""
-SURVIVING_EXECUTORS = ("shm", "tcp", "gloo", "hierarchical", "nccl")
+SURVIVING_EXECUTORS = ("shm", "tcp", "gloo", "hierarchical", "hierarchical:tcp", "hierarchical:gloo", "nccl")
 LEAST_MEASURED = 10
 """Number of steps that --algorithm auto and --compression auto must measure before they decide."""
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "auto")
@@ -75,8 +75,7 @@ def check_min_np(least: int, np: int, algorithm: str, executors: Iterable[str], 
     if algorithm not in SURVIVING:
         raise ConfigError(f"{given}: --algorithm {algorithm} ends with any of its ranks; give pipe or sync")
     # `null` is what `auto` becomes where only one worker fits.
-    crosses = ("hierarchical:tcp", "hierarchical:gloo")
-    for name in sorted({*executors} - {"", "auto", "null", *SURVIVING_EXECUTORS, *crosses}):
+    for name in sorted({*executors} - {"", "auto", "null", *SURVIVING_EXECUTORS}):
         raise ConfigError(
             f"{given}: --executor {name} ends with any of its ranks; give shm, tcp, gloo, hierarchical or nccl"
         )

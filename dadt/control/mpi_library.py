@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dadt.control.proc import stat_fields
+from dadt.control.proc import ancestors
 from dadt.errors import ConfigError
 
 CHOICE = "MPI4PY_LIBMPI"
@@ -127,9 +127,6 @@ def beside(program: Path) -> Iterator[Path]:
 
 def _ancestors() -> Iterator[Path]:
     """Yield the programs of this process's ancestors, nearest first."""
-    pid = os.getppid()
-    while pid > 1:
+    for pid in ancestors():
         with suppress(OSError):  # the program of another user's process, such as Slurm's daemon, cannot be read
             yield Path(f"/proc/{pid}/exe").resolve(strict=True)
-        fields = stat_fields(Path(f"/proc/{pid}"))
-        pid = int(fields[1]) if fields else 0  # the ancestor has ended in the meantime, or is hidden

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -13,6 +15,16 @@ def stat_fields(folder: Path) -> list[str]:
         return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def ancestors() -> Iterator[int]:
+    """Yield the ids of this process's ancestors, nearest first, but for the first process of all. Ends early behind one
+    that has ended in the meantime, or is hidden."""
+    pid = os.getppid()
+    while pid > 1:
+        yield pid
+        fields = stat_fields(Path(f"/proc/{pid}"))
+        pid = int(fields[1]) if fields else 0
 
 
 def status(pid: int | str, name: str) -> str:

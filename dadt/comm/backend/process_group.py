@@ -21,14 +21,14 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dadt.comm import executors
 from dadt.comm.backend.arguments import Tensors, first, listed, parts, reduction_of, rows
-from dadt.comm.backend.rendezvous import GroupRendezvous, ranks
+from dadt.comm.backend.rendezvous import GroupRendezvous
 from dadt.comm.backend.work import BackendWork, PendingWorks, Transfer
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.ordered import OrderedGroup
 from dadt.comm.peer_deaths import Abort
 from dadt.config import Config, executor
 from dadt.errors import CommError, StartTimeout
-from dadt.world import World
+from dadt.world import World, ranked
 
 CLOSE_SECONDS = 5.0
 """Seconds that closing a process group waits for operations the script started but never waited for."""
@@ -104,7 +104,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         self._limit = 0.0  # 0 uses the executor's timeout, which equals `timeout` until the script sets another one
         self._store = store
         apart = bool(members) and list(members) != list(range(size))
-        whose = f" (ranks counted within the group of {ranks(members)})" if apart else ""
+        whose = f" (ranks counted within the group of {ranked(members)})" if apart else ""
         try:
             self._meeting = GroupRendezvous(store, rank, size, timeout)
             around = self._meeting.look_around()

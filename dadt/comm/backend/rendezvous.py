@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from dadt.comm.rendezvous import store, store_client
 from dadt.control import machine
 from dadt.errors import StartTimeout
-from dadt.world import World
+from dadt.world import World, ranked
 
 PAUSES = (0.001, 0.05)
 """Seconds between polls of the store for values of other ranks: the pause grows from the first value to the second."""
@@ -60,7 +60,7 @@ class GroupRendezvous:
         self._store.set(keys[self._rank], blob)  # type: ignore[arg-type]  # takes bytes, too
 
         def joined(missing: Sequence[str]) -> str:
-            return f"{ranks([keys.index(each) for each in missing])} did not join the process group"
+            return f"{ranked([keys.index(each) for each in missing])} did not join the process group"
 
         self._await(keys, joined)
         return [self._store.get(each) for each in keys]
@@ -138,10 +138,6 @@ class GroupRendezvous:
 
     def _key(self, key: str, rank: int) -> str:
         return f"{self._turn}/{key}/{rank}"
-
-
-def ranks(numbers: Sequence[int]) -> str:
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
 
 
 def _ends(c10d: Any) -> tuple[str, str]:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from dadt.comm.backend.rendezvous import GroupRendezvous, ranks
+from dadt.comm.backend.rendezvous import GroupRendezvous
 from dadt.comm.waiters import Waiters
 from dadt.errors import CommError, CommTimeout
+from dadt.world import ranked
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank publishes in which call it waits, so that error texts can name the missing
@@ -208,7 +209,7 @@ class PendingWorks:
         if number and "rank" not in text:
             self.announce(number)
             missing = self._meeting.absent(number)
-            text = f"{ranks(missing)} did not come to it ({text})" if missing else text
+            text = f"{ranked(missing)} did not come to it ({text})" if missing else text
         return text + self._whose if "rank" in text else text
 
     def close(self, timeout: float) -> None:

@@ -1,5 +1,4 @@
-"""Messages between two ranks through the C++ core, and a stand-in that moves nothing, for simulated
-ranks."""
+"""Messages between two ranks through the C++ core, and a stand-in that moves nothing, for simulated ranks."""
 
 from __future__ import annotations
 

@@ -3,24 +3,22 @@ anything else is read."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import monotonic
 
 from dadt.comm.executors.meet import Meet
 from dadt.config import Config
 from dadt.config.link import pace_of
-from dadt.control import schema
 from dadt.control.connection import Listener, Reach, Refused, SealedConnection, Unreached, Words, dial
 from dadt.control.pacing import paced
 from dadt.errors import StartTimeout
-from dadt.world import World
+from dadt.world import World, ranked
 
 KEY_BYTES = 32
-IS_ENDPOINT = schema.record(address=schema.text(64), port=schema.whole(1, 65535), key=schema.text(2 * KEY_BYTES))
 
 
 def connect(
@@ -69,9 +67,9 @@ class _Entry:
                     each.close()
 
     def connect(self, deadline: float) -> dict[tuple[str, int], socket.socket]:
-        told = {"address": self._address, "port": self._listener.port}
-        told["key"] = "" if self._meet.secret else self._key.hex()
-        self._meet.put(self._endpoint(self._ranks[self.place]), json.dumps(told).encode())
+        key = b"" if self._meet.secret else self._key
+        reach = Reach(addresses=[self._address], port=self._listener.port, key=key, silence=self._silence)
+        self._meet.put(self._endpoint(self._ranks[self.place]), reach.to_text().encode())
         endpoints = self._meet.get([self._endpoint(rank) for rank in self._ranks])
         reaches = [self._reach(place, blob) for place, blob in enumerate(endpoints)]
         # no pool, as pools refuse work once the interpreter ends, which is when ranks may still connect anew
@@ -89,10 +87,7 @@ class _Entry:
         with self._news:
             if not self._news.wait_for(lambda: self._found.keys() >= wanted, max(0.0, deadline - monotonic())):
                 missing = sorted({self._ranks[place] for _, place in wanted - self._found.keys()})
-                who = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
-                raise StartTimeout(
-                    f"{who} did not connect to rank {self._ranks[self.place]} by TCP within {self._timeout:g} s"
-                )
+                raise StartTimeout(f"{ranked(missing)} did not connect to {self._me} by TCP within {self._timeout:g} s")
         return self._found
 
     def _endpoint(self, rank: int) -> str:
@@ -100,13 +95,10 @@ class _Entry:
 
     def _reach(self, place: int, blob: bytes) -> Reach:
         try:
-            told = json.loads(blob)
-            if IS_ENDPOINT(told):
-                key = self._meet.secret or bytes.fromhex(told["key"])
-                return Reach(addresses=[told["address"]], port=told["port"], key=key, silence=self._silence)
-        except (ValueError, RecursionError):
-            pass
-        raise StartTimeout(f"rank {self._ranks[place]} told as address what is none of this version's")
+            reach = Reach.from_text(blob.decode())
+        except ValueError as error:
+            raise StartTimeout(f"rank {self._ranks[place]} told as address what is none of this version's") from error
+        return replace(reach, key=self._meet.secret or reach.key)
 
     def _dial(self, place: int, reach: Reach, deadline: float) -> None:
         other = f"rank {self._ranks[place]}"

@@ -28,10 +28,10 @@ from dadt.control import mpi_library, schema
 from dadt.control.accept import peer_of
 from dadt.control.connection import Listener, Reach, Refused, SealedConnection, Unreached, Words, dial
 from dadt.control.job_folder import root
-from dadt.control.proc import stat_fields
+from dadt.control.proc import ancestors, stat_fields
 from dadt.control.shared_secret import SECRET, shared_key
 from dadt.errors import ConfigError, StartTimeout
-from dadt.world import LAUNCHERS, World
+from dadt.world import LAUNCHERS, World, ranked
 
 RETRY_SECONDS = 0.02
 CONNECT_SECONDS = 3.0
@@ -156,11 +156,9 @@ def _launcher_of(world: World) -> str:
     """Return "<pid>-<start time>" of the nearest ancestor process that is not a rank: mpirun, or its daemon on this
     host."""
     variable = LAUNCHERS[world.launcher][0].encode() + b"="
-    pid = os.getppid()
+    ranks_end = (pid for pid in ancestors() if not any(entry.startswith(variable) for entry in _environment(pid)))
+    pid = next(ranks_end, 1)
     fields = stat_fields(Path(f"/proc/{pid}"))
-    while fields and pid > 1 and any(entry.startswith(variable) for entry in _environment(pid)):
-        pid = int(fields[1])
-        fields = stat_fields(Path(f"/proc/{pid}"))
     return f"{pid}-{fields[19] if fields else 0}"
 
 
@@ -316,5 +314,6 @@ def _broadcast(mpi: Any, note: Words, timeout: float) -> Words:
 
 
 def _late(missing: set[int], timeout: float) -> StartTimeout:
-    ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, sorted(missing)))
-    return StartTimeout(f"{ranks} did not import dadt within {timeout:g} s: every rank must, with torch")
+    return StartTimeout(
+        f"{ranked(sorted(missing))} did not import dadt within {timeout:g} s: every rank must, with torch"
+    )

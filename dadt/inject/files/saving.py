@@ -122,14 +122,14 @@ class Saver:
             return write(f)
         # Counted even if the folder does not exist yet: the first rank may only be late to create it.
         count = self._count(target)
-        copied = path if overlay is not None and path is not None and self._is_copied(overlay, path) else None
+        copied = self._copied(path)
         # A folder that exists only on this rank, such as one named by time, is written by no other rank.
         alone = copied is not None and overlay is not None and overlay.is_private(str(Path(copied).parent))
         if not (alone or self.writers.is_first(str(target))):
             if self._is_saved(target, count):
                 return overlay.awaited(path) if overlay is not None and path is not None else None
             # this rank may have become the first one, in place of one that was lost
-            copied = path if overlay is not None and path is not None and self._is_copied(overlay, path) else None
+            copied = self._copied(path)
         first = self.writers.is_first(str(target))
         if copied is not None and overlay is not None:
             return self._write_whole(Path(overlay.place(copied)), write)
@@ -147,16 +147,18 @@ class Saver:
 
     def _save_in_child(self, f: str, write: Write) -> Any:
         """Save in a forked child, without coordination: other ranks do not wait for a child."""
-        path = self.overlay.path(f) if self.overlay is not None else None
-        if self.overlay is not None and path is not None and self._is_copied(self.overlay, path):
-            return self._write_whole(Path(self.overlay.place(path)), write)
+        copied = self._copied(self.overlay.path(f)) if self.overlay is not None else None
+        if copied is not None and self.overlay is not None:
+            return self._write_whole(Path(self.overlay.place(copied)), write)
         target = _target(f)
         return write(f) if target is None else self._write_whole(target, write)
 
-    def _is_copied(self, overlay: Overlay, path: str) -> bool:
-        """Whether this rank saves a private copy. A private copy that becomes the real file when it is closed does not
-        count, since a save writes the file completely."""
-        return overlay.role(path, begins=True) is WriteRole.APART
+    def _copied(self, path: str | None) -> str | None:
+        """Return the path if this rank saves a private copy there; else None. A private copy that becomes the real file
+        when it is closed does not count, since a save writes the file completely."""
+        if self.overlay is None or path is None or self.overlay.role(path, begins=True) is not WriteRole.APART:
+            return None
+        return path
 
     def _write_whole(self, path: Path, write: Write) -> Any:
         with self.overlay.real() if self.overlay is not None else nullcontext():
