@@ -41,12 +41,16 @@ BLOCK: Final[int]
 """Values that are compressed together."""
 
 class Codec:
-    """How a block of BLOCK values travels. int8: with one float32 scale, its first four bytes."""
+    """How a block of BLOCK values travels. int8, int4, bits2, bits1: with one float32 scale, its first four
+    bytes."""
 
     none: Codec
     bf16: Codec
     fp16: Codec
     int8: Codec
+    int4: Codec
+    bits2: Codec
+    bits1: Codec
     @property
     def name(self) -> str: ...
     @property
@@ -81,14 +85,60 @@ class ShmExecutor(Executor):
 
     def __init__(self, rank: int, world_size: int) -> None: ...
 
+class LinkCounts:
+    """What the kernel counts for the connections with one rank."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that have arrived at the other rank."""
+    @property
+    def received(self) -> int: ...
+    @property
+    def resent(self) -> int:
+        """Bytes that were sent again; 0 before Linux 4.19."""
+    @property
+    def busy(self) -> float:
+        """Seconds in which bytes were under way and the other rank had room for more."""
+    @property
+    def round_trip(self) -> float:
+        """Seconds, at the last reading."""
+    @property
+    def queued(self) -> int:
+        """Bytes that waited to be sent, at the last reading."""
+    @property
+    def at(self) -> float:
+        """Time of the last reading, in seconds of the monotonic clock."""
+
 class TcpExecutor(Executor):
     """TCP between ranks.
 
-    data, notices: file descriptors of connected sockets by rank, -1 at this rank's own place, which then belong to the
-    executor: one for data and one for the reasons of failures. Both ends must have proved themselves.
+    data, notices: file descriptors of connected sockets by rank, which then belong to the executor: one or more for
+    data, none at this rank's own place, and one for the reasons of failures, -1 there. Both ends must have proved
+    themselves. silence: seconds after which a connection without an acknowledgment counts as broken, and somebody
+    replaces what breaks; 0: a rank whose connections break is gone.
     """
 
-    def __init__(self, rank: int, data: Sequence[int], notices: Sequence[int]) -> None: ...
+    def __init__(
+        self, rank: int, data: Sequence[Sequence[int]], notices: Sequence[int], silence: float = 0.0
+    ) -> None: ...
+    def await_break(self) -> int | None:
+        """Wait until the connections with a rank break, and detach them. None once this rank is closed or aborted."""
+    def detach(self, rank: int) -> int | None:
+        """Give up the connections with a rank, unless that is done. Returns how many bytes of its data have come; None
+        if either rank has ended."""
+    def is_detached(self, rank: int) -> bool:
+        """Whether the connections are given up, and others may still take their place."""
+    def has_left(self, rank: int) -> bool:
+        """Whether the rank has ended the connection for notices, too."""
+    def attach(self, rank: int, data: Sequence[int], notices: int, received: int) -> bool:
+        """Put other sockets in the place of those given up; the descriptors stay the caller's. received: how many bytes
+        of this rank's data have come to the other. Waits until what is missing there of earlier operations is on its
+        way. Returns False if no others are needed, or what is missing is not known any more."""
+    def give_up(self, rank: int) -> None:
+        """The rank is gone: nothing takes the connections' place."""
+    def counts(self) -> list[LinkCounts]:
+        """What the kernel has counted for the connections for data with each rank, by rank; read five times a second at
+        most, while operations run."""
 
 class NullExecutor(Executor):
     """Moves nothing: delivers the rank's own values. The limit that everything is measured against."""
@@ -483,6 +533,8 @@ class TcpMailbox:
     """
 
     def __init__(self, rank: int, sockets: Sequence[int]) -> None: ...
+    def counts(self) -> list[LinkCounts]:
+        """What the kernel has counted for the connections with each rank; see TcpExecutor."""
     def send(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork: ...
     def receive(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork: ...
     def abort(self, reason: str, lost: bool = False) -> None: ...

@@ -160,6 +160,14 @@ void bind_types(py::module_& module) {
       .def_property_readonly("total", &Layout::total);
 }
 
+template <typename Found>
+auto of_links(Found (Links::*call)(int)) {
+  return [call](TcpExecutor& tcp, int rank) {
+    check_rank(rank, tcp.links().world_size());
+    return (tcp.links().*call)(rank);
+  };
+}
+
 void bind_executors(py::module_& module) {
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
       .def_property_readonly("name", &Executor::name)
@@ -167,8 +175,31 @@ void bind_executors(py::module_& module) {
       .def("connect", &Executor::connect, "endpoints"_a, "timeout"_a, Unlocked());
   py::class_<ShmExecutor, Executor, std::shared_ptr<ShmExecutor>>(module, "ShmExecutor")
       .def(py::init<int, int>(), "rank"_a, "world_size"_a);
+  py::class_<LinkCounts>(module, "LinkCounts")
+      .def_readonly("sent", &LinkCounts::sent)
+      .def_readonly("received", &LinkCounts::received)
+      .def_readonly("resent", &LinkCounts::resent)
+      .def_readonly("busy", &LinkCounts::busy)
+      .def_readonly("round_trip", &LinkCounts::round_trip)
+      .def_readonly("at", &LinkCounts::at)
+      .def_readonly("queued", &LinkCounts::queued);
   py::class_<TcpExecutor, Executor, std::shared_ptr<TcpExecutor>>(module, "TcpExecutor")
-      .def(py::init<int, std::vector<int>, std::vector<int>>(), "rank"_a, "data"_a, "notices"_a);
+      .def(py::init<int, std::vector<std::vector<int>>, std::vector<int>, double>(), "rank"_a, "data"_a,
+           "notices"_a, "silence"_a = 0.0)
+      .def("counts", &TcpExecutor::counts, Unlocked())
+      .def(
+          "await_break", [](TcpExecutor& tcp) { return tcp.links().await_break(); }, Unlocked())
+      .def("detach", of_links(&Links::detach), "rank"_a, Unlocked())
+      .def("is_detached", of_links(&Links::is_detached), "rank"_a, Unlocked())
+      .def("has_left", of_links(&Links::has_left), "rank"_a, Unlocked())
+      .def("give_up", of_links(&Links::give_up), "rank"_a, Unlocked())
+      .def(
+          "attach",
+          [](TcpExecutor& tcp, int rank, const std::vector<int>& data, int notices, uint64_t received) {
+            check_rank(rank, tcp.links().world_size());
+            return tcp.links().attach(rank, data, notices, received);
+          },
+          "rank"_a, "data"_a, "notices"_a, "received"_a, Unlocked());
   py::class_<NullExecutor, Executor, std::shared_ptr<NullExecutor>>(module, "NullExecutor")
       .def(py::init<int, int>(), "rank"_a, "world_size"_a);
 }

@@ -50,7 +50,8 @@ void bind_mailbox(py::module_& module) {
       .def("connect", &Mailbox::connect, "endpoints"_a, "timeout"_a, Unlocked());
   bind_messages(shared);
   py::class_<TcpMailbox, std::unique_ptr<TcpMailbox, DeleteUnlocked>> tcp(module, "TcpMailbox");
-  tcp.def(py::init<int, std::vector<int>>(), "rank"_a, "sockets"_a);
+  tcp.def(py::init<int, std::vector<int>>(), "rank"_a, "sockets"_a)
+      .def("counts", &TcpMailbox::counts, Unlocked());
   bind_messages(tcp);
 }
 

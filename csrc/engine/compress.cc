@@ -36,12 +36,13 @@ void compress(const Operation& operation, size_t begin, size_t end, void* wire) 
   for (size_t block = begin; block < end; ++block, to += block_bytes(how.codec)) {
     const size_t first = block * kBlock;
     const size_t count = std::min(kBlock, layout.total() - first);
-    if (count < kBlock) std::memset(values, 0, sizeof values);
     layout.pieces(first, first + count, [&](size_t tensor, size_t offset, size_t at, size_t some) {
       const uint8_t* from = static_cast<const uint8_t*>(operation.inputs[tensor]);
       gather(values + at, from == nullptr ? nullptr : from + offset * item,
              counts && owed != nullptr ? owed + first + at : nullptr, keep, some);
     });
+    // A block that is not full repeats its values, which leaves its mean and its greatest as they are.
+    for (size_t i = count; i < kBlock; ++i) values[i] = values[i - count];
     encode(to, values, lost);
     // Where nobody listens, what was owed before still is.
     if (!counts) std::fill_n(lost, kBlock, std::numeric_limits<float>::quiet_NaN());

@@ -20,8 +20,9 @@ struct Head {
   uint64_t layout;  // hash of the tensors' sizes
   uint64_t lane;    // bytes
   double weight;
+  uint64_t rate;       // bytes per second that its link can carry; 0: not known
   uint64_t name_hash;  // of all of the name
-  char name[448];      // its beginning
+  char name[440];      // its beginning
 };
 static_assert(sizeof(Head) == 512);
 

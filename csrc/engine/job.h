@@ -36,9 +36,10 @@ class Job {
   // Whether no input lies in the flat buffer.
   bool apart() const;
 
-  // Blocks [begin, end) of the inputs as their compression says, and all of them back to the outputs. Throw
-  // Error as above.
+  // Write blocks [begin, end) of the inputs to `wire`, compressed. Throws Error if the engine has failed
+  // since.
   void compress(size_t begin, size_t end, void* wire) const;
+  // Write the sum of all blocks of `wires` to the outputs. Throws Error if the engine has failed since.
   void decompress(const Wires& wires) const;
 
   // Memory for what each rank sends, in an exchange that does not say where to; Result::received after

@@ -1,7 +1,7 @@
 #pragma once
 
 // A block of values to the wire and back, for the tables; see loops.h. Plain loops where the compiler makes
-// vectors of them. A finite number stays one; a block of whole numbers in which one is not becomes NaN.
+// vectors of them. A finite number stays one; a block with a scale in which one is not becomes NaN.
 #include <limits>
 
 #include "base/codec.h"
@@ -56,43 +56,179 @@ void decode_short(float* values, const void* wire, float weight, bool first) {
   }
 }
 
-// Of a block: 127 of it are the greatest magnitude. 0 where that is too small to divide by.
-inline float scale_of(float most) {
+// The integers of a block go from -kMost to kMost. put packs them, from floats whose low bits are the integer
+// in two's complement; get is its inverse, and gives them as floats.
+struct Int8 {
+  static constexpr Codec kCodec = Codec::kInt8;
+  static constexpr float kMost = 127;
+
+  static void put(uint8_t* __restrict__ to, const float* __restrict__ rounded) {
+    for (size_t i = 0; i < kBlock; ++i) to[i] = static_cast<uint8_t>(to_bits(rounded[i]));
+  }
+  static void get(float* __restrict__ to, const uint8_t* __restrict__ from) {
+    for (size_t i = 0; i < kBlock; ++i) to[i] = static_cast<float>(static_cast<int8_t>(from[i]));
+  }
+};
+
+struct Int4 {
+  static constexpr Codec kCodec = Codec::kInt4;
+  static constexpr float kMost = 7;
+
+  static void put(uint8_t* __restrict__ to, const float* __restrict__ rounded) {
+    for (size_t i = 0; i < kBlock / 2; ++i) {
+      const uint32_t low = to_bits(rounded[2 * i]), high = to_bits(rounded[2 * i + 1]);
+      to[i] = static_cast<uint8_t>((low & 15u) | (high << 4));
+    }
+  }
+  static void get(float* __restrict__ to, const uint8_t* __restrict__ from) {
+    for (size_t i = 0; i < kBlock / 2; ++i) {
+      const uint32_t both = from[i];
+      to[2 * i] = static_cast<float>(static_cast<int32_t>(both << 28) >> 28);
+      to[2 * i + 1] = static_cast<float>(static_cast<int32_t>(both << 24) >> 28);
+    }
+  }
+};
+
+// A block's scale: `levels` of it are the greatest magnitude. 0 where that is too small to divide by.
+inline float scale_of(float most, float levels) {
   if (most < 1e-30f) return 0;
-  const float scale = most / 127.f;
-  return scale * 127.f > std::numeric_limits<float>::max() ? from_bits(to_bits(scale) - 1) : scale;
+  const float scale = most / levels;
+  return scale * levels > std::numeric_limits<float>::max() ? from_bits(to_bits(scale) - 1) : scale;
 }
 
-inline void encode_int8(void* wire, const float* __restrict__ values, float* __restrict__ lost) {
+template <typename Integer>
+void encode_integers(void* wire, const float* __restrict__ values, float* __restrict__ lost) {
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23: what is added to it is rounded to nearest, ties to even
   uint8_t* to = static_cast<uint8_t*>(wire) + sizeof(float);
   const int32_t bits = greatest_bits(values);
   const bool finite = bits < kInfinityBits;
-  const float scale =
-      finite ? scale_of(from_bits(static_cast<uint32_t>(bits))) : std::numeric_limits<float>::quiet_NaN();
+  const float scale = finite ? scale_of(from_bits(static_cast<uint32_t>(bits)), Integer::kMost)
+                             : std::numeric_limits<float>::quiet_NaN();
   std::memcpy(wire, &scale, sizeof scale);
   if (!finite || scale == 0) {
-    std::memset(to, 0, kBlock);
+    std::memset(to, 0, block_bytes(Integer::kCodec) - sizeof scale);
     for (size_t i = 0; i < kBlock; ++i) lost[i] = finite ? values[i] : scale;
     return;
   }
   const float inverse = 1.f / scale;
-  for (size_t i = 0; i < kBlock; ++i) {
-    const float rounded = values[i] * inverse + kRound;
-    to[i] = static_cast<uint8_t>(to_bits(rounded));  // the low bits: two's complement
-    lost[i] = values[i] - (rounded - kRound) * scale;
+  for (size_t i = 0; i < kBlock; ++i) lost[i] = values[i] * inverse + kRound;
+  Integer::put(to, lost);
+  for (size_t i = 0; i < kBlock; ++i) lost[i] = values[i] - (lost[i] - kRound) * scale;
+}
+
+template <typename Integer>
+void decode_integers(float* __restrict__ values, const void* wire, float weight, bool first) {
+  float scale;
+  std::memcpy(&scale, wire, sizeof scale);
+  const uint8_t* from = static_cast<const uint8_t*>(wire) + sizeof(float);
+  const float factor = scale * weight;
+  float wholes[kBlock];
+  Integer::get(wholes, from);
+  if (first) {
+    for (size_t i = 0; i < kBlock; ++i) values[i] = wholes[i] * factor;
+  } else {
+    for (size_t i = 0; i < kBlock; ++i) values[i] = values[i] + wholes[i] * factor;
   }
 }
 
-inline void decode_int8(float* __restrict__ values, const void* wire, float weight, bool first) {
+// The mean magnitude of a block, added up by halves, so that all tables get the same bits.
+inline float mean_magnitude(const float* __restrict__ values) {
+  float sums[kBlock / 2];
+  constexpr float kShare = 1.f / kBlock;  // before the sum, which could be infinite
+  constexpr size_t half = kBlock / 2;
+  for (size_t i = 0; i < half; ++i) {
+    sums[i] = __builtin_fabsf(values[i]) * kShare + __builtin_fabsf(values[i + half]) * kShare;
+  }
+  for (size_t some = half / 2; some > 0; some /= 2) {
+    for (size_t i = 0; i < some; ++i) sums[i] = sums[i] + sums[i + some];
+  }
+  return sums[0];
+}
+
+// A sign and one of two magnitudes, by the mean magnitude of a block: those that Max (1960) and Lloyd (1982)
+// found best for normal numbers. kLow and kHigh are the magnitudes, kCut what parts them.
+struct Bits2 {
+  static constexpr Codec kCodec = Codec::kBits2;
+  static constexpr float kLow = 0.56750f, kCut = 1.23025f, kHigh = 1.89250f;
+  static constexpr float kMost = 1.7e38f;  // kHigh times it is a number
+
+  static void put(uint8_t* __restrict__ to, const float* __restrict__ said, float high) {
+    for (size_t i = 0; i < kBlock / 4; ++i) {
+      uint32_t byte = 0;
+      for (size_t k = 0; k < 4; ++k) {
+        const uint32_t bits = to_bits(said[4 * i + k]);
+        const uint32_t large = (bits & 0x7fffffffu) == to_bits(high) ? 1u : 0u;
+        byte |= (large | (bits >> 31 << 1)) << (2 * k);
+      }
+      to[i] = static_cast<uint8_t>(byte);
+    }
+  }
+  static void get(float* __restrict__ to, const uint8_t* __restrict__ from, float low, float high) {
+    for (size_t i = 0; i < kBlock / 4; ++i) {
+      const uint32_t byte = from[i];
+      for (size_t k = 0; k < 4; ++k) {
+        const uint32_t code = byte >> (2 * k);
+        to[4 * i + k] = from_bits(to_bits((code & 1u) != 0 ? high : low) ^ (code >> 1 << 31));
+      }
+    }
+  }
+};
+
+// A sign alone: both magnitudes are the mean.
+struct Bits1 {
+  static constexpr Codec kCodec = Codec::kBits1;
+  static constexpr float kLow = 1, kCut = 1, kHigh = 1;
+  static constexpr float kMost = std::numeric_limits<float>::max();
+
+  static void put(uint8_t* __restrict__ to, const float* __restrict__ said, float) {
+    for (size_t i = 0; i < kBlock / 8; ++i) {
+      uint32_t byte = 0;
+      for (size_t k = 0; k < 8; ++k) byte |= to_bits(said[8 * i + k]) >> 31 << k;
+      to[i] = static_cast<uint8_t>(byte);
+    }
+  }
+  static void get(float* __restrict__ to, const uint8_t* __restrict__ from, float low, float) {
+    for (size_t i = 0; i < kBlock / 8; ++i) {
+      const uint32_t byte = from[i];
+      for (size_t k = 0; k < 8; ++k) to[8 * i + k] = from_bits(to_bits(low) ^ (byte >> k << 31));
+    }
+  }
+};
+
+template <typename Bits>
+void encode_bits(void* wire, const float* __restrict__ values, float* __restrict__ lost) {
+  uint8_t* to = static_cast<uint8_t*>(wire) + sizeof(float);
+  const bool finite = greatest_bits(values) < kInfinityBits;
+  float scale = finite ? mean_magnitude(values) : std::numeric_limits<float>::quiet_NaN();
+  if (scale < 1e-30f) scale = 0;
+  if (scale > Bits::kMost) scale = Bits::kMost;
+  std::memcpy(wire, &scale, sizeof scale);
+  if (!finite || scale == 0) {
+    std::memset(to, 0, block_bytes(Bits::kCodec) - sizeof scale);
+    for (size_t i = 0; i < kBlock; ++i) lost[i] = finite ? values[i] : scale;
+    return;
+  }
+  const float low = scale * Bits::kLow, cut = scale * Bits::kCut, high = scale * Bits::kHigh;
+  float said[kBlock];
+  for (size_t i = 0; i < kBlock; ++i) {
+    const uint32_t magnitude = to_bits(__builtin_fabsf(values[i]) > cut ? high : low);
+    said[i] = from_bits(magnitude | (to_bits(values[i]) & 0x80000000u));
+  }
+  Bits::put(to, said, high);
+  for (size_t i = 0; i < kBlock; ++i) lost[i] = values[i] - said[i];
+}
+
+template <typename Bits>
+void decode_bits(float* __restrict__ values, const void* wire, float weight, bool first) {
   float scale;
   std::memcpy(&scale, wire, sizeof scale);
-  const int8_t* from = static_cast<const int8_t*>(wire) + sizeof(float);
-  const float factor = scale * weight;
+  float said[kBlock];
+  Bits::get(said, static_cast<const uint8_t*>(wire) + sizeof(float), scale * Bits::kLow * weight,
+            scale * Bits::kHigh * weight);
   if (first) {
-    for (size_t i = 0; i < kBlock; ++i) values[i] = static_cast<float>(from[i]) * factor;
+    std::memcpy(values, said, sizeof said);
   } else {
-    for (size_t i = 0; i < kBlock; ++i) values[i] = values[i] + static_cast<float>(from[i]) * factor;
+    for (size_t i = 0; i < kBlock; ++i) values[i] = values[i] + said[i];
   }
 }
 

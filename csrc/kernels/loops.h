@@ -304,8 +304,10 @@ constexpr Kernels make_kernels(const char* name) {
                  {predict_float<float>, predict_float<double>, predict_float<Half>, predict_float<BFloat>},
                  {foresee_float<float>, foresee_float<double>, foresee_float<Half>, foresee_float<BFloat>},
                  copy_bytes,
-                 {nullptr, encode_short<BFloat>, encode_short<Half>, encode_int8},
-                 {nullptr, decode_short<BFloat>, decode_short<Half>, decode_int8},
+                 {nullptr, encode_short<BFloat>, encode_short<Half>, encode_integers<Int8>,
+                  encode_integers<Int4>, encode_bits<Bits2>, encode_bits<Bits1>},
+                 {nullptr, decode_short<BFloat>, decode_short<Half>, decode_integers<Int8>,
+                  decode_integers<Int4>, decode_bits<Bits2>, decode_bits<Bits1>},
                  {gather_values<float>, gather_values<double>, gather_short<Half>, gather_short<BFloat>},
                  settle,
                  {scatter_values<float>, scatter_values<double>, scatter_short<Half>, scatter_short<BFloat>}};

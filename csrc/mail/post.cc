@@ -138,7 +138,7 @@ bool Post::is_sound(const Line& line, const Frame& frame) const {
     case FrameType::kData: {
       if (frame.payload == 0 || frame.payload > chunk()) return false;
       const auto found = line.receiving.find(frame.id);
-      if (found == line.receiving.end()) return true;  // it has failed in the meantime
+      if (found == line.receiving.end()) return true;  // the message has failed in the meantime
       const Course& course = found->second;
       return frame.payload <= course.transit->bytes - course.offset;
     }
@@ -184,7 +184,7 @@ void Post::take_offer(int peer, const Frame& frame) {
 void Post::take_answer(int peer, const Frame& frame) {
   Line& line = *lines_[peer];
   const auto found = line.offered.find(frame.id);
-  if (found == line.offered.end()) return;  // it has failed in the meantime
+  if (found == line.offered.end()) return;  // the message has failed in the meantime
   const Handle send = std::move(found->second);
   line.offered.erase(found);
   if (frame.type == FrameType::kAccept) {
@@ -198,7 +198,7 @@ void Post::take_answer(int peer, const Frame& frame) {
 void Post::take_data(int peer, const Frame& frame) {
   Line& line = *lines_[peer];
   const auto found = line.receiving.find(frame.id);
-  if (found == line.receiving.end()) return;  // it has failed in the meantime
+  if (found == line.receiving.end()) return;  // the message has failed in the meantime
   Course& course = found->second;
   line.in.peek(course.transit->data + course.offset, sizeof frame, frame.payload);
   course.offset += frame.payload;

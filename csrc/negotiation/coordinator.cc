@@ -79,6 +79,7 @@ void Coordinator::take(int rank, const Report& report, Time now) {
 }
 
 void Coordinator::leave(int rank, Time now) {
+  if (left_[rank]) return;
   left_[rank] = true;
   absent_ += !joined_[rank];
   review_all(now);
@@ -297,6 +298,18 @@ void Coordinator::forget_groups() {
     const bool is_idle = group.rounds.empty() && is_between && least >= most;
     item = is_idle ? groups_.erase(item) : std::next(item);
   }
+}
+
+bool Coordinator::owes() const {
+  for (const auto& [name, group] : groups_) {
+    for (const auto& [number, round] : group.rounds) {
+      for (int rank = 0; rank < world_size_; ++rank) {
+        if (round.error && !joined_[rank] && !left_[rank] && group.progress[rank].round <= number)
+          return true;
+      }
+    }
+  }
+  return false;
 }
 
 bool Coordinator::everybody_waits() const {

@@ -49,6 +49,9 @@ class Coordinator {
   // A rank has come to its orderly end.
   void leave(int rank, Time now);
 
+  // Whether somebody is still to come to a round of which it is decided that it fails.
+  bool owes() const;
+
   // The operations to run now; none if there are none.
   std::optional<Decision> decide(Time now);
   // When there may be something to decide or to tell though no rank reports.

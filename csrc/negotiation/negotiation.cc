@@ -185,8 +185,9 @@ void Negotiation::close(double timeout) {
   const auto settled = [&] { return state.is_finished.load(); };
   while (!settled() && Clock::now() < deadline) state.event.wait(settled, deadline);
   std::optional<Error> late;
-  if (!settled() && !state.is_leaving && !state.has_error) {
-    late = Error(Code::kTimeout, state.title_of_pending() + " was not decided when the negotiation closed");
+  const std::string pending = state.title_of_pending();
+  if (!settled() && !pending.empty() && !state.has_error) {
+    late = Error(Code::kTimeout, pending + " was not decided when the negotiation closed");
     state.fail({state.rank, Code::kAborted, late->what()});
   }
   state.is_stopping = true;

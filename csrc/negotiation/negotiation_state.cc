@@ -406,10 +406,14 @@ void NegotiationState::take_leave() {
     const std::lock_guard lock(mutex);
     if (!closing || !pending.empty() || joining != nullptr) return;
   }
+  if (coordinator && !has_error && !is_stopping) {
+    coordinator->leave(rank, now());
+    decide();
+    if (coordinator->owes()) return;
+  }
   send_to_all(encode(MessageType::kGoodbye, {}));
   for (const auto& link : links) link->finish();
   farewell = now() + duration(kFarewell);
-  is_leaving = true;
 }
 
 void NegotiationState::send_to_all(const std::string& message) {

@@ -38,7 +38,6 @@ struct NegotiationState {
   std::atomic<int64_t> step{0};
   std::atomic<bool> has_error{false};
   std::atomic<bool> has_notices{false};
-  std::atomic<bool> is_leaving{false};  // goodbye is said
   std::atomic<bool> is_stopping{false};
   std::atomic<bool> is_finished{false};  // the thread is at its end
   std::atomic<bool> is_closing{false};   // somebody is in close, or was

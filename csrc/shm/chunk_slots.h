@@ -42,7 +42,8 @@ class ChunkSlots : public Neighbours {
   }
 
  private:
-  static constexpr size_t kGap = 4096;  // before each slot; at its end the Head, and before all the counters
+  // Bytes before each slot: they begin with the slot's counters and end with its Head.
+  static constexpr size_t kGap = 4096;
   struct alignas(64) Count {
     std::atomic<uint32_t> value;
   };

@@ -11,10 +11,8 @@ namespace dadt {
 namespace {
 
 constexpr size_t kPieceBytes = 256 * 1024;
-constexpr size_t kAhead = 2;                // pieces of a rank that may come before they are summed
 constexpr size_t kDirectBytes = 64 * 1024;  // that a rank sends in all, up to which it sends all to each
-constexpr size_t kAtOnce = 1 << 20;         // bytes of a call of the kernel
-constexpr size_t kVectors = 64;
+constexpr size_t kMeasuredBytes = 4 << 20;  // least of an operation that tells something of the links
 constexpr size_t kUnknown = ~size_t{0};
 
 bool is_direct(const Operation& operation, size_t bytes, int world_size) {
@@ -24,10 +22,11 @@ bool is_direct(const Operation& operation, size_t bytes, int world_size) {
 
 }  // namespace
 
-Collective::Collective(Links& links, CollectiveMemory& memory, const Operation& operation, uint32_t number,
-                       double timeout)
+Collective::Collective(Links& links, CollectiveMemory& memory, Parts& parts, const Operation& operation,
+                       uint32_t number, double timeout)
     : links_(links),
       memory_(memory),
+      parts_(parts),
       operation_(operation),
       rank_(links.rank()),
       world_size_(links.world_size()),
@@ -38,21 +37,43 @@ Collective::Collective(Links& links, CollectiveMemory& memory, const Operation& 
       total_(codec_ == Codec::kNone ? operation.layout.total() : block_count(operation.layout.total())),
       direct_(is_direct(operation, total_ * item_, world_size_)),
       piece_(std::max<size_t>(1, kPieceBytes / item_)),
-      greetings_(links, operation, number),
+      greetings_(links, operation, number, parts.rate()),
       peers_(world_size_),
       encoded_(world_size_) {
+  divide();
   prepare();
 }
 
-// The part of the values that a rank sums for all, in whole cache lines.
-Collective::Range Collective::part(int owner) const {
-  if (direct_) return {0, total_};
+// Into parts, in whole cache lines. Of compressed values they are equal, as an owner keeps what compression
+// loses.
+void Collective::divide() {
   const size_t line = std::max<size_t>(1, 64 / item_);
   const size_t lines = (total_ + line - 1) / line;
-  const auto edge = [&](int rank) {
-    return std::min(lines * static_cast<size_t>(rank) / static_cast<size_t>(world_size_) * line, total_);
-  };
-  return {edge(owner), edge(owner + 1)};
+  const bool by_rate = operation_.kind == Kind::kAllreduce && codec_ == Codec::kNone && !direct_;
+  edges_ = (by_rate ? parts_ : Parts(world_size_)).edges(lines);
+  for (size_t& edge : edges_) edge = std::min(edge * line, total_);
+  if (!by_rate || world_size_ < 3 || total_ * item_ < kMeasuredBytes) return;
+  for (int rank = 0; rank < world_size_; ++rank) held_up_.push_back(links_.held_up(rank));
+}
+
+// The part of the values that a rank sums for all.
+Collective::Range Collective::part(int owner) const {
+  if (direct_) return {0, total_};
+  return {edges_[owner], edges_[owner + 1]};
+}
+
+// How busy this rank's link was: where it is what takes the time, the network holds up all that is sent.
+void Collective::measure() {
+  parts_.told(greetings_.rates());
+  const double seconds = seconds_between(begun_, Clock::now());
+  if (held_up_.empty() || result_.waited > seconds / 10) return;
+  double bytes = 0, least = seconds;
+  for (int rank = 0; rank < world_size_; ++rank) {
+    const Peer& peer = peers_[rank];
+    bytes += static_cast<double>(peer.send_first + peer.send_second);
+    if (rank != rank_) least = std::min(least, std::max(0.0, links_.held_up(rank) - held_up_[rank]));
+  }
+  parts_.measured(bytes, seconds, least / seconds);
 }
 
 // What goes to whom, and what memory that takes.
@@ -87,12 +108,27 @@ void Collective::prepare() {
   if (codec_ != Codec::kNone) {
     wires_ = memory_.wires.take(total_ * item_);
     if (!direct_) combined_ = memory_.combined.take(mine);
-  } else if (has_holes_ && !direct_) {
+  } else if (direct_) {
+    copy_values();
+  } else if (has_holes_) {
     reduced_ = memory_.reduced.take(mine);
   }
 }
 
+void Collective::copy_values() {
+  copy_ = memory_.copy.take(total_ * item_);
+  operation_.layout.pieces(0, total_, [&](size_t tensor, size_t offset, size_t at, size_t count) {
+    const uint8_t* input = static_cast<const uint8_t*>(operation_.inputs[tensor]);
+    if (input == nullptr) {
+      std::memset(copy_ + at * item_, 0, count * item_);
+    } else {
+      std::memcpy(copy_ + at * item_, input + offset * item_, count * item_);
+    }
+  });
+}
+
 Result Collective::run() {
+  const std::lock_guard lock(links_.streams());
   begun_ = moved_at_ = Clock::now();
   links_.check_aborted();
   while (true) {
@@ -106,6 +142,8 @@ Result Collective::run() {
     if (is_done()) break;
     if (!moved) wait();
   }
+  settle();
+  measure();
   for (Peer& peer : peers_) {
     if (operation_.kind == Kind::kAllreduce) result_.sent += peer.send_first + peer.send_second;
   }
@@ -126,182 +164,6 @@ Result Collective::run() {
 uint8_t* Collective::output_bytes(int rank) const {
   return operation_.outputs.empty() ? result_.received[rank].data.get()
                                     : static_cast<uint8_t*>(operation_.outputs[rank]);
-}
-
-// Sending -------------------------------------------------------------------------------------------------
-
-void Collective::add(const void* data, size_t bytes) {
-  bytes = std::min(bytes, kAtOnce - gathered_);
-  if (bytes == 0) return;
-  vectors_.push_back({const_cast<void*>(data), bytes});
-  gathered_ += bytes;
-}
-
-// Bytes [begin, end) of the tensors, one after the other. missing: memory in place of a tensor that is null.
-template <typename Pointer>
-void Collective::add_tensors(const std::vector<Pointer>& tensors, size_t begin, size_t end, void* missing) {
-  end = std::min(end, begin + kAtOnce - gathered_);
-  if (begin >= end) return;
-  operation_.layout.pieces(
-      begin / item_, (end + item_ - 1) / item_, [&](size_t tensor, size_t offset, size_t at, size_t count) {
-        if (vectors_.size() >= kVectors || gathered_ >= kAtOnce) return;
-        const size_t first = begin / item_ * item_ + at * item_;  // of these bytes in the bucket
-        const size_t from = std::max(first, begin);
-        const size_t to = std::min(first + count * item_, end);
-        const uint8_t* memory = static_cast<const uint8_t*>(tensors[tensor]);
-        add(memory == nullptr ? missing : memory + offset * item_ + (from - first), to - from);
-      });
-}
-
-// The values of an owner's part, up to so many items, to the wire.
-void Collective::encode(int owner, size_t items) {
-  size_t& encoded = encoded_[direct_ ? 0 : owner];
-  if (encoded >= items) return;
-  const size_t first = part(owner).begin;
-  compress(operation_, first + encoded, first + items, wires_ + (first + encoded) * item_);
-  encoded = items;
-}
-
-// What goes to a rank next, as far as it is there.
-void Collective::collect(int rank) {
-  Peer& peer = peers_[rank];
-  vectors_.clear();
-  gathered_ = 0;
-  size_t at = peer.sent;
-  const std::string& greeting = greetings_.mine();
-  if (at < greeting.size()) add(greeting.data() + at, greeting.size() - at);
-  at = std::max(at, greeting.size()) - greeting.size();
-  if (at < peer.send_first) {
-    if (operation_.kind == Kind::kExchange) {
-      add(static_cast<const uint8_t*>(operation_.inputs[rank]) + at, peer.send_first - at);
-    } else if (codec_ == Codec::kNone) {
-      const size_t begin = part(rank).begin * item_;
-      add_tensors(operation_.inputs, begin + at, begin + peer.send_first, memory_.zeros.take(kAtOnce, true));
-    } else {
-      const size_t items = part(rank).count();
-      encode(rank, std::min(items, (at / item_ / piece_ + 1) * piece_));
-      const size_t bytes = encoded_[direct_ ? 0 : rank] * item_;
-      add(wires_ + part(rank).begin * item_ + at, bytes - at);
-      return;  // what follows waits until that has gone
-    }
-    if (vectors_.size() >= kVectors || gathered_ >= kAtOnce) return;
-  }
-  at = std::max(at, peer.send_first) - peer.send_first;
-  const size_t ready = std::min(ready_, peer.send_second);
-  if (at >= ready) return;
-  if (combined_ != nullptr || reduced_ != nullptr) {
-    add((combined_ != nullptr ? combined_ : reduced_) + at, ready - at);
-  } else {
-    const size_t begin = part(rank_).begin * item_;
-    add_tensors(operation_.outputs, begin + at, begin + ready, nullptr);
-  }
-}
-
-bool Collective::write(int rank) {
-  Peer& peer = peers_[rank];
-  if (peer.sent == greetings_.mine().size() + peer.send_first + std::min(ready_, peer.send_second))
-    return false;
-  collect(rank);
-  if (vectors_.empty()) return false;
-  const size_t count = links_.send(rank, vectors_, title_);
-  peer.sent += count;
-  peer.is_full = count < gathered_;
-  if (count > 0) moved_at_ = Clock::now();
-  return count > 0;
-}
-
-// Receiving -----------------------------------------------------------------------------------------------
-
-const uint8_t* Collective::slot_of(int rank, size_t piece) const {
-  const size_t slot = static_cast<size_t>(rank) * kAhead + piece % kAhead;
-  return slots_ + slot * piece_ * item_;
-}
-
-// Bytes that may be read from a rank now, all of which it sends without waiting for this one.
-size_t Collective::readable(int rank) const {
-  const Peer& peer = peers_[rank];
-  if (!greetings_.has(rank)) return greetings_.missing(rank);
-  const size_t piece = piece_ * item_;
-  if (peer.first < peer.receive_first) {
-    if (operation_.kind == Kind::kExchange) return greetings_.has_all() ? peer.receive_first - peer.first : 0;
-    if (operation_.kind == Kind::kBroadcast) return peer.receive_first - peer.first;
-    return std::min(peer.receive_first, (done_ + kAhead) * piece) - peer.first;
-  }
-  if (combined_ == nullptr) return peer.receive_second - peer.second;
-  // Pieces of phase 2 take the places of those of phase 1.
-  const size_t free = done_ + peer.consumed + kAhead;
-  const size_t limit = free > pieces_ ? std::min(peer.receive_second, (free - pieces_) * piece) : 0;
-  return limit > peer.second ? limit - peer.second : 0;
-}
-
-bool Collective::read(int rank) {
-  Peer& peer = peers_[rank];
-  if (!greetings_.has(rank)) {
-    if (!greetings_.read(rank)) return false;
-    moved_at_ = Clock::now();
-    if (greetings_.has_all()) greeted();
-    return true;
-  }
-  vectors_.clear();
-  gathered_ = 0;
-  const bool is_first = peer.first < peer.receive_first;
-  if (is_first) {
-    place_first(rank);
-  } else {
-    place_second(rank);
-  }
-  if (vectors_.empty()) return false;
-  const size_t count = links_.receive(rank, vectors_, title_);
-  (is_first ? peer.first : peer.second) += count;
-  if (is_first && operation_.kind == Kind::kBroadcast) ready_ = peer.first;
-  if (count > 0) moved_at_ = Clock::now();
-  return count > 0;
-}
-
-// All ranks have come.
-void Collective::greeted() {
-  result_.waited = seconds_between(begun_, Clock::now());
-  if (operation_.kind == Kind::kAllreduce) {
-    shares_.emplace(operation_, greetings_.weights());
-    result_.weight_sum = shares_->sum;
-  }
-  if (operation_.kind != Kind::kExchange) return;
-  for (int rank = 0; rank < world_size_; ++rank) {
-    const size_t bytes = greetings_.bytes_from(rank);
-    if (operation_.outputs.empty()) result_.received.emplace_back(bytes);
-    if (rank != rank_) peers_[rank].receive_first = bytes;
-  }
-}
-
-// Bytes of pieces that come from a rank, into its slots. piece: the first one that comes in this phase.
-void Collective::add_slots(int rank, size_t piece, size_t at, size_t bytes) {
-  const size_t whole = piece_ * item_;
-  for (const size_t end = at + bytes; at < end;) {
-    const size_t some = std::min(end - at, whole - at % whole);
-    add(slot_of(rank, piece + at / whole) + at % whole, some);
-    at += some;
-  }
-}
-
-void Collective::place_first(int rank) {
-  Peer& peer = peers_[rank];
-  const size_t bytes = readable(rank);
-  if (operation_.kind == Kind::kExchange) return add(output_bytes(rank) + peer.first, bytes);
-  if (operation_.kind == Kind::kBroadcast) {
-    const size_t begin = part(rank_).begin * item_ + peer.first;
-    return add_tensors(operation_.outputs, begin, begin + bytes, nullptr);
-  }
-  add_slots(rank, 0, peer.first, bytes);
-}
-
-void Collective::place_second(int rank) {
-  Peer& peer = peers_[rank];
-  const size_t bytes = readable(rank);
-  if (combined_ == nullptr) {
-    const size_t begin = part(rank).begin * item_ + peer.second;
-    return add_tensors(operation_.outputs, begin, begin + bytes, memory_.sink.take(kAtOnce));
-  }
-  add_slots(rank, pieces_, peer.second, bytes);
 }
 
 // Summing -------------------------------------------------------------------------------------------------
@@ -398,7 +260,9 @@ bool Collective::is_done() const {
   for (int rank = 0; rank < world_size_; ++rank) {
     const Peer& peer = peers_[rank];
     if (rank == rank_) continue;
-    if (peer.sent < greetings_.mine().size() + peer.send_first + peer.send_second) return false;
+    if (peer.is_full || links_.sent(rank) < greetings_.mine().size() + peer.send_first + peer.send_second) {
+      return false;
+    }
     if (peer.first < peer.receive_first || peer.second < peer.receive_second) return false;
     if (combined_ != nullptr && peer.consumed * piece_ < part(rank).count()) return false;
   }
@@ -426,7 +290,7 @@ void Collective::wait() {
     short events = peer.is_full ? POLLOUT : short{0};
     if (const size_t bytes = readable(rank); bytes > 0) {
       events = static_cast<short>(events | POLLIN);
-      links_.wake_at(rank, greetings_.has(rank) ? static_cast<int>(std::min(bytes, kAtOnce / 2)) : 1);
+      links_.wake_at(rank, greetings_.has(rank) ? std::min(bytes, kAtOnce / 2) : 1);
     }
     if (events != 0) interests_.push_back({rank, events, 0});
   }

@@ -7,6 +7,7 @@ namespace {
 
 constexpr size_t kLaneStep = size_t{1} << 20;     // a lane's memory grows as its bytes come
 constexpr uint64_t kLongest = uint64_t{1} << 40;  // bytes from one rank to another
+constexpr uint64_t kFastest = uint64_t{1} << 50;  // bytes per second
 
 // What a rank sends to and expects from another in an exchange, as its lane says.
 struct Entry {
@@ -27,7 +28,7 @@ Error unsound(int rank) {
 
 }  // namespace
 
-Greetings::Greetings(Links& links, const Operation& operation, uint32_t number)
+Greetings::Greetings(Links& links, const Operation& operation, uint32_t number, uint64_t rate)
     : links_(links),
       operation_(operation),
       rank_(links.rank()),
@@ -38,6 +39,7 @@ Greetings::Greetings(Links& links, const Operation& operation, uint32_t number)
   Head& head = peers_[rank_].head;
   head = head_of(operation, operation.layout.total(), lanes_[rank_].size());
   head.number = number;
+  head.rate = std::min(rate, kFastest);
   peers_[rank_].head_bytes = sizeof head;
   peers_[rank_].is_here = true;
   mine_.assign(reinterpret_cast<const char*>(&head), sizeof head);
@@ -82,7 +84,7 @@ void Greetings::take_head(int rank) {
   const Head& mine = peers_[rank_].head;
   const bool is_table = operation_.kind == Kind::kExchange && peer.head.kind == mine.kind;
   if (!is_sound(peer.head) || peer.head.number != mine.number || peer.head.lane > kLongest ||
-      (is_table && peer.head.lane != mine.lane)) {
+      peer.head.rate > kFastest || (is_table && peer.head.lane != mine.lane)) {
     throw unsound(rank);
   }
   peer.differs = !difference(rank_, mine, rank, peer.head).empty();
@@ -119,6 +121,12 @@ std::vector<double> Greetings::weights() const {
   std::vector<double> weights;
   for (const Peer& peer : peers_) weights.push_back(peer.head.weight);
   return weights;
+}
+
+std::vector<uint64_t> Greetings::rates() const {
+  std::vector<uint64_t> rates;
+  for (const Peer& peer : peers_) rates.push_back(peer.head.rate);
+  return rates;
 }
 
 size_t Greetings::bytes_from(int rank) const { return entry(lanes_[rank], rank_).bytes; }

@@ -13,8 +13,8 @@ namespace dadt {
 // expects from each. Engine thread only.
 class Greetings {
  public:
-  // number: of the operation.
-  Greetings(Links& links, const Operation& operation, uint32_t number);
+  // number: of the operation. rate: of this rank's link.
+  Greetings(Links& links, const Operation& operation, uint32_t number, uint64_t rate);
 
   // What this rank tells each of the others.
   const std::string& mine() const { return mine_; }
@@ -31,6 +31,8 @@ class Greetings {
   // Once all are here:
 
   std::vector<double> weights() const;
+  // Of the ranks' links.
+  std::vector<uint64_t> rates() const;
   // Bytes that a rank sends to this one, in an exchange.
   size_t bytes_from(int rank) const;
   // The lanes, by rank.

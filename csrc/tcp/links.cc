@@ -17,6 +17,7 @@ namespace {
 
 constexpr uint32_t kBye = ~uint32_t{0};
 constexpr uint32_t kLongestNotice = 2048;
+constexpr auto kGrace = std::chrono::milliseconds(200);  // by which one connection may be later than another
 
 // The head of a notice, before its text.
 struct NoticeHead {
@@ -26,34 +27,37 @@ struct NoticeHead {
 
 }  // namespace
 
-Links::Links(int rank, std::vector<int> data, std::vector<int> notices)
+Links::Links(int rank, const std::vector<std::vector<int>>& data, const std::vector<int>& notices,
+             double silence)
     : rank_(rank),
-      data_(std::move(data)),
-      notices_(std::move(notices)),
-      addresses_(data_.size()),
+      data_(data),
+      notices_(notices),
+      addresses_(data.size()),
       pid_(getpid()),
-      heard_(data_.size()),
-      low_water_(data_.size(), 1) {
-  bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  if (bell_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-  for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer == rank_) continue;
-    addresses_[peer] = address_of(data_[peer]);
-    for (int socket : {data_[peer], notices_[peer]}) {
-      fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
-    }
+      silence_(silence),
+      meter_(static_cast<int>(data.size())),
+      heard_(data.size()),
+      given_up_(data.size()) {
+  for (int* bell : {&bell_, &watch_}) {
+    *bell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (*bell < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   }
+  for (int peer = 0; peer < world_size(); ++peer) {
+    streams_.emplace_back(peer, data[peer]);
+    if (peer == rank_) continue;
+    addresses_[peer] = address_of(notices_[peer]);
+    sockets_.insert(sockets_.end(), data[peer].begin(), data[peer].end());
+    sockets_.push_back(notices_[peer]);
+  }
+  for (int socket : sockets_) fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
 }
 
 Links::~Links() {
   if (inert()) return;
   close();
-  for (const auto& sockets : {data_, notices_}) {
-    for (int socket : sockets) {
-      if (socket >= 0) ::close(socket);
-    }
-  }
+  for (int socket : sockets_) ::close(socket);
   ::close(bell_);
+  ::close(watch_);
 }
 
 bool Links::inert() const { return getpid() != pid_; }
@@ -78,8 +82,13 @@ void Links::abort(const Error& error) {
     is_aborted_ = true;
     send_notices(static_cast<uint32_t>(error.code()), error.what());
   }
+  ring(bell_);
+  ring(watch_);
+}
+
+void Links::ring(int bell) const {
   const uint64_t one = 1;
-  (void)!write(bell_, &one, sizeof one);
+  (void)!write(bell, &one, sizeof one);
 }
 
 void Links::close() {
@@ -87,17 +96,17 @@ void Links::close() {
   const std::lock_guard lock(mutex_);
   if (!told_) send_notices(kBye, {});
   told_ = true;
-  for (const auto& sockets : {data_, notices_}) {
-    for (int socket : sockets) {
-      if (socket >= 0) shutdown(socket, SHUT_WR);
-    }
-  }
+  meter_.read(data_);
+  for (int socket : sockets_) shutdown(socket, SHUT_WR);
+  ring(watch_);
 }
 
-void Links::wake_at(int rank, int bytes) {
-  if (low_water_[rank] == bytes) return;
-  low_water_[rank] = bytes;
-  setsockopt(data_[rank], SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
+std::vector<LinkCounts> Links::counts() const {
+  return inert() ? std::vector<LinkCounts>(data_.size()) : meter_.counts();
+}
+
+void Links::measure() {
+  if (meter_.is_due()) meter_.read(data_);
 }
 
 void Links::check_aborted() {
@@ -105,11 +114,12 @@ void Links::check_aborted() {
     const std::lock_guard lock(mutex_);
     throw *error_;
   }
+  check_reasons();
   std::vector<Interest> none;
   wait(none, Clock::time_point::min());
 }
 
-// Reads what a peer says of its end. Throws its reason to give up.
+// Reads what a peer says of its end.
 void Links::read_notice(int rank) {
   Notice& notice = heard_[rank];
   char bytes[sizeof(NoticeHead) + kLongestNotice];
@@ -130,7 +140,8 @@ void Links::read_notice(int rank) {
     const std::string who = "rank " + std::to_string(rank);
     if (!sound || notice.text.size() > sizeof head + head.bytes) {
       notice.ended = true;
-      throw Error(Code::kComm, who + " sent what is no notice of DADT's");
+      notice.reason = Error(Code::kComm, who + " sent what is no notice of DADT's");
+      return;
     }
     if (notice.text.size() < sizeof head + head.bytes) continue;
     notice.ended = true;
@@ -139,14 +150,25 @@ void Links::read_notice(int rank) {
     const Code code = static_cast<Code>(head.code);
     const std::string reason = notice.text.substr(sizeof head);
     // All ranks find the same difference, and say so in the same words.
-    throw Error(code, code == Code::kMismatch ? reason : who + " gave up: " + reason);
+    notice.reason = Error(code, code == Code::kMismatch ? reason : who + " gave up: " + reason);
+  }
+}
+
+void Links::check_reasons() const {
+  for (const Notice& notice : heard_) {
+    if (notice.reason) throw *notice.reason;
   }
 }
 
 void Links::wait(std::vector<Interest>& interests, Clock::time_point deadline) {
+  if (!interests.empty()) measure();
   std::vector<pollfd> polled;
-  polled.reserve(interests.size() + data_.size() + 1);
-  for (const Interest& each : interests) polled.push_back({data_[each.rank], each.events, 0});
+  std::vector<size_t> ends;  // of each one's sockets among those polled
+  bool is_ready = false;
+  for (const Interest& each : interests) {
+    is_ready = streams_[each.rank].add_to(polled, each.events) || is_ready;
+    ends.push_back(polled.size());
+  }
   polled.push_back({bell_, POLLIN, 0});
   std::vector<int> peers;
   for (int rank = 0; rank < world_size(); ++rank) {
@@ -155,57 +177,69 @@ void Links::wait(std::vector<Interest>& interests, Clock::time_point deadline) {
     polled.push_back({notices_[rank], POLLIN, 0});
   }
   int left = 0;
-  if (deadline != Clock::time_point::min()) {
+  if (deadline != Clock::time_point::min() && !is_ready) {
     const auto rest = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
     left = static_cast<int>(std::clamp<int64_t>(rest, 0, 3'600'000));
   }
+  streams_mutex_.unlock();
   const int found = poll(polled.data(), polled.size(), left);
-  for (size_t i = 0; i < interests.size(); ++i) interests[i].found = found > 0 ? polled[i].revents : short{0};
+  streams_mutex_.lock();
+  // After the bell, connections may be others, or gone.
+  const bool is_rung = found > 0 && polled[polled.size() - peers.size() - 1].revents != 0;
+  for (size_t i = 0, at = 0; i < interests.size(); ++i) {
+    interests[i].found = is_ready || is_rung ? interests[i].events : short{0};
+    for (; at < ends[i] && found > 0; ++at) interests[i].found |= polled[at].revents;
+  }
   if (found <= 0) return;
+  if (is_rung) {
+    uint64_t rung;
+    (void)!read(bell_, &rung, sizeof rung);
+  }
   if (is_aborted_) {
     const std::lock_guard lock(mutex_);
     throw *error_;
   }
   for (size_t i = 0; i < peers.size(); ++i) {
-    if (polled[interests.size() + 1 + i].revents != 0) read_notice(peers[i]);
+    if (polled[polled.size() - peers.size() + i].revents != 0) read_notice(peers[i]);
   }
+  check_reasons();
 }
 
 size_t Links::send(int rank, const std::vector<iovec>& from, const std::string& title) {
-  msghdr message{};
-  message.msg_iov = const_cast<iovec*>(from.data());
-  message.msg_iovlen = from.size();
-  return moved(sendmsg(data_[rank], &message, MSG_NOSIGNAL | MSG_DONTWAIT), rank, title);
+  const size_t count = streams_[rank].send(from);
+  if (count == 0 && is_gone(rank)) throw lost(rank, title);
+  return count;
 }
 
 size_t Links::receive(int rank, const std::vector<iovec>& to, const std::string& title) {
-  msghdr message{};
-  message.msg_iov = const_cast<iovec*>(to.data());
-  message.msg_iovlen = to.size();
-  return moved(recvmsg(data_[rank], &message, MSG_DONTWAIT), rank, title);
+  const size_t count = streams_[rank].receive(to);
+  if (count == 0 && is_gone(rank)) throw lost(rank, title);
+  return count;
 }
 
-// What a call of the kernel has moved; of one that should have moved something none means the end.
-size_t Links::moved(ssize_t count, int rank, const std::string& title) {
-  if (count > 0) return static_cast<size_t>(count);
-  if (count < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
-  throw lost(rank, title);
+bool Links::flush(int rank, const std::string& title) {
+  const bool is_flushed = streams_[rank].flush();
+  if (!is_flushed && is_gone(rank)) throw lost(rank, title);
+  return is_flushed;
 }
 
-// What to say of a rank whose socket for data has ended.
+// Whether its connections have ended for good.
+bool Links::is_gone(int rank) const {
+  if (!streams_[rank].has_ended()) return false;
+  return silence_ == 0 || given_up_[rank] || heard_[rank].closed || heard_[rank].reason;
+}
+
+// What to say of a rank whose sockets for data have ended.
 Error Links::lost(int rank, const std::string& title) {
   // The two connections may be late by different times: its reason, or its goodbye, counts.
-  const auto deadline = Clock::now() + std::chrono::milliseconds(200);
+  const auto deadline = Clock::now() + kGrace;
   while (!heard_[rank].ended) {
     pollfd polled{notices_[rank], POLLIN, 0};
     const auto rest = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
     if (rest <= 0 || (poll(&polled, 1, static_cast<int>(rest)) == 0)) break;
-    try {
-      read_notice(rank);
-    } catch (const Error& reason) {
-      return reason;
-    }
+    read_notice(rank);
   }
+  if (heard_[rank].reason) return *heard_[rank].reason;
   return lost_error(ranked(rank, addresses_[rank]), heard_[rank].closed, title);
 }
 

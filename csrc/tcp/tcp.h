@@ -12,8 +12,9 @@ namespace dadt {
 class TcpExecutor final : public Executor {
  public:
   // See Links.
-  TcpExecutor(int rank, std::vector<int> data, std::vector<int> notices)
-      : links_(rank, std::move(data), std::move(notices)) {}
+  TcpExecutor(int rank, const std::vector<std::vector<int>>& data, const std::vector<int>& notices,
+              double silence = 0)
+      : links_(rank, data, notices, silence), parts_(links_.world_size()) {}
 
   const char* name() const override { return "tcp"; }
   void settle_thread(int rank, int world_size) override;
@@ -21,11 +22,16 @@ class TcpExecutor final : public Executor {
   void abort(const Error& error) override { links_.abort(error); }
   void close() override { links_.close(); }
 
+  // See Links.
+  std::vector<LinkCounts> counts() const { return links_.counts(); }
+  Links& links() { return links_; }
+
  private:
   Links links_;
 
   // Engine thread only.
   CollectiveMemory memory_;
+  Parts parts_;
   uint32_t operations_ = 0;
 };
 

@@ -46,6 +46,7 @@ struct TcpMailboxState final : Carrier {
         sockets(std::move(handed)),
         pid(getpid()),
         bell(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+        meter(static_cast<int>(sockets.size())),
         post(*this, kPipe) {
     if (bell < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
     for (int rank = 0; rank < world_size(); ++rank) {
@@ -71,6 +72,9 @@ struct TcpMailboxState final : Carrier {
   const int bell;
   std::vector<std::string> addresses;
 
+  // Any thread.
+  LinkMeter meter;
+
   // Guarded by mutex, but for what Post allows.
   std::mutex mutex;
   std::vector<std::unique_ptr<Pipe>> pipes;  // by rank; empty until the first use
@@ -89,6 +93,7 @@ struct TcpMailboxState final : Carrier {
   Handle submit(Handle transit);
   void run();
   void ring() const;
+  void read_meter();
   void move();
   bool pull(int peer);
   bool push(int peer);
@@ -128,6 +133,14 @@ Handle TcpMailboxState::submit(Handle transit) {
 void TcpMailboxState::ring() const {
   const uint64_t one = 1;
   (void)!write(bell, &one, sizeof one);
+}
+
+void TcpMailboxState::read_meter() {
+  std::vector<std::vector<int>> read(sockets.size());
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer != own) read[peer] = {sockets[peer]};
+  }
+  meter.read(read);
 }
 
 // Everything that can be moved now.
@@ -247,7 +260,9 @@ void TcpMailboxState::run() {
     {
       const std::lock_guard lock(mutex);
       move();
-      if (close_at && (is_empty() || Clock::now() >= *close_at)) return;
+      const bool is_over = close_at && (is_empty() || Clock::now() >= *close_at);
+      if (is_over || meter.is_due()) read_meter();
+      if (is_over) return;
       if (close_at) patience = 100;  // milliseconds until it looks at the time
       for (int peer = 0; peer < world_size(); ++peer) {
         if (peer == own) continue;
@@ -298,6 +313,10 @@ void TcpMailbox::abort(const Error& error) {
   const std::lock_guard lock(state_->mutex);
   if (!state_->close_at) state_->give_up(error);
   state_->ring();
+}
+
+std::vector<LinkCounts> TcpMailbox::counts() const {
+  return inert() ? std::vector<LinkCounts>(state_->sockets.size()) : state_->meter.counts();
 }
 
 void TcpMailbox::close() {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "mail/transit.h"
+#include "tcp/link_meter.h"
 
 namespace dadt {
 
@@ -26,6 +27,9 @@ class TcpMailbox {
   std::shared_ptr<Transit> send(const void* data, size_t bytes, int peer, int64_t tag);
   std::shared_ptr<Transit> receive(void* data, size_t bytes, int peer, int64_t tag);
   void abort(const Error& error);
+
+  // See Links.
+  std::vector<LinkCounts> counts() const;
 
   // Ends the thread, once what was sent has gone out, or 5 seconds are over, and fails what is pending here.
   // Idempotent.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from dadt import _core
+from dadt.comm.shards import local
 
 DTYPES = {
     torch.float32: _core.DType.float32,
@@ -48,8 +49,8 @@ class Bucket:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], direct: bool = False, turns: int = 2) -> None:
-        """direct: whether the executor moves the tensors' device memory itself, so that the flat buffers are allocated
-        on the device. turns: number of flat buffers."""
+        """tensors: of a sharded one, what lies on this rank travels. direct: whether the executor moves the tensors'
+        device memory itself, so that the flat buffers are allocated on the device. turns: number of flat buffers."""
         self.tensors = list(tensors)
         first = self.tensors[0]
         self.device = first.device
@@ -58,9 +59,11 @@ class Bucket:
         """Whether tensors on a GPU are copied to host memory for the exchange."""
         self.turns = turns
         self.dtype = first.dtype
-        self.strides = [_dense_strides(t) for t in self.tensors]
+        self.parts = [local(t) for t in self.tensors]
+        """What of each tensor lies on this rank, and travels."""
+        self.strides = [_dense_strides(t) for t in self.parts]
         parts = 2 if first.dtype.is_complex else 1
-        self.layout = _core.Layout(DTYPES[first.dtype], [t.numel() * parts for t in self.tensors])
+        self.layout = _core.Layout(DTYPES[first.dtype], [t.numel() * parts for t in self.parts])
         self.flats: list[torch.Tensor] = []
 
     @property
@@ -99,7 +102,7 @@ class Bucket:
     @cached_property
     def _offsets(self) -> list[int]:
         offsets = [0]
-        for t in self.tensors:
+        for t in self.parts:
             offsets.append(offsets[-1] + -(-t.numel() // _ALIGNMENT) * _ALIGNMENT)
         return offsets
 
@@ -111,7 +114,7 @@ class Bucket:
         tail = _RANKS * (_LANE + len(self.tensors) // 8) if large else 0
         flat = torch.zeros(offsets[-1] + tail, dtype=self.dtype, device=where, pin_memory=self.staged)
         # The last tensor is not padded to the alignment: the step metadata begins right behind its values.
-        self.flats.append(flat[: offsets[-2] + self.tensors[-1].numel()] if large else flat)
+        self.flats.append(flat[: offsets[-2] + self.parts[-1].numel()] if large else flat)
         return self._views_of(flat)[1]
 
     def _views_of(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -119,7 +122,7 @@ class Bucket:
         not views to autograd, which would forbid detach_(); scripts call detach_() on gradients."""
         return flat, [
             torch.empty(0, dtype=self.dtype, device=flat.device).set_(flat.untyped_storage(), o, t.size(), s)
-            for o, t, s in zip(self._offsets, self.tensors, self.strides, strict=False)
+            for o, t, s in zip(self._offsets, self.parts, self.strides, strict=False)
         ]
 
     def add_turn(self) -> None:
@@ -210,7 +213,7 @@ def split(
     for t in tensors:
         key = (t.dtype, t.device)
         part = open_parts.setdefault(key, [])
-        if part and (sum(x.numel() for x in part) + t.numel()) * t.element_size() > max_bytes:
+        if part and (sum(local(x).numel() for x in part) + local(t).numel()) * t.element_size() > max_bytes:
             buckets.append(Bucket(part, part[0].device == direct, turns))
             part = open_parts[key] = []
         part.append(t)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from dadt.control import network, schema
 from dadt.control.accept import Entrance
+from dadt.control.priority import set_urgent
 from dadt.control.seal import LENGTH, RECORD, TAG_BYTES, Seal
 from dadt.errors import DadtError, LaunchError
 
@@ -51,6 +52,9 @@ class Refused(LaunchError):
 
 class Unreached(LaunchError):
     """Raised if no launcher with this key was reached."""
+
+    nobody_listens = False
+    """Whether the hosts answered that nobody listens there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +130,10 @@ class Listener:
             self._thread.join()
             self._entrance.close()
 
+    def forget(self) -> None:
+        """Close the descriptor in a forked child, where the thread does not run."""
+        self._entrance.server.close()
+
     def _accept(self) -> None:
         while not self._closed:
             try:
@@ -195,7 +203,7 @@ def dial(
     pause, longest = PAUSES
     while True:
         try:
-            return _attempt(find(), hello, deadline, whom)
+            return attempt(find(), hello, deadline, whom)
         except Unreached:
             if time.monotonic() + pause >= deadline:
                 raise
@@ -204,11 +212,12 @@ def dial(
 
 
 def guard(connection: socket.socket, silence: float) -> None:
-    """Have the kernel close the connection after `silence` seconds without a sign of the other host's kernel. Only TCP
-    keepalive is used, as TCP_USER_TIMEOUT would also end a connection whose reader is merely slow; silent processes are
-    detected elsewhere.
+    """Have the kernel close the connection after `silence` seconds without a sign of the other host's kernel, and send
+    its packets before bulk data. Only TCP keepalive is used, as TCP_USER_TIMEOUT would also end a connection whose
+    reader is merely slow; silent processes are detected elsewhere.
     """
     connection.settimeout(None)
+    set_urgent(connection)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     every = max(1, int(silence / (KEEPALIVE_PROBES + 1)))
@@ -231,9 +240,10 @@ def handed_over() -> Seal | None:
     return Seal.from_text(text) if text else None
 
 
-def _attempt(reach: Reach, hello: Words, deadline: float, whom: str) -> tuple[SealedConnection, Words, str]:
+def attempt(reach: Reach, hello: Words, deadline: float, whom: str) -> tuple[SealedConnection, Words, str]:
     """Try each of the listener's addresses once. Raises Refused, or Unreached if none works."""
     failures = []
+    nobody_listens = True
     for address in reach.addresses:
         where = f"[{address}]:{reach.port}" if ":" in address else f"{address}:{reach.port}"
         patience = min(CONNECT_SECONDS, max(0.1, deadline - time.monotonic()))
@@ -241,19 +251,23 @@ def _attempt(reach: Reach, hello: Words, deadline: float, whom: str) -> tuple[Se
             connection = socket.create_connection((address, reach.port), patience)
         except OSError as error:
             failures.append(f"{where} ({error.strerror or error})")
+            nobody_listens = nobody_listens and isinstance(error, ConnectionRefusedError)
             continue
         try:
             answer, seal = _introduce(connection, reach.key, hello, time.monotonic() + MEET_SECONDS, whom)
         except (OSError, EOFError, ValueError, DadtError) as error:
             connection.close()
             failures.append(f"{where} ({error})")
+            nobody_listens = False
             continue
         if "refused" in answer:
             connection.close()
             raise Refused(str(answer["refused"]))
         guard(connection, reach.silence)
         return SealedConnection(connection, seal), answer, where
-    raise Unreached(f"{whom} was not reached at {', '.join(failures)}")
+    unreached = Unreached(f"{whom} was not reached at {', '.join(failures)}")
+    unreached.nobody_listens = nobody_listens
+    raise unreached
 
 
 def _introduce(connection: socket.socket, key: bytes, hello: Words, deadline: float, whom: str) -> tuple[Words, Seal]:

@@ -11,12 +11,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from dadt.config.version import VERSION
 from dadt.control import network
 
+MOST_PORTS = 64
 CGROUPS = Path("/sys/fs/cgroup")
 NVIDIA_SMI_SECONDS = 20.0
 MODEL = re.compile(r"^Model:\s*(.+?)\s*$", re.MULTILINE)
@@ -37,7 +39,7 @@ def report(env: Mapping[str, str]) -> dict[str, Any]:
         "gpus": gpus(env, installed),
         "gpu_models": list(dict.fromkeys(installed)),
         "addresses": network.addresses(),
-        "port": free_port(),
+        "ports": free_ports(),
         "pid": os.getpid(),
     }
 
@@ -48,11 +50,13 @@ def identity() -> str:
     return f"{read_text(Path('/proc/sys/kernel/random/boot_id'))} {Path('/proc/self/ns/net').readlink()}"
 
 
-def free_port() -> int:
-    """Return a TCP port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int = MOST_PORTS) -> list[int]:
+    """Return different TCP ports that are free at the moment."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def cores() -> int:

@@ -17,7 +17,7 @@ _BYTES = struct.Struct("=Q")
 def check(rate: float) -> None:
     """Raise ConfigError if this kernel cannot pace connections. rate: bytes per second to try."""
     with socket.socket() as connection:
-        _pace(connection, rate)
+        pace(connection, rate)
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def paced(rate: float) -> Iterator[None]:
     yield
     for connection in _connections() if rate else ():
         if _inode(connection) not in before:
-            _pace(connection, rate)
+            pace(connection, rate)
 
 
 def _connections() -> Iterator[socket.socket]:
@@ -52,7 +52,7 @@ def _inode(connection: socket.socket) -> int:
     return os.fstat(connection.fileno()).st_ino
 
 
-def _pace(connection: socket.socket, rate: float) -> None:
+def pace(connection: socket.socket, rate: float) -> None:
     wanted = _BYTES.pack(max(1, round(rate)))
     try:
         connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, wanted)

@@ -177,9 +177,12 @@ rank ended."""
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
 _question: dict[str, Check] = {**_process, "timeout": SECONDS, "generation_": COUNT}
 _save: dict[str, Check] = {"path": PATH, "count": COUNT, "number": COUNT}
+_link = record(peer=RANK, sent=COUNT, received=COUNT, resent=COUNT, busy=number, round_trip=number, queued=COUNT)
+MOST_LINKS = 256
 _numbers = record(
     samples_=number, waited_=number, clock_=number, sent_=number, plain_=number, late_=number, fell_back_=number,
     differed_=number, step_times_=record(counts=mapped(COUNT, names=SIZES), seconds=number),
+    links_=listed(_link, MOST_LINKS),
 )  # fmt: skip
 _source = record(file=text(), line=maybe(COUNT), function_=maybe(text()), text_=maybe(text()))
 _failed: dict[str, Check] = {
@@ -201,7 +204,7 @@ _passed_on: dict[str, FrameKind] = {
     "numbers": FrameKind({**_process, "step": STEP, "numbers": _numbers}),
     "failed": FrameKind(_failed),
     "exits": FrameKind({**_process, "text": text(TEXT), "frames": listed(_source, 1), "step": STEP}),
-    "ending": FrameKind({**_process, "steps": COUNT}),
+    "ending": FrameKind({**_process, "steps": COUNT, "gathered": COUNT}),
     "done": FrameKind({**_process, "summary": mapped(either(number, flag, text()), 64)}),
     "result": FrameKind(_question, RESULT),
     "reconnect": FrameKind({**_question, "text": text(TEXT)}),
@@ -230,7 +233,9 @@ WORKER = Speaker(
 )
 """Frames that the agent of a host accepts from a worker, or from the shim that mpirun started in its place."""
 
-_member = record(rank=RANK, host=text(), pid=COUNT, state=text(TEXT), said=text(), step=STEP, seconds=number)
+_member = record(
+    rank=RANK, host=text(), pid=COUNT, state=text(TEXT), said=text(), step=STEP, gathered=COUNT, seconds=number
+)
 
 ANSWERS = Speaker(
     "the agent",
@@ -262,8 +267,9 @@ _address = record(interface=text(64), address=is_address, speed=number)
 _ready: dict[str, Check] = {
     **dict.fromkeys(("version", "python", "torch"), text(100)), **dict.fromkeys(("hostname", "machine"), text(256)),
     "executable": PATH, "cores": whole(1, 1 << 20), **dict.fromkeys(("gpus", "gpu_models"), listed(text(100), 1024)),
-    "addresses": listed(_address, 1 << 16), "port": whole(1, 65535), "pid": PID, "problems": listed(text(TEXT), 100),
-    "probe_port_": whole(1, 65535), "token_": matching(TOKEN), "marker_": maybe(_marker), "clock": number,
+    "addresses": listed(_address, 1 << 16), "ports": listed(whole(1, 65535), 64), "pid": PID,
+    "problems": listed(text(TEXT), 100), "probe_port_": whole(1, 65535), "token_": matching(TOKEN),
+    "marker_": maybe(_marker), "clock": number,
 }  # fmt: skip
 _beat: dict[str, Check] = {
     "steps": mapped(pair(STEP, number), MOST_RANKS, RANKS),

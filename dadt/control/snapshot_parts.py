@@ -1,19 +1,22 @@
 """Decides which snapshots are complete, which are kept, and what a rank resumes from, by what the parts of ranks say of
 themselves.
 
-Ranks that are lost may have written a part, and a rank that has caught up after a loss takes its snapshot later than
-the others. So only parts of one generation of ranks belong together.
+Ranks that are lost may have written a part, a rank that has caught up after a loss takes its snapshot later than the
+others, and a disk of a host may hold parts of an earlier attempt to run the job. So only parts of one generation of
+ranks in one attempt belong together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 Part = Mapping[str, Any]
 """Description of a rank's part; `snapshots.ABOUT` lists its values."""
 Snapshot = TypeVar("Snapshot")
+Ordered = TypeVar("Ordered", int, Path)
 
 KEPT = 2
 """Number of complete snapshots that are kept. Training resumes from the newest one."""
@@ -36,8 +39,12 @@ class Source:
 
 def taken_together(parts: Mapping[int, Part]) -> Mapping[int, Part]:
     """Return the parts of the newest generation of ranks, in the order of ranks. parts: of at least one rank."""
-    newest = max(part["generation"] for part in parts.values())
-    return {rank: parts[rank] for rank in sorted(parts) if parts[rank]["generation"] == newest}
+
+    def age(part: Part) -> tuple[int, int]:
+        return part["attempt"], part["generation"]
+
+    newest = max(map(age, parts.values()))
+    return {rank: parts[rank] for rank in sorted(parts) if age(parts[rank]) == newest}
 
 
 def is_whole(parts: Mapping[int, Part]) -> bool:
@@ -52,6 +59,12 @@ def is_whole(parts: Mapping[int, Part]) -> bool:
 def outdated(complete: Sequence[Snapshot]) -> Sequence[Snapshot]:
     """Return which snapshots need not be kept. complete: the complete ones in the order of steps."""
     return complete[:-KEPT]
+
+
+def superseded(taken: Iterable[Ordered], last: Ordered) -> list[Ordered]:
+    """Return which snapshots an attempt that resumes from `last` must not find, as it takes others after the same
+    steps. taken: the complete ones and those that are not, by their steps or folders."""
+    return [each for each in taken if each > last]
 
 
 def source(parts: Mapping[int, Part], rank: int, world_size: int) -> Source:

@@ -3,8 +3,9 @@
 <the job's folder>/snapshots/000000000120/     the snapshot after 120 optimizer steps
     rank0.pt       content of rank 0; on the first rank of each host also what all ranks have in common. Ranks that
                    were lost have no part.
-    rank0.json     length and checksum of rank0.pt, the generation of ranks that took it, and a digest of the input of
-                   the first training forward after the snapshot, which is therefore complete only after this forward.
+    rank0.json     length and checksum of rank0.pt, the attempt to run the job and the generation of ranks that took it,
+                   and a digest of the input of the first training forward after the snapshot, which is therefore
+                   complete only after this forward.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def about(folder: Path, rank: int) -> dict[str, Any]:
     try:
         if not _is_file(path) or path.stat().st_size > _LARGEST:
             raise ValueError(path)
-        told = {"generation": 0, **json.loads(path.read_text())}
+        told = {"attempt": 0, "generation": 0, **json.loads(path.read_text())}
         version, size = told["version"], told["size"]
         found = content_of(folder, rank).stat().st_size if _is_file(content_of(folder, rank)) else -1
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -136,6 +137,7 @@ ABOUT: Mapping[str, schema.Check] = {
     "step": schema.whole(),
     "seed": schema.whole(),
     "began": schema.number,
+    "attempt": schema.whole(),
     "generation": schema.whole(),
     "members": _are_ranks,
     "shares": schema.whole(1, MOST_RANKS),
@@ -205,9 +207,8 @@ def set_aside(root: Path, last: Path | None, attempt: int) -> None:
     """Prepare the folder for an attempt that resumes from snapshot `last`, or from none, so that its snapshots do not
     mix with older ones of the same step. Removes those newer than `last`; without `last`, renames the whole folder."""
     if last is not None:
-        for folder in root.glob("[0-9]*"):
-            if folder.name > last.name:
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in snapshot_parts.superseded(root.glob("[0-9]*"), last):
+            shutil.rmtree(folder, ignore_errors=True)
     elif root.exists():
         root.rename(root.with_name(f"{root.name}.{attempt - 1}"))
 

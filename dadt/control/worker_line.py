@@ -123,9 +123,10 @@ class WorkerLine:
         frames = [_shortened(frame)] if frame is not None else []
         self._report("exits", text=text[: schema.TEXT], frames=frames, step=step)
 
-    def ending(self, steps: int) -> None:
-        """Report that the script ended after `steps` steps and this rank now waits for other ranks."""
-        self._report("ending", steps=steps)
+    def ending(self, steps: int, gathered: int) -> None:
+        """Report that the script ended after `steps` steps and `gathered` allgathers, and this rank now waits for other
+        ranks."""
+        self._report("ending", steps=steps, gathered=gathered)
 
     def done(self, summary: Mapping[str, Any]) -> None:
         """Report that training succeeded. summary: {steps, delayed (number of steps with late averages), wait_fraction

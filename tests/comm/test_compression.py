@@ -11,13 +11,18 @@ from harness.ranks import printed
 
 from dadt import _core
 from dadt.comm.bucket import Bucket
-from dadt.comm.compression import CODECS, Feedback, LowRank, forms
+from dadt.comm.compression import CODECS as OF_GRADIENTS
+from dadt.comm.compression import OF_MOMENTUM, Feedback, LowRank, forms
+from dadt.comm.compression.base import in_blocks
 from dadt.comm.compression.powersgd import orthonormal
 from dadt.config import Config
 from dadt.errors import ConfigError
 
+CODECS = {**OF_GRADIENTS, **OF_MOMENTUM}
 HALF_STEP = {"bf16": 2**-8, "fp16": 2**-11}
 """Relative to the value, but for the subnormal ones of fp16."""
+LARGEST = {"int8": 127, "int4": 7}
+"""Integer as which the largest magnitude of a block is sent."""
 
 
 def coded(codec, values, owed=None, keep=1.0):
@@ -32,22 +37,21 @@ def coded(codec, values, owed=None, keep=1.0):
 
 
 def padded(values):
-    blocks = torch.zeros(-(-len(values) // _core.BLOCK), _core.BLOCK)
-    blocks.view(-1)[: len(values)] = values
-    return blocks
+    return in_blocks(values, -(-len(values) // _core.BLOCK))
 
 
 def normal(count, seed=0):
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", OF_GRADIENTS)
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000])
 def test_each_value_is_rounded_to_nearest(name, count):
     values = normal(count) * torch.logspace(-3, 3, count)
     back, _ = coded(CODECS[name], values)
-    if name == "int8":
-        bound = padded(values).abs().amax(1, keepdim=True).expand(-1, _core.BLOCK).reshape(-1)[:count] / 254
+    if name in LARGEST:
+        most = padded(values).abs().amax(1, keepdim=True).expand(-1, _core.BLOCK).reshape(-1)[:count]
+        bound = most / (2 * LARGEST[name])
     else:
         bound = values.abs() * HALF_STEP[name] + 2**-25
     assert ((back - values).abs() <= bound * 1.0001).all()
@@ -60,7 +64,7 @@ def test_the_core_and_torch_give_the_same_bits(name, scale):
     values[0], values[300], values[600], values[900:1200] = torch.inf, -torch.inf, torch.nan, 0.0
     codec = CODECS[name]
     back, wire = coded(codec, values)
-    if name == "int8":  # of what is no number, the scale alone
+    if name in (*LARGEST, *OF_MOMENTUM):  # of what is no number, the scale alone
         assert torch.equal(codec.encode(padded(values))[3:], wire[3:])
     else:
         finite = padded(values).isfinite().all(1)
@@ -98,13 +102,14 @@ def test_what_is_owed_is_what_was_lost(name):
     assert torch.equal(owed, fresh)
 
 
-def test_a_small_value_beside_great_ones_arrives_in_time():
+@pytest.mark.parametrize("name", LARGEST)
+def test_a_small_value_beside_great_ones_arrives_in_time(name):
     values, owed, sums = torch.full((256,), 1e-3), torch.zeros(256), torch.zeros(256)
     values[0] = 1.0
     for _ in range(100):
-        sums += coded(CODECS["int8"], values, owed)[0]
-    assert (sums[1:] - 0.1).abs().max() < 1 / 127
-    assert coded(CODECS["int8"], values)[0][1] == 0
+        sums += coded(CODECS[name], values, owed)[0]
+    assert (sums[1:] - 0.1).abs().max() < 1 / LARGEST[name]
+    assert coded(CODECS[name], values)[0][1] == 0
 
 
 @pytest.mark.parametrize(
@@ -140,17 +145,30 @@ def test_nothing_but_a_mean_or_sum_of_floats_is_compressed():
 
 
 def test_names():
-    for name in (*CODECS, "none", "powersgd:4"):
+    for name in (*CODECS, "none", "powersgd:4"):  # with pipe
         assert Config(compression=name).compression == name
-    for name in ("", "int4", "powersgd", "powersgd:0", "powersgd:x", "int8:2"):
-        with pytest.raises(ConfigError, match=r"--compression .*: unknown; choose one of none, bf16, fp16, int8"):
+    for name in ("", "int3", "powersgd", "powersgd:0", "powersgd:x", "int8:2", "momentum:3"):
+        with pytest.raises(ConfigError, match=r"--compression .*: unknown; choose one of none, bf16, fp16, int8, int4"):
             Config(compression=name)
     buckets = [Bucket([torch.zeros(8, 8)]), Bucket([torch.zeros(8, dtype=torch.bfloat16)])]
     buckets += [Bucket([torch.zeros(8, dtype=torch.complex64)])]
     kinds = [[type(form).__name__ for form in forms(name, buckets)] for name in ("none", "int8", "powersgd:2")]
     assert kinds == [["NoneType"] * 3, ["Feedback", "Feedback", "NoneType"], ["LowRank", "NoneType", "NoneType"]]
+    with pytest.raises(ConfigError, match="--compression momentum:1: the ranks of --algorithm local exchange weights"):
+        Config(compression="momentum:1", algorithm="local")
     # What has 16 bits is not made other 16.
     assert [type(form).__name__ for form in forms("fp16", buckets)] == ["Feedback", "NoneType", "NoneType"]
+
+
+@pytest.mark.parametrize(("name", "far"), [("momentum:1", 0.603), ("momentum:2", 0.343)])
+@pytest.mark.parametrize("count", [100, 2560])
+def test_one_or_two_bits_lose_what_they_must(name, far, count):
+    """Relative to normal values, also where a block is not full: sqrt(1 - 2/pi), and what Lloyd and Max found."""
+    values = normal(count)
+    back, wire = coded(CODECS[name], values)
+    assert len(wire[0]) == 4 + 32 * int(name[-1])
+    assert float((back - values).norm() / values.norm()) == pytest.approx(far, rel=0.1)
+    assert ((back < 0) == (values < 0)).all()
 
 
 # PowerSGD ---------------------------------------------------------------------------------------------------------

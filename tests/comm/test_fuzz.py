@@ -55,6 +55,7 @@ WORKER = {"rank": 0, "pid": 7}
 ASKS = {**WORKER, "timeout": 5.0, "line": 1}
 STEPS = {"counts": {"-3": 4}, "seconds": 1.5}
 NUMBERS = {"samples": 8, "waited": 0.1, "clock": 9.0, "sent": 8, "plain": 8, "late": 0, "fell_back": 0}
+LINK = {"peer": 1, "sent": 8, "received": 8, "resent": 0, "busy": 0.1, "round_trip": 0.001, "queued": 0}
 FRAMES = [{"file": "train.py", "line": 3, "function": "f", "text": "f()"}]
 FROM_AGENTS = [
     Frame("beat", {"steps": {"0": [1, 0.5]}, "memory": {"0": 1 << 30}, "conditions": {"0": "busy"}, "clock": 1.5}),
@@ -66,7 +67,7 @@ FROM_AGENTS = [
     Frame("put", {**ASKS, "key": "group/0"}, b"\0" * 40),
     Frame("get", {**ASKS, "keys": ["group/0", "group/1"]}),
     Frame("say", {**WORKER, "text": "a warning", "level": "warning", "line": 1}),
-    Frame("numbers", {**WORKER, "step": 3, "numbers": {**NUMBERS, "step_times": STEPS}, "line": 1}),
+    Frame("numbers", {**WORKER, "step": 3, "numbers": {**NUMBERS, "step_times": STEPS, "links": [LINK]}, "line": 1}),
     Frame(
         "failed",
         {
@@ -81,7 +82,7 @@ FROM_AGENTS = [
             "line": 1,
         },
     ),
-    Frame("ending", {**WORKER, "steps": 5, "line": 1}),
+    Frame("ending", {**WORKER, "steps": 5, "gathered": 0, "line": 1}),
     Frame("done", {**WORKER, "summary": {"steps": 5, "explicit": False}, "line": 1}),
     Frame("result", ASKS, b"pickled"),
     Frame("peers", ASKS),

@@ -347,7 +347,7 @@ TEST(Kernels, AllTablesCodeToTheSameBits) {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
   for (int codec = 1; codec < kCodecs; ++codec) {
-    const size_t bytes = kBlockBytes[codec];
+    const size_t bytes = block_bytes(static_cast<Codec>(codec));
     for (float scale : {1.f, 1e-38f, 1e5f, 1e38f}) {
       for (float special : {0.f, std::numeric_limits<float>::infinity(), std::nanf("")}) {
         std::vector<float> values(kBlock), want(kBlock), sums(kBlock, 1.f);

@@ -337,7 +337,7 @@ TEST(Mailbox, APeerThatIsKilledIsNamed) {
 TEST(Mailbox, WhatAPeerSentBeforeItDiedArrives) {
   Peer peer([](Mailbox& box) {
     const Bytes sent = message(400, 2);
-    box.send(sent.data(), sent.size(), 0, 2);
+    box.send(sent.data(), sent.size(), 0, 2)->wait(deadline_after(30));
     _exit(0);
   });
   Bytes got(9000), last(400);

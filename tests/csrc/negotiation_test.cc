@@ -612,6 +612,31 @@ TEST(NegotiationEnd, ARankThatHasClosedIsNamedToThoseThatGoOn) {
   }
 }
 
+TEST(NegotiationEnd, Rank0StaysUntilAllHaveComeToAGroupThatFails) {
+  World world(2);
+  Tensor<float> ours("one", 5, 1), our_other("two", 5, 1), theirs("one", 6, 1), their_other("two", 5, 1);
+  ours.submit(*world.ranks[0], "pair", 2);
+  our_other.submit(*world.ranks[0], "pair", 2);
+  theirs.submit(*world.ranks[1], "pair", 2);
+  const std::string reason = error_of(our_other.ticket).what();
+  std::thread closer([&] { world.ranks[0]->close(kLong); });
+  EXPECT_EQ(error_of(theirs.ticket).what(), reason);
+  EXPECT_EQ(error_of(their_other.submit(*world.ranks[1], "pair", 2)).what(), reason);
+  closer.join();
+  EXPECT_FALSE(world.ranks[1]->error());
+}
+
+TEST(NegotiationEnd, Rank0StaysForNobodyBeyondItsTimeout) {
+  World world(2);
+  Tensor<float> ours("one", 5, 1), theirs("one", 6, 1), other("x", 5, 1);
+  ours.submit(*world.ranks[0], "pair", 2);
+  theirs.submit(*world.ranks[1], "pair", 2);
+  const std::string reason = error_of(ours.ticket).what();
+  world.ranks[0]->close(0.05);
+  EXPECT_EQ(error_of(theirs.ticket).what(), reason);
+  EXPECT_EQ(error_of(other.submit(*world.ranks[1])).code(), Code::kPeerLost);
+}
+
 TEST(NegotiationEnd, DestructionFailsWhatIsPending) {
   World world(2);
   Tensor<float> tensor("x", 5, 1);

@@ -310,8 +310,10 @@ TEST(Null, GivesEveryRankItsOwn) {
 TEST(ShmCompressed, IsNearTheMeanAndTheSameOnAllRanks) {
   const std::vector<size_t> counts = {300, 0, 1, 2000};
   for (const size_t slot_bytes : {size_t{576}, size_t{4096}, ShmExecutor::kSlotBytes}) {
-    for (const Codec codec : {Codec::kBFloat16, Codec::kFloat16, Codec::kInt8}) {
+    for (const Codec codec :
+         {Codec::kBFloat16, Codec::kFloat16, Codec::kInt8, Codec::kInt4, Codec::kBits2, Codec::kBits1}) {
       const int world_size = 3;
+      const float near = codec > Codec::kInt4 ? 3.f : codec == Codec::kInt4 ? 0.3f : 0.02f;
       const auto executors = connected(world_size, slot_bytes);
       const Tensors want = mean(counts, {1, 2, 3});
       std::vector<Tensors> got(world_size);
@@ -332,7 +334,7 @@ TEST(ShmCompressed, IsNearTheMeanAndTheSameOnAllRanks) {
       for (int rank = 0; rank < world_size; ++rank) {
         EXPECT_EQ(got[rank], got[0]);
         for (size_t i = 0; i < counts.size(); ++i) {
-          for (size_t k = 0; k < counts[i]; ++k) EXPECT_NEAR(got[rank][i][k], want[i][k], 0.02);
+          for (size_t k = 0; k < counts[i]; ++k) EXPECT_NEAR(got[rank][i][k], want[i][k], near);
         }
       }
     }

@@ -53,6 +53,9 @@ class GroupRendezvous:
     def look(self, what: str, waited: float) -> None:
         """Do nothing: a process group reports no waits to a launcher."""
 
+    def say(self, text: str) -> None:
+        """Do nothing, for the same reason."""
+
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Publish this rank's `blob` and return every rank's, ordered by rank. Each key may be used once. Raises
         StartTimeout naming the ranks that do not join."""

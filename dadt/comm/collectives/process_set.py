@@ -12,6 +12,7 @@ from dadt.comm.collectives.named import Named
 from dadt.comm.collectives.operation import Operation
 from dadt.comm.executors.base import PointToPoint
 from dadt.comm.executors.meet import Meet
+from dadt.comm.link_totals import Links, renumbered
 from dadt.comm.peer_deaths import Deaths
 from dadt.config import Config
 from dadt.errors import CommError, DadtError
@@ -136,6 +137,11 @@ class ProcessSet:
     def mail(self) -> PointToPoint:
         """Point-to-point messages between ranks of the set."""
         return self.named.mail
+
+    @property
+    def links(self) -> Links:
+        """Returns what the set's connection carries, by ranks of the whole job."""
+        return renumbered(self.named.connection.links, self.ranks)
 
     def number_of(self, rank: int, what: str) -> int:
         """Return the number within the set of global rank `rank`. what: describes the argument in the error. Raises

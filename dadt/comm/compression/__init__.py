@@ -11,23 +11,26 @@ from dadt.comm.bucket import Bucket
 from dadt.comm.compression.base import BLOCK, FLOATS, Codec
 from dadt.comm.compression.feedback import Feedback
 from dadt.comm.compression.half import BFLOAT16, FLOAT16
-from dadt.comm.compression.int8 import Int8
+from dadt.comm.compression.integers import INT4, INT8
 from dadt.comm.compression.powersgd import LowRank
+from dadt.comm.compression.signs import BITS1, BITS2
 
-CODECS: dict[str, Codec] = {"bf16": BFLOAT16, "fp16": FLOAT16, "int8": Int8()}
+CODECS: dict[str, Codec] = {"bf16": BFLOAT16, "fp16": FLOAT16, "int8": INT8, "int4": INT4}
+OF_MOMENTUM: dict[str, Codec] = {"momentum:1": BITS1, "momentum:2": BITS2}
+"""Codecs of the optimizer's momentum, by the value of --compression; gradients travel by int4 under these names."""
 
 Form = Feedback | LowRank
 """State that one bucket carries from one exchange to the next under compression."""
 
 
-def forms(name: str, buckets: Sequence[Bucket]) -> list[Form | None]:
+def forms(name: str, buckets: Sequence[Bucket], *, momentum: bool = False) -> list[Form | None]:
     """Return the compression state of each bucket, or None for buckets that are not compressed. name: the value of
-    --compression, such as "int8" or "powersgd:4"."""
+    --compression, such as "int8" or "powersgd:4". momentum: whether the buckets send momentum, not gradients."""
     family, _, rank = name.partition(":")
     if family == "powersgd":
         made = [LowRank(b, int(rank)) if b.dtype in FLOATS else None for b in buckets]
         return [form if form is not None and form.matrices else None for form in made]
-    codec = CODECS.get(name)
+    codec = OF_MOMENTUM[name] if momentum else INT4 if name in OF_MOMENTUM else CODECS.get(name)
     return [Feedback(codec) if codec and _saves(codec, b.dtype) else None for b in buckets]
 
 
@@ -37,4 +40,4 @@ def _saves(codec: Codec, dtype: torch.dtype) -> bool:
     return dtype in FLOATS and codec.core.block_bytes < BLOCK * dtype.itemsize
 
 
-__all__ = ["CODECS", "Codec", "Feedback", "Form", "LowRank", "forms"]
+__all__ = ["CODECS", "INT8", "OF_MOMENTUM", "Codec", "Feedback", "Form", "LowRank", "forms"]

@@ -16,6 +16,18 @@ FLOATS = (*WIDE, torch.float16, torch.bfloat16)
 """Dtypes of the gradients that are compressed, if compression saves bytes."""
 
 
+def in_blocks(values: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Return the float32 values in this many blocks, with zeros behind them. A block that is not full repeats its
+    values, which leaves its mean and largest magnitude as they are."""
+    total = values.numel()
+    filled = torch.zeros(blocks * BLOCK, device=values.device, dtype=torch.float32)
+    filled[:total] = values
+    if rest := total % BLOCK:
+        last = values[total - rest :]
+        filled[total : total - rest + BLOCK] = last.repeat(-(-BLOCK // rest))[: BLOCK - rest]
+    return filled.view(blocks, BLOCK)
+
+
 class Codec(Protocol):
     """Encodes and decodes blocks of values. Finite values stay finite, infinities and NaN stay non-finite, and CPU and
     GPU produce the same bits."""

@@ -39,19 +39,19 @@ class LowRank(Owing):
         self.bucket = bucket
         self._dtype = dtype = torch.float32 if bucket.dtype.itemsize == 2 else bucket.dtype
         grows = dtype.itemsize // bucket.dtype.itemsize
-        shapes = [_as_matrix(t) for t in bucket.tensors]
+        shapes = [_as_matrix(t) for t in bucket.parts]
         ranks = [min(rank, n, m) for n, m in shapes]
         saved = [n * m - grows * r * (n + m) for (n, m), r in zip(shapes, ranks, strict=True)]
         self.matrices = [i for i, values in enumerate(saved) if values > 0]
         """Indices of the bucket's tensors that are sent as low-rank approximations."""
-        whole = sum(t.numel() for i, t in enumerate(bucket.tensors) if i not in self.matrices)
+        whole = sum(t.numel() for i, t in enumerate(bucket.parts) if i not in self.matrices)
         if sum(saved[i] for i in self.matrices) <= (grows - 1) * whole:
             self.matrices = []
         self._shapes = [shapes[i] for i in self.matrices]
         self._ranks = [ranks[i] for i in self.matrices]
         if not self.matrices:
             return
-        first = [torch.empty_like(t, dtype=dtype) for t in bucket.tensors]
+        first = [torch.empty_like(t, dtype=dtype) for t in bucket.parts]
         for i, (n, _), r in zip(self.matrices, self._shapes, self._ranks, strict=True):
             first[i] = torch.empty(n, r, dtype=dtype, device=bucket.device)
         second = [
@@ -107,7 +107,7 @@ class LowRank(Owing):
         """Return the residual of the bucket's tensor `index`, in its shape; None if there is none. Call only while no
         exchange is in progress."""
         owed = self.owed[self.matrices.index(index)] if index in self.matrices else None
-        return None if owed is None else owed.view(self.bucket.tensors[index].shape)
+        return None if owed is None else owed.view(self.bucket.parts[index].shape)
 
     def begin(
         self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None, turn: int, counts: bool = True
@@ -185,7 +185,7 @@ class Round:
                     place.copy_(form.first.deliver(i, turn))
             for k, i in enumerate(form.matrices):
                 mean = form.second.deliver(k, turn)
-                product = (self._bases[k] @ mean.T).view(form.bucket.tensors[i].shape)
+                product = (self._bases[k] @ mean.T).view(form.bucket.parts[i].shape)
                 places[i].copy_(narrowed(product, place_dtype) if product.dtype != place_dtype else product)
 
     def learn(self) -> None:

@@ -4,7 +4,7 @@ executors of its own."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ import torch
 
 from dadt._core import Codec, Engine
 from dadt.comm.executors.device import Device
+from dadt.comm.link_totals import Links, LinkTotals
 
 
 class P2PWork(Protocol):
@@ -78,6 +79,14 @@ class Compressing(Protocol):
         for the residual. Returns the bytes that this rank has sent, and bytes that it would have sent uncompressed."""
 
 
+@runtime_checkable
+class Measured(Protocol):
+    """An executor that knows what its connections with other hosts carry."""
+
+    def links(self) -> Mapping[int, LinkTotals]:
+        """Return the totals for each other host, by a rank that stands for the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
     """This rank's connection with its peers: a C++ engine for collectives, which all ranks submit in the same order,
@@ -92,6 +101,9 @@ class Connection:
     """C++ engine for broadcasts if they use another executor than other operations; else None."""
     device: Device | None = None
     """Device that averages tensors in its own memory; None if tensors travel through host memory."""
+
+    links: Links = dict
+    """Returns what the connections with other hosts have carried; nothing where that is not known."""
 
     told: bool = True
     """Whether ranks that call different operations get an error that says so; some libraries end the process instead.

@@ -11,7 +11,7 @@ import torch
 
 from dadt import _core
 from dadt.comm.bucket import DTYPES
-from dadt.comm.compression.base import BLOCK
+from dadt.comm.compression.base import BLOCK, in_blocks
 from dadt.comm.compression.feedback import Feedback
 from dadt.comm.compression.half import narrowed
 from dadt.errors import CommTimeout, PeerLost
@@ -165,8 +165,7 @@ class Device:
         owed.mul_(keep)
         # Values are divided before the sum, since the sum may exceed the range of 16-bit floats while the mean does
         # not.
-        values = torch.zeros(blocks, BLOCK, device=flat.device, dtype=torch.float32)
-        values.view(-1)[:total] = flat.to(torch.float32) / size + owed
+        values = in_blocks(flat.to(torch.float32) / size + owed, blocks)
         wire = codec.encode(values)
         lost = (values - codec.decode(wire)).view(-1)[:total]
         owed.copy_(torch.where(lost.isfinite(), lost, owed))

@@ -8,8 +8,9 @@ the network, the thread of the host's C++ engine reduces the next chunk and gath
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count, groupby, pairwise
 from operator import itemgetter
@@ -20,9 +21,10 @@ import torch
 from dadt import _core
 from dadt.comm.bucket import DTYPES
 from dadt.comm.executors import c10d, compressed, mpi, pull, tcp
-from dadt.comm.executors.base import Connection, Executor, P2PWork, renumbered
+from dadt.comm.executors.base import Connection, Executor, Measured, P2PWork, renumbered
 from dadt.comm.executors.core import SHARES
 from dadt.comm.executors.meet import Apart, Meet, attend
+from dadt.comm.link_totals import LinkTotals, together
 from dadt.config import Config
 from dadt.errors import CommError
 from dadt.world import World
@@ -40,7 +42,7 @@ def connect(cross: str, config: Config, world: World, meet: Meet) -> Connection:
     hosts = [[rank for *_, rank in ranks] for _, ranks in groupby(told, key=itemgetter(0))]
     join = _joiner(cross or "tcp", config, world, meet)
     executor = Hierarchical(hosts, world.rank, _local(hosts, config, world, meet), join, config.timeout)
-    return pull.connect(executor, world.rank, world.world_size, config.timeout)
+    return replace(pull.connect(executor, world.rank, world.world_size, config.timeout), links=executor.links)
 
 
 def _joiner(cross: str, config: Config, world: World, meet: Meet) -> Callable[[Sequence[int]], Executor]:
@@ -205,6 +207,12 @@ class Hierarchical:
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> P2PWork:
         return self._flat.receive(tensor, peer, tag)
+
+    def links(self) -> Mapping[int, LinkTotals]:
+        first = {rank: ranks[0] for ranks in self._hosts for rank in ranks}
+        executors: list[object] = [self._cross, self._flat]
+        links = [each.links() for each in executors if isinstance(each, Measured)]
+        return together((first[rank], totals) for group in links for rank, totals in group.items())
 
     # Failure and end of operations ------------------------------------------------------------------------------------
 

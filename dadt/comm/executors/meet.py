@@ -36,6 +36,9 @@ class Meet(Protocol):
         """Report that this rank has waited `waited` seconds for its peers in `what`, such as the connection by a
         library."""
 
+    def say(self, text: str) -> None:
+        """Have the user told this, if somebody can."""
+
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Publish this rank's `blob` and return every rank's, ordered by rank. Raises StartTimeout."""
 
@@ -65,6 +68,9 @@ class Apart:
     def look(self, what: str, waited: float) -> None:
         self.meet.look(what, waited)
 
+    def say(self, text: str) -> None:
+        self.meet.say(text)
+
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         return self.meet.exchange(f"{self.name} {key}", blob)
 
@@ -93,6 +99,10 @@ class AllRanks:
     def look(self, what: str, waited: float) -> None:
         self.tell(what, waited)
 
+    def say(self, text: str) -> None:
+        if self.control is not None:
+            self.control.say(text)
+
     @property
     def outdated(self) -> bool | None:
         return None if self.has_lost is None else self.has_lost()
@@ -118,20 +128,69 @@ class AllRanks:
         return self.control
 
 
-def attend(meet: Meet, what: str, connect: Callable[[], Made]) -> Made:
+@dataclass(frozen=True, slots=True)
+class Equals:
+    """A rendezvous (Meet) of some of the ranks of another one: those with the same place in their islands."""
+
+    meet: Meet
+    ranks: Sequence[int]
+    """Their numbers in the whole job, in the order of this rendezvous."""
+    place: int
+    """This rank's place among them."""
+
+    @property
+    def secret(self) -> bytes:
+        return self.meet.secret
+
+    @property
+    def outdated(self) -> bool | None:
+        return self.meet.outdated
+
+    def look(self, what: str, waited: float) -> None:
+        self.meet.look(what, waited)
+
+    def say(self, text: str) -> None:
+        self.meet.say(text)
+
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        keys = [f"{key} of rank {rank}" for rank in self.ranks]
+        self.meet.put(keys[self.place], blob)
+        return self.meet.get(keys)
+
+    def put(self, key: str, blob: bytes) -> None:
+        self.meet.put(self._named(key), blob)
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.meet.get([self._named(key) for key in keys])
+
+    def _named(self, key: str) -> str:
+        return f"{key} of the ranks of rank {self.ranks[0]}"
+
+
+def attend(
+    meet: Meet, what: str, connect: Callable[[], Made], drop: Callable[[Made], None] = lambda made: None
+) -> Made:
     """Return what `connect` returns. `connect` calls a library that cannot be interrupted and waits even for ended
     ranks, so it runs in a thread: if ranks are lost, raises PeerLost and abandons the thread. what: what the library
-    does, for reports of what this rank waits for.
+    does, for reports of what this rank waits for. drop: called with what an abandoned thread makes.
     """
     if meet.outdated is None:
         return connect()
     made: queue.SimpleQueue[Made | Exception] = queue.SimpleQueue()
+    lock = threading.Lock()
+    abandoned = False
 
     def run() -> None:
         try:
-            made.put(connect())
+            found = connect()
         except Exception as error:  # noqa: BLE001 (raised where it is waited for)
             made.put(error)
+            return
+        with lock:
+            if not abandoned:
+                made.put(found)
+                return
+        drop(found)
 
     threading.Thread(target=run, name="dadt-connecting", daemon=True).start()
     begun = looked = monotonic()
@@ -140,6 +199,11 @@ def attend(meet: Meet, what: str, connect: Callable[[], Made]) -> Made:
             result = made.get(timeout=_LOOK_SECONDS)
         except queue.Empty:
             if meet.outdated:
+                with lock:
+                    abandoned = True
+                    late = None if made.empty() else made.get()
+                if late is not None and not isinstance(late, Exception):
+                    drop(late)
                 raise PeerLost("ranks have ended") from None
             if monotonic() - looked >= PATIENCE:
                 looked = monotonic()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from time import monotonic
 
 import torch
 
 from dadt import _core
 from dadt.comm.keepalive import KeepAlive
-from dadt.errors import PeerLost
+from dadt.errors import CommError, PeerLost
+
+SEND_SECONDS = 5.0
+"""Seconds for which a mailbox that closes waits until messages have been sent whose receivers are not there yet."""
 
 
 class CoreMessages:
@@ -20,11 +26,16 @@ class CoreMessages:
         # The function always reports no failure: the C++ core does not touch the memory of failed messages, so the
         # memory can be released.
         self._kept = KeepAlive(lambda: False)
-        self._closed = False
+        self._closed = self._aborted = False
+        self._lock = threading.Lock()
+        self._sends: weakref.WeakSet[_core.P2PWork] = weakref.WeakSet()
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> _core.P2PWork:
         with self._open():
-            return self._keep(self._mailbox.send(*_memory(tensor), peer, tag), tensor)
+            transit = self._keep(self._mailbox.send(*_memory(tensor), peer, tag), tensor)
+        with self._lock:
+            self._sends.add(transit)
+        return transit
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> _core.P2PWork:
         with self._open():
@@ -32,10 +43,18 @@ class CoreMessages:
 
     def abort(self) -> None:
         """Fail all messages in flight, on this rank and on its peers."""
+        self._aborted = True
         self._mailbox.abort("a rank is lost", lost=True)
 
     def close(self) -> bool:
-        """Fail all unfinished messages and close the mailbox. Returns True: their memory is no longer in use."""
+        """Wait up to SEND_SECONDS for messages that this rank is sending, fail all unfinished ones, and close the
+        mailbox. Returns True: their memory is no longer in use."""
+        deadline = monotonic() + SEND_SECONDS
+        with self._lock:
+            sends = [] if self._aborted else list(self._sends)
+        for each in sends:
+            with suppress(CommError):
+                each.wait(max(0.0, deadline - monotonic()))
         self._closed = True
         self._mailbox.close()
         return True

@@ -6,40 +6,79 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 
+from dadt.comm.executors import mending, streams
 from dadt.comm.executors.meet import Meet
+from dadt.comm.executors.mending import Mender
 from dadt.config import Config
+from dadt.config.check import MOST_STREAMS
 from dadt.config.link import pace_of
-from dadt.control.connection import Listener, Reach, Refused, SealedConnection, Unreached, Words, dial
+from dadt.control.connection import Listener, Reach, Refused, SealedConnection, Unreached, Words, dial, guard
 from dadt.control.pacing import paced
+from dadt.control.priority import set_urgent
 from dadt.errors import StartTimeout
 from dadt.world import World, ranked
 
 KEY_BYTES = 32
+DATA = "data"
+"""The use that may have several connections between two ranks."""
+NOTICES = "notices"
+MENDED_USES = (DATA, NOTICES)
+"""Uses whose connections are replaced when they break."""
+MOST_SILENCE = 30.0
+_PROBE = "probe"
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The connections of one rank with the others of a group."""
+
+    sockets: Mapping[str, list[list[socket.socket]]]
+    """For each use, by place in the group; none at this rank's own."""
+    mender: Mender | None
+    """Replaces those that break, once it is started; None if the rank is alone."""
+
+    def close(self) -> None:
+        if self.mender is not None:
+            self.mender.close()
+        for by_place in self.sockets.values():
+            for each in (each for those in by_place for each in those):
+                each.close()
+
+
+def silence_of(config: Config) -> float:
+    """Return the seconds after which a silent connection that can be replaced counts as broken."""
+    return min(config.timeout / 2, MOST_SILENCE)
 
 
 def connect(
     uses: Sequence[str], name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config
-) -> Mapping[str, list[socket.socket | None]]:
-    """Connect these ranks of the world with each other. Returns, for each use, the sockets by place in `ranks`, None at
-    this rank's own.
+) -> Connected:
+    """Connect these ranks of the world with each other.
 
-    uses: what the connections are for, one connection each between two ranks. name: prefix of the group's keys in the
-    rendezvous. Raises StartTimeout, naming the ranks that are not reached in time.
+    uses: what the connections are for, one connection each between two ranks, but for DATA, which has as many as the
+    configuration says or the link needs. name: prefix of the group's keys in the rendezvous. Raises StartTimeout,
+    naming the ranks that are not reached in time.
     """
     if len(ranks) == 1:
-        return {use: [None] for use in uses}
+        return Connected({use: [[]] for use in uses}, None)
     # A rank sends to all others at once, and its link is one.
     with paced(pace_of(config.link) / (len(ranks) - 1)), _Entry(uses, name, meet, world, ranks, config) as entry:
         found = entry.connect(monotonic() + config.start_timeout)
-    return {use: [found.get((use, place)) for place in range(len(ranks))] for use in uses}
+    by_place = {use: [_in_order(found.get((use, place), {})) for place in range(len(ranks))] for use in uses}
+    return Connected(by_place, entry.mender)
+
+
+def _in_order(found: Mapping[int, socket.socket]) -> list[socket.socket]:
+    return [found[number] for number in sorted(found)]
 
 
 class _Entry:
-    """One rank's listening socket while the ranks connect. A rank dials those before it and is dialled by the rest."""
+    """One rank's listening socket. As the ranks connect, each dials those before it and is dialled by the rest."""
 
     def __init__(
         self, uses: Sequence[str], name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config
@@ -48,7 +87,13 @@ class _Entry:
         self._uses, self._name, self._meet, self._ranks = uses, name, meet, ranks
         self._me = f"rank {world.rank}"
         self._silence, self._timeout = config.timeout, config.start_timeout
-        self._found: dict[tuple[str, int], socket.socket] = {}
+        self._mended_silence = silence_of(config)
+        self.mender: Mender | None = None
+        self._streams, self._verbose = config.streams, config.verbose
+        self._found: dict[tuple[str, int], dict[int, socket.socket]] = {}
+        """The connections so far, by use and place, and then by number."""
+        self._counts: dict[tuple[str, int], int] = {}
+        """How many connections there will be, by use and place."""
         self._errors: list[StartTimeout] = []
         self._news = threading.Condition()
         self._address = world.address or "127.0.0.1"
@@ -60,34 +105,36 @@ class _Entry:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        self._listener.close()
         if kind is not None:
+            self._listener.close()
             with self._news:
-                for each in self._found.values():
-                    each.close()
+                for numbered in self._found.values():
+                    for each in numbered.values():
+                        each.close()
 
-    def connect(self, deadline: float) -> dict[tuple[str, int], socket.socket]:
+    def connect(self, deadline: float) -> dict[tuple[str, int], dict[int, socket.socket]]:
         key = b"" if self._meet.secret else self._key
         reach = Reach(addresses=[self._address], port=self._listener.port, key=key, silence=self._silence)
         self._meet.put(self._endpoint(self._ranks[self.place]), reach.to_text().encode())
         endpoints = self._meet.get([self._endpoint(rank) for rank in self._ranks])
         reaches = [self._reach(place, blob) for place, blob in enumerate(endpoints)]
-        # no pool, as pools refuse work once the interpreter ends, which is when ranks may still connect anew
-        dials = [
-            threading.Thread(target=self._dial, args=(place, reaches[place], deadline), name="dadt-dial", daemon=True)
-            for place in range(self.place)
-        ]
-        for each in dials:
-            each.start()
-        for each in dials:
-            each.join()
+        self.mender = Mender(self.place, self._name, self._ranks, reaches, self._listener, self._silence)
+        _at_once([partial(self._dial, place, reaches[place], deadline) for place in range(self.place)])
         if self._errors:
             raise self._errors[0]
         wanted = {(use, place) for use in self._uses for place in range(len(self._ranks)) if place != self.place}
+
+        def missing() -> set[int]:
+            return {
+                place
+                for use, place in wanted
+                if len(self._found.get((use, place), {})) != self._counts.get((use, place))
+            }
+
         with self._news:
-            if not self._news.wait_for(lambda: self._found.keys() >= wanted, max(0.0, deadline - monotonic())):
-                missing = sorted({self._ranks[place] for _, place in wanted - self._found.keys()})
-                raise StartTimeout(f"{ranked(missing)} did not connect to {self._me} by TCP within {self._timeout:g} s")
+            if not self._news.wait_for(lambda: not missing(), max(0.0, deadline - monotonic())):
+                late = sorted(self._ranks[place] for place in missing())
+                raise StartTimeout(f"{ranked(late)} did not connect to {self._me} by TCP within {self._timeout:g} s")
         return self._found
 
     def _endpoint(self, rank: int) -> str:
@@ -102,27 +149,87 @@ class _Entry:
 
     def _dial(self, place: int, reach: Reach, deadline: float) -> None:
         other = f"rank {self._ranks[place]}"
+
+        def dialled(use: str, count: int) -> list[socket.socket]:
+            found: dict[int, socket.socket] = {}
+            errors: list[Exception] = []
+
+            def one(number: int) -> None:
+                hello = {"use": use, "place": self.place, "group": self._name, "number": number, "count": count}
+                try:
+                    found[number] = dial(lambda: reach, hello, deadline, other)[0].socket
+                except (Refused, Unreached) as error:
+                    errors.append(error)
+
+            _at_once([partial(one, number) for number in range(count)])
+            if errors:
+                for each in found.values():
+                    each.close()
+                raise errors[0]
+            return _in_order(found)
+
+        def wanted(known: socket.socket) -> int:
+            """How many connections for data there are to be."""
+            seconds = streams.round_trip(known)
+            if self._streams or not streams.is_far(seconds):
+                return self._streams or 1
+            probes = dialled(_PROBE, streams.PROBES)
+            try:
+                rate = streams.measure(probes, seconds)
+            finally:
+                for each in probes:
+                    streams.drop(each)
+            count = streams.count(rate, seconds)
+            if self._verbose:
+                link = f"{8e-6 * rate:.3g} Mbit/s, {1e3 * seconds:.3g} ms"
+                self._meet.say(f"{self._me} has {count} TCP connections with {other} for data ({link})")
+            return count
+
+        sockets: list[socket.socket] = []
         try:
             for use in self._uses:
-                hello = {"use": use, "place": self.place, "group": self._name}
-                connection, _, _ = dial(lambda: reach, hello, deadline, other)
-                self._put(use, place, connection.socket)
+                count = wanted(sockets[0]) if use == DATA else 1
+                sockets = dialled(use, count)
+                for number, each in enumerate(sockets):
+                    self._put(use, place, number, count, each)
         except (Refused, Unreached) as error:
             text = f"{self._me} does not reach {other} by TCP ({error}) -> open the firewall between the hosts"
             self._errors.append(StartTimeout(text))
 
     def _greet(self, hello: Words) -> Words:
-        use, place = hello.get("use"), hello.get("place")
-        right = hello.get("group") == self._name and use in self._uses
-        later = isinstance(place, int) and self.place < place < len(self._ranks)
-        if not right or not later or (use, place) in self._found:
+        if self.mender is not None and hello.get("use") in mending.USES:
+            return self.mender.greet(hello)
+        use, place, number, count = (hello.get(word, "") for word in ("use", "place", "number", "count"))
+        right = hello.get("group") == self._name and use in (*self._uses, _PROBE)
+        right = right and isinstance(place, int) and self.place < place < len(self._ranks)
+        right = right and isinstance(number, int) and isinstance(count, int) and 0 <= number < count <= MOST_STREAMS
+        if not right or number in self._found.get((use, place), {}):
             return {"refused": f"{self._me} awaits another connection"}
         return {}
 
     def _take(self, hello: Words, connection: SealedConnection) -> None:
-        self._put(hello["use"], hello["place"], connection.socket)
+        if self.mender is not None and hello["use"] in mending.USES:
+            self.mender.take(hello, connection)
+        elif hello["use"] == _PROBE:
+            streams.drain(connection.socket, self._silence)
+        else:
+            self._put(hello["use"], hello["place"], hello["number"], hello["count"], connection.socket)
 
-    def _put(self, use: str, place: int, connection: socket.socket) -> None:
+    def _put(self, use: str, place: int, number: int, count: int, connection: socket.socket) -> None:
+        if use in MENDED_USES:
+            guard(connection, self._mended_silence)
+        set_urgent(connection, use != DATA)
         with self._news:
-            self._found[use, place] = connection
+            self._found.setdefault((use, place), {})[number] = connection
+            self._counts[use, place] = count
             self._news.notify()
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Make the calls in a thread each, and wait for them."""
+    # no pool, as pools refuse work once the interpreter ends, which is when ranks may still connect anew
+    threads = [threading.Thread(target=call, name="dadt-dial", daemon=True) for call in calls]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,11 +14,14 @@ from dadt.comm.executors import sockets
 from dadt.comm.executors.base import Connection, P2PWork, renumbered
 from dadt.comm.executors.meet import Meet, attend
 from dadt.comm.executors.point_to_point import CoreMessages
+from dadt.comm.link_totals import LinkTotals, by_host
 from dadt.config import Config
+from dadt.config.link import pace_of
 from dadt.errors import CommError
 from dadt.world import World
 
-USES = ("data", "notices", "mail")
+USES = (sockets.NOTICES, "mail", sockets.DATA)
+"""Data comes last, since what is known of the link by then says over how many connections."""
 CLOSE_SECONDS = 5.0
 
 
@@ -28,11 +32,28 @@ def connect(config: Config, world: World, meet: Meet) -> Connection:
 def _connect(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> Connection:
     own, size = ranks.index(world.rank), len(ranks)
     connecting = partial(sockets.connect, USES, "tcp", meet, world, ranks, config)
-    sockets_of = attend(meet, "connecting by TCP", connecting)
-    found = {use: [-1 if each is None else each.detach() for each in by_place] for use, by_place in sockets_of.items()}
-    executor = _core.TcpExecutor(own, found["data"], found["notices"])
-    mail = CoreMessages(_core.TcpMailbox(own, found["mail"]))
-    return Connection(_core.Engine(executor, own, size, config.timeout), mail, mail.close)
+    connected = attend(meet, "connecting by TCP", connecting, sockets.Connected.close)
+    stands = _stands(connected.sockets[sockets.NOTICES], ranks)
+    found = {use: [[each.detach() for each in those] for those in all] for use, all in connected.sockets.items()}
+    single = {use: [those[0] if those else -1 for those in found[use]] for use in (sockets.NOTICES, "mail")}
+    data = found[sockets.DATA]
+    silence = sockets.silence_of(config)
+    executor = _core.TcpExecutor(own, data, single[sockets.NOTICES], silence)
+    if connected.mender is not None:
+        rate = pace_of(config.link) / (size - 1)
+        connected.mender.start(executor, [len(those) for those in data], silence, rate)
+    mailbox = _core.TcpMailbox(own, single["mail"])
+    mail, links = CoreMessages(mailbox), by_host([executor, mailbox], stands)
+    return Connection(_core.Engine(executor, own, size, config.timeout), mail, mail.close, links=links)
+
+
+def _stands(sockets: Sequence[Sequence[socket.socket]], ranks: Sequence[int]) -> list[int | None]:
+    """Return for each place the first rank on the same host; None for those on this host. sockets: connections by
+    place, none at this rank's own."""
+    here = {each.getsockname()[0] for those in sockets for each in those}
+    addresses = [those[0].getpeername()[0] if those else None for those in sockets]
+    first = dict(zip(reversed(addresses), reversed(ranks), strict=True))
+    return [None if address is None or address in here else first[address] for address in addresses]
 
 
 def join(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> TcpGroup:
@@ -77,6 +98,9 @@ class TcpGroup:
 
     def receive(self, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> P2PWork:
         return self._mail.receive(tensor, peer, tag)
+
+    def links(self) -> Mapping[int, LinkTotals]:
+        return self._connection.links()
 
     def abort(self) -> None:
         self._connection.abort("a rank has given up", lost=False)

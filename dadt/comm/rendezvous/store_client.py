@@ -48,7 +48,7 @@ class StoreClient(WorkerLine):
         self.world, self.secret, self._pid = world, found.secret, os.getpid()
         self._found = found
         self._values = found.values
-        self._step = -1
+        self._step, self._gathered = -1, 0
         self._state = BEGUN
         self._heard = 0
         """Number of report lines this rank has read about files in the folder that its host shares with other hosts."""
@@ -162,7 +162,8 @@ class StoreClient(WorkerLine):
             # the launcher kills this process as soon as the rank that failed first has exited
             time.sleep(CAUSE_SECONDS)
 
-    def ending(self, steps: int) -> None:
+    def ending(self, steps: int, gathered: int) -> None:
+        self._gathered = gathered
         self._publish(f"has ended after {steps} steps")
 
     def done(self, summary: Mapping[str, Any]) -> None:
@@ -236,13 +237,13 @@ class StoreClient(WorkerLine):
 
     def _publish(self, state: str) -> None:
         self._state = state
-        mine = {"pid": self._pid, "state": state, "step": self._step, "time": time.time()}
+        mine = {"pid": self._pid, "state": state, "step": self._step, "gathered": self._gathered, "time": time.time()}
         self._use(lambda values: values.set(f"state/{self.world.rank}", json.dumps(mine).encode()))
 
     def _peer(self, rank: int) -> dict[str, Any]:
         key = f"state/{rank}"
         if not self._has(key):
-            return {"rank": rank, "pid": 0, "state": ABSENT, "said": ABSENT, "step": -1, "seconds": 0.0}
+            return {"rank": rank, "pid": 0, "state": ABSENT, "said": ABSENT, "step": -1, "gathered": 0, "seconds": 0.0}
         known = json.loads(self._get(key))
         return {"rank": rank, "seconds": time.time() - known.pop("time"), "said": known["state"], **known}
 

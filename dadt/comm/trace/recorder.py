@@ -7,6 +7,7 @@ import json
 import platform
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,10 @@ from dadt.errors import ConfigError
 if TYPE_CHECKING:
     from dadt._core import Engine
     from dadt.comm.executors.base import Connection
+    from dadt.comm.link_totals import LinkTotals
     from dadt.comm.trace.gather import TimelinePeers
     from dadt.comm.trace.gpu import GpuTrack
+    from dadt.comm.trace.links import LinkCounters
     from dadt.world import World
 
 _TRAINING, _QUEUE, _FIRST_ENGINE = 1, 2, 3
@@ -48,6 +51,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._tracks = _FIRST_ENGINE
         self._gpus: list[GpuTrack] = []
+        self._links: LinkCounters | None = None
         self._waits: deque[tuple[str, float, float]] = deque(maxlen=_MOST_WAITS)
         self._step_ended = 0.0
         self.error = ""
@@ -87,6 +91,12 @@ class Timeline:
             device.on_computed = self._gpus[-1].add
             self._tracks += 1
 
+    def count(self, totals: Callable[[], Mapping[int, LinkTotals]]) -> None:
+        """Show what links with other hosts carry, which `totals` returns by a rank on each host."""
+        from dadt.comm.trace.links import LinkCounters
+
+        self._links = LinkCounters(totals, self.world.rank, self.clock.origin)
+
     def _record(self, engine: Engine, name: str) -> None:
         self._name("thread_name", self._tracks, name=name)
         engine.record(self._core, self._tracks)
@@ -122,11 +132,13 @@ class Timeline:
         """Body of the thread that regularly writes events to the part, so that memory stays bounded even if no steps
         happen."""
         while self._thread is not None:
-            self._write(self._core.drain(_DRAIN_SECONDS) + self._of_gpus())
-        self._write(self._core.drain(0.0) + self._of_gpus())
+            self._write(self._core.drain(_DRAIN_SECONDS) + self._of_others())
+        self._write(self._core.drain(0.0) + self._of_others())
 
-    def _of_gpus(self) -> bytes:
-        return b"".join(each.drain() for each in list(self._gpus))
+    def _of_others(self) -> bytes:
+        """Return the events of GPUs and links, which the C++ core does not know."""
+        links = self._links.drain() if self._links is not None else b""
+        return links + b"".join(each.drain() for each in list(self._gpus))
 
     def _write(self, data: bytes) -> None:
         with self._lock:

@@ -1,0 +1,83 @@
+#include "tcp/link_meter.h"
+
+#include <time.h>
+
+#include <algorithm>
+
+#include "tcp/tcp_info.h"
+
+namespace dadt {
+namespace {
+
+constexpr auto kLeastPause = std::chrono::milliseconds(200);
+constexpr int kShare = 1000;  // time between two readings, in times of the processor time that one takes
+
+// Of this thread.
+std::chrono::nanoseconds processor_time() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+}
+
+LinkCounts counts_of(int socket) {
+  const TcpInfo info = tcp_info_of(socket);
+  const uint64_t busy = info.busy_time - std::min(info.busy_time, info.rwnd_limited);
+  return {info.bytes_acked,
+          info.bytes_received,
+          info.bytes_retrans,
+          static_cast<double>(busy) / 1e6,
+          info.rtt / 1e6,
+          info.notsent_bytes,
+          std::chrono::duration<double>(Clock::now().time_since_epoch()).count()};
+}
+
+void add(LinkCounts& to, const LinkCounts& counts) {
+  to.sent += counts.sent;
+  to.received += counts.received;
+  to.resent += counts.resent;
+  to.busy += counts.busy;
+}
+
+}  // namespace
+
+void LinkMeter::read(const std::vector<std::vector<int>>& sockets) {
+  const auto begin = processor_time();
+  const std::lock_guard lock(mutex_);
+  for (size_t rank = 0; rank < sockets.size(); ++rank) {
+    links_[rank].resize(std::max(links_[rank].size(), sockets[rank].size()));
+    for (size_t i = 0; i < sockets[rank].size(); ++i) {
+      Connection& connection = links_[rank][i];
+      const LinkCounts now = counts_of(sockets[rank][i]);
+      if (now.sent < connection.now.sent || now.received < connection.now.received) {
+        add(connection.before, connection.now);
+      }
+      connection.now = now;
+    }
+  }
+  due_ = Clock::now() + std::max<Clock::duration>(kLeastPause, kShare * (processor_time() - begin));
+}
+
+std::vector<LinkCounts> LinkMeter::counts() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<LinkCounts> counts;
+  for (const auto& connections : links_) {
+    LinkCounts link;
+    uint64_t most = 0;
+    double busy = 0;
+    for (const Connection& each : connections) {
+      add(link, each.before);
+      add(link, each.now);
+      // Those of several connections are busy at the same time; the one that carries most has the round trip.
+      busy = std::max(busy, each.before.busy + each.now.busy);
+      link.at = std::max(link.at, each.now.at);
+      if (each.now.sent >= most) link.round_trip = each.now.round_trip;
+      most = std::max(most, each.now.sent);
+      link.queued += each.now.queued;
+    }
+    link.busy = busy;
+    counts.push_back(link);
+  }
+  return counts;
+}
+
+}  // namespace dadt

@@ -1,0 +1,193 @@
+// Connections that break while both ranks live, and what takes their place.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <map>
+
+#include "tcp/links.h"
+#include "tcp/tcp_info.h"
+
+namespace dadt {
+namespace {
+
+constexpr auto kGoodbye = std::chrono::milliseconds(200);  // by which a notice may be later than an end
+constexpr auto kLook = std::chrono::milliseconds(1000);
+
+// Finds connections on which bytes are sent again and again, as nobody acknowledges them. The kernel itself
+// gives one up after a quarter of an hour; a limit of ours there would also end one whose reader is slow.
+class Silences {
+ public:
+  explicit Silences(double most) : most_(duration(most)) {}
+
+  // Milliseconds after which to look.
+  int pause() const {
+    return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(most_ / 8).count());
+  }
+
+  bool is_silent(int socket) {
+    const TcpInfo info = tcp_info_of(socket);
+    const uint8_t resent = info.state[2], probes = info.state[3];
+    if (resent == 0 && probes < 2) {
+      since_.erase(socket);
+      return false;
+    }
+    const auto now = Clock::now();
+    const auto heard = now - std::chrono::milliseconds(info.since[3]);
+    auto& since = since_.try_emplace(socket, now).first->second;
+    since = std::max<Clock::time_point>(since, heard);
+    return now - since > most_;
+  }
+
+ private:
+  const Clock::duration most_;
+  std::map<int, Clock::time_point> since_;  // by socket
+};
+
+bool is_broken(int socket) {
+  pollfd polled{socket, POLLRDHUP, 0};
+  return poll(&polled, 1, 0) > 0;
+}
+
+}  // namespace
+
+std::optional<int> Links::await_break() {
+  if (inert() || silence_ == 0) return std::nullopt;
+  Silences silences(silence_);
+  std::vector<pollfd> polled;
+  std::vector<int> ranks;  // of those polled, but the first
+  while (!has_told()) {
+    polled.assign(1, {watch_, POLLIN, 0});
+    ranks.clear();
+    {
+      const std::lock_guard lock(streams_mutex_);
+      for (int rank = 0; rank < world_size(); ++rank) {
+        const Notice& notice = heard_[rank];
+        const bool is_over = given_up_[rank] || notice.closed || notice.reason;
+        if (rank == rank_ || is_over || streams_[rank].is_detached()) continue;
+        polled.push_back({notices_[rank], POLLRDHUP, 0});
+        for (int socket : data_[rank]) polled.push_back({socket, POLLRDHUP, 0});
+        ranks.resize(polled.size() - 1, rank);
+      }
+    }
+    poll(polled.data(), polled.size(), silences.pause());
+    if (polled[0].revents != 0) {
+      uint64_t rung;
+      (void)!read(watch_, &rung, sizeof rung);
+    }
+    for (size_t i = 1; i < polled.size(); ++i) {
+      const bool is_sure = (polled[i].revents & POLLERR) != 0 || silences.is_silent(polled[i].fd);
+      if ((is_sure || polled[i].revents != 0) && breaks(ranks[i - 1], is_sure)) return ranks[i - 1];
+    }
+  }
+  return std::nullopt;
+}
+
+// Whether the connections with a rank have not ended because it has; gives them up then. is_sure: one does
+// not work any more. Otherwise the other side has ended it, and may still say why.
+bool Links::breaks(int rank, bool is_sure) {
+  const auto deadline = Clock::now() + kGoodbye;
+  while (true) {
+    {
+      const std::lock_guard lock(streams_mutex_);
+      if (streams_[rank].is_detached() || given_up_[rank]) return false;
+      // They may have been replaced meanwhile.
+      const bool is_still = is_sure || is_broken(notices_[rank]) ||
+                            std::ranges::any_of(data_[rank], [](int socket) { return is_broken(socket); });
+      if (!is_still) return false;
+      read_notice(rank);
+      const Notice& notice = heard_[rank];
+      if (notice.closed || notice.reason) {
+        ring(bell_);
+        return false;
+      }
+      if (is_sure || notice.ended || Clock::now() >= deadline) return detach_held(rank).has_value();
+    }
+    pollfd notice{notices_[rank], POLLIN, 0};
+    const auto rest = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    poll(&notice, 1, static_cast<int>(std::max<int64_t>(rest, 0)));
+  }
+}
+
+std::optional<uint64_t> Links::detach(int rank) {
+  if (inert()) return std::nullopt;
+  const std::lock_guard lock(streams_mutex_);
+  return detach_held(rank);
+}
+
+std::optional<uint64_t> Links::detach_held(int rank) {
+  if (given_up_[rank] || heard_[rank].closed || heard_[rank].reason || has_told()) return std::nullopt;
+  std::optional<uint64_t> received;
+  try {
+    received = streams_[rank].detach();
+  } catch (const Error& error) {  // what it has sent is no stream
+    heard_[rank].reason = error;
+  }
+  ring(bell_);
+  ring(watch_);
+  return received;
+}
+
+bool Links::is_detached(int rank) {
+  if (inert()) return false;
+  const std::lock_guard lock(streams_mutex_);
+  return streams_[rank].is_detached() && !given_up_[rank] && !heard_[rank].closed && !heard_[rank].reason;
+}
+
+bool Links::has_left(int rank) {
+  if (inert()) return false;
+  const std::lock_guard lock(streams_mutex_);
+  read_notice(rank);
+  return heard_[rank].ended;
+}
+
+bool Links::attach(int rank, const std::vector<int>& data, int notices, uint64_t received) {
+  if (inert() || data.size() != data_[rank].size()) return false;
+  {
+    const std::lock_guard lock(streams_mutex_);
+    Stream& stream = streams_[rank];
+    read_notice(rank);
+    const bool is_over = given_up_[rank] || heard_[rank].closed || heard_[rank].reason;
+    if (is_over || !stream.is_detached() || !stream.can_resume(received) || has_told()) return false;
+    const auto replace = [](int old, int descriptor) {
+      fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK);
+      dup3(descriptor, old, O_CLOEXEC);
+    };
+    for (size_t i = 0; i < data.size(); ++i) replace(data_[rank][i], data[i]);
+    replace(notices_[rank], notices);
+    heard_[rank] = {};
+    stream.attach(received);
+  }
+  ring(bell_);
+  ring(watch_);
+  // The engine's thread may be in no operation.
+  std::vector<pollfd> polled;
+  while (true) {
+    {
+      const std::lock_guard lock(streams_mutex_);
+      if (streams_[rank].flush() || streams_[rank].has_ended() || has_told()) return true;
+      polled.clear();
+      streams_[rank].add_to(polled, POLLOUT);
+    }
+    poll(polled.data(), polled.size(), kLook.count());
+  }
+}
+
+void Links::give_up(int rank) {
+  if (inert()) return;
+  {
+    const std::lock_guard lock(streams_mutex_);
+    given_up_[rank] = true;
+  }
+  ring(bell_);
+  ring(watch_);
+}
+
+bool Links::has_told() {
+  const std::lock_guard lock(mutex_);
+  return told_;
+}
+
+}  // namespace dadt

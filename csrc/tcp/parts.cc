@@ -1,0 +1,58 @@
+#include "tcp/parts.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace dadt {
+namespace {
+
+constexpr uint64_t kUnit = uint64_t{1} << 20;  // of time: all of the values are moved once at the full rate
+constexpr uint64_t kRates = 1024;              // steps of a rate
+constexpr double kIdlest = 0.05;               // what a link carries at most is not known from less use
+constexpr uint64_t kGain = 4, kOf = 3;         // equal parts take 4 / 3 as long, or they stay equal
+
+// What each rank owns where all take no longer than `time` (units of kUnit / kRates): shares, of which
+// (ranks - 2) units are the whole.
+std::vector<uint64_t> within(uint64_t time, const std::vector<uint64_t>& rates) {
+  std::vector<uint64_t> shares;
+  for (uint64_t rate : rates) shares.push_back(time * rate > kUnit ? time * rate - kUnit : 0);
+  return shares;
+}
+
+}  // namespace
+
+void Parts::measured(double bytes, double seconds, double busy) {
+  const double rate = bytes / seconds / std::clamp(busy, kIdlest, 1.0);
+  rate_ = rate_ > 0 ? (rate_ + rate) / 2 : rate;
+}
+
+std::vector<size_t> Parts::edges(size_t lines) const {
+  const size_t ranks = rates_.size();
+  std::vector<uint64_t> shares(ranks, 1);
+  const uint64_t most = *std::ranges::max_element(rates_);
+  if (ranks > 2 && most >= kRates && std::ranges::count(rates_, uint64_t{0}) == 0) {
+    std::vector<uint64_t> rates;  // relative to the highest one
+    for (uint64_t rate : rates_) rates.push_back(std::max<uint64_t>(1, rate / (most / kRates)));
+    const uint64_t whole = (ranks - 2) * kUnit;
+    const uint64_t least = *std::ranges::min_element(rates);
+    // The slowest one has to move all of the values once, and could own an equal part.
+    const uint64_t equal = (kUnit + whole / ranks + least - 1) / least;
+    uint64_t time = kUnit / least, enough = equal + 1;
+    while (time + 1 < enough) {
+      const uint64_t middle = (time + enough) / 2;
+      const auto owned = within(middle, rates);
+      (std::accumulate(owned.begin(), owned.end(), uint64_t{0}) < whole ? time : enough) = middle;
+    }
+    if (equal * kOf > enough * kGain) shares = within(enough, rates);
+  }
+  const uint64_t sum = std::accumulate(shares.begin(), shares.end(), uint64_t{0});
+  std::vector<size_t> edges(1, 0);
+  uint64_t so_far = 0;
+  for (uint64_t share : shares) {
+    so_far += share;
+    edges.push_back(lines / sum * so_far + lines % sum * so_far / sum);
+  }
+  return edges;
+}
+
+}  // namespace dadt

@@ -1,0 +1,221 @@
+"""Replaces TCP connections between two ranks that break while both live."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from time import monotonic
+from weakref import WeakSet
+
+from dadt import _core
+from dadt.control import connection, pacing
+from dadt.control.connection import Listener, Reach, Refused, SealedConnection, Unreached, Words
+from dadt.control.priority import set_urgent
+
+MENDED = "mended"
+"""The use of a connection that takes the place of another one."""
+BROKEN = "broken"
+"""The use of one by which a rank asks to be dialled again."""
+USES = (MENDED, BROKEN)
+_NOTICES = 0
+"""The number of the connection for notices; those for data follow."""
+_PAUSE = 0.1
+"""Seconds between two tries, as no event tells when the other rank can be reached again."""
+
+_listeners: WeakSet[Listener] = WeakSet()
+
+
+def _forget() -> None:
+    for each in _listeners:
+        each.forget()
+
+
+# A child that holds a listening socket would make a dead rank look as if it lived.
+os.register_at_fork(after_in_child=_forget)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+@dataclass(slots=True)
+class _Coming:
+    """What has come of another rank's attempt to replace the connections."""
+
+    received: int
+    deadline: float
+    greeted: set[int] = field(default_factory=set)
+    sockets: dict[int, socket.socket] = field(default_factory=dict)
+
+
+class Mender:
+    """Replaces the broken connections of an executor, until that is closed or aborted: all of those between two ranks
+    together, by the one of the higher place, as at the start. Each side tells how much it has received before."""
+
+    def __init__(
+        self, own: int, name: str, ranks: Sequence[int], reaches: Sequence[Reach], listener: Listener, seconds: float
+    ) -> None:
+        """own: this rank's place in `ranks`. name: of the group. reaches: where each listens. seconds: how long to try
+        before a rank counts as gone."""
+        self._own, self._name, self._ranks, self._reaches = own, name, ranks, reaches
+        self._listener, self._seconds = listener, seconds
+        _listeners.add(listener)
+        self._executor: _core.TcpExecutor | None = None
+        self._counts: Sequence[int] = ()
+        self._silence, self._rate = 0.0, 0.0
+        self._lock = threading.Lock()
+        self._mending: set[int] = set()
+        """Places for which a thread is at work."""
+        self._attempts = [0] * len(ranks)
+        """The latest attempt to dial, by place: this rank's, or the other's where that dials."""
+        self._coming: dict[int, _Coming] = {}
+        """What has come of the latest attempt of another rank, by place, until it is complete."""
+        self._ended = threading.Event()
+
+    def start(self, executor: _core.TcpExecutor, counts: Sequence[int], silence: float, rate: float) -> None:
+        """counts: connections for data, by place. silence: see `connection.guard`. rate: see `pacing.pace`; 0: none."""
+        self._executor, self._counts, self._silence, self._rate = executor, counts, silence, rate
+        threading.Thread(target=self._run, args=(executor,), name="dadt-tcp-mend", daemon=True).start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._listener.close()
+        with self._lock:
+            for place in list(self._coming):
+                self._drop(place)
+
+    def _run(self, executor: _core.TcpExecutor) -> None:
+        while (place := executor.await_break()) is not None:
+            self._begin(executor, place)
+        self.close()
+
+    def _begin(self, executor: _core.TcpExecutor, place: int) -> None:
+        with self._lock:
+            if place not in self._mending:
+                self._mending.add(place)
+                threading.Thread(target=self._mend, args=(executor, place), name="dadt-tcp-mend", daemon=True).start()
+
+    def _mend(self, executor: _core.TcpExecutor, place: int) -> None:
+        deadline = monotonic() + self._seconds
+        dial = self._dial if self._own > place else self._ask
+        while True:
+            with self._lock:
+                if self._ended.is_set() or not executor.is_detached(place):
+                    self._mending.discard(place)
+                    return
+            try:
+                if dial(executor, place):
+                    deadline = monotonic() + self._seconds
+                    continue
+            except Unreached as error:
+                if error.nobody_listens and executor.has_left(place):  # its process has ended
+                    deadline = 0.0
+            except Refused:
+                pass  # it has ended, or awaits another attempt
+            if monotonic() >= deadline:
+                executor.give_up(place)
+            else:
+                self._ended.wait(_PAUSE)
+
+    def _dial(self, executor: _core.TcpExecutor, place: int) -> bool:
+        """Dial a rank. Returns whether its connections are replaced."""
+        received = executor.detach(place)
+        if received is None:
+            return False
+        self._attempts[place] += 1
+        hello = self._hello(MENDED, place) | {"received": received}
+        with ExitStack() as opened:
+            sockets = []
+            for number in range(1 + self._counts[place]):
+                found, answer = self._reach(place, {**hello, "number": number})
+                sockets.append(opened.enter_context(found.socket))
+            if not _is_count(answer.get("received")):
+                raise Refused("this is no answer of this version")
+            return self._attach(executor, place, sockets, answer["received"])
+
+    def _ask(self, executor: _core.TcpExecutor, place: int) -> bool:
+        """Have a rank that does not know of the break dial this one."""
+        with self._lock:
+            coming = self._coming.get(place)
+            hello = self._hello(BROKEN, place)
+        if coming is None or monotonic() >= coming.deadline:
+            self._reach(place, hello)[0].socket.close()
+        return False
+
+    def _hello(self, use: str, place: int) -> dict[str, object]:
+        return {"use": use, "group": self._name, "place": self._own, "attempt": self._attempts[place]}
+
+    def _reach(self, place: int, hello: Words) -> tuple[SealedConnection, Words]:
+        deadline = monotonic() + connection.CONNECT_SECONDS
+        found, answer, _ = connection.attempt(self._reaches[place], hello, deadline, f"rank {self._ranks[place]}")
+        return found, answer
+
+    def _attach(self, executor: _core.TcpExecutor, place: int, sockets: Sequence[socket.socket], received: int) -> bool:
+        for number, each in enumerate(sockets):
+            connection.guard(each, self._silence)
+            set_urgent(each, number == _NOTICES)
+            if self._rate:
+                pacing.pace(each, self._rate)
+        notices, *data = [each.fileno() for each in sockets]
+        attached = executor.attach(place, data, notices, received)
+        if not attached and executor.is_detached(place):  # what the other rank lacks is not known any more
+            executor.give_up(place)
+        return attached
+
+    # Where another rank dials this one -------------------------------------------------------------------------
+
+    def greet(self, hello: Words) -> Words:
+        place, attempt, number, received = (hello.get(word, 0) for word in ("place", "attempt", "number", "received"))
+        sound = all(map(_is_count, (place, attempt, number, received)))
+        executor = self._executor
+        if executor is None or hello.get("group") != self._name or not sound or place >= len(self._ranks):
+            return {"refused": "there is no such connection"}
+        if hello["use"] == BROKEN:
+            with self._lock:
+                asks = place < self._own and attempt == self._attempts[place]
+                if asks and executor.detach(place) is None:
+                    return {"refused": "this rank has ended"}
+            if asks:
+                self._begin(executor, place)
+            return {}
+        if place <= self._own or number > self._counts[place]:
+            return {"refused": "there is no such connection"}
+        with self._lock:
+            if attempt < self._attempts[place] or attempt == 0:
+                return {"refused": "this is an earlier attempt"}
+            mine = executor.detach(place)
+            if mine is None:
+                return {"refused": "this rank has ended"}
+            if attempt > self._attempts[place]:
+                self._attempts[place] = attempt
+                self._drop(place)
+                self._coming[place] = _Coming(received, monotonic() + connection.MEET_SECONDS)
+            coming = self._coming.get(place)
+            if coming is None or number in coming.greeted or received != coming.received:
+                return {"refused": "there is such a connection"}
+            coming.greeted.add(number)
+        return {"received": mine}
+
+    def take(self, hello: Words, found: SealedConnection) -> None:
+        place, executor = hello["place"], self._executor
+        with self._lock:
+            coming = self._coming.get(place)
+            if executor is None or coming is None or hello["use"] == BROKEN or hello["attempt"] < self._attempts[place]:
+                found.socket.close()
+                return
+            coming.sockets[hello["number"]] = found.socket
+            if len(coming.sockets) <= self._counts[place]:
+                return
+            del self._coming[place]
+        with ExitStack() as opened:
+            sockets = [opened.enter_context(coming.sockets[number]) for number in sorted(coming.sockets)]
+            self._attach(executor, place, sockets, coming.received)
+
+    def _drop(self, place: int) -> None:
+        coming = self._coming.pop(place, None)
+        for each in coming.sockets.values() if coming else ():
+            each.close()

@@ -1,0 +1,55 @@
+"""Shows in the timeline what a rank's links with other hosts carry, as counters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+from dadt.comm.link_totals import LinkTotals
+
+LEAST_SECONDS = 0.2
+"""Least seconds between two readings for a rate that means something: acknowledgments come in bursts."""
+REST_SECONDS = 0.5
+"""A link that was not read for so long carries nothing: those in use are read at least as often."""
+MOST_LINKS = 8
+"""Most links that are shown at a time: those that have carried most since they were last looked at."""
+
+
+class LinkCounters:
+    """Counters of one rank's links, for its part of the timeline."""
+
+    def __init__(self, totals: Callable[[], Mapping[int, LinkTotals]], rank: int, origin: float) -> None:
+        """totals: returns the totals for each other host, by a rank on it. origin: time 0 of the timeline
+        (perf_counter)."""
+        self._totals, self._rank, self._origin = totals, rank, origin
+        self._before: Mapping[int, LinkTotals] = {}
+        self._shown: set[int] = set()
+        self._begin = perf_counter()
+
+    def drain(self) -> bytes:
+        """Return lines of a trace with what the links have carried since they were last looked at; one with zeros where
+        a link has come to rest."""
+        totals, now = dict(self._totals()), perf_counter()
+        read = {peer: each for peer, each in totals.items() if each.at - self._earlier(peer).at >= LEAST_SECONDS}
+        moved = {peer: each.moved - self._earlier(peer).moved for peer, each in read.items()}
+        most = sorted(filter(moved.__getitem__, moved), key=moved.__getitem__)[-MOST_LINKS:]
+        resting = {peer for peer in self._shown - {*most} if peer in read or now - totals[peer].at > REST_SECONDS}
+        lines = [self._line(peer, totals[peer], self._earlier(peer), now) for peer in sorted({*most, *resting})]
+        self._before, self._shown = {**self._before, **read}, {*most, *self._shown} - resting
+        return b"".join(lines)
+
+    def _earlier(self, peer: int) -> LinkTotals:
+        return self._before.get(peer, LinkTotals(at=self._begin))
+
+    def _line(self, peer: int, totals: LinkTotals, before: LinkTotals, now: float) -> bytes:
+        at = totals.at if totals.at > before.at else now
+        seconds = at - before.at
+        values = {
+            "Mbit/s sent": round(8e-6 * (totals.sent - before.sent) / seconds, 3),
+            "Mbit/s sent again": round(8e-6 * (totals.resent - before.resent) / seconds, 3),
+            "Mbit/s received": round(8e-6 * (totals.received - before.received) / seconds, 3),
+        }
+        event = {"ts": round(1e6 * (at - self._origin), 3), "ph": "C", "pid": self._rank, "tid": 0, "cat": "link"}
+        event |= {"name": f"to the host of rank {peer}", "args": values}
+        return json.dumps(event, separators=(",", ":")).encode() + b",\n"

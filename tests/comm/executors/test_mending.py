@@ -1,0 +1,157 @@
+"""Connections over TCP that break while both ranks live."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from time import monotonic
+
+import pytest
+import torch
+from harness.patience import PATIENCE, await_that
+
+from dadt import _core
+from dadt.comm.executors import mending, sockets
+from dadt.comm.executors.tcp import _layout
+from dadt.config import Config
+from dadt.control.connection import Reach, Refused, Unreached, dial
+from dadt.errors import PeerLost
+from dadt.world import World
+
+RANKS = 3
+
+
+class Board:
+    """A rendezvous (Meet) of threads."""
+
+    secret = b"s" * 32
+    outdated = None
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._news = threading.Condition()
+
+    def look(self, what: str, waited: float) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def put(self, key: str, blob: bytes) -> None:
+        with self._news:
+            self._values[key] = blob
+            self._news.notify_all()
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        with self._news:
+            assert self._news.wait_for(lambda: all(key in self._values for key in keys), PATIENCE)
+            return [self._values[key] for key in keys]
+
+    def exchange(self, key: str, blob: bytes) -> list[bytes]:
+        raise NotImplementedError
+
+
+class Rank:
+    def __init__(self, board: Board, place: int, streams: int = 1) -> None:
+        world, config = World(rank=place, world_size=RANKS), Config(timeout=PATIENCE, streams=streams)
+        found = sockets.connect(("notices", sockets.DATA), "tcp", board, world, range(RANKS), config)
+        assert found.mender is not None
+        self.mender = found.mender
+        self.data = [[each.detach() for each in those] for those in found.sockets[sockets.DATA]]
+        self.notices = [those[0].detach() if those else -1 for those in found.sockets["notices"]]
+        self.executor = _core.TcpExecutor(place, self.data, self.notices, PATIENCE / 2)
+        self.mender.start(self.executor, [len(those) for those in self.data], PATIENCE / 2, 0.0)
+        self.engine = _core.Engine(self.executor, place, RANKS, PATIENCE)
+        self.place = place
+
+    def cut(self, *descriptors: int) -> None:
+        for each in descriptors:
+            with socket.socket(fileno=os.dup(each)) as found, suppress(OSError):  # it may be broken already
+                found.shutdown(socket.SHUT_RDWR)
+
+    def sum(self, flat: torch.Tensor) -> torch.Tensor:
+        address = [flat.data_ptr()]
+        work = self.engine.allreduce(_layout(flat), address, address, "sum", reduction=_core.Reduction.sum)
+        work.wait(2 * PATIENCE)
+        return flat
+
+
+def joined(board: Board, streams: int = 1) -> list[Rank]:
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(lambda place: Rank(board, place, streams), range(RANKS)))
+
+
+def sums(ranks: Sequence[Rank], count: int) -> None:
+    with ThreadPoolExecutor(RANKS) as pool:
+        found = list(pool.map(lambda rank: rank.sum(torch.ones(count)), ranks))
+    assert all(torch.equal(each, torch.full((count,), float(RANKS))) for each in found)
+
+
+def close(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        rank.engine.close(PATIENCE)
+    names = ("dadt-tcp-mend", "dadt-listen")
+    await_that(lambda: not [each for each in threading.enumerate() if each.name in names], "the menders' end")
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_operations_go_on_over_connections_that_are_replaced(streams: int) -> None:
+    ranks = joined(Board(), streams)
+
+    def work(rank: Rank) -> None:
+        for step in range(30):
+            other = (rank.place + 1 + step % (RANKS - 1)) % RANKS
+            rank.cut(rank.notices[other] if step % 5 == 0 else rank.data[other][step % streams])
+            flat = torch.arange(10 if step % 2 else 300_000, dtype=torch.float64) * (rank.place + step)
+            assert torch.equal(rank.sum(flat), torch.arange(len(flat), dtype=torch.float64) * (3 + 3 * step))
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(work, ranks))
+    close(ranks)
+
+
+def test_all_connections_of_a_rank_may_break_at_once() -> None:
+    ranks = joined(Board(), 2)
+    ranks[1].cut(*ranks[1].notices[::2], *ranks[1].data[0], *ranks[1].data[2])
+    sums(ranks, 100_000)
+    close(ranks)
+
+
+def test_a_rank_that_cannot_be_reached_any_more_is_named_at_once() -> None:
+    ranks = joined(Board())
+    ranks[2].mender.close()  # nobody listens there any more
+    begun = monotonic()
+    ranks[2].cut(*ranks[2].notices[:2], *ranks[2].data[0], *ranks[2].data[1])
+    for rank in ranks[:2]:
+        with pytest.raises(PeerLost, match=r"rank 2 .*is gone"):
+            rank.sum(torch.ones(5))
+    assert monotonic() - begun < PATIENCE / 2  # when else the connection would count as silent
+    for rank in ranks:
+        rank.engine.abort("the test ends")
+    close(ranks)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, {"place": 0}, {"place": 3}, {"group": "other"}, {"received": -1}, {"received": 7}, {"attempt": "1"},
+     {"attempt": 0}, {"number": 2}, {"use": mending.BROKEN, "place": 9}],
+)  # fmt: skip
+def test_who_may_not_replace_a_connection_changes_nothing(wrong: dict[str, object]) -> None:
+    board = Board()
+    ranks = joined(board)
+    reach = Reach.from_text(board.get(["tcp endpoint 0"])[0].decode())
+    hello = {"use": mending.MENDED, "place": 1, "group": "tcp", "number": 0, "received": 0, "attempt": 1}
+    stranger = Reach(addresses=reach.addresses, port=reach.port, key=b"t" * 32, silence=PATIENCE)
+    with pytest.raises(Unreached, match="another key"):
+        dial(lambda: stranger, hello, 0.0)
+    known = Reach(addresses=reach.addresses, port=reach.port, key=board.secret, silence=PATIENCE)
+    if not wrong or "received" in wrong:  # one of the job who is right in all else ends the connection alone
+        with suppress(Refused):
+            dial(lambda: known, {**hello, **wrong}, 0.0)[0].socket.close()
+    else:
+        with pytest.raises(Refused):
+            dial(lambda: known, {**hello, **wrong}, 0.0)
+    sums(ranks, 5)
+    close(ranks)

@@ -1,0 +1,280 @@
+// Connections over TCP that break while both ranks live, and are replaced.
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <numeric>
+#include <random>
+
+#include "ranks.h"
+#include "tcp/tcp.h"
+#include "tcp_pairs.h"
+
+namespace dadt {
+namespace {
+
+// Two ends whose connections break at any time, while memory that was sent changes as soon as it may.
+class StreamBreak : public testing::TestWithParam<int> {};
+
+TEST_P(StreamBreak, EveryByteComesOnce) {
+  constexpr size_t kOperation = 200'000, kBytes = 10 * kOperation;
+  const size_t sockets = static_cast<size_t>(GetParam());
+  int replaced = 0;
+  for (unsigned seed = 0; seed < 12; ++seed) {
+    std::mt19937 random(seed);
+    const auto below = [&](size_t limit) { return random() % limit; };
+    std::vector<int> ones, others;
+    for (size_t i = 0; i < sockets; ++i) {
+      const auto [one, other] = pair();
+      ones.push_back(one);
+      others.push_back(other);
+    }
+    Stream from(1, ones), to(0, others);
+    std::vector<uint8_t> want(kBytes), memory, got(kBytes);
+    for (uint8_t& each : want) each = static_cast<uint8_t>(random());
+    memory = want;
+    size_t begun = 0, received = 0;  // where the operation begins
+    while (received < kBytes) {
+      const size_t sent = from.sent();
+      if (sent < kOperation && begun < kBytes) {
+        from.send({{memory.data() + begun + sent, std::min(kOperation - sent, 1 + below(200'000))}});
+      } else if (begun < kBytes && received >= begun && from.flush()) {  // it has ended the one before
+        const size_t lacks = from.unacknowledged();
+        const char* end = reinterpret_cast<char*>(memory.data()) + begun + kOperation;
+        from.settle(std::string(end - lacks, end));
+        std::fill_n(memory.begin() + static_cast<ptrdiff_t>(begun), kOperation, 0);
+        begun += kOperation;
+      } else {
+        from.flush();
+      }
+      if (below(2) == 0) {
+        received += to.receive({{got.data() + received, std::min(kBytes - received, 1 + below(150'000))}});
+      }
+      // What then comes from the other side is answered by a reset.
+      if (below(20) == 0) shutdown((below(2) == 0 ? ones : others)[below(sockets)], SHUT_RDWR);
+      if (!from.has_ended() && !to.has_ended() && below(60) > 0) continue;
+      if (below(3) > 0) continue;
+      const uint64_t mine = from.detach(), theirs = to.detach();
+      ASSERT_TRUE(from.can_resume(theirs));
+      ASSERT_TRUE(to.can_resume(mine));
+      for (size_t i = 0; i < sockets; ++i) {
+        const auto [one, other] = pair();
+        dup2(one, ones[i]);
+        dup2(other, others[i]);
+        close(one);
+        close(other);
+      }
+      from.attach(theirs);
+      to.attach(mine);
+      ++replaced;
+    }
+    EXPECT_EQ(got, want) << "seed " << seed;
+    for (int socket : ones) close(socket);
+    for (int socket : others) close(socket);
+  }
+  EXPECT_GT(replaced, 12);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, StreamBreak, testing::Values(1, 3));
+
+// Ranks whose connections are replaced when they break, and can be made to break.
+class LastingRanks {
+ public:
+  LastingRanks(int world_size, int streams) : data_(meshes(world_size, streams)), notices_(mesh(world_size)) {
+    for (int rank = 0; rank < world_size; ++rank) {
+      ranks_.push_back(std::make_shared<TcpExecutor>(rank, data_[rank], notices_[rank], 2));
+    }
+    for (int rank = 0; rank < world_size; ++rank) {
+      threads_.emplace_back([this, rank] {
+        while (const auto other = ranks_[rank]->links().await_break()) replace(rank, *other);
+      });
+    }
+  }
+  ~LastingRanks() {
+    for (const auto& rank : ranks_) rank->close();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  TcpExecutor& operator[](int rank) { return *ranks_[rank]; }
+
+  void cut(int rank, int other, unsigned how) {
+    const auto& sockets = data_[rank][other];
+    shutdown(how % 5 == 0 ? notices_[rank][other] : sockets[how / 5 % sockets.size()], SHUT_RDWR);
+  }
+
+  int replaced() const { return replaced_; }
+
+ private:
+  void replace(int rank, int other) {
+    const std::lock_guard lock(mutexes_[std::min(rank, other)][std::max(rank, other)]);
+    if (!ranks_[rank]->links().is_detached(other)) return;
+    const auto theirs = ranks_[other]->links().detach(rank);
+    const auto mine = ranks_[rank]->links().detach(other);
+    if (!mine || !theirs) return;
+    std::vector<int> here, there;
+    for (size_t i = 0; i <= data_[rank][other].size(); ++i) {
+      const auto [one, another] = pair();
+      here.push_back(one);
+      there.push_back(another);
+    }
+    const auto attach = [](Links& links, int peer, const std::vector<int>& sockets, uint64_t received) {
+      EXPECT_TRUE(links.attach(peer, {sockets.begin(), sockets.end() - 1}, sockets.back(), received));
+      for (int socket : sockets) close(socket);
+    };
+    std::thread beside([&] { attach(ranks_[other]->links(), rank, there, *mine); });
+    attach(ranks_[rank]->links(), other, here, *theirs);
+    beside.join();
+    ++replaced_;
+  }
+
+  const std::vector<std::vector<std::vector<int>>> data_;
+  const std::vector<std::vector<int>> notices_;
+  std::vector<std::shared_ptr<TcpExecutor>> ranks_;
+  std::vector<std::thread> threads_;
+  std::mutex mutexes_[4][4];
+  std::atomic<int> replaced_{0};
+};
+
+using Floats = std::vector<std::vector<float>>;
+
+float value(int rank, int round, size_t i) { return static_cast<float>((rank + 1) * (round + 3) + i % 1000); }
+
+// Every kind of operation, of few and of many values, in place and not, as they are and compressed. Returns
+// all that comes of it.
+std::vector<std::string> rounds(Executor& executor, int rank, int world_size) {
+  std::vector<std::string> found;
+  const auto add = [&](const Floats& tensors) {
+    for (const auto& each : tensors) {
+      found.emplace_back(reinterpret_cast<const char*>(each.data()), each.size() * sizeof(float));
+    }
+  };
+  for (int round = 0; round < 9; ++round) {
+    const size_t count = round % 3 == 0 ? 1000 : round % 3 == 1 ? 50'000 : 400'000;
+    Floats values(2, std::vector<float>(count / 2));
+    for (size_t i = 0; i < count / 2; ++i) {
+      values[0][i] = value(rank, round, i);
+      values[1][i] = value(rank, round + 1, i);
+    }
+    Floats sums = values;
+    Operation operation = allreduce(DType::kFloat32, round % 2 == 0 ? sums : values, sums);
+    operation.lane = std::string(static_cast<size_t>(round), 'x');
+    std::vector<float> owed(count);
+    if (round % 4 == 3) operation.compression = {.codec = Codec::kInt8, .owed = owed.data()};
+    if (round % 8 == 6) operation.weight = rank + 1;
+    found.push_back(executor.run(operation, 30).lanes.back());
+    add(sums);
+    if (round % 6 == 5) operation.outputs[1] = nullptr;
+
+    Operation sent = allreduce(DType::kFloat32, values, values);
+    sent.kind = Kind::kBroadcast;
+    sent.root = round % world_size;
+    executor.run(sent, 30);
+    add(values);
+
+    Floats sends(world_size, std::vector<float>(1 + count / 4)), receives = sends;
+    for (int to = 0; to < world_size; ++to) {
+      for (size_t i = 0; i < sends[to].size(); ++i) sends[to][i] = value(rank + to, round, i);
+    }
+    Operation exchanged = allreduce(DType::kFloat32, sends, receives);
+    exchanged.kind = Kind::kExchange;
+    exchanged.layout = exchanged.receives =
+        Layout(DType::kUInt8, std::vector<size_t>(world_size, sends[0].size() * sizeof(float)));
+    executor.run(exchanged, 30);
+    add(receives);
+
+    for (const std::string& lane :
+         executor.run(allgather(std::string(count / 100, 'a' + rank % 26)), 30).lanes) {
+      found.push_back(lane);
+    }
+  }
+  return found;
+}
+
+struct Case {
+  int world_size;
+  int streams;
+};
+
+class TcpBreak : public testing::TestWithParam<Case> {};
+
+TEST_P(TcpBreak, OperationsGoOnWhereTheyWere) {
+  const auto [world_size, streams] = GetParam();
+  std::vector<std::vector<std::string>> want(world_size), got(world_size);
+  {
+    LastingRanks whole(world_size, streams);
+    spawn(world_size, [&](int rank) { want[rank] = rounds(whole[rank], rank, world_size); });
+    EXPECT_EQ(whole.replaced(), 0);
+  }
+  LastingRanks ranks(world_size, streams);
+  std::atomic<bool> is_over{false};
+  std::thread cutter([&] {
+    std::mt19937 random(7);
+    const auto below = [&](int limit) { return static_cast<int>(random() % static_cast<unsigned>(limit)); };
+    for (int i = 0; !is_over; ++i) {
+      const int rank = below(world_size);
+      const int other = (rank + 1 + below(world_size - 1)) % world_size;
+      ranks.cut(rank, other, random());
+      const int replaced = ranks.replaced();
+      const auto until = Clock::now() + std::chrono::microseconds(below(20'000));
+      while (!is_over && (Clock::now() < until || (i % 3 == 0 && ranks.replaced() == replaced))) {
+        std::this_thread::yield();
+      }
+    }
+  });
+  try {
+    spawn(world_size, [&](int rank) {
+      try {
+        got[rank] = rounds(ranks[rank], rank, world_size);
+      } catch (const Error& error) {
+        ranks[rank].abort(error);
+        throw;
+      }
+    });
+  } catch (const Error& error) {
+    ADD_FAILURE() << error.what();
+  }
+  is_over = true;
+  cutter.join();
+  EXPECT_EQ(got, want);
+  EXPECT_GT(ranks.replaced(), 10);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, TcpBreak, testing::Values(Case{2, 1}, Case{2, 4}, Case{4, 1}, Case{3, 3}),
+                         [](const auto& each) {
+                           return std::to_string(each.param.world_size) + "Ranks" +
+                                  std::to_string(each.param.streams) + "Streams";
+                         });
+
+TEST(TcpBreak, ARankThatCannotBeReachedIsNamed) {
+  const auto data = meshes(2, 1);
+  const auto notices = mesh(2);
+  TcpExecutor one(0, data[0], notices[0], 30), other(1, data[1], notices[1], 30);
+  std::thread giving([&] {
+    const auto rank = one.links().await_break();
+    ASSERT_TRUE(rank);
+    one.links().give_up(*rank);
+  });
+  shutdown(data[1][0][0], SHUT_RDWR);
+  Floats tensors{{1, 2}};
+  const Error error = caught([&] { one.run(allreduce(DType::kFloat32, tensors, tensors), 30); });
+  EXPECT_EQ(error.code(), Code::kPeerLost);
+  EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
+  giving.join();
+}
+
+TEST(TcpBreak, ARankThatEndsIsNotReplaced) {
+  const auto data = meshes(2, 2);
+  const auto notices = mesh(2);
+  TcpExecutor one(0, data[0], notices[0], 30), other(1, data[1], notices[1], 30);
+  std::thread waiting([&] { EXPECT_FALSE(one.links().await_break()); });
+  other.close();
+  Floats tensors{{1, 2}};
+  const Error error = caught([&] { one.run(allreduce(DType::kFloat32, tensors, tensors), 30); });
+  EXPECT_NE(std::string(error.what()).find("rank 1 (127.0.0.1) has ended"), std::string::npos)
+      << error.what();
+  one.close();
+  waiting.join();
+}
+
+}  // namespace
+}  // namespace dadt
