@@ -71,6 +71,9 @@ class Algorithm(abc.ABC):
     survives = False
     """Whether training continues when ranks are lost; requires a `regroup` method."""
 
+    shares = False
+    """Whether ranks that take steps of their own share the second moments by which the optimizer divides."""
+
     tries = False
     """Whether the coming step, within the warm-up, measures a compression that may be chosen later."""
 

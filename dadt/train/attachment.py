@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dadt.comm.shards import local
 from dadt.errors import DadtError
 from dadt.train import prediction
 from dadt.train.agreement import Agreement
@@ -21,12 +22,15 @@ from dadt.train.buffers import ChangingBuffers
 from dadt.train.common_values import take_first_ranks
 from dadt.train.events import Events
 from dadt.train.exchange import fingerprint
-from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
+from dadt.train.exchange.delivery import hand_out, hand_out_zeros, ratio_of, without_averages
+from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.momentum_exchange import MomentumExchange
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.finite import Finite
 from dadt.train.growth import Growth
 from dadt.train.loss.lockstep import Lockstep
 from dadt.train.measure import Measure
+from dadt.train.momentum import Momentum
 from dadt.train.optimizers import Optimizers
 from dadt.train.param_groups import groups_crc
 from dadt.train.prediction_scope import PredictionScope
@@ -83,10 +87,11 @@ class Attachment:
         self._followed: list[torch.Tensor] = []  # the parameters that the bucket plan covers
         self._tables: list[torch.Tensor] = []  # parameters whose gradients are sparse tensors
         self._token: tuple[Any, ...] = ()
-        self.prediction = prediction.choose(ranks.config, optimizer, self.parameters, ranks.world.world_size)
+        self.prediction = prediction.choose(ranks.config, optimizer, self.parameters, ranks.group.world_size)
         # An optimizer that is garbage-collected before its step must not leave predicted weights behind.
         weakref.finalize(optimizer, self.prediction.undo).atexit = False
         self.algorithm: Algorithm = optimizers.algorithm(self)
+        self.momentum = Momentum(self)
         self.switch_note: dict[str, Any] = {}  # entries that checkpoints add to the algorithm's state
 
     @property
@@ -162,7 +167,7 @@ class Attachment:
         if not new:
             return
         if self.ranks.config.broadcast:
-            values, name = [p.data for p in new], f"late weights{self.name}"
+            values, name = [local(p.data) for p in new], f"late weights{self.name}"
             take_first_ranks(self.ranks, values, name, partial(self.known.update, new))
         self.known.update(new)
         self._modules = below(self.optimizers.root_modules(self.optimizer))
@@ -182,7 +187,8 @@ class Attachment:
                 self.watch_gradients()
             self._tables = sparse_tables(self.modules, parameters)
         size, turns = int(self.ranks.config.bucket_mb * 2**20), self.algorithm.in_flight + 1
-        self._schema = BucketPlan(parameters, self.buffers(), size, self.ranks.device, turns, self.compression)
+        how = turns, self.compression, self.momentum.sends
+        self._schema = BucketPlan(parameters, self.buffers(), size, self.ranks.device, *how)
         self._token = token
 
     def watch_gradients(self) -> None:
@@ -206,7 +212,7 @@ class Attachment:
         self.measure.late = 0
 
     def average_gradients(self) -> None:
-        """Exchange gradients where a step first uses them, and set `.grad` to what the optimizer should apply."""
+        """Exchange gradients at the first call within a step, and set `.grad` to what the optimizer should apply."""
         if self.consumed and not self.algorithm.averages:
             return  # no average has been applied, so the script may add to its rank's own gradients
         if self.consumed and self._growth.seen and not self._growth.has_averages:
@@ -217,6 +223,7 @@ class Attachment:
                     "a backward added to gradients that were already clipped or unscaled in this step, and so"
                     " averaged: clip once, after the step's last backward"
                 )
+            self.momentum.shown.early = True
             return
         self.stepping = False
         for callback in self.events.on_exchange:
@@ -232,6 +239,7 @@ class Attachment:
             self.prediction.follow(parameters)
         if self.finite.look(parameters, self.scale) and self.finite.skips:
             self.zero_gradients()  # the compression's error feedback would store a NaN or infinity forever
+        self.momentum.see()
         if self.algorithm.tracks:
             into = self._schema.addresses if self._schema is not None else frozenset()
             self.prediction.before_step(late=self.algorithm.predicts, scale=self.scale, delivery=into)
@@ -261,6 +269,7 @@ class Attachment:
         which the step launches again."""
         if self._schema is not None:
             self._schema.forget_residuals()
+        self.momentum.forget()
         if exchange is not None:
             self.exchanges -= 1
             exchange.give_back()
@@ -268,12 +277,7 @@ class Attachment:
     def zero_gradients(self) -> None:
         """Set the gradients to zeros in newly allocated memory, for a step that applies none: an exchange may still
         read the old memory."""
-        tables = {id(p) for p in self._tables}
-        # Only parameters with a gradient: with zeros in place of None, an optimizer would apply weight decay and create
-        # state. If none has one, all get zeros.
-        for p in [p for p in self.parameters if p.grad is not None] or self.parameters:
-            zeros = torch.zeros_like(p)
-            p.grad = zeros.to_sparse(1) if id(p) in tables else zeros
+        hand_out_zeros(self.parameters, self._tables)
 
     def withhold_gradients(self) -> None:
         """Called just before the optimizer steps: remove the gradients if no average has arrived yet, so that the step
@@ -287,9 +291,12 @@ class Attachment:
             self._held = [(p, p.grad) for p in self.parameters]
             for p, _ in self._held:
                 p.grad = None
+        else:
+            self.momentum.before_step()
 
     def stepped(self) -> None:
         """Called when the optimizer has stepped: restore withheld gradients, update the prediction and end the step."""
+        self.momentum.shown.stepped()
         self.prediction.after_step(held=bool(self._held), scale=self.scale)
         for p, gradient in self._held:
             p.grad = gradient
@@ -330,8 +337,11 @@ class Attachment:
         name = f"step {self.numbered_from + self.exchanges - 1}{self.name}{', again' if again else ''}"
         if again:
             self._schema.forget_residuals()  # a discarded exchange has changed the compression's residuals
-        weight = self.batch_weight.value
-        exchange = Exchange(self.ranks, self._schema, self.exchanges - 1, name, weight, compressed=self.compresses)
+        of_exchange = self.ranks, self._schema, self.exchanges - 1, name, self.batch_weight.value
+        if self.momentum.sends:
+            exchange: Exchange = MomentumExchange(*of_exchange, self.momentum)
+        else:
+            exchange = Exchange(*of_exchange, compressed=self.compresses)
         exchange.scale = self.scale
         self.ranks.keep(exchange)
         return exchange
@@ -355,6 +365,7 @@ class Attachment:
                 interrupted=self.ranks.requests.interruption.heard > 0,
                 approach=self.ranks.requests.approaches.heard,
                 loss=self.agreement.loss,
+                square=self.momentum.shown.square,
             )
         )
 
@@ -371,23 +382,14 @@ class Attachment:
         return exchange.receive()
 
     def deliver(self, exchange: Exchange | RestoredExchange) -> None:
-        ratio = None
-        if self.scale is not exchange.scale:
-            ratio = (1.0 if self.scale is None else self.scale) / (1.0 if exchange.scale is None else exchange.scale)
-        absent = [p for p in self._tables if p.grad is None]
+        self.momentum.delivering()
         averages = exchange.averaged_gradients()
         self._listing.averaged(exchange.frozen, averages)
-        hand_out(exchange.parameters, averages, ratio, exchange.frozen)
-        for p in absent:
-            # Averages of sparse gradients are made sparse too: some optimizers reject dense ones in their place.
-            if p.grad is not None and p.grad.layout == torch.strided:
-                p.grad = p.grad.to_sparse(1)
+        ratio = ratio_of(self.scale, exchange.scale)
+        ratio = self.momentum.ratio(averages, exchange.square, ratio, exchange.scale)
+        hand_out(exchange.parameters, averages, ratio, exchange.frozen, self._tables)
         if exchange.schema is not self._schema and self._schema is not None:
-            # Parameters that were added or unfrozen after the exchange began have no average yet.
-            averaged = {id(p) for p in exchange.schema.parameters}
-            for p in self._schema.parameters:
-                if id(p) not in averaged:
-                    p.grad = None
+            without_averages(self._schema.parameters, exchange.schema.parameters)
         self.optimizers.buffers.update(exchange.places, exchange.averaged_buffers())
 
     def agree(self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange) -> None:

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 import torch
 
+from dadt.comm import shards
 from dadt.train.attachment import Attachment
 
 _INDEX = attrgetter("index")
@@ -64,7 +65,7 @@ class Attachments:
 
 def _counts(parameter: torch.Tensor) -> bool:
     """Whether the parameter has a gradient with any nonzero value."""
-    gradient = parameter.grad
+    gradient = shards.gradient(parameter)
     if gradient is not None and gradient.layout != torch.strided:
         gradient = gradient.coalesce().values()
     return gradient is not None and bool(gradient.any())

@@ -118,6 +118,7 @@ class Checkpoints:
             "step": a.step,
             "state": state,
             "prediction": prediction,
+            "momentum": a.momentum.state(),
             "random": {},
         }
 
@@ -229,6 +230,7 @@ class Checkpoints:
             return
         a.step = part["step"]
         a.numbered_from = a.step - a.exchanges
+        a.momentum.load_state(part.get("momentum", {}))
         if own is not None:
             try:
                 observation.restore(a, own, prediction, part["state"])
@@ -257,13 +259,15 @@ class Checkpoints:
         and the prediction's expected gradients by the averages in flight."""
         buffers = self._optimizers.buffers
         flights = state.get("in_flight", ())
+        flight = flights[-1] if flights else {"gradients": {}, "scale": None}
+        averages = by_parameter(flight["gradients"], list(numbers_of(a.optimizer)))
+        a.momentum.join(averages, flight["scale"])
         if flights:
             places = places_of(a)
             for i, value in flights[-1]["buffers"].items():
                 if i < len(places):
                     module, name = places[i]
                     buffers.join(module, name, value)
-            averages = by_parameter(flights[-1]["gradients"], list(numbers_of(a.optimizer)))
-            a.prediction.join(averages, flights[-1]["scale"])
+            a.prediction.join(averages, flight["scale"])
         else:
             buffers.join_official(a.modules)

@@ -47,7 +47,7 @@ class Departure:
         ranks = self._ranks
         if ranks.control is not None:
             if ranks.step:
-                ranks.control.progress(ranks.step, last=True, **ranks.progress.numbers())
+                ranks.control.progress(ranks.step, last=True, **ranks.progress.numbers(last=True))
             ranks.control.done({**ranks.progress.summary(), "explicit": self._optimizers.script.explicit})
 
     def _leave(self, failed: bool) -> None:
@@ -61,7 +61,7 @@ class Departure:
                     engine.abort(f"rank {ranks.world.rank} {how}")
                 elif engine.error is None or (ranks.survives and (deaths.outdated or not ranks.together)):
                     if ranks.control is not None:
-                        ranks.control.ending(ranks.step)
+                        ranks.control.ending(ranks.step, ranks.gatherings.count)
                     if self._is_left_alone:
                         return
                     self._meet()

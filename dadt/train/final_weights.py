@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from dadt.comm.shards import local
 from dadt.errors import WeightsDiffer
 from dadt.train.attachment import Attachment
 from dadt.train.attachments import Attachments
@@ -138,7 +139,8 @@ class FinalWeights:
 def _sum(parameter: torch.Tensor) -> int | None:
     """Return the parameter's checksum, or None if it is not finite: bits of NaN may differ between ranks whose values
     are equal."""
-    value = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    value = local(parameter).detach()
+    value = torch.view_as_real(value) if value.is_complex() else value
     if not bool(torch.isfinite(value.sum(dtype=torch.float64))):
         return None
     return checksum(parameter)

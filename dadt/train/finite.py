@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from dadt.comm import shards
 from dadt.errors import DadtError
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.exchange.step_metadata import StepMetadata
@@ -38,9 +39,12 @@ class Finite:
     def look(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | None) -> int:
         """Return the 1-based index of the first parameter whose gradient is not finite on this rank. Returns 0 if there
         is none, with `--on-nan ignore`, or with a gradient scaler, which checks itself. Takes one pass over the
-        gradients.
+        gradients. In an island, all ranks return the largest index of any, so that all parts of a step are left out.
         """
-        self.number = 0 if self._choice == IGNORE or scale is not None else _first(parameters)
+        looks = self._choice != IGNORE and scale is None and len(parameters) > 0
+        self.number = _first(parameters) if looks else 0
+        if looks and self._ranks.world.island_size:
+            self.number = _most_in_island(self.number, parameters[0].device)
         return self.number
 
     def judge(self, lanes: Sequence[StepMetadata], exchange: Exchange | RestoredExchange) -> bool:
@@ -53,7 +57,9 @@ class Finite:
         parameter = exchange.parameters[lanes[rank].not_finite - 1]
         name = self._names().get(id(parameter)) or f"a parameter of shape {tuple(parameter.shape)}"
         step = exchange.name.removesuffix(", again")
-        text = f"{step}: the gradient of {name} is not finite on rank {self._ranks.members[rank]}"
+        first, size = self._ranks.members[rank], self._ranks.world.island_size
+        where = f"in island {first // size}" if size else f"on rank {first}"
+        text = f"{step}: the gradient of {name} is not finite {where}"
         if self._choice == STOP:
             raise DadtError(f"{text} (--on-nan stop)")
         found = self._measure.not_finite
@@ -63,13 +69,23 @@ class Finite:
 
 
 def _first(parameters: Sequence[torch.Tensor]) -> int:
-    gradients = [(i, _values(p.grad)) for i, p in enumerate(parameters, 1) if p.grad is not None]
+    found = enumerate(shards.gradients(parameters), 1)
+    gradients = [(i, _values(g)) for i, g in found if g is not None]
     norms = torch._foreach_norm([g for _, g in gradients]) if gradients else ()
     devices = {norm.device for norm in norms}  # the host waits once per device, not once per norm
     if all(bool(torch.isfinite(torch.stack([n for n in norms if n.device == each])).all()) for each in devices):
         return 0
     # In half precision a norm may overflow to infinity although all values are finite, so check each gradient.
     return next((i for i, g in gradients if not bool(torch.isfinite(g).all())), 0)
+
+
+def _most_in_island(number: int, device: torch.device) -> int:
+    """Return the largest number of any rank of this island, over the script's own process group."""
+    if not torch.distributed.is_initialized():
+        return number
+    most = torch.tensor(number, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

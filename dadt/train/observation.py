@@ -35,6 +35,7 @@ class Observation:
             "owes": None if in_flight else _owes(a),
             "in_flight": {},
             "follows": a.agreement.follows,
+            "momentum": a.momentum.observe(),
             "algorithm": a.algorithm.observe(),
         }
 
@@ -78,6 +79,7 @@ def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any]
     for form, owed in zip(a.schema.forms, own["owes"], strict=False):
         if form is not None and owed is not None:
             form.restore(owed)
+    a.momentum.restore(own["momentum"])
     a.agreement.follows = own["follows"]
     a.changing_buffers.forget()
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from dadt.comm import plain
+from dadt.comm import plain, shards
 from dadt.errors import DadtError, Mismatch
 
 DEPTH = 8
@@ -99,7 +99,7 @@ def _load(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     every = [optimizer, *(each for _, each in _wrapped(optimizer, DEPTH))]
     before = [(each, vars(each).get("state"), vars(each).get(_GROUPS)) for each in every]
     if _is_of_torch(state) and _GROUPS not in state:
-        state = {**state, _GROUPS: optimizer.state_dict()[_GROUPS]}
+        state = {**state, "state": _sharded(optimizer, state["state"]), _GROUPS: optimizer.state_dict()[_GROUPS]}
     optimizer.load_state_dict(dict(state))
     for each, old, groups in before:
         if isinstance(old, dict) and each.state is not old:
@@ -204,9 +204,32 @@ def _loadable(optimizer: Optimizer) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise DadtError(f"{type(optimizer).__name__}.state_dict() gives a {type(given).__name__}, and no dict")
     if _is_of_torch(given):
-        return {key: value for key, value in given.items() if key != _GROUPS}
+        parts = {key: _parts(each) for key, each in given["state"].items()}
+        return {key: value for key, value in given.items() if key != _GROUPS} | {"state": parts}
     # A custom state_dict without a custom load_state_dict is left out: `places` finds the values.
     return dict(given) if _overrides(optimizer, "load_state_dict") else {}
+
+
+def _parts(values: Any) -> Any:
+    """Return one parameter's state with what of each tensor lies on this rank."""
+    if not isinstance(values, dict):
+        return values
+    return {name: shards.local(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+
+
+def _sharded(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a state, by the parameters' numbers, whose tensors of a part's shape are sharded as their parameter is."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(map(shards.is_sharded, parameters)):
+        return dict(state)
+    made = dict(state)
+    for key, values in state.items():
+        p = parameters[key] if isinstance(key, int) else None
+        if p is not None and isinstance(values, dict):
+            shape = shards.local(p).shape
+            parts = {name for name, v in values.items() if isinstance(v, torch.Tensor) and v.shape == shape}
+            made[key] = {name: shards.like(p, v) if name in parts else v for name, v in values.items()}
+    return made
 
 
 def _is_of_torch(state_dict: Mapping[str, Any]) -> bool:

@@ -19,6 +19,9 @@ from dadt.train.ranks import Ranks
 from dadt.train.replay_state import ReplayState
 from dadt.train.script import Script
 
+_LENGTHS = ("T_max", "total_steps")
+"""Attributes in which torch's schedulers store the number of their steps: of CosineAnnealingLR and OneCycleLR."""
+
 
 class Optimizers:
     """The optimizers that the script has built, in the same order on all ranks. Iterates over those that DADT manages,
@@ -141,7 +144,8 @@ class Optimizers:
     def _enlist(self, optimizer: torch.optim.Optimizer) -> None:
         scaled = [g for o in self._registered for g in o.param_groups]
         self._registered[optimizer] = next(self._ordinals)
-        scale, shares = self._ranks.config.scale_lr, self._ranks.shares
+        scale, size = self._ranks.config.scale_lr, self._ranks.world.island_size or 1
+        shares = self._ranks.shares // size
         factor = {"linear": float(shares), "sqrt": shares**0.5}.get(scale, 1.0)
         if factor != 1.0:
             # A wrapper may share the param_groups of the optimizer inside, which must not be scaled twice.
@@ -158,6 +162,13 @@ class Optimizers:
         """Called when a learning rate scheduler was built: note its values."""
         self._schedulers = [(ref, made) for ref, made in self._schedulers if ref() is not None]
         self._schedulers.append((weakref.ref(scheduler), built.scheduler(scheduler)))
+
+    def progress(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return the share of the training that is over by the optimizer's learning rate schedulers which know its
+        length; 0 if none does."""
+        over = [each for ref, _ in self._schedulers if (each := ref()) is not None and each.optimizer is optimizer]
+        ends = [(each, vars(each).get(name)) for each in over for name in _LENGTHS]
+        return max((each.last_epoch / end for each, end in ends if isinstance(end, int) and end > 0), default=0.0)
 
     def compare(self, optimizer: torch.optim.Optimizer, which: str, *, loaded: bool) -> None:
         """Raises Mismatch if ranks have built different optimizers or models. Waits for all ranks. loaded: whether this

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
 from typing import Any, Protocol
 
+from dadt.comm.link_totals import LinkRecord
 from dadt.control.step_times import StepTimes
 from dadt.train.measure import Measure
 
@@ -41,6 +43,7 @@ class Progress:
         self.measures: list[Measure] = []
         """Time measurements of all optimizers so far, including those garbage-collected meanwhile."""
         self.senders: list[Sender] = []
+        self.links = LinkRecord()
         self._sent_before = (0, 0)
         self._step_times = StepTimes()
 
@@ -55,8 +58,9 @@ class Progress:
         """Count the bytes of these senders from now on; bytes of earlier senders stay counted."""
         self._sent_before, self.senders = self._sent(), list(senders)
 
-    def numbers(self) -> dict[str, Any]:
-        """Return the numbers that users who watch the job see while this rank trains."""
+    def numbers(self, last: bool = False) -> dict[str, Any]:
+        """Return the numbers that users who watch the job see while this rank trains. last: whether the rank has
+        ended."""
         sent, plain = self._sent()
         return {
             "samples": self.samples,
@@ -68,6 +72,7 @@ class Progress:
             "fell_back": sum(m.fell_back for m in self.measures),
             "differed": sum(m.differed for m in self.measures),
             "step_times": self._step_times.describe(),
+            **({"links": links} if (links := self.links.news(monotonic(), last)) else {}),
         }
 
     def summary(self) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from dadt._core import Codec as CoreCodec
 from dadt._core import Engine, Layout, Work
-from dadt.comm import plain
+from dadt.comm import link_totals, plain
 from dadt.comm.bucket import DTYPES, split
+from dadt.comm.compression import Codec
 from dadt.comm.executors.base import Connection, P2PWork, PointToPoint
 from dadt.comm.executors.device import Averaging, Device
-from dadt.comm.executors.meet import AllRanks, Apart, Meet
+from dadt.comm.executors.meet import AllRanks, Apart, Equals, Meet
 from dadt.comm.executors.point_to_point import NoPointToPoint
 from dadt.comm.keepalive import leak
 from dadt.comm.peer_deaths import Deaths, Generation
@@ -58,12 +60,14 @@ class Ranks:
         error, or raises the error if no loss of ranks explains it."""
         self.world = world
         """This rank among the ranks with which the job began."""
-        self.group = world
-        """This rank among the ranks that train now, after the loss of some."""
-        self.members: Sequence[int] = range(world.world_size)
-        """The ranks that train now, in the order of the group."""
+        self.members: Sequence[int] = world.equals
+        """The ranks that exchange with this one now, in the order of the group."""
+        self.group = world.among(self.members, 0)
+        """This rank among these ranks: all that train, after the loss of some, or its equals in other islands."""
         self.first = world.local_rank == 0 and not world.joins
         """Whether this rank is the first on its host, so that its files are the ones to keep."""
+        self.newest = Generation(members=tuple(range(world.world_size)))
+        """All ranks of the job that train now, also those that do not exchange with this one."""
         # the rank that writes into this rank's working folder if several hosts share the folder, else -1
         self.folder_writer = world.folder_writer
         self.shares = world.world_size
@@ -120,7 +124,7 @@ class Ranks:
     @property
     def alone(self) -> bool:
         """Whether the job has one rank and exchanges nothing. False if one rank continues the work of several."""
-        return self.world.world_size == 1 and self._stood_for <= 1
+        return self.world.world_size in (1, self.world.island_size) and self._stood_for <= 1
 
     @cached_property
     def together(self) -> bool:
@@ -135,11 +139,16 @@ class Ranks:
 
     def say(self, text: str, level: str = "info") -> None:
         """Print one line to the user, each text once. Information is printed by rank 0 only, warnings by any rank."""
-        if text in self._said or (self.group.rank != 0 and level == "info"):
+        if text in self._said or (self.world.rank != self._speaker and level == "info"):
             return
         self._said.add(text)
         if self.control is not None:
             self.control.say(text, level=level)
+
+    @property
+    def _speaker(self) -> int:
+        """The rank that tells the user what all ranks know: the first of those that train."""
+        return self.members[0] - self.members[0] % (self.world.island_size or 1)
 
     # Connection with the other ranks ---------------------------------------------------------------------------
 
@@ -156,7 +165,9 @@ class Ranks:
     def meet_within(self, seconds: float) -> Meet:
         group = self.group  # read once, as another thread may enter the next group
         has_lost = (lambda: self.deaths.outdated) if self.config.min_np else None
-        meet = AllRanks(group, self.control, seconds, has_lost, self.tell_waiting)
+        meet: Meet = AllRanks(group, self.control, seconds, has_lost, self.tell_waiting)
+        if self.world.island_size:
+            meet = Equals(meet, self.members, group.rank)
         return Apart(meet, f"generation {group.generation}") if group.generation else meet
 
     def use(self, connection: Connection) -> None:
@@ -165,6 +176,7 @@ class Ranks:
         self.mail, self.device = connection.mail, connection.device
         self.deaths.watch(connection.abort)
         self.background = Background(connection.engine)
+        self.progress.links.begin("exchange", link_totals.renumbered(connection.links, self.members))
         self.progress.sends_with(each for each in (connection.engine, connection.device) if each is not None)
 
     @property
@@ -224,7 +236,8 @@ class Ranks:
 
     def enter(self, generation: Generation) -> None:
         """Take this rank's place in a new generation of ranks, without connecting yet."""
-        self.members, self.first = generation.members, self.world.rank in generation.firsts
+        self.members = [rank for rank in generation.members if rank in self.world.equals]
+        self.newest, self.first = generation, self.world.rank in generation.firsts
         self.folder_writer = generation.writer(self.world.rank)
         self.group = self.world.among(self.members, generation.number)
 
@@ -247,6 +260,16 @@ class Ranks:
         gathering.launch(self.engine)
         return gathering
 
+    def gather_from_all(self, name: str, data: bytes) -> Gathering:
+        """The same with all ranks of the job, also those in other places of islands. Between islands the call waits."""
+        if not self.world.island_size:
+            return self.allgather(name, data)
+        gathering = Gathering(name, data, self.gatherings.count, perf_counter(), lambda lanes: None)
+        world = replace(self.world, generation=self.generation)
+        meet = AllRanks(world, self.control, self.config.timeout, None, self.tell_waiting)
+        gathering.settle(meet.exchange(f"{name} at step {self.step}", data))
+        return gathering
+
     def tell(self, name: str, data: bytes) -> list[bytes]:
         """Exchange bytes outside the training's exchanges. Returns each rank's bytes, in the order of the group."""
         work = self.engine.allgather(data, name)
@@ -267,11 +290,15 @@ class Ranks:
         sent = [t for t in tensors if t.numel() and t.dtype in DTYPES]
         self._by_host(sent, lambda layout, at, i: engine.broadcast(layout, at, root, f"{name} {i}"))
 
-    def average(self, tensors: Sequence[torch.Tensor], name: str, weight: float = 1.0) -> None:
+    def average(
+        self, tensors: Sequence[torch.Tensor], name: str, weight: float = 1.0, codec: Codec | None = None
+    ) -> None:
         """Overwrite the tensors with their means over ranks. weight: weight of this rank's values in the mean; 0 if
-        they do not count, but even then the values must be finite."""
+        they do not count, but even then the values must be finite. codec: compresses the values, None: nothing does."""
         sent = [t for t in tensors if t.numel()]
-        self._by_host(sent, lambda layout, at, i: self.engine.allreduce(layout, at, at, f"{name} {i}", weight))
+        core = CoreCodec.none if codec is None else codec.core
+        mean = partial(self.engine.allreduce, codec=core)
+        self._by_host(sent, lambda layout, at, i: mean(layout, at, at, f"{name} {i}", weight))
 
     def _by_host(self, tensors: Sequence[torch.Tensor], launch: Callable[[Layout, list[int], int], Work]) -> None:
         """Exchange the tensors in host memory. Tensors that are elsewhere, such as on a GPU, are exchanged by
@@ -353,11 +380,17 @@ class Ranks:
     def _look(self, work: Work | Averaging | Gathering, waited: float, timeout: CommTimeout) -> None:
         """Find out where the peers are during a long wait, and warn the user. Raises CommError if waiting longer is
         useless."""
-        launched = self.flights.steps_before(work)
-        steps = None if self.closing else self.step if launched is None else launched
+        before = self.flights.steps_before(work)
+        steps = self.step if before is None else before
+
+        def launched(peer: Mapping[str, Any]) -> bool:
+            if isinstance(work, Gathering):
+                return bool(peer["gathered"] > work.number)
+            return self.closing or peer["step"] > steps
+
         moves = "" if isinstance(work, Gathering) else self.flights.parameters_of(work, self._parameter_names())
         try:
-            self._stall.look(work, waited, steps, timeout, moves)
+            self._stall.look(work, waited, launched, timeout, moves)
         except CommError:
             self.engine.abort(f"rank {self.world.rank} gave up waiting")
             raise

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dadt.comm import plain
+from dadt.comm.shards import local, place
 from dadt.errors import Mismatch
 from dadt.train import optimizer_state
 from dadt.train.algorithm import Attached
@@ -50,7 +51,7 @@ class Replicas:
     def _take_first(self, attachment: Attached, *, weights: bool) -> None:
         optimizer = attachment.optimizer
         parameters = [p for g in optimizer.param_groups for p in g["params"]]
-        shapes = [tuple(p.shape) for p in parameters]
+        shapes = [(tuple(p.shape), place(p)) for p in parameters]
         first = self._ranks.group.rank == 0
         state = optimizer_state.encode(optimizer) if first and weights else b""
         mine = (shapes, group_values(optimizer, wait=True), state, optimizer_state.numbers(optimizer))
@@ -145,21 +146,21 @@ class Replicas:
         for number, p in enumerate(p for p in every if id(p) not in added):
             name = names.get(id(p)) or f"parameter {number}"
             name = f"{name}, parameter {number}" if name in found else name
-            found[name] = common.get(id(p), p.data).to(p.dtype)
+            found[name] = common.get(id(p), local(p.data)).to(p.dtype)
             state = getattr(optimizer, "state", {}).get(p) if self._ranks.config.verify_every else None
             if isinstance(state, dict):
                 found.update({f"{key} of {name}": state[key] for key in sorted(state, key=str)})
         if self._ranks.config.verify_every:
             kept = optimizer_state.tensors(optimizer)
             found.update({f"{path} of {type(optimizer).__name__}": t for path, t in kept.items()})
-        tensors = {name: t for name, t in found.items() if isinstance(t, torch.Tensor)}
+        tensors = {name: local(t) for name, t in found.items() if isinstance(t, torch.Tensor)}
         return {name: t for name, t in tensors.items() if t.layout == torch.strided and t.device.type != "meta"}
 
     def _all(self, attachment: Attached) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return weights and buffers, the optimizer's own weights first. A rank that has just begun may not know all
         modules' tensors yet."""
         modules = self._optimizers.root_modules(attachment.optimizer)
-        return self._parts(attachment)[0][0], [b.data for m in modules for b in m.buffers()]
+        return self._parts(attachment)[0][0], [local(b.data) for m in modules for b in m.buffers()]
 
     def _parts(
         self, attachment: Attached, common: Mapping[int, torch.Tensor] | None = None
@@ -177,8 +178,8 @@ class Replicas:
         # After the first step, buffers that are not averaged may differ in shape between ranks, so they are left out.
         averaged = [b for _, _, b in attachment.buffers()]
         buffers = averaged if attachment.step else [b for m in roots for b in m.buffers()]
-        weights = [common.get(id(p), p.data).to(p.dtype) for p in every]
-        return [(weights, "weights"), ([b.data for b in buffers], "buffers")]
+        weights = [common.get(id(p), local(p.data)).to(p.dtype) for p in every]
+        return [(weights, "weights"), ([local(b.data) for b in buffers], "buffers")]
 
     def _common(self) -> dict[int, torch.Tensor]:
         return {key: value for a in self._attachments for key, value in a.algorithm.common().items()}
@@ -190,7 +191,7 @@ class Replicas:
 def checksum(tensor: torch.Tensor) -> int:
     """Return the sum of the tensor's bytes as 64-bit integers: fast, and different after a change of any single
     value."""
-    tensor = tensor.detach()
+    tensor = local(tensor).detach()
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1).view(torch.uint8)
     if values.storage_offset() % 8:
         values = values.clone()
@@ -198,5 +199,7 @@ def checksum(tensor: torch.Tensor) -> int:
     return int(values[:whole].view(torch.int64).sum() + values[whole:].sum(dtype=torch.int64))
 
 
-def _count(shapes: Sequence[tuple[int, ...]]) -> str:
-    return f"{len(shapes)} parameters of {sum(torch.Size(s).numel() for s in shapes):,} values"
+def _count(shapes: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    parts = sorted({where for _, where in shapes if where})
+    sharded = f", sharded {', '.join(parts)}" if parts else ""
+    return f"{len(shapes)} parameters of {sum(torch.Size(s).numel() for s, _ in shapes):,} values{sharded}"

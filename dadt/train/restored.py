@@ -58,6 +58,7 @@ class RestoredExchange:
         self.name = f"the checkpoint's gradient{attachment.name}"
         self._not_finite = state.get("not_finite", [0])
         """The `not_finite` value of each rank's metadata, in the order of ranks."""
+        self.square = state.get("square", 0.0)
         self._learned = state.get("learned", {})
         self.number = -1
         self.seconds = self.waited = 0.0
@@ -108,6 +109,7 @@ def flight(attachment: Trained, exchange: Exchange | RestoredExchange) -> dict[s
         "frozen": [i for p, i in indices.items() if id(p) in exchange.frozen],
         "buffers": {places[place]: _kept(b) for place, b in buffers if place in places},
         "norm": float(exchange.norm()),
+        "square": exchange.square,
         "value": max((lane.value for lane in lanes), default=0.0),
         "loss": mean_loss(lanes),
         "scale": exchange.scale,

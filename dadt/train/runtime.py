@@ -151,7 +151,8 @@ class Runtime:
         self._claimed = True
         for callback in self.events.on_place:
             callback()
-        if config.min_np and torch.distributed.is_available() and torch.distributed.is_initialized():
+        own = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if config.min_np and own and not ranks.world.island_size:
             raise ConfigError(
                 f"--min-np {config.min_np}: the script has a process group of its own, which ends with any of"
                 " its ranks; use --max-restarts"
@@ -164,6 +165,12 @@ class Runtime:
             timeline = Timeline(config.timeline, ranks.world)
         if not ranks.alone:
             self.recovery.join()
+        if size := ranks.world.island_size:
+            islands = len(ranks.world.equals)
+            ranks.say(
+                f"{islands} islands of {size} ranks: the script counts one of them (--scale-lr multiplies learning"
+                f" rates by {islands})"
+            )
         if timeline is not None:
             timelines.record(ranks, timeline)
 

@@ -20,6 +20,9 @@ class Awaited(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def done(self) -> bool: ...
+
 
 class Stall:
     """The waits of one rank, and the last warning about them."""
@@ -34,21 +37,25 @@ class Stall:
         """
 
     def look(
-        self, work: Awaited, waited: float, steps_before: int | None, timeout: CommTimeout, parameters: str
+        self,
+        work: Awaited,
+        waited: float,
+        launched: Callable[[Mapping[str, Any]], bool],
+        timeout: CommTimeout,
+        parameters: str,
     ) -> None:
         """Warn of a long wait, or raise Mismatch or CommTimeout if waiting longer is useless.
 
-        waited: seconds so far. steps_before: number of steps that this rank had taken when it launched the work; None
-        if this rank is at its end, like the others. parameters: names of the parameters that the work averages, for the
-        message.
+        waited: seconds so far. launched: returns whether a peer that has ended launched the work before, so that its
+        data still arrives. parameters: names of the parameters that the work averages, for the message.
         """
         config, rank = self._config, self._rank
         peers = self._peers()
+        if work.done:  # meanwhile, as after a pause of this machine
+            return
         who = _standing(peers)
         ended = [p for p in peers if str(p["said"]).startswith("has ended")]
-        # A peer that ended after more than `steps_before` steps launched this operation before its end, so its data
-        # still arrives.
-        if steps_before is not None and any(p["step"] <= steps_before for p in ended):
+        if not all(map(launched, ended)):
             raise Mismatch(f"rank {rank} is in {work.name}, {who}: the ranks do not run the same steps")
         if waited > config.timeout:
             raise CommTimeout(f"waited {waited:.0f} s in {work.name}: {who}") from timeout

@@ -14,6 +14,7 @@ def record(ranks: Ranks, timeline: Timeline) -> None:
     """Start the rank's timeline, or continue it on a new connection."""
     if ranks.timeline is None:
         timeline.start(_peers(ranks, ranks.config.timeout))
+        timeline.count(ranks.progress.links.totals)
         ranks.timeline = timeline
     if ranks.connection is not None:
         timeline.record(ranks.connection, "exchange")

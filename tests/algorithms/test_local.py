@@ -6,7 +6,11 @@ import pytest
 import torch
 from harness.checks import assert_equal
 from harness.kinds import KINDS, simulate_kind
-from harness.rounds import SAVED, STEPS, Outer, averages, ranks, simulate, values
+from harness.rounds import SAVED, STEPS, WARMUP, Outer, averages, ranks, simulate, values
+
+from dadt.algorithms.local.pace import overlap_of, steps_of
+from dadt.config import Config
+from dadt.errors import ConfigError
 
 SCRIPT = """
     from harness import rounds as t
@@ -24,7 +28,9 @@ SCRIPT = """
 
 LOCAL_SGD = Outer()
 DILOCO = Outer(every=3, lr=0.7, momentum=0.9)
-STREAMING = Outer(every=5, lr=0.7, momentum=0.9, fragments=((0,), (1, 2, 3)))
+STREAMING = Outer(every=5, lr=0.7, momentum=0.9, fragments=((0,), (1, 2, 3)), overlap=3)
+AT_ONCE = Outer(every=3, lr=0.7, momentum=0.9, overlap=0)
+A_ROUND_LATE = Outer(every=3, overlap=3)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +39,10 @@ STREAMING = Outer(every=5, lr=0.7, momentum=0.9, fragments=((0,), (1, 2, 3)))
         (LOCAL_SGD, 2, ["--executor", "gloo"]),
         (DILOCO, 2, ["--bucket-mb", "0.0001"]),
         (STREAMING, 3, []),
+        (AT_ONCE, 2, []),
+        (A_ROUND_LATE, 2, []),
     ],
-    ids=["local SGD, gloo", "DiLoCo, many buckets", "streaming, 3 ranks"],
+    ids=["local SGD, gloo", "DiLoCo, many buckets", "streaming, 3 ranks", "merged at once", "merged a round late"],
 )
 def test_each_rank_equals_the_definition(dadt_run, outer, world, options) -> None:
     torch.set_num_threads(1)
@@ -43,7 +51,8 @@ def test_each_rank_equals_the_definition(dadt_run, outer, world, options) -> Non
     for rank in range(world):
         assert_equal(run.ranks[rank]["own"], own[rank], f"rank {rank}")
         assert_equal(run.ranks[rank]["end"], averages(own)[rank], f"rank {rank}, at the end")
-    assert not torch.equal(own[0]["0.weight"], own[1]["0.weight"])
+    merged = outer.overlap == 0 and (STEPS - WARMUP) % outer.every == 0
+    assert torch.equal(own[0]["0.weight"], own[1]["0.weight"]) == merged
     assert any(f"every {outer.every} steps" in line for line in run.lines())
 
 
@@ -86,7 +95,7 @@ ALL_KINDS = """
 def test_what_scripts_do_equals_the_definition(dadt_run) -> None:
     torch.set_num_threads(1)
     outer = Outer(every=4, lr=0.7, momentum=0.9)
-    options = ["--algorithm", "local", "--warmup-steps", "0", "--sync-every", "4"]
+    options = ["--algorithm", "local", "--warmup-steps", "0", "--sync-every", "4", "--overlap-steps", "2"]
     run = dadt_run(ALL_KINDS, *options, "--outer-lr", "0.7", "--outer-momentum", "0.9")
     for name in KINDS:
         own = simulate_kind(name, 2, outer)
@@ -269,6 +278,68 @@ BEHIND = """
 def test_a_rank_goes_on_while_another_has_yet_to_send(dadt_run) -> None:
     run = dadt_run(BEHIND, "--algorithm", "local", "--warmup-steps", "0", "--sync-every", "8")
     assert run.ranks == [True, True]
+
+
+LONG = """
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    large = torch.rand(800, 800)
+    found = []
+    for step in range(40):
+        large @ large                                   # takes far longer than to average 21 numbers
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(model.weight.detach().clone())
+    report(found)
+"""
+
+
+def test_a_mean_is_merged_as_soon_as_the_one_before_it_had_come(dadt_run) -> None:
+    one, other = dadt_run(LONG, "--algorithm", "local", "--warmup-steps", "0", "--sync-every", "8").ranks
+    equal = [step for step, (a, b) in enumerate(zip(one, other, strict=True), 1) if torch.equal(a, b)]
+    # The first two means are merged half a round late: nothing is known of the first yet when the second is sent.
+    assert equal == [24, 32, 40]
+
+
+def test_steps_that_an_exchange_takes() -> None:
+    found = [overlap_of(exchange, step=1.0, every=8) for exchange in (0.1, 0.5, 1.0, 1.1, 3.9, 40.0)]
+    assert found == [0, 1, 1, 2, 4, 4]
+    assert overlap_of(1.0, step=0.0, every=5) == 3, "nothing is known of the steps yet"
+
+
+def test_steps_that_hide_an_exchange() -> None:
+    assert [steps_of(exchange, step=1.0) for exchange in (0.0, 0.1, 1.0, 1.1, 3.9, 40.0)] == [1, 1, 1, 3, 7, 79]
+
+
+def test_rounds_as_short_as_hide_an_exchange(dadt_run) -> None:
+    """Steps last longer here than exchanges, so that rounds have one step."""
+    run = dadt_run(LONG, "--algorithm", "local", "--warmup-steps", "0", "--sync-every", "auto", "--overlap-steps", "0")
+    one, other = run.ranks
+    equal = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+    assert equal[0] and sum(equal) > len(equal) // 2
+    assert "averaged as often as steps hide that" in run.output
+
+
+def test_settings_that_take_words_take_numbers_too() -> None:
+    """As `dadt.run(function, sync_every=8)` gives them."""
+    config = Config(sync_every=8, overlap_steps=2, island=2)  # type: ignore[arg-type]
+    assert (config.sync_every, config.overlap_steps, config.island) == ("8", "2", "2")
+
+
+def test_a_round_that_is_none_is_refused() -> None:
+    for text in ("0", "-1", "1.5", "half"):
+        with pytest.raises(ConfigError, match=r"--sync-every .*: give auto, or a number of 1 or more"):
+            Config(sync_every=text)
+    with pytest.raises(ConfigError, match="--overlap-steps 3: with --sync-every auto give auto or 0"):
+        Config(sync_every="auto", overlap_steps="3")
+
+
+def test_an_overlap_that_is_none_is_refused() -> None:
+    for text in ("-1", "33", "1.5", "half"):
+        with pytest.raises(ConfigError, match=r"--overlap-steps .*: give auto, or a number from 0 to --sync-every"):
+            Config(overlap_steps=text)
 
 
 EARLY = """

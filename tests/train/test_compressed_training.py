@@ -14,11 +14,11 @@ from harness.patience import PATIENCE
 from harness.scenarios import WARMUP, simulate
 
 DIGITS = SCRIPTS / "digits.py"
-NEAR = {"bf16": 0.01, "fp16": 0.01, "int8": 0.05, "powersgd:2": 0.15}
+NEAR = {"bf16": 0.01, "fp16": 0.01, "int8": 0.05, "int4": 0.3, "powersgd:2": 0.15}
 """Weights after 24 steps; of the last, after steps with matrices of 3 and 6 columns."""
-LEAST = {"bf16": 1.9, "fp16": 1.9, "int8": 2.5, "powersgd:2": 1.1}
+LEAST = {"bf16": 1.9, "fp16": 1.9, "int8": 2.5, "int4": 3.5, "powersgd:2": 1.1}
 """Times fewer bytes."""
-LEAST_OF_16_BITS = {"int8": 1.8, "powersgd:2": 1.2}
+LEAST_OF_16_BITS = {"int8": 1.8, "int4": 2.5, "powersgd:2": 1.2}
 NAMES = ("accumulate", "unused", "clip", "frozen")
 TRAIN = f"""
     from harness import scenarios
@@ -39,6 +39,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
         ("sync", "bf16"),
         ("sync", "powersgd:2"),
         ("pipe", "int8"),
+        ("pipe", "int4"),
         pytest.param("sync", "fp16", marks=pytest.mark.slow),
         pytest.param("sync", "int8", marks=pytest.mark.slow),
         pytest.param("pipe", "powersgd:2", marks=pytest.mark.slow),
@@ -191,7 +192,7 @@ def test_what_a_closure_gives_is_not_compressed(dadt_run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("compression", ["bf16", "fp16", "int8", "powersgd:4"])
+@pytest.mark.parametrize("compression", ["bf16", "fp16", "int8", "int4", "powersgd:4"])
 def test_the_digits(compression, tmp_path):
     def accuracy(name: str) -> float:
         options = ["--batch", "global", "--algorithm", "sync", "--warmup-steps", "40", "--compression", name]

@@ -14,7 +14,7 @@ FAIL = """
     from dadt.inject import worker
     worker.runtime.ranks.engine.abort("broken for the test")
 """
-"""Shared memory has no connection that could break: the engine fails."""
+"""Shared memory has no connection that could break, and over TCP those that break are replaced: the engine fails."""
 
 
 TELLS = """
@@ -50,7 +50,7 @@ def weights(result) -> str:
 )
 def test_training_goes_on_with_all(launch, algorithm: str, faults: str, executor: str) -> None:
     settings = ["--algorithm", algorithm, "--executor", executor, "--compression", "none"]
-    text = script(CUT if executor == "tcp" else FAIL).replace("\nstep = 0\n", TELLS + "\nstep = 0\n")
+    text = script(FAIL).replace("\nstep = 0\n", TELLS + "\nstep = 0\n")
     result = launch(text, *OPTIONS, *settings, "train.py", faults)
     digest = weights(result)
     assert ": all ranks connect anew" in result.err
@@ -60,8 +60,17 @@ def test_training_goes_on_with_all(launch, algorithm: str, faults: str, executor
         assert digest == weights(run(launch, "", *settings, fault="pass"))
 
 
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+def test_connections_that_are_replaced_are_nothing_to_tell(launch, algorithm: str) -> None:
+    settings = ["--algorithm", algorithm, "--executor", "tcp"]
+    faults = "0:20:forward,2:20:forward,1:30:backward,1:40:exchange"
+    result = launch(script(CUT), *OPTIONS, *settings, "train.py", faults)
+    assert "anew" not in result.err and "without" not in result.err
+    assert weights(result) == weights(run(launch, "", *settings, fault="pass"))
+
+
 def test_the_journal_and_the_report_tell(launch) -> None:
-    result = run(launch, "1:30:forward", "--executor", "tcp", fault=CUT)
+    result = run(launch, "1:30:forward", "--executor", "tcp", fault=FAIL)
     weights(result)
     folder = result.logs / result.job
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]

@@ -31,7 +31,7 @@ SCRIPT = """
 OPTIONS = {
     "sync": ["--bucket-mb", "0.0002"],
     "pipe": ["--warmup-steps", "4"],
-    "local": ["--warmup-steps", "4", "--sync-every", "4"],
+    "local": ["--warmup-steps", "4", "--sync-every", "4", "--overlap-steps", "2"],
     "gossip": [],
 }
 IDENTICAL = {"sync", "pipe"}

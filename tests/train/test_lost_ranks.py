@@ -44,6 +44,8 @@ def test_the_others_train_on(launch, algorithm: str, step: int, executor: str) -
         ("1:30:exchange,0:31:exchange", ["--executor", "gloo"], {2}),
         ("1:30:backward,0:45:forward", ["--compression", "int8"], {2}),
         ("1:30:backward", ["--compression", "powersgd:2"], {0, 2}),
+        ("1:45:backward", ["--compression", "momentum:1"], {0, 2}),
+        ("1:51:exchange", ["--compression", "momentum:1", "--algorithm", "sync"], {0, 2}),
         ("1:60:end", [], {0, 2}),
     ],
 )

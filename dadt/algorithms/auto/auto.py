@@ -18,7 +18,7 @@ from dadt.algorithms.auto import choice
 from dadt.algorithms.auto.choice import SHOWN, Choice, Shape, Times
 from dadt.algorithms.local.local import Local
 from dadt.algorithms.pipe.pipe import Pipe
-from dadt.config.check import LEAST_MEASURED
+from dadt.config.check import LEAST_MEASURED, round_steps
 from dadt.control.machine import cores
 from dadt.train.algorithm import Algorithm, Relaunched
 from dadt.train.attachment import Attachment
@@ -122,7 +122,8 @@ class Auto(Algorithm):
         if a.step + 1 >= self._until:
             # The times are gathered while the exchange is still under way, so that this step can be repeated if ranks
             # are lost.
-            self._gather("times", asdict(self._times))
+            sizes = [sum(t.numel() * t.element_size() for t in bucket.parts) for bucket in a.schema.buckets]
+            self._gather("times", {"times": asdict(self._times), "sizes": sizes})
         self._pipe.apply(exchange)
         record.exchanged(a.compression if a.compresses else "none", exchange.seconds)
 
@@ -131,7 +132,7 @@ class Auto(Algorithm):
         gathering. Raises CommError."""
         ranks = self.attachment.ranks
         if self._told is None or not self._told.complete:
-            self._told = ranks.allgather(f"{name}{self.attachment.name}", json.dumps(value).encode())
+            self._told = ranks.gather_from_all(f"{name}{self.attachment.name}", json.dumps(value).encode())
         ranks.wait(self._told)
 
     def _try(self) -> None:
@@ -168,23 +169,24 @@ class Auto(Algorithm):
         self._pipe.after_step()
         a = self.attachment
         if self._told is not None:
-            self._choose([Times(**json.loads(lane)) for lane in self._told.lanes])
+            told = [json.loads(lane) for lane in self._told.lanes]
+            self._choose([Times(**each["times"]) for each in told], told[0]["sizes"])
         elif not self._measures and a.step + 1 >= a.warmup_steps:
             self._choose_unmeasured()
 
     # Choosing an algorithm and compression ---------------------------------------------------------------------
 
-    def _choose(self, every: Sequence[Times]) -> None:
+    def _choose(self, every: Sequence[Times], sizes: Sequence[int]) -> None:
+        """every: each rank's times. sizes: bytes of each bucket on rank 0; other places of islands have others."""
         a = self.attachment
         times = choice.slowest(every)
         config = a.ranks.config
-        hidden = config.sync_every if config.fragments > 1 else (config.sync_every + 1) // 2
-        sizes = [sum(t.numel() * t.element_size() for t in bucket.tensors) for bucket in a.schema.buckets]
+        hidden = round_steps(config.sync_every) if config.fragments > 1 else (round_steps(config.sync_every) + 1) // 2
         # With several optimizers no bucket is sent before the optimizer step, so all buckets count as a single one.
         sizes = sizes if a.optimizers.trains_one else [sum(sizes)]
-        shape = Shape([size / max(sum(sizes), 1) for size in sizes], config.sync_every, hidden)
+        shape = Shape([size / max(sum(sizes), 1) for size in sizes], round_steps(config.sync_every), hidden)
         left = choice.ways(algorithms(a, may_part=times.may_part), list(times.exchange))
-        found = {way: choice.seconds(way, times, shape) for way in left if way.compression in compressions(a)}
+        found = {way: choice.seconds(way, times, shape) for way in left if costs_nothing(a, way)}
         way = choice.best(found)
         a.ranks.say(f"{_found(self._record.steps, times)}: {_flags(a)}{a.name} {_reason(way, found)}")
         self._take(way)
@@ -346,14 +348,23 @@ def algorithms(a: Attachment, *, may_part: bool) -> list[str]:
         return [given]
     plain = config.outer_lr == 1.0 and config.outer_momentum == 0.0
     equal = config.on_nan != "ignore" or config.verify_every
-    parts = may_part and plain and not equal and config.sync_every <= SHOWN[kind(a)].sync_every
+    parts = may_part and plain and not equal and round_steps(config.sync_every) <= SHOWN[kind(a)].sync_every
     return ["sync", "pipe", *(["local"] if parts else [])]
 
 
 def compressions(a: Attachment) -> Sequence[str]:
-    """Return the compressions to choose from: the user's, or all that cost this optimizer no accuracy."""
-    given = given_compression(a)
-    return [given] if given else SHOWN[kind(a)].compressions
+    """Return the compressions to choose from: the user's, or all that cost this optimizer no accuracy with some
+    algorithm."""
+    given, shown = given_compression(a), SHOWN[kind(a)]
+    more = shown.synchronous if given_algorithm(a) in ("", "sync") else ()
+    return [given] if given else [*shown.compressions, *more]
+
+
+def costs_nothing(a: Attachment, way: Choice) -> bool:
+    """Whether this choice costs the optimizer no accuracy, as far as it is DADT's."""
+    shown = SHOWN[kind(a)]
+    allowed = [given_compression(a), *shown.compressions, *(shown.synchronous if way.algorithm == "sync" else ())]
+    return way.compression in allowed
 
 
 def to_try(a: Attachment) -> list[str]:

@@ -43,12 +43,17 @@ class HarmlessSettings(NamedTuple):
     sync_every: int
     """Largest number of steps between two averages of `local` without loss of accuracy; 0: `local` always loses
     accuracy."""
+    synchronous: tuple[str, ...] = ()
+    """Further compressions that cost none with `sync`, but with late averages."""
 
 
-SHOWN = {"sgd": HarmlessSettings(("none", "bf16", "int8"), 32), "adam": HarmlessSettings(("none", "int8"), 0)}
+SHOWN = {
+    "sgd": HarmlessSettings(("none", "bf16", "int8", "int4"), 32),
+    "adam": HarmlessSettings(("none", "int8"), 0, ("int4",)),
+}
 """Settings, by kind of optimizer, that meet the accuracy target on all models in docs/results/accuracy.md with four
-workers. With Adam, bf16 misses the target on the GPT by a little, and `local` misses it on the GPT and the MLP by far.
-(With SGD, DiLoCo's outer optimizer misses the target.)
+workers. With Adam, bf16 and late averages as int4 miss the target on the GPT by a little, and `local` misses it on the
+GPT and the MLP by far. (With SGD, DiLoCo's outer optimizer misses the target.)
 """
 
 

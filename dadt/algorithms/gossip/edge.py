@@ -156,8 +156,8 @@ class Asking(LinkEnd):
         self._orders.put(True)
 
     def retire(self) -> None:
-        """Report to the neighbour, after all ordered exchanges, that this rank is done. May be called on any thread;
-        takes no lock."""
+        """Report to the neighbour that this rank is done, after all averagings that `order` has started. May be called
+        on any thread; takes no lock."""
         self._orders.put(False)
 
     def run(self) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from dadt.algorithms.gossip.finish import await_all
 from dadt.algorithms.gossip.pairing import Pairing
 from dadt.comm.compression import CODECS
+from dadt.comm.shards import local
 from dadt.errors import ConfigError
 from dadt.train.algorithm import Algorithm
 from dadt.train.attachment import Attachment
@@ -187,12 +188,12 @@ def _has_group() -> bool:
 
 
 def weights(optimizer: torch.optim.Optimizer) -> dict[_Place, torch.Tensor]:
-    """Return the tensors to average, each once. Frozen parameters are included, so that all ranks average the same
-    tensors even if they freeze at different times."""
+    """Return the tensors to average, each once; of a sharded one, what lies on this rank. Frozen parameters are
+    included, so that all ranks average the same tensors even if they freeze at different times."""
     return {
         (p.data_ptr(), p.numel()): p
         for group in optimizer.param_groups
-        for p in group["params"]
+        for p in map(local, group["params"])
         if (p.is_floating_point() or p.is_complex()) and p.layout == torch.strided and p.numel()
     }
 

@@ -10,7 +10,9 @@ from typing import Any, cast
 
 import torch
 
+from dadt.algorithms.local.moments import RoundMoments
 from dadt.algorithms.local.outer import Fragment, Outer, parts
+from dadt.algorithms.local.pace import Pace
 from dadt.algorithms.sync import Sync
 from dadt.comm import plain
 from dadt.train.attachment import Attachment
@@ -24,8 +26,9 @@ class Local(Sync):
 
     The anchor a (the weights that the ranks agree on) and the outer momentum m with velocity v are equal on all ranks.
     At the end of a round, rank i with weights w_i sends its progress p_i and continues from u_i: the next anchor, if
-    all ranks had made this progress. H/2 steps later the rank receives (if need be waits for) the mean P of all p_i,
-    moves the anchor by the outer optimizer (DiLoCo, arXiv:2311.08105), and adds its own steps since:
+    all ranks had made this progress. After as many steps as the exchange takes, at most H/2, the rank receives (if need
+    be waits for) the mean P of all p_i, moves the anchor by the outer optimizer (DiLoCo, arXiv:2311.08105), and adds
+    its own steps since:
 
         p_i = w_i - a,     u_i = a + lr (p_i + m (m v + p_i)),     w_i <- u_i
         v <- m v + P,      a <- a + lr (P + m v),                  w_i <- a + (w_i - u_i)
@@ -36,14 +39,12 @@ class Local(Sync):
     """
 
     identical = False
+    shares = True
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment, watches=True)
         config = attachment.ranks.config
-        self._every = config.sync_every
-        self._delay = (self._every + 1) // 2
-        """Number of steps for which an exchange may run in the background: half a round. With a whole round, the ranks
-        would train apart for two rounds."""
+        self._pace = Pace(attachment)
         self._outer = Outer(config.outer_lr, config.outer_momentum)
         self._fragments: dict[int, Fragment] = {}
         """Fragments (groups of parameters exchanged together) by number; empty before the first round."""
@@ -55,6 +56,7 @@ class Local(Sync):
         self._steps = 0
         """Number of steps that this rank has taken alone, without averaging gradients."""
         self._trained: tuple[Any, ...] = ()
+        self._moments = RoundMoments(attachment)
         self._end = LocalFinalAverage(attachment)
         self._compression = config.compression
         """Name of the compression of the progress that a rank sends at the end of a round; "none" for no compression.
@@ -105,16 +107,20 @@ class Local(Sync):
             if a.step + 1 >= a.warmup_steps:
                 self.begin(self._compression)
             return
-        self._steps += 1
+        self._moments.stepped()
         self._end.rounds = True
         if a.trained != self._trained:
             self._follow()
-        for number, fragment in self._fragments.items():
-            into = (self._steps - number * self._every // a.ranks.config.fragments) % self._every
-            if fragment.under_way and into == self._delay % self._every:
+        self._steps += 1
+        for fragment in self._fragments.values():
+            fragment.since += 1
+            if fragment.under_way and fragment.since >= fragment.overlap:
                 self._merge(fragment)
-            if into == 0:
+            if fragment.since >= fragment.every:
+                fragment.since = 0
                 self._send(fragment)
+                if fragment.under_way and fragment.overlap == 0:
+                    self._merge(fragment)
 
     def loaded(self) -> None:
         for fragment in self._fragments.values():
@@ -135,6 +141,7 @@ class Local(Sync):
         compression of the exchanged progress."""
         a = self.attachment
         self._compression = compression
+        self._moments.share()
         self._divide()
         for module in a.modules:
             # Each rank's BatchNorm statistics will belong to its own weights, so averages of the last synchronous step,
@@ -159,12 +166,15 @@ class Local(Sync):
             for number, part in enumerate(divided)
             if part
         }
+        for number, fragment in self._fragments.items():
+            self._moments.begin(fragment)
+            self._pace.begin(fragment, number, self._steps)
 
     def _fragment(self, what: str, tensors: list[torch.Tensor], outer: Outer) -> Fragment:
         ranks = self.attachment.ranks
         name = f"local, {what}{self.attachment.name}"
         size = int(ranks.config.bucket_mb * 2**20)
-        return Fragment(name, tensors, outer, ranks, self.attachment.ranks.regroup, size, self._compression)
+        return Fragment(name, tensors, outer, ranks, ranks.regroup, size, self._compression)
 
     def _average(self, what: str, tensors: list[torch.Tensor]) -> None:
         """Set these tensors to their means over all ranks immediately. All ranks call this method."""
@@ -194,6 +204,7 @@ class Local(Sync):
         if fragment.replaced:
             self._settle([fragment])
             return
+        self._moments.restart(fragment)
         fragment.send(groups_crc(a.optimizer))
         a.ranks.keep(fragment)
 
@@ -202,9 +213,12 @@ class Local(Sync):
         begun = perf_counter()
         fragment.receive()
         a.measure.exchanged(fragment.seconds, perf_counter() - begun)
+        self._pace.exchanged(fragment)
         if fragment.replaced:
             return  # the script has replaced the weights that this exchange belongs to
+        self._moments.tell(fragment)
         fragment.merge()
+        self._moments.share()
         if fragment.differ:
             a.agreement.take_groups()
 
@@ -214,16 +228,23 @@ class Local(Sync):
         for fragment in fragments:
             a.ranks.keep(fragment)
             fragment.settle(groups_crc(a.optimizer))
+            self._moments.begin(fragment)
         a.measure.exchanged(0.0, perf_counter() - begun)
 
     def _sentence(self) -> str:
         measure = self.attachment.measure
+        pace, every = self._pace, self._pace.every
         size = sum(fragment.size for fragment in self._fragments.values())
         parts = f" in {len(self._fragments)} fragments" if len(self._fragments) > 1 else ""
         text = (
-            f"local{self.attachment.name}: from here on each rank takes steps of its own; every {self._every} steps"
-            f" {_megabytes(size)} are averaged{parts}, {_megabytes(size / self._every)} per step"
+            f"local{self.attachment.name}: from here on each rank takes steps of its own; every {every} steps"
+            f" {_megabytes(size)} are averaged{parts}, {_megabytes(size / every)} per step"
         )
+        if pace.measured:
+            text = (
+                f"local{self.attachment.name}: from here on each rank takes steps of its own; {_megabytes(size)} are"
+                f" averaged{parts} as often as steps hide that"
+            )
         if self._compression != "none":
             text += " before compression"
         if measure.exchange and measure.compute:
@@ -231,11 +252,9 @@ class Local(Sync):
             text += f"; an average takes as long as {steps:.2g} steps"
             # With several fragments, exchanges of other fragments fill the half of a round in which one fragment
             # exchanges nothing.
-            hidden = self._every if len(self._fragments) > 1 else self._delay
-            if steps > hidden:
-                text += (
-                    f", of which {hidden} are hidden: --sync-every {math.ceil(self._every * steps / hidden)} hides all"
-                )
+            hidden = every if len(self._fragments) > 1 else pace.longest
+            if steps > hidden > 0 and not pace.measured:
+                text += f", of which {hidden} are hidden: --sync-every {math.ceil(every * steps / hidden)} hides all"
         return text
 
     # Recovery after ranks were lost ----------------------------------------------------------------------------
@@ -252,7 +271,7 @@ class Local(Sync):
         return {key: row.anchor for fragment in self._fragments.values() for key, row in fragment.rows.items()}
 
     def rounds(self) -> dict[str, list[int]]:
-        return {key: [f.over, f.absorbed, f.differ] for key, f in self._known.items()}
+        return {key: [f.over, f.absorbed, f.differ, f.overlap, f.every] for key, f in self._known.items()}
 
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Fragment]:
         """After ranks were lost, bring all remaining ranks to equal exchange counts. No rank is more than one exchange
@@ -269,8 +288,9 @@ class Local(Sync):
             given = plain.encode(mine.state(), key) if mine is not None and root == ranks.group.rank else b""
             state = ranks.tell(f"{key}{self.attachment.name}", given)[root]
             if mine is not None and mine.over < most:
-                _, absorbed, differ = rounds[root][key]
-                mine.take(plain.decode(state), absorbed=bool(absorbed), differ=bool(differ))
+                _, absorbed, differ, overlap, every = rounds[root][key]
+                paces = {"overlap": overlap, "every": every}
+                mine.take(plain.decode(state), absorbed=bool(absorbed), differ=bool(differ), **paces)
         return [fragment for fragment in known.values() if fragment.under_way]
 
     @property
@@ -295,6 +315,8 @@ class Local(Sync):
         ]
         return {
             "steps": self._steps,
+            "moments": self._moments.state(),
+            "overlap": {number: fragment.overlap for number, fragment in self._fragments.items()},
             "anchors": {number: a.to("cpu", copy=True) for number, a, _ in resumed},
             "velocities": {number: v.to("cpu", copy=True) for number, _, v in resumed if v is not None},
         }
@@ -313,8 +335,11 @@ class Local(Sync):
             mine, state = state, {}
             while not state:  # if the group's first rank is lost meanwhile, the new first rank's state is collected
                 state = ranks.collect(name, mine if ranks.group.rank == 0 else {})[0]
-        self._divide()
         self._steps = state["steps"]
+        self._divide()
+        self._moments.load_state(state.get("moments", {}))
+        for number, fragment in self._fragments.items():
+            self._pace.resume(fragment, state.get("overlap", {}).get(number))
         numbers = numbers_of(self.attachment.optimizer)
         for row in (row for fragment in self._fragments.values() for row in fragment.rows.values()):
             # A parameter that was frozen at the checkpoint has no anchor in the state; its round begins at its current

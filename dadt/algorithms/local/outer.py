@@ -15,12 +15,13 @@ from dadt._core import Work
 from dadt.comm.bucket import Bucket, split
 from dadt.comm.compression import LowRank, forms
 from dadt.comm.executors.device import Averaging
+from dadt.comm.shards import local
 from dadt.errors import CommError, Mismatch
 from dadt.train.exchange.bucket_exchange import BucketExchange, RankLink
 
 _OWN, _MEAN = 0, 1
 """Indices of a bucket's two buffers: one for the values that this rank sends, one for the received mean."""
-_LANE = struct.Struct("<IIII")
+_LANE = struct.Struct("<IIIIII")
 
 
 class Told(NamedTuple):
@@ -34,6 +35,10 @@ class Told(NamedTuple):
     """1 if the exchange averages weights, 0 if it averages a round's progress."""
     groups: int
     """crc32 of the optimizer's param_group values."""
+    overlap: int
+    """Steps that the exchange before this one took on this rank."""
+    every: int
+    """Steps that this rank would give to the round that now begins."""
 
 
 class Outer:
@@ -61,6 +66,8 @@ class OuterRow(NamedTuple):
     the exchanged progress have 32 bits: rounding would hide a round's progress."""
 
     parameter: torch.Tensor
+    part: torch.Tensor
+    """What of the parameter lies on this rank."""
     anchor: torch.Tensor
     velocity: torch.Tensor | None
 
@@ -86,14 +93,22 @@ class Fragment(BucketExchange):
     ) -> None:
         """Begin a round at the parameters' values, which are equal on all ranks.
 
-        regroup: called with an error after ranks were lost; continues with the remaining ranks, and has called `repeat`
-        or `take` if an exchange was under way. compression: how progress is compressed.
+        regroup: function that is called with the error after ranks were lost, and connects the remaining ranks. Before
+        it returns, it calls `repeat` or `take` on this object if an exchange was under way. compression: how
+        progress is compressed.
         """
         super().__init__(peers, name)
         self.outer = outer
         self._regroup = regroup
-        self.sent = Told(0, 0, 0, 0)
+        self.sent = Told(0, 0, 0, 0, 0, 0)
         """The numbers that this rank sent in its newest exchange."""
+        self.since = 0
+        """Steps since the last exchange began."""
+        self.every = self.next_every = 1
+        """Steps of the round under way, equal on all ranks; and steps that this rank would give to the next one."""
+        self.overlap = self.took = 0
+        """Steps that the next exchange may run in the background, equal on all ranks; and steps that the last exchange
+        took on this rank."""
         self.over = 0
         """Exchanges of this fragment that have ended on this rank."""
         self.absorbed = False
@@ -105,7 +120,10 @@ class Fragment(BucketExchange):
         """Whether the script has replaced the weights since the last exchange; the next exchange then averages the
         weights themselves."""
         with torch.no_grad():
-            rows = [OuterRow(p, a := _wide(p), torch.zeros_like(a) if outer.momentum else None) for p in parameters]
+            rows = [
+                OuterRow(p, part, a := _wide(part), torch.zeros_like(a) if outer.momentum else None)
+                for p, part in zip(parameters, map(local, parameters), strict=True)
+            ]
         self._buckets = split(
             [r.anchor for r in rows], bucket_bytes, None if peers.device is None else peers.device.device
         )
@@ -153,6 +171,8 @@ class Fragment(BucketExchange):
                     cause = "load_state_dict() was not called on all of them"
                 raise Mismatch(f"{self._works[-1].name}: rank 0 {_told(told[0])}, rank {rank} {_told(theirs)}: {cause}")
         self.differ = len({each.groups for each in told}) > 1
+        self.overlap = max(each.overlap for each in told)
+        self.every = max(each.every for each in told)
 
     def merge(self) -> None:
         """Move the anchor by the mean of the ranks' progress; call after `receive`. Does nothing if the merged anchor
@@ -161,12 +181,12 @@ class Fragment(BucketExchange):
             return
         with torch.no_grad():
             for bucket, i, row in self._places():
-                unsent = row.parameter.data.to(row.anchor) - self._start(bucket, i, row)
+                unsent = row.part.data.to(row.anchor) - self._start(bucket, i, row)
                 anchor, velocity = self.outer.moved(row.anchor, row.velocity, bucket.deliver(i, _MEAN))
                 row.anchor.copy_(anchor)
                 if row.velocity is not None and velocity is not None:
                     row.velocity.copy_(velocity)
-                row.parameter.data.copy_(unsent.add_(row.anchor))
+                row.part.data.copy_(unsent.add_(row.anchor))
         self._end()
 
     def _end(self, *, absorbed: bool = False) -> None:
@@ -177,10 +197,10 @@ class Fragment(BucketExchange):
         """Start sending this rank's progress from the anchor, without waiting for other ranks. Call after `merge`."""
         with torch.no_grad():
             for bucket, i, row in self._places():
-                progress = row.parameter.data.to(row.anchor) - row.anchor
+                progress = row.part.data.to(row.anchor) - row.anchor
                 bucket.views[_OWN][i].copy_(progress, non_blocking=True)
                 ahead, _ = self.outer.moved(row.anchor, row.velocity, progress)
-                row.parameter.data.copy_(ahead)
+                row.part.data.copy_(ahead)
         self._send(groups, settles=False)
 
     def settle(self, groups: int) -> None:
@@ -199,7 +219,7 @@ class Fragment(BucketExchange):
                         row.velocity.zero_()
                     elif row.velocity is not None and self._works:
                         row.velocity.mul_(self.outer.momentum).add_(bucket.deliver(i, _MEAN))
-                    own = row.parameter.data
+                    own = row.part.data
                     owed = form.owes(i) if isinstance(form, LowRank) and not self.replaced else None
                     if owed is not None:
                         own = own.to(row.anchor).add(owed, alpha=self.outer.lr * (1 + self.outer.momentum))
@@ -212,7 +232,7 @@ class Fragment(BucketExchange):
             with torch.no_grad():
                 for bucket, i, row in self._places():
                     row.anchor.copy_(bucket.deliver(i, _MEAN))
-                    row.parameter.data.copy_(row.anchor)
+                    row.part.data.copy_(row.anchor)
             self._end()
         self.replaced = False
         self.forget_residuals()
@@ -228,22 +248,22 @@ class Fragment(BucketExchange):
         """Return anchors and velocities, which are equal on all ranks that have finished equally many exchanges."""
         return [t for _, _, row in self._places() for t in (row.anchor, row.velocity) if t is not None]
 
-    def take(self, state: Sequence[torch.Tensor], *, absorbed: bool, differ: bool) -> None:
-        """Finish the exchange under way with the `state` of a rank that has finished it. absorbed, differ: the
-        attributes of these names on this other rank."""
+    def take(self, state: Sequence[torch.Tensor], *, absorbed: bool, differ: bool, overlap: int, every: int) -> None:
+        """Finish the exchange under way with the `state` of a rank that has finished it. absorbed, differ, overlap,
+        every: the attributes of these names on this other rank."""
         values = iter(state)
         with torch.no_grad():
             for bucket, i, row in self._places():
-                unsent = row.parameter.data.to(row.anchor) - self._start(bucket, i, row)
+                unsent = row.part.data.to(row.anchor) - self._start(bucket, i, row)
                 row.anchor.copy_(next(values))
                 if row.velocity is not None:
                     row.velocity.copy_(next(values))
                 if self.sent.settles:
-                    row.parameter.data.copy_(row.anchor)
+                    row.part.data.copy_(row.anchor)
                 elif not (absorbed or self.replaced):
-                    row.parameter.data.copy_(unsent.add_(row.anchor))
+                    row.part.data.copy_(unsent.add_(row.anchor))
         self._end(absorbed=absorbed)
-        self.differ = differ
+        self.differ, self.overlap, self.every = differ, overlap, every
 
     def repeat(self) -> None:
         """Send the exchange under way once more, over the connection of a new group of ranks."""
@@ -257,10 +277,15 @@ class Fragment(BucketExchange):
         for bucket, i, row in self._places():
             anchor, velocity = self._start(bucket, i, row), row.velocity
             if self.replaced:
-                anchor, velocity = _wide(row.parameter), None if velocity is None else torch.zeros_like(velocity)
+                anchor, velocity = _wide(row.part), None if velocity is None else torch.zeros_like(velocity)
             elif self._works:
                 velocity = self.outer.velocity(velocity, bucket.deliver(i, _OWN))
             yield row, anchor, velocity
+
+    def progress(self) -> Iterator[tuple[OuterRow, torch.Tensor, torch.Tensor]]:
+        """Yield each row with this rank's progress and the mean progress of the exchange that was received."""
+        for bucket, i, row in self._places() if self._works else ():
+            yield row, bucket.deliver(i, _OWN), bucket.deliver(i, _MEAN)
 
     def _places(self) -> Iterator[tuple[Bucket, int, OuterRow]]:
         """Yield, for each parameter, its bucket, its index in the bucket, and its row."""
@@ -274,10 +299,10 @@ class Fragment(BucketExchange):
         if not self._works:
             return row.anchor
         start, _ = self.outer.moved(row.anchor, row.velocity, bucket.deliver(index, _OWN))
-        return start.to(row.parameter.dtype).to(start.dtype)
+        return start.to(row.part.dtype).to(start.dtype)
 
     def _send(self, groups: int, *, settles: bool) -> None:
-        self.sent = Told(self._layout, self.sent.number + 1, settles, groups)
+        self.sent = Told(self._layout, self.sent.number + 1, settles, groups, self.took, self.next_every)
         self.began = perf_counter()
         self._works, self._second_works = [], []
         self._launch_all()
@@ -311,7 +336,7 @@ class Fragment(BucketExchange):
 
 def parts(parameters: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
     """Split tensors in their order into `count` parts of about equal bytes, some of which may be empty."""
-    sizes = [p.numel() * p.element_size() for p in parameters]
+    sizes = [local(p).numel() * p.element_size() for p in parameters]
     total = sum(sizes) or 1
     found: list[list[torch.Tensor]] = [[] for _ in range(count)]
     before = 0

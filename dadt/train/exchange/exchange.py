@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import islice
-from operator import attrgetter
 from sys import getrefcount
 from time import perf_counter
 from typing import cast
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from dadt._core import Work
+from dadt.comm import shards
 from dadt.comm.bucket import Bucket, Staged, split
 from dadt.comm.compression import LowRank, forms
 from dadt.comm.compression.powersgd import Learned, Round
@@ -27,7 +27,6 @@ from dadt.train.exchange.step_metadata import METADATA_BYTES, StepMetadata, any_
 from dadt.train.norm import norms, together
 from dadt.train.storage import storage_uses
 
-_gradient = attrgetter("grad")
 _REFERENCES = max(map(getrefcount, [object()]))
 """Reference count of an object to which only one list refers."""
 
@@ -43,9 +42,11 @@ class BucketPlan:
         device: Device | None = None,
         turns: int = 2,
         compression: str = "none",
+        momentum: bool = False,
     ) -> None:
         """device: averages tensors in GPU memory, if not None. turns: buffers of each bucket; 1 if no exchange is under
-        way between steps, when a second one is allocated only if the first is in use. compression: of gradients."""
+        way between steps, when a second one is allocated only if the first is in use. compression: of gradients.
+        momentum: whether momentum is sent in their place."""
         self.parameters = list(parameters)
         places = {id(b): (m, n) for m, n, b in buffers}
         self.device = device
@@ -57,27 +58,30 @@ class BucketPlan:
         self.places = [places[id(b)] for bucket in self.buffer_buckets for b in bucket.tensors]
         """Module and buffer name of each averaged buffer, in the order of the buckets."""
         tensors = [*self.parameters, *(b for _, _, b in buffers)]
-        self.crc = zlib.crc32(repr([(tuple(t.shape), str(t.dtype), t.device.type) for t in tensors]).encode())
+        self.crc = zlib.crc32(
+            repr([(tuple(t.shape), str(t.dtype), t.device.type, shards.place(t)) for t in tensors]).encode()
+        )
         self.on_gpu = any(p.is_cuda for p in self.parameters)
         self.looks = Looks()
         self.turns = turns
         self.turn = self.buffer_turn = 0
-        self._late = turns > 1
+        self.late = turns > 1
         self._uses: dict[int, list[int]] = {}
         """Reference counts of the buckets' memory, by its index, while only this plan itself refers to it."""
-        self.forms = forms(compression, self.buckets)
+        self.forms = forms(compression, self.buckets, momentum=momentum)
         """The compression of each bucket of gradients, None if a bucket is not compressed."""
 
-    def compress(self, name: str) -> None:
-        """Change the compression of gradients from the next exchange on. Residuals so far are dropped."""
-        self.forms = forms(name, self.buckets)
+    def compress(self, name: str, *, momentum: bool = False) -> None:
+        """Change the compression from the next exchange on. Residuals so far are dropped. momentum: whether momentum is
+        sent in place of gradients."""
+        self.forms = forms(name, self.buckets, momentum=momentum)
 
     def next_turn(self) -> None:
         """Called when an exchange begins: choose the contiguous buffers that the exchange will use."""
         self.buffer_turn = (self.buffer_turn + 1) % max(2, self.turns)
         for _ in range(self.turns):
             self.turn = (self.turn + 1) % self.turns
-            if self._late or self._is_free(self.turn):
+            if self.late or self._is_free(self.turn):
                 return
         if self.turns == 1:
             for bucket in self._all_buckets:
@@ -112,7 +116,7 @@ class BucketPlan:
         if uses != self._uses.setdefault(turn, uses):
             return False
         for bucket in self.buckets:
-            gradients = [g for g in map(_gradient, bucket.tensors) if g is not None]
+            gradients = [g for g in shards.gradients(bucket.tensors) if g is not None]
             places = set(bucket.pointers[turn])
             if not places.isdisjoint(map(torch.Tensor.data_ptr, filter(_is_strided, gradients))):
                 return False
@@ -155,6 +159,8 @@ class Exchange(BucketExchange):
         self.frozen: frozenset[int] = frozenset()
         """Ids of parameters that were frozen between the backward and the closing of the exchange."""
         self.waited = 0.0  # seconds spent in `receive`
+        self.square = 0.0
+        """Squared norm of the averaged gradients if momentum is sent, as well as ranks know it; 0 if they do not."""
         schema.next_turn()
         self._turn, self._buffer_turn = schema.turn, schema.buffer_turn
         self._ahead: dict[int, Staged] = {}
@@ -233,8 +239,12 @@ class Exchange(BucketExchange):
         index = len(self._works)
         staged = self._ahead.pop(index, None) or self._stage(index)
         self._inputs.append(staged.values)
-        bucket, lane = self.schema.buckets[index], self._lane(staged) + lane
-        self.submit_bucket(index, bucket, self._forms[index], staged, self._turn, lane, self.weight, self.scale)
+        bucket, lane, scale = self.schema.buckets[index], self._lane(staged) + lane, self._scale_of_sent
+        self.submit_bucket(index, bucket, self._forms[index], staged, self._turn, lane, self.weight, scale)
+
+    @property
+    def _scale_of_sent(self) -> torch.Tensor | None:
+        return self.scale
 
     def _lane(self, staged: Staged) -> bytes:
         """Packed flags, one per tensor: whether this rank has a value for it."""
@@ -242,7 +252,7 @@ class Exchange(BucketExchange):
 
     def _stage(self, index: int) -> Staged:
         bucket, form = self.schema.buckets[index], self._forms[index]
-        gradients = [t.grad for t in bucket.tensors]
+        gradients = shards.gradients(bucket.tensors)
         if not isinstance(form, LowRank):
             return bucket.stage(gradients, self._turn)
         round_ = form.begin(gradients, self.scale, self._turn, self.weight > 0)
@@ -369,26 +379,3 @@ class Exchange(BucketExchange):
 
 def _is_strided(gradient: torch.Tensor) -> bool:
     return gradient.layout == torch.strided
-
-
-def hand_out(
-    parameters: Sequence[torch.Tensor],
-    averages: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ratio: torch.Tensor | float | None,
-    used: frozenset[int] = frozenset(),
-) -> None:
-    """Set each parameter's `.grad` to its average times `ratio`, and to None for parameters without an average. used:
-    ids of frozen parameters that were already frozen when their gradients were read."""
-    # Skip parameters that were frozen during the exchange: the script expects them to stay unchanged.
-    given = [(p, gradient) for p, gradient in averages if p.requires_grad or id(p) in used]
-    if ratio is not None and given:
-        for device in {gradient.device for _, gradient in given}:
-            here = ratio.to(device) if isinstance(ratio, torch.Tensor) else ratio
-            torch._foreach_mul_([gradient for _, gradient in given if gradient.device == device], here)
-    ids = {id(p) for p, _ in given}
-    for p in parameters:
-        if id(p) not in ids:
-            p.grad = None
-    for p, gradient in given:
-        sparse = p.grad is not None and p.grad.layout == torch.sparse_coo
-        p.grad = gradient.to_sparse(1) if sparse else gradient

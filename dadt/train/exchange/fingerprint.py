@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from dadt.comm import shards
+from dadt.comm.shards import local
+
 _TRAINED = 4
 _GRADIENTS = 8
 """Number of gradients in a fingerprint, counted from the last. One is not enough: a last bias may have the same
@@ -21,7 +24,7 @@ images."""
 
 def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
     """Return a fingerprint of the last parameters' gradients; 0 if all their values are 0 or there is no gradient."""
-    dense = [p.grad for p in parameters if p.grad is not None and is_dense(p.grad)][-_GRADIENTS:]
+    dense = [g for g in shards.gradients(parameters) if g is not None and is_dense(g)][-_GRADIENTS:]
     return _crc(dense) if any(bool(some_values(gradient).any()) for gradient in dense) else 0
 
 
@@ -65,14 +68,15 @@ def _bytes(tensors: Sequence[torch.Tensor], most: int = 64) -> bytes:
 
 def some_values(tensor: torch.Tensor, most: int = 64) -> torch.Tensor:
     """Return the tensor's first values, at most `most`, on the tensor's own device."""
-    return tensor.detach().reshape(-1)[:most]
+    return local(tensor).detach().reshape(-1)[:most]
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
     """Return some values from all over the tensor, an odd number of elements apart: an even distance would pick the
     same corner of every image."""
+    tensor = local(tensor)
     return tensor.reshape(-1)[:: -(-tensor.numel() // _INPUTS) | 1]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and local(tensor).numel() > 0

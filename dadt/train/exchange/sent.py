@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dadt.comm.shards import local
 from dadt.train.later import Later
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -83,7 +84,7 @@ class Looks:
 def _sample(gradient: torch.Tensor, number: int) -> torch.Tensor:
     """Return all values in one dimension, or for a large gradient one row per sampled place. The places move with the
     exchange's number, so that a change missed in one step is seen in another."""
-    values = gradient.detach()
+    values = local(gradient).detach()
     values = values._values() if values.layout == torch.sparse_coo else values
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     if values.numel() <= _EVERY:

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FORMAT = struct.Struct("<IIIIIBddIIId")
+_FORMAT = struct.Struct("<IIIIIBddIIIdf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ class StepMetadata:
     """crc32 of the sample orders of passes over shared loaders that began since the last exchange; 0 if none began."""
     loss: float = 0.0
     """Loss that a closure returned which the optimizer calls once per step, if the step may use it."""
+    square: float = 0.0
+    """This rank's part of the squared norm of the averaged gradient, if momentum is sent and the script clips."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
@@ -58,13 +60,14 @@ class StepMetadata:
             self.approach,
             self.order,
             self.loss,
+            self.square,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> StepMetadata:
-        a, b, c, d, e, bits, weight, value, not_finite, approach, order, loss = _FORMAT.unpack_from(data)
+        a, b, c, d, e, bits, weight, value, not_finite, approach, order, loss, square = _FORMAT.unpack_from(data)
         redo, saves, interrupted = bool(bits & 1), bits >> 1 & 63, bool(bits & 128)
-        return cls(a, b, c, d, e, redo, weight, value, not_finite, saves, interrupted, approach, order, loss)
+        return cls(a, b, c, d, e, redo, weight, value, not_finite, saves, interrupted, approach, order, loss, square)
 
 
 def mean_loss(lanes: Sequence[StepMetadata]) -> float:
@@ -74,6 +77,14 @@ def mean_loss(lanes: Sequence[StepMetadata]) -> float:
         total += lane.weight
         weighted += lane.loss * lane.weight
     return weighted / total if total else 0.0
+
+
+def mean_square(lanes: Sequence[StepMetadata]) -> float:
+    """Return the squared norm of the averaged gradient; 0 if a rank that counts does not know its part."""
+    counting = [lane for lane in lanes if lane.weight > 0]
+    total = sum(lane.weight for lane in counting)
+    known = bool(counting) and all(lane.square for lane in counting)
+    return sum(lane.square * lane.weight for lane in counting) / total if known else 0.0
 
 
 METADATA_BYTES = _FORMAT.size

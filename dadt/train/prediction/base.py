@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dadt.comm.shards import is_sharded, local
 from dadt.train.later import Later
 from dadt.train.prediction.memory import Memory, lends
 from dadt.train.prediction.shown import PARTS, ShownParameter, copy, part, replaced, show, still_lent
@@ -61,7 +62,11 @@ class Prediction:
         self.given = {id(p) for p in parameters}
         """Ids of the optimizer's parameters that can show predicted values, including those that share memory with
         another parameter."""
-        self.parameters = _apart(parameters)
+        self.owners = _apart(parameters)
+        """The optimizer's parameters that are predicted."""
+        self.parameters = list(map(local, self.owners))
+        """What of each lies on this rank: of a parameter that is not sharded, itself."""
+        self.sharded = any(map(is_sharded, self.owners))
         self._holds = Holds.NOTHING
         self._buffers: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
@@ -272,15 +277,18 @@ class Prediction:
 
     def release(self, ids: set[int]) -> None:
         """Stop predicting these parameters, as another optimizer steps and predicts them from now on."""
-        if any(id(p) in ids for p in self.parameters):
-            self.follow([p for p in self.parameters if id(p) not in ids])
+        if any(id(p) in ids for p in self.owners):
+            self.follow([p for p in self.owners if id(p) not in ids])
 
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """Called when the script froze, added or replaced parameters: what is known of the remaining ones is kept."""
         self.undo()
-        self.given, parameters = {id(p) for p in parameters}, _apart(parameters)
-        self._keep(parameters)
-        self.parameters = parameters
+        self.given, owners = {id(p) for p in parameters}, _apart(parameters)
+        parts = list(map(local, owners))
+        self._keep(parts)
+        self.owners, self.parameters, self.sharded = owners, parts, any(map(is_sharded, owners))
+        if not parts:  # parameters that come back are predicted anew
+            self.forget()
 
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
         """Keep the buffers of these parameters. New parameters get zeros, or their weights if buffers contain
@@ -344,13 +352,14 @@ def traces() -> bool:
 def _apart(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Leave out parameters that share memory with an earlier one, since restoring the same weights twice would
     overwrite them."""
-    first = {p.data_ptr(): id(p) for p in reversed(parameters) if p.numel()}
-    return [p for p in parameters if not p.numel() or first[p.data_ptr()] == id(p)]
+    places = [(p, local(p)) for p in parameters]
+    first = {part.data_ptr(): id(p) for p, part in reversed(places) if part.numel()}
+    return [p for p, part in places if not part.numel() or first[part.data_ptr()] == id(p)]
 
 
 def tensors_of(parameters: Sequence[torch.Tensor], values: Tensors) -> list[torch.Tensor]:
     """Return a copy of each parameter's value; zeros for a parameter without one."""
-    fresh = [torch.zeros_like(p.data) for p in parameters]
+    fresh = [torch.zeros_like(local(p.data)) for p in parameters]
     return [f.copy_(values[p]) if p in values else f for p, f in zip(parameters, fresh, strict=True)]
 
 

@@ -21,8 +21,8 @@ class Displacement(Prediction):
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], factors: Callable[[], tuple[float, float]]) -> None:
-        """factors: returns the factors of the last displacement and of the one before. Called at each prediction, as a
-        schedule such as OneCycleLR may change the momentum from which the factors are computed."""
+        """factors: returns `factor` and `older` of the formula above. Called at each prediction, as a schedule such as
+        OneCycleLR may change the momentum from which they are computed."""
         super().__init__(parameters)
         self._factors = factors
         self.factor, self.older = factors()
@@ -88,16 +88,16 @@ class Displacement(Prediction):
         # If a forward has run since the last step, the newest displacement is already part of the predicted weights, so
         # that only the older displacement is saved.
         return {
-            "displacement": dict(zip(self.parameters, self._buffers, strict=True)) if known else {},
-            "older": dict(zip(self.parameters, self._older, strict=True)) if self._older else {},
+            "displacement": dict(zip(self.owners, self._buffers, strict=True)) if known else {},
+            "older": dict(zip(self.owners, self._older, strict=True)) if self._older else {},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.forget()
         displacement, older = state.get("displacement", {}), state.get("older", {})
         if (displacement or older) and self.wanted:
-            self._buffers = tensors_of(self.parameters, displacement)
-            self._older = tensors_of(self.parameters, older) if self.older else []
+            self._buffers = tensors_of(self.owners, displacement)
+            self._older = tensors_of(self.owners, older) if self.older else []
             self._holds = Holds.KNOWN if displacement else Holds.NOTHING
 
     def forget(self) -> None:

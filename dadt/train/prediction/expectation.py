@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dadt import _core
+from dadt.comm import shards
 from dadt.comm.bucket import DTYPES
 from dadt.train.norm import norms, together
 from dadt.train.prediction.base import Holds, Prediction, Tensors, beside_parameters, tensors_of
@@ -131,9 +132,9 @@ class Expectation(Prediction):
         self._holds = Holds.KNOWN if _finite(self._buffers) else Holds.NOTHING
 
     def arrived(self, scale: torch.Tensor | None) -> None:
-        averages = list(map(_gradient, self.parameters))
-        given = [p for p, g in zip(self.parameters, averages, strict=True) if g is not None]
-        self._came = averages, list(map(_version, map(_gradient, given)))
+        averages = shards.gradients(self.owners) if self.sharded else list(map(_gradient, self.owners))
+        given = [p for p, g in zip(self.owners, averages, strict=True) if g is not None and g.numel()]
+        self._came = averages, [g._version for g in averages if g is not None]
         step = max(1, len(given) // _SOME)
         self._sampled = given[step // 2 :: step]
         self._came_norms, self._came_scale = _norms_of(self._sampled), 1.0 if scale is None else scale
@@ -196,8 +197,8 @@ class Expectation(Prediction):
         self._sum(self._buffers, *terms)
 
     def _gradients(self) -> Gradients:
-        gradients = map(_gradient, self.parameters)
-        return [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
+        found = shards.gradients(self.owners) if self.sharded else list(map(_gradient, self.owners))
+        return [g if g is None or g.layout is torch.strided else g.to_dense() for g in found]
 
     def _copy_gradients(self, buffers: list[torch.Tensor]) -> set[int]:
         """Copy the gradients into the buffers, or zeros for parameters without one. Returns the ids of these
@@ -212,12 +213,12 @@ class Expectation(Prediction):
         return {id(p) for p, _, g in rows if g is None}
 
     def _changed(self) -> bool:
-        """Whether the script has clipped, unscaled or otherwise changed the averages since they arrived."""
+        """Whether the script has clipped or otherwise changed the averages; of sharded ones versions do not tell."""
         (came, versions), self._came = self._came, ([], [])
         if len(came) != len(self.parameters):
             return False
-        same = all(map(is_, came, map(_gradient, self.parameters)))
-        return not same or list(map(_version, _present(came))) != versions
+        now = map(_gradient, self.owners)
+        return self.sharded or not all(map(is_, came, now)) or list(map(_version, _present(came))) != versions
 
     def _clipped(self) -> torch.Tensor | float:
         # Leave out gradients that the script has removed meanwhile, for example by freezing parameters.
@@ -301,8 +302,7 @@ class Expectation(Prediction):
     def join(self, averages: Tensors, scale: torch.Tensor | None) -> None:
         if averages and self._holds is not Holds.AVERAGE:
             self.undo()
-            self._buffers = tensors_of(self.parameters, averages)
-            self._absent = {id(p) for p in self.parameters if p not in averages}
+            self._buffers, self._absent = tensors_of(self.owners, averages), self._without(averages)
             clip = self._clip if scale is None else self._clip / scale
             for b in self._buffers:
                 b.mul_(clip)
@@ -313,17 +313,19 @@ class Expectation(Prediction):
 
     def state(self) -> dict[str, Any]:
         known = self._holds is Holds.AVERAGE
-        pairs = zip(self.parameters, self._buffers, strict=True) if known else ()
-        average = {p: b for p, b in pairs if id(p) not in self._absent}
+        rows = zip(self.owners, self.parameters, self._buffers, strict=True) if known else ()
+        average = {p: b for p, part, b in rows if id(part) not in self._absent}
         return {"clip": float(self._clip), "average": average}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.forget()
         self._clip = state.get("clip", 1.0)
         if average := state.get("average"):
-            self._buffers = tensors_of(self.parameters, average)
-            self._absent = {id(p) for p in self.parameters if p not in average}
+            self._buffers, self._absent = tensors_of(self.owners, average), self._without(average)
             self._holds = Holds.AVERAGE
+
+    def _without(self, values: Tensors) -> set[int]:
+        return {id(part) for p, part in zip(self.owners, self.parameters, strict=True) if p not in values}
 
     def observe(self) -> dict[str, Any]:
         known = self._holds is Holds.KNOWN and not self._has_changed
@@ -390,7 +392,7 @@ def _versions(terms: Sequence[Term]) -> list[list[int]]:
 
 def _norms_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the norm of each parameter's gradient."""
-    gradients = list(map(_gradient, parameters))
+    gradients = _present(shards.gradients(parameters))
     return norms([g if g.layout is torch.strided else g.to_dense() for g in gradients])
 
 

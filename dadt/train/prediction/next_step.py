@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dadt.comm.shards import PART
+
 Factors = dict[str, float]
 """Factors of one optimizer step, by their names in _core.NextStep."""
 
@@ -88,11 +90,14 @@ def next_steps(
         adam = "betas" in group
         for p in group["params"]:
             state = optimizer.state.get(p, {})
-            if id(p) not in expected or (adam and "exp_avg" not in state):
+            part = getattr(p, PART, p)
+            if id(part) not in expected or (adam and "exp_avg" not in state):
                 continue
-            gradient = expected.pop(id(p))
+            gradient = expected.pop(id(part))
             if adam:
-                step = ParameterStep(p, gradient, state["exp_avg"], state["exp_avg_sq"])
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
+                mean, square = getattr(mean, PART, mean), getattr(square, PART, square)
+                step = ParameterStep(part, gradient, mean, square)
                 taken = state["step"]
                 counts_there = isinstance(taken, torch.Tensor) and taken.is_cuda and taken.dtype is torch.float32
                 if counted and counts_there:
@@ -102,7 +107,8 @@ def next_steps(
                     at = _taken(taken, steps)
             else:
                 momentum = state.get("momentum_buffer")
-                step, at = ParameterStep(p, gradient, momentum, None), float(momentum is not None)
+                momentum = getattr(momentum, PART, momentum)
+                step, at = ParameterStep(part, gradient, momentum, None), float(momentum is not None)
             steps.setdefault(at, []).append(step)
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
         for at, some in steps.items():

@@ -33,7 +33,8 @@ def still_lent(rows: Sequence[ShownParameter]) -> list[bool]:
 
 
 def show(rows: Sequence[ShownParameter], lent: Sequence[bool]) -> None:
-    """Restore the parameters' true weights, by exchanging memory where `lent` says so and by copying elsewhere."""
+    """Let the parameters have their true weights again: give them the memory of these where `lent` says so, and copy
+    the weights elsewhere."""
     copied = []
     for (p, true, place, _), by_memory in zip(rows, lent, strict=True):
         if by_memory:

@@ -1,0 +1,121 @@
+"""Adam's moments where ranks take steps of their own: v is the same on all ranks, and momentum is read from progress.
+
+Each rank would divide by its own gradients' v, which is larger and noisier than that of their mean, and drift off by
+its own momentum. So v is shared (`Momentum.share`), and after a round of progress p(i) from the anchor a, momentum
+becomes what would have led to the ranks' mean progress P, which comes D steps later. Nothing is sent for that:
+
+    at the end of a round:   m(i) = -k (p(i) + decay a sum(lr))
+    D steps later:           m(i) = m(i) - beta1^D k (P - p(i))
+    where                    k = (sqrt(v) + eps) (1 - beta1^t) / sum(lr)
+
+Sums are over the round, and v has no bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from dadt.algorithms.local.outer import Fragment, OuterRow
+from dadt.errors import CommError
+from dadt.train.attachment import Attachment
+from dadt.train.moment import is_adam, moments_of, wide
+from dadt.train.momentum import REFRESH
+
+
+class RoundMoments:
+    """The moments of one optimizer whose ranks take steps of their own. Changes none where v is not shared."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self._steps = 0
+        """Steps that this rank has taken alone."""
+        self._shared = 0
+        """The number of these steps when v was last shared."""
+        self._rates: list[float] = []
+        """Sum of these steps' learning rates, for each param_group."""
+        self._begun: dict[str, list[float]] = {}
+        """The same where each fragment's round began, by the fragment's name."""
+        self._sent: dict[str, tuple[int, list[float]]] = {}
+        """Steps at the end of the round whose progress is under way, and its sums of learning rates, by the fragment's
+        name."""
+
+    def begin(self, fragment: Fragment) -> None:
+        """Called when a round of the fragment begins."""
+        self._begun[fragment.name] = list(self._rates)
+
+    def stepped(self) -> None:
+        """Called after each step that this rank takes alone."""
+        self._steps += 1
+        if self._attachment.stepping and is_adam(self._attachment.optimizer):  # else the script has skipped it
+            rates = [rate for *_, rate in moments_of(self._attachment.optimizer)]
+            self._rates = [sum(each) for each in zip_longest(self._rates, rates, fillvalue=0.0)]
+
+    def share(self) -> None:
+        """Share v, unless that was done a short while ago. All ranks call it after the same step."""
+        if self._steps and self._steps - self._shared < REFRESH:
+            return
+        self._shared = self._steps
+        try:
+            self._attachment.momentum.share()
+        except CommError as error:  # ranks were lost; those that are left share v again in REFRESH steps
+            self._attachment.ranks.regroup(error)
+
+    def _since(self, name: str) -> list[float]:
+        """Return the sums of learning rates of the named fragment's round so far."""
+        begun = self._begun.get(name, [])
+        return [now - before for now, before in zip_longest(self._rates, begun, fillvalue=0.0)]
+
+    def restart(self, fragment: Fragment) -> None:
+        """Called at the end of a round, before its progress is sent."""
+        rates = self._since(fragment.name)
+        self._sent[fragment.name] = self._steps, rates
+        self.begin(fragment)
+        for row, m, scale, decay, _ in self._momenta(fragment.rows.values(), rates):
+            progress = row.part.data.to(row.anchor) - row.anchor
+            m.copy_(progress.add_(row.anchor, alpha=decay).mul_(scale).neg_())
+
+    def tell(self, fragment: Fragment) -> None:
+        """Called when the mean progress has come, before it is merged."""
+        ended, rates = self._sent.pop(fragment.name, (0, []))
+        found = {id(row.parameter): (own, mean) for row, own, mean in fragment.progress()}
+        rows = [row for key, row in fragment.rows.items() if key in found]
+        for row, m, scale, _, beta1 in self._momenta(rows, rates):
+            own, mean = found[id(row.parameter)]
+            m.sub_((mean - own).mul_(scale), alpha=beta1 ** (self._steps - ended))
+
+    def state(self) -> dict[str, Any]:
+        """Return the steps and the learning rates so far of each round, for a checkpoint."""
+        rates = {name: self._since(name) for name in self._begun}
+        return {"steps": self._steps, "shared": self._shared, "rates": rates}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            return
+        self._steps, self._shared, self._rates = state["steps"], state["shared"], []
+        self._begun = {name: [-rate for rate in since] for name, since in state["rates"].items()}
+
+    @torch.no_grad()
+    def _momenta(
+        self, rows: Iterable[OuterRow], rates: Sequence[float]
+    ) -> Iterator[tuple[OuterRow, torch.Tensor, torch.Tensor, float, float]]:
+        """Yield each row whose momentum can be read from its progress, with this momentum, the factor k, the factor of
+        the anchor by decay, and beta1. rates: sums of the round's learning rates."""
+        optimizer, momentum = self._attachment.optimizer, self._attachment.momentum
+        if not is_adam(optimizer):
+            return
+        groups = zip(optimizer.param_groups, moments_of(optimizer), rates, strict=False)
+        of = {id(p): (group, moment, rate) for group, (moment, ps, _), rate in groups for p in ps if rate}
+        for row in rows:
+            if id(row.parameter) not in of or not momentum.shares(row.parameter):
+                continue
+            group, moment, rate = of[id(row.parameter)]
+            state = optimizer.state[row.parameter]
+            steps = float(state["step"])
+            root = (wide(state["exp_avg_sq"]) / (1 - moment.beta2**steps)).sqrt_().add_(float(group["eps"]))
+            # What is not added to gradients is taken off the weights directly.
+            decay = (float(group["weight_decay"]) - moment.decay) * rate
+            yield row, state["exp_avg"], root.mul_((1 - moment.old**steps) / rate), decay, moment.old

@@ -1,0 +1,69 @@
+"""How many steps a round of `local` takes, and during how many of the next its exchange may run in the background."""
+
+from __future__ import annotations
+
+import math
+
+from dadt.algorithms.local.outer import Fragment
+from dadt.config.check import round_steps
+from dadt.train.attachment import Attachment
+
+WAITED = 0.02
+"""Share of the time of training for which ranks rather wait for a mean than train on without it."""
+
+
+class Pace:
+    """Decides for one optimizer. With `--sync-every auto` a round has no more steps than hide its exchange."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        config = attachment.ranks.config
+        self.every = round_steps(config.sync_every)
+        """Steps of a round, if these are not measured."""
+        self._fixed = None if config.overlap_steps == "auto" else int(config.overlap_steps)
+        """Steps for which each exchange may run in the background; None for as many as the one before has taken."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether rounds take as many steps as hide their exchange. On a GPU nothing is measured."""
+        ranks = self._attachment.ranks
+        return ranks.config.sync_every == "auto" and ranks.device is None
+
+    @property
+    def longest(self) -> int:
+        """Most steps for which an exchange may run in the background: half a round. With a whole round, the ranks would
+        train apart for two rounds."""
+        return (self.every + 1) // 2 if self._fixed is None else self._fixed
+
+    def begin(self, fragment: Fragment, number: int, steps: int) -> None:
+        """Begin the rounds of a new fragment. steps: number of steps that this rank has taken alone."""
+        fragment.every = fragment.next_every = 1 if self.measured else self.every
+        fragment.overlap = fragment.took = min(1, self.longest) if self.measured else self.longest
+        offset = number * fragment.every // self._attachment.ranks.config.fragments
+        fragment.since = (steps - offset) % fragment.every
+
+    def resume(self, fragment: Fragment, overlap: int | None) -> None:
+        """Go on from a checkpoint. overlap: steps for which the next exchange may run in the background, if known."""
+        if overlap is not None and self._fixed is None and not self.measured:
+            fragment.overlap = fragment.took = overlap
+
+    def exchanged(self, fragment: Fragment) -> None:
+        """Called when an exchange of the fragment has ended: decide what this rank asks for with the next one."""
+        seconds, step = fragment.seconds, self._attachment.measure.alone
+        if self.measured and step:
+            fragment.next_every = steps_of(seconds, step)
+        if self._fixed is None and self._attachment.ranks.device is None:
+            fragment.took = overlap_of(seconds, step, fragment.next_every)
+
+
+def steps_of(exchange: float, step: float) -> int:
+    """Return the smallest number of steps of which half hide an exchange. exchange, step: their seconds."""
+    return max(1, 2 * math.ceil(exchange / step) - 1)
+
+
+def overlap_of(exchange: float, step: float, every: int) -> int:
+    """Return the number of steps, at most half of `every`, during which an exchange is done. exchange, step: their
+    seconds. every: steps between two exchanges. 0 if waiting for each exchange costs nearly nothing."""
+    if exchange < WAITED * every * step:
+        return 0
+    return min((every + 1) // 2, math.ceil(exchange / step)) if step else (every + 1) // 2

@@ -1,0 +1,84 @@
+"""An exchange that averages the optimizer's next momentum in place of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from dadt.comm import shards
+from dadt.comm.bucket import Bucket, Staged
+from dadt.train.exchange.bucket_exchange import RankLink
+from dadt.train.exchange.exchange import BucketPlan, Exchange
+from dadt.train.exchange.step_metadata import StepMetadata, mean_square, pack_flags
+
+
+class SentMomentum(Protocol):
+    """Makes momentum of this rank's gradients, and gradients of the mean momentum."""
+
+    def stage(
+        self,
+        bucket: Bucket,
+        gradients: Sequence[torch.Tensor | None],
+        turn: int,
+        scale: torch.Tensor | None,
+        *,
+        keeps: bool,
+    ) -> Staged:
+        """Return this rank's next momentum of the bucket's tensors. keeps: whether the next exchange may begin before
+        this one has ended."""
+
+    def to_gradients(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: torch.Tensor | None) -> None:
+        """Change the mean momentum of each parameter, in place, to the gradient that leads to it."""
+
+
+class MomentumExchange(Exchange):
+    """Sends momentum without loss scale, and delivers the gradients that lead to its mean."""
+
+    def __init__(
+        self, peers: RankLink, schema: BucketPlan, number: int, name: str, weight: float, momentum: SentMomentum
+    ) -> None:
+        super().__init__(peers, schema, number, name, weight)
+        self._momentum = momentum
+        self._norm: torch.Tensor | None = None
+        self._changed: set[Bucket] = set()
+        """Buckets whose memory has gradients in place of the mean momentum."""
+        self._flags: dict[int, bytes] = {}
+        """Packed flags, whether this rank has a gradient for each tensor, by the id of a bucket's staged values."""
+
+    @property
+    def _scale_of_sent(self) -> None:
+        return None
+
+    def _stage(self, index: int) -> Staged:
+        bucket = self.schema.buckets[index]
+        gradients = shards.gradients(bucket.tensors)
+        staged = self._momentum.stage(bucket, gradients, self._turn, self.scale, keeps=self.schema.late)
+        self._flags[id(staged.values)] = pack_flags([g is not None for g in gradients])
+        return staged
+
+    def _lane(self, staged: Staged) -> bytes:
+        return self._flags.get(id(staged.values)) or super()._lane(staged)
+
+    def wait(self) -> list[StepMetadata]:
+        lanes = super().wait()
+        self.square = mean_square(lanes)
+        return lanes
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of the mean momentum: the gradients made of it have many times its noise."""
+        if self._norm is None:
+            scale, self.scale = self.scale, None
+            self._norm = super().norm()
+            self.scale = scale
+        return self._norm
+
+    def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if self.schema.late:
+            self.norm()  # before the memory changes
+        averages = super().averaged_gradients()
+        fresh = {id(t): bucket for bucket in self.schema.buckets if bucket not in self._changed for t in bucket.tensors}
+        self._momentum.to_gradients([(p, mean) for p, mean in averages if id(p) in fresh], self.scale)
+        self._changed.update(bucket for bucket in fresh.values() if not bucket.staged)
+        return averages

@@ -1,0 +1,77 @@
+"""How optimizers of torch update their momentum and second moment."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from dadt.comm.shards import is_sharded
+
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+
+
+class Moment(NamedTuple):
+    """How the optimizer updates the momentum of one param_group: m = old * m + new * gradient."""
+
+    old: float
+    new: float
+    sign: float
+    """-1 with `maximize`, which turns the gradient around."""
+    decay: float
+    """Factor of the weights that the optimizer adds to the gradient."""
+    first: str
+    """Name of the momentum in the optimizer's state."""
+    beta2: float
+    """Factor of v in its update; 0 if the optimizer has none."""
+
+
+def unsuited(optimizer: torch.optim.Optimizer) -> str:
+    """Return why momentum cannot be sent for this optimizer; empty if it can."""
+    name = type(optimizer).__name__
+    groups = optimizer.param_groups
+    if any(is_sharded(p) for g in groups for p in g["params"]):
+        return f"{name} trains parts of tensors"
+    step = inspect.unwrap(type(optimizer).step)
+    if step is inspect.unwrap(torch.optim.SGD.step):
+        return "" if all(g["momentum"] and g["dampening"] < 1 for g in groups) else f"{name} has no momentum"
+    if step not in [inspect.unwrap(each.step) for each in _ADAMS]:
+        return f"the step of {name} is not known"
+    if any(g.get("amsgrad") for g in groups):
+        return f"{name} has amsgrad"
+    if any(p.is_complex() for g in groups for p in g["params"]):
+        return f"{name} trains complex numbers"
+    return ""
+
+
+def is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether each step of the optimizer is proportional to its momentum over the root of v."""
+    return inspect.unwrap(type(optimizer).step) in [inspect.unwrap(each.step) for each in _ADAMS[:2]]
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Moment, list[torch.Tensor], float]]:
+    """Yield for each param_group how its momentum is updated, its parameters, and its learning rate."""
+    for group in optimizer.param_groups:
+        sign = -1.0 if group.get("maximize") else 1.0
+        decay, rate = float(group["weight_decay"]), float(group["lr"])
+        if "betas" in group:
+            beta1, beta2 = map(float, group["betas"])
+            decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+            moment = Moment(beta1, 1 - beta1, sign, 0.0 if decoupled else decay, "exp_avg", beta2)
+        else:
+            new = 1 - float(group["dampening"])
+            moment = Moment(float(group["momentum"]), new, sign, decay, "momentum_buffer", 0.0)
+        yield moment, group["params"], rate
+
+
+def beside(value: Any, tensor: torch.Tensor) -> Any:
+    """Return the number, on the tensor's device if it is a tensor."""
+    return value.to(tensor.device) if isinstance(value, torch.Tensor) and value.device != tensor.device else value
+
+
+def wide(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor in at least 32 bits."""
+    assert tensor is not None
+    return tensor.detach().float() if tensor.element_size() == 2 else tensor.detach()

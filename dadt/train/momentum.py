@@ -1,0 +1,397 @@
+"""`--compression momentum:N`: after a beginning with int4, ranks send the optimizer's next momentum in N bits, in place
+of gradients (1-bit Adam, arXiv:2102.02888; 0/1 Adam, arXiv:2202.06009).
+
+Error feedback suits Adam only where compressed values enter the step linearly: in the momentum m, not in the second
+moment v, whose square of a compressed gradient would be noise. So with x(i) = a m + b g(i) on rank i
+
+    m = Q(mean over ranks of Q(x(i) + error(i)) + error)
+    v = f * mean over ranks of v(i), every REFRESH steps; v(i) is the second moment of the rank's own gradients
+    v = max(v, m^2), so that no weight moves further than the learning rate
+
+where f, a number for each tensor, is the ratio of the second moment of averaged gradients to that of own ones, measured
+when the beginning ends. The script's optimizer makes the step: its gradient is set to (m - a m(t-1)) / b, and its v so
+that it is the one above after the optimizer's own update. Ranks that step alone (`local`) share v likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dadt.comm.bucket import Bucket, Staged
+from dadt.comm.compression import INT8, OF_MOMENTUM
+from dadt.train.algorithm import Attached
+from dadt.train.moment import Moment, beside, moments_of, unsuited, wide
+from dadt.train.optimizers import Optimizers
+from dadt.train.restored import numbers_of
+from dadt.train.shown_gradients import ShownGradients
+from dadt.train.trained import sparse_tables
+
+REFRESH = 50
+"""Steps from one refresh of v to the next."""
+_LOOK = 10
+"""Steps between two decisions whether the beginning ends."""
+_BEGINNING = 0.1
+"""Share of the training that the beginning takes, where a learning rate scheduler knows the number of steps."""
+_SETTLED = 0.5
+"""Where nobody knows it, the beginning ends when the second moments of tensors have changed on average by less than
+this logarithm in two times _LOOK steps, and the learning rate does not rise any more."""
+
+
+class Sender(Attached, Protocol):
+    """Interface of an optimizer that DADT manages, as the code here uses it."""
+
+    compression: str
+    has_closure: bool
+    scale: torch.Tensor | None
+    optimizers: Optimizers
+
+
+class Momentum:
+    """What one optimizer's ranks need to exchange momentum: this rank's own second moments, and the factors by which
+    their mean becomes the v of all ranks. Does nothing with another compression, or if the optimizer does not suit."""
+
+    def __init__(self, attachment: Sender) -> None:
+        self._attachment = attachment
+        self._ranks = attachment.ranks
+        self._asked = attachment.compression in OF_MOMENTUM and not attachment.ranks.alone
+        """Whether momentum is sent once the beginning is over."""
+        self.begun = False
+        """Whether the beginning is over."""
+        self.shown = ShownGradients(attachment)
+        """The averages as the script sees them before the optimizer's step."""
+        self._own: dict[torch.Tensor, torch.Tensor] = {}
+        self._taken: dict[torch.Tensor, int] = {}
+        """Number of gradients in each own second moment."""
+        self._factors: dict[torch.Tensor, float] = {}
+        """The factor of each tensor, empty if it is not measured yet."""
+        self._on_way: dict[torch.Tensor, torch.Tensor] = {}
+        """This rank's part of the momentum that is under way, with late averages."""
+        self._sizes: list[dict[torch.Tensor, float]] = []
+        """Sums of v so far, of the newest decisions whether the beginning ends."""
+        self._rates: list[float] = []
+        adaptive = any("betas" in group for group in attachment.optimizer.param_groups)
+        self._shares = attachment.algorithm.shares and adaptive and not attachment.ranks.alone
+        """Whether ranks share v while each takes steps of its own."""
+        sparse = "its embeddings have sparse gradients" * bool(sparse_tables(attachment.modules, attachment.parameters))
+        if (self._asked or self._shares) and (why := unsuited(attachment.optimizer) or sparse):
+            name = (
+                f"--compression {attachment.compression}{attachment.name}: gradients are sent in 4 bits, as with int4"
+            )
+            apart = f"local{attachment.name}: each rank divides by its own second moment"
+            self._ranks.say(f"{name if self._asked else apart}, since {why}")
+            self._asked = self._shares = False
+
+    @property
+    def _active(self) -> bool:
+        return self._asked and not self._attachment.has_closure and self._attachment.algorithm.averages
+
+    @property
+    def _watches(self) -> bool:
+        """Whether this rank needs its own second moments."""
+        return self._active or (self._shares and not self._attachment.has_closure)
+
+    def shares(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter's v is the same on all ranks, though each takes steps of its own."""
+        return self._shares and self._watches and parameter in self._factors
+
+    @property
+    def sends(self) -> bool:
+        """Whether exchanges send momentum."""
+        return self.begun and self._active
+
+    def ratio(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        square: float,
+        ratio: torch.Tensor | float | None,
+        scale: torch.Tensor | None,
+    ) -> torch.Tensor | float | None:
+        """Return the factor by which averages become those that the script sees. ratio: factor by their loss scales;
+        for the others see ShownGradients."""
+        more = self.shown.ratio(pairs, square, scale) if self._watches else None
+        return ratio if more is None else more if ratio is None else more * beside(ratio, more)
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return list(numbers_of(self._attachment.optimizer))
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._attachment.optimizer.state.get(parameter, {})
+        return state
+
+    @property
+    def _moments(self) -> dict[torch.Tensor, Moment]:
+        return {p: moment for moment, parameters, _ in moments_of(self._attachment.optimizer) for p in parameters}
+
+    # What a step does, in its order ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def see(self) -> None:
+        """Called in each step with averages while `.grad` holds this rank's own gradients: add them to its second
+        moments."""
+        if self._watches and self._attachment.algorithm.averages:
+            self.shown.measure(self._factors)
+            self._add(self._attachment.scale)
+
+    def _add(self, scale: torch.Tensor | None) -> None:
+        for moment, parameters, _ in moments_of(self._attachment.optimizer):
+            there = [p for p in parameters if p.grad is not None]
+            if not moment.beta2 or not there:
+                continue
+            gradients = self._decayed([wide(p.grad) for p in there], there, moment, scale)
+            for p, g in zip(there, gradients, strict=True):
+                if p not in self._own:
+                    self._own[p] = torch.zeros_like(g)
+                self._taken[p] = self._taken.get(p, 0) + 1
+            own = [self._own[p] for p in there]
+            torch._foreach_mul_(own, moment.beta2)
+            torch._foreach_addcmul_(own, gradients, gradients, 1 - moment.beta2)
+
+    def _decayed(
+        self, gradients: list[torch.Tensor], parameters: Sequence[torch.Tensor], moment: Moment, scale: Any
+    ) -> list[torch.Tensor]:
+        """Return the gradients as the optimizer adds them to its momentum: without loss scale, clipped, with decay."""
+        if scale is not None:  # a GradScaler meets infinities, after which the rank's own v would be infinite for good
+            gradients = [(g / scale.to(g.device)).nan_to_num_(0.0, 0.0, 0.0) for g in gradients]
+        if self.shown.early and self._attachment.algorithm.averages:
+            gradients = [g * beside(self.shown.clip, g) for g in gradients]
+        if moment.decay:
+            weights = [wide(p) for p in parameters]
+            gradients = list(torch._foreach_add(gradients, weights, alpha=moment.sign * moment.decay))
+        return gradients
+
+    @torch.no_grad()
+    def stage(
+        self,
+        bucket: Bucket,
+        gradients: Sequence[torch.Tensor | None],
+        turn: int,
+        scale: torch.Tensor | None,
+        *,
+        keeps: bool,
+    ) -> Staged:
+        """Return this rank's next momentum of the bucket's tensors. keeps: whether the next exchange may begin before
+        this one has ended."""
+        late = self._attachment.algorithm.pending is not None
+        moments = self._moments
+        places = [torch.empty_like(t) for t in bucket.tensors] if bucket.staged else bucket.views[turn]
+        for p, gradient, place in zip(bucket.tensors, gradients, places, strict=True):
+            moment = moments[p]
+            fresh = torch.zeros_like(place) if gradient is None else gradient * moment.new
+            if scale is not None:
+                fresh.div_(scale.to(fresh.device))
+            before = self._state(p).get(moment.first)
+            old = moment.old * moment.sign
+            torch.add(fresh, before, alpha=old * moment.old if late else old, out=place) if before is not None else (
+                place.copy_(fresh)
+            )
+            if late and p in self._on_way:
+                place.add_(self._on_way[p], alpha=moment.old)
+            if keeps:
+                self._on_way[p] = fresh
+        return bucket.stage(places, turn) if bucket.staged else Staged(list(places), None)
+
+    @torch.no_grad()
+    def to_gradients(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: torch.Tensor | None) -> None:
+        """Change the mean momentum of each parameter, in place, to the gradient that leads to it."""
+        moments = self._moments
+        for p, mean in pairs:
+            moment = moments[p]
+            before = self._state(p).get(moment.first)
+            if before is not None:
+                mean.sub_(before, alpha=moment.old * moment.sign).div_(moment.new)
+            else:
+                mean.div_(moment.new)
+            if scale is not None:
+                mean.mul_(scale.to(mean.device))
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Called when the optimizer is about to step: change its v, so that it is max(v, m^2) after its own update."""
+        if not self._watches:
+            return
+        optimizer, averages = self._attachment.optimizer, self._attachment.algorithm.averages
+        scale, found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if averages:
+            self.shown.before_step()
+        else:
+            self._add(scale)
+        if averages and not self.sends:
+            return
+        for moment, parameters, _ in moments_of(optimizer):
+            there = [p for p in parameters if p.grad is not None and "exp_avg_sq" in self._state(p)]
+            there = [p for p in there if averages or self.shares(p)]
+            if not moment.beta2 or not there:
+                continue
+            states = [self._state(p) for p in there]
+            squares = [s["exp_avg_sq"] for s in states]
+            gradients = [p.grad if scale is None else p.grad / scale.to(p.device) for p in there if p.grad is not None]
+            if moment.decay:
+                gradients = list(torch._foreach_add(gradients, there, alpha=moment.sign * moment.decay))
+            if moment.sign < 0:
+                gradients = list(torch._foreach_neg(gradients))
+            # The optimizer divides v by 1 - beta2^t: what v was divided by before must stay.
+            rest = [1 - moment.beta2 ** (s["step"] + 1) for s in states]
+            before = [1 - moment.beta2 ** s["step"] for s in states]
+            after = list(torch._foreach_lerp([s[moment.first] for s in states], gradients, moment.new))
+            for v, m, g, now, was in zip(squares, after, gradients, rest, before, strict=True):
+                least = m.square_().mul_(beside(now, m))
+                kept = torch.maximum(v * beside(now / was, v), least)
+                kept.addcmul_(g, g, value=moment.beta2 - 1).div_(moment.beta2)
+                v.copy_(kept if found is None else torch.where(found.to(v.device) > 0, v, kept))
+
+    # The beginning, and refreshes of v ---------------------------------------------------------------------------
+
+    def delivering(self) -> None:
+        """Called by all ranks at the same point of each step, when its averages have arrived: end the beginning, or
+        refresh v."""
+        a = self._attachment
+        if not (self._asked and self._active):
+            return
+        if self.begun:
+            if not self._factors or a.step % REFRESH == 0:
+                self.share()
+        elif a.step % _LOOK == 0 and all(self._ranks.collect(f"whether momentum is sent{a.name}", self._settled())):
+            self.begun = True
+            a.schema.compress(a.compression, momentum=True)
+            self._ranks.say(f"step {a.step}: from now on momentum is sent, in place of gradients{a.name}")
+
+    def _settled(self) -> bool:
+        """Whether this rank would end the beginning."""
+        sizes: dict[torch.Tensor, float] = {}
+        rate = 0.0
+        ages: list[int] = []
+        for moment, parameters, group_rate in moments_of(self._attachment.optimizer):
+            rate = max(rate, group_rate)
+            for p in parameters:
+                state = self._state(p)
+                if moment.first not in state or state[moment.first] is None:
+                    continue
+                if moment.beta2:
+                    age = int(state["step"])
+                    sizes[p] = float(state["exp_avg_sq"].sum()) / (1 - moment.beta2**age) if age else 0.0
+                ages.append(1)
+        self._sizes = [*self._sizes[-2:], sizes]
+        self._rates = [*self._rates[-2:], rate]
+        if not ages:
+            return False
+        share = self._attachment.optimizers.progress(self._attachment.optimizer)
+        if share:
+            return share >= _BEGINNING
+        if len(self._sizes) < 3 or rate > self._rates[0]:
+            return False
+        before = self._sizes[0]
+        changes = [abs(math.log(s / before[p])) for p, s in sizes.items() if s > 0 and before.get(p, 0.0) > 0]
+        return not sizes or (bool(changes) and sum(changes) / len(changes) < _SETTLED)
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Set v to the mean of the ranks' own second moments, times the tensors' factors; or measure these, if they are
+        not known. All ranks call it."""
+        if not (self.sends or (self._shares and self._watches)):
+            return
+        rows: list[tuple[Moment, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        for moment, parameters, _ in moments_of(self._attachment.optimizer):
+            for p in parameters:
+                state = self._state(p)
+                if not moment.beta2 or "exp_avg_sq" not in state:
+                    if moment.beta2 and self._shares and p.requires_grad:  # another rank may have trained it
+                        rows.append((moment, p, None, torch.zeros_like(wide(p))))
+                    continue
+                v, rest = wide(state["exp_avg_sq"]), 1 - moment.beta2 ** state["step"]
+                v = v / torch.as_tensor(rest, dtype=v.dtype, device=v.device).clamp_min(1e-12)
+                own, taken = self._own.get(p), self._taken.get(p, 0)
+                mine = v if own is None else own / (1 - moment.beta2**taken)
+                rows.append((moment, p, v, torch.where(mine.isfinite(), mine, v).sqrt_()))
+        if not rows:
+            self._factors = dict.fromkeys(self._moments, 1.0)
+            return
+        self._ranks.average([root for *_, root in rows], "second moments", codec=INT8)
+        for moment, p, before, root in rows:
+            if before is None:
+                continue
+            mean = root.square_()
+            if p not in self._factors:
+                ratio = float(before.sum() / mean.sum().clamp_min(1e-30))
+                self._factors[p] = min(max(ratio, 1 / len(self._ranks.members)), 1.0)
+                continue
+            state = self._state(p)
+            rest = beside(1 - moment.beta2 ** state["step"], mean)
+            # What is too small beside its block for 8 bits keeps its v.
+            fresh = torch.where(mean > 0, mean * self._factors[p], before)
+            state["exp_avg_sq"].copy_(fresh * rest)
+
+    # Losses of ranks, checkpoints and snapshots ------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Called when ranks were lost: factors are measured again, where ranks must not know different ones."""
+        self._factors = self._factors if self._shares else {}
+        self._on_way = {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what all ranks have in common, for a checkpoint."""
+        if not (self._asked or self._shares):
+            return {}
+        numbers = numbers_of(self._attachment.optimizer)
+        factors, *sizes = (
+            {numbers[p]: value for p, value in each.items() if p in numbers} for each in (self._factors, *self._sizes)
+        )
+        return {
+            "begun": self.begun,
+            "early": self.shown.early,
+            "clip": float(self.shown.clip),
+            "factors": factors,
+            "sizes": sizes,
+            "rates": list(self._rates),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint; call `join` as well, or `restore` with a snapshot."""
+        if not (self._asked or self._shares) or not state:
+            return
+        parameters = self._parameters
+        self.begun, self.shown.early, self.shown.clip = state["begun"], state["early"], state["clip"]
+        self._factors, *self._sizes = (
+            {parameters[i]: value for i, value in each.items() if i < len(parameters)}
+            for each in (state["factors"], *state["sizes"])
+        )
+        self._rates = list(state["rates"])
+        if self._asked:
+            self._attachment.schema.compress(self._attachment.compression, momentum=self.sends)
+
+    def join(self, averages: Mapping[torch.Tensor, torch.Tensor], scale: torch.Tensor | None) -> None:
+        """Replace what only this rank has by what all ranks have in common. averages: of the gradients in flight, with
+        this loss scale."""
+        if not (self._asked or self._shares):
+            return
+        self._own, self._taken, self._on_way = {}, {}, {}
+        for moment, group, _ in moments_of(self._attachment.optimizer):
+            for p in group:
+                if p in averages:
+                    mean = averages[p].to(p.device) * moment.new
+                    self._on_way[p] = mean if scale is None else mean / scale.to(p.device)
+            for p in group:
+                of = self._state(p)
+                if moment.beta2 and "exp_avg_sq" in of:
+                    self._own[p] = wide(of["exp_avg_sq"]).clone() / self._factors.get(p, 1.0)
+                    self._taken[p] = int(of["step"])
+
+    def observe(self) -> dict[str, Any]:
+        """Return what only this rank has, for a snapshot. The tensors stay in use."""
+        every = self._parameters
+        return {
+            "own": [self._own.get(p) for p in every],
+            "taken": [self._taken.get(p, 0) for p in every],
+            "on_way": [self._on_way.get(p) for p in every],
+        }
+
+    def restore(self, own: Mapping[str, Any]) -> None:
+        """Continue bit for bit from a snapshot. own: the value that `observe` returned."""
+        every = self._parameters
+        self._own = {p: t.to(p.device) for p, t in zip(every, own["own"], strict=True) if t is not None}
+        self._taken = {p: n for p, n in zip(every, own["taken"], strict=True) if n}
+        self._on_way = {p: t.to(p.device) for p, t in zip(every, own["on_way"], strict=True) if t is not None}

@@ -1,0 +1,97 @@
+"""Averaged gradients as the script sees them before the optimizer's step, for example to clip them, while momentum is
+sent. Gradients that lead to a momentum of few bits have many times the norm of an average, and all of that is noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from dadt.train.algorithm import Attached
+from dadt.train.moment import beside
+from dadt.train.norm import norms, together
+
+
+class Scaled(Attached, Protocol):
+    """Interface of an optimizer that DADT manages, as the code here uses it."""
+
+    scale: torch.Tensor | None
+
+
+class ShownGradients:
+    """Gives averages the norm that uncompressed ones would have, as well as ranks can tell from their own gradients,
+    until the optimizer steps; and learns how the script clips them. Does nothing until the script uses averages before
+    the step."""
+
+    def __init__(self, attachment: Scaled) -> None:
+        self._attachment = attachment
+        self.early = False
+        """Whether the script has used averages before the optimizer's step."""
+        self.square = 0.0
+        """This rank's part of the squared norm of the averaged gradient; 0 if it is not known."""
+        self.clip: torch.Tensor | float = 1.0
+        """Factor by which the script has changed the norm of the last averages."""
+        self._factor: torch.Tensor | None = None
+        """Factor of the gradients that the script sees, None if it sees those that the optimizer needs."""
+        self._norm: torch.Tensor | None = None
+        """Norm of the gradients that the script sees, before it changes them."""
+
+    def measure(self, factors: Mapping[torch.Tensor, float]) -> None:
+        """Called while `.grad` holds this rank's own gradients. factors: of each parameter, how much smaller the square
+        of an averaged gradient is."""
+        self.square = 0.0
+        rows = [(p.grad, f) for p, f in factors.items() if p.grad is not None] if self.early else []
+        if rows:
+            found = norms([g if g.layout is torch.strided else g.to_dense() for g, _ in rows])
+            squares = torch.stack([n.double().cpu() for n in found]).square()
+            scale = 1.0 if self._attachment.scale is None else float(self._attachment.scale)
+            total = (
+                float((squares * torch.tensor([f for _, f in rows], dtype=torch.float64, device="cpu")).sum())
+                / scale**2
+            )
+            self.square = total if math.isfinite(total) else 0.0
+
+    def ratio(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], square: float, scale: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return the factor by which averages, pairs of parameter and gradient, become those that the script sees.
+        square: squared norm that these should have, 0 if it is not known. scale: loss scale of the averages."""
+        self._factor = self._norm = None
+        if not (self.early and pairs):
+            return None
+        norm = together(norms([g for _, g in pairs]))
+        if square:
+            wanted = math.sqrt(square) * (1.0 if scale is None else beside(scale, norm))
+            self._factor = torch.where(norm > 0, wanted / norm, 1.0)
+            norm = norm * self._factor
+        self._norm = norm if scale is None else norm / beside(scale, norm)
+        return self._factor
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        return (p.grad for p in self._attachment.parameters if p.grad is not None)
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Called when the optimizer is about to step: learn how the script has clipped the averages, and give the
+        optimizer what it needs."""
+        gradients = list(self._gradients())
+        if self._norm is None or not gradients:
+            return
+        now = together(norms(gradients))
+        if (scaled := getattr(self._attachment.optimizer, "grad_scale", None)) is not None:
+            now = now / beside(scaled, now)  # a fused optimizer takes the scale away itself
+        clip = now / beside(self._norm, now)
+        self.clip = torch.where(torch.isfinite(clip), clip, 1.0)
+        if self._factor is not None:
+            for g in gradients:
+                g.div_(beside(self._factor, g))
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """Called when the optimizer has stepped: show the script its averages again."""
+        if self._factor is not None:
+            for g in self._gradients():
+                g.mul_(beside(self._factor, g))
+        self._factor = self._norm = None

@@ -1,0 +1,174 @@
+"""Trainings that send momentum in one or two bits: near to those without compression, and the same on all ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from harness.checks import assert_equal
+from harness.job import joined
+
+TRAIN = """
+    from harness.scenarios import snapshot
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8))
+    optimizer = torch.optim.{optimizer}
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 120)
+    right = torch.randn(64, 8, generator=torch.Generator().manual_seed(7))
+    data, losses = torch.Generator().manual_seed(rank), []
+    for step in range(120):
+        x = torch.randn(16, 64, generator=data)
+        loss = nn.functional.cross_entropy(model(x), (x @ right).argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    report({{"state": snapshot(model, optimizer), "loss": sum(losses[-10:]) / 10, "first": losses[0]}})
+"""
+OPTIMIZERS = {
+    "adam": "Adam(model.parameters(), lr=4e-3, weight_decay=0.01)",
+    "adamw": "AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95))",
+    "fused": "AdamW(model.parameters(), lr=4e-3, fused=True)",
+    "foreach": "Adam(model.parameters(), lr=4e-3, foreach=True)",
+    "nadam": "NAdam(model.parameters(), lr=4e-3)",
+    "radam": "RAdam(model.parameters(), lr=0.04)",
+    "sgd": "SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)",
+}
+SCRIPT = joined(**{name: TRAIN.format(optimizer=text) for name, text in OPTIMIZERS.items()})
+LEAST = {"momentum:1": 14.0, "momentum:2": 10.0}
+"""Times fewer bytes, of all steps: the first tenth sends four bits."""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "compression"),
+    [
+        ("sync", "momentum:1"),
+        ("pipe", "momentum:2"),
+        pytest.param("pipe", "momentum:1", marks=pytest.mark.slow),
+        pytest.param("sync", "momentum:2", marks=pytest.mark.slow),
+    ],
+)
+def test_trainings_learn_and_replicas_are_identical(algorithm, compression, dadt_run):
+    executor = "gloo" if algorithm == "sync" else "shm"
+    options = ["--algorithm", algorithm, "--executor", executor, "--warmup-steps", "4"]
+    run = dadt_run(SCRIPT, *options, "--compression", compression)
+    assert "from now on momentum is sent" in run.output
+    less = float(re.search(r"sent .* MB per step, (\d+\.\d)x less than uncompressed", run.output)[1])
+    assert less >= LEAST[compression], run.output
+    for name in OPTIMIZERS:
+        found = run.of(name).ranks
+        assert_equal(*(each["state"] for each in found), name)
+        for each in found:
+            assert each["loss"] < 0.55 * each["first"], (name, each["loss"], each["first"])
+
+
+GOES_ON = """
+    from harness.scenarios import snapshot
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+    right = torch.randn(64, 8, generator=torch.Generator().manual_seed(7))
+    begin = {begin}
+    if begin:
+        saved = torch.load("{path}", weights_only=True)
+        for each, state in zip((model, optimizer, schedule), saved):
+            each.load_state_dict(state)
+    for step in range(begin, 60):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = nn.functional.cross_entropy(model(x), (x @ right).argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step == 32 and not begin:
+            torch.save([each.state_dict() for each in (model, optimizer, schedule)], "{path}")
+    report(snapshot(model, optimizer))
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+def test_a_training_goes_on_bit_for_bit(algorithm, dadt_run, tmp_path):
+    options = ["--algorithm", algorithm, "--executor", "shm", "--warmup-steps", "4", "--compression", "momentum:1"]
+    whole, resumed = (dadt_run(GOES_ON.format(begin=begin, path=tmp_path / "saved.pt"), *options) for begin in (0, 33))
+    assert "from now on momentum is sent" in whole.output
+    assert "from now on momentum is sent" not in resumed.output
+    for found in (whole.ranks[1], *resumed.ranks):
+        assert_equal(whole.ranks[0], found)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam(model.parameters(), lr=4e-3)", "AdamW(model.parameters(), fused=True)"])
+def test_infinity_on_one_rank_makes_all_skip_and_no_more(optimizer, dadt_run):
+    run = dadt_run(
+        f"""
+        from harness.scenarios import batch, mlp, snapshot
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.{optimizer}
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
+        scales, weights = [], []
+        for step in range(40):
+            x, y = batch(rank, step, 0)
+            loss = nn.functional.cross_entropy(model(x), y)
+            if rank == 1 and step in (9, 25):
+                loss = loss * float("inf")
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            scales.append(scaler.get_scale())
+            weights.append(model[0].weight.detach().clone())
+        report({{"state": snapshot(model, optimizer), "scales": scales, "weights": weights}})
+        """,
+        *("--algorithm", "sync", "--warmup-steps", "4", "--compression", "momentum:1", "--executor", "gloo"),
+    )
+    assert "from now on momentum is sent" in run.output
+    first, second = run.ranks
+    assert_equal(first["state"], second["state"])
+    assert first["scales"] == second["scales"]
+    for skipped in (9, 25):
+        assert first["scales"][skipped] == first["scales"][skipped - 1] / 2
+        assert torch.equal(first["weights"][skipped], first["weights"][skipped - 1])
+        assert not torch.equal(first["weights"][skipped + 1], first["weights"][skipped])
+    assert all(value.isfinite().all() for value in first["state"].values())
+
+
+@pytest.mark.parametrize("optimizer", ["Adam(model.parameters(), amsgrad=True)", "Adamax(model.parameters())"])
+def test_an_optimizer_that_does_not_suit_sends_gradients(optimizer, dadt_run):
+    run = dadt_run(TRAIN.format(optimizer=optimizer), "--algorithm", "sync", "--compression", "momentum:1")
+    assert re.search(r"--compression momentum:1: gradients are sent in 4 bits, as with int4, since .*Ada", run.output)
+    less = float(re.search(r"sent .* MB per step, (\d+\.\d)x less than uncompressed", run.output)[1])
+    assert 6 < less < 8
+
+
+CLIPS = """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    right = torch.randn(64, 8, generator=torch.Generator().manual_seed(7))
+    data, seen = torch.Generator().manual_seed(rank), []
+    for step in range(100):
+        x = torch.randn(16, 64, generator=data)
+        loss = nn.functional.cross_entropy(model(x), (x @ right).argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        seen.append((float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)), loss.item()))
+        optimizer.step()
+        schedule.step()
+    norms, losses = (sum(each) / 50 for each in zip(*seen[50:]))
+    report({"norm": norms, "loss": losses})
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["sync", pytest.param("pipe", marks=pytest.mark.slow)])
+def test_a_script_clips_what_it_would_clip_without_compression(algorithm, dadt_run):
+    options = ["--algorithm", algorithm, "--executor", "shm", "--warmup-steps", "4"]
+    plain, sent = (dadt_run(CLIPS, *options, "--compression", name).ranks for name in ("none", "momentum:1"))
+    for want, found in zip(plain, sent, strict=True):
+        assert found["norm"] == pytest.approx(want["norm"], rel=0.2)
+        assert found["loss"] == pytest.approx(want["loss"], rel=0.2)
