@@ -31,8 +31,8 @@ _HOMES = {
     "dadt.comm.collectives.process_set": "Handle ProcessSet",
     "dadt.api.run": "run",
     "dadt.errors": (
-        "Aborted CommError CommTimeout ConfigError DadtError LaunchError Mismatch NotResumed PeerLost StartTimeout"
-        " Unproved WeightsDiffer"
+        "Aborted CommError CommTimeout ConfigError DadtError LaunchError Mismatch NotResumed PeerLost Sharded"
+        " StartTimeout Unproved WeightsDiffer"
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

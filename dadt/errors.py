@@ -20,6 +20,10 @@ class NotResumed(ConfigError):
     again, or loads a checkpoint of its own."""
 
 
+class Sharded(DadtError):
+    """The script shards its model over several hosts, and the job is to begin again in islands."""
+
+
 class LaunchError(DadtError):
     """Workers could not be started."""
 

@@ -50,6 +50,11 @@ class World:
     folder_writer: int = -1
     """The only rank whose files go into the working folder, if several hosts share this folder; -1 if the hosts do not
     share it."""
+    island_size: int = 0
+    """Number of ranks of each island: consecutive ranks that the script's own torch.distributed connects, and that are
+    averaged with their equals in other islands; 0 without islands."""
+    may_divide: bool = False
+    """Whether the job begins again in islands if the script shards its model over all hosts (`--island auto`)."""
     generation: int = 0
     """Number of times that ranks of this world were lost, or have joined."""
     launcher: str = ""
@@ -81,6 +86,17 @@ class World:
                 local_size=_tasks(here, int(env.get("SLURM_NODEID", "0"))) if launcher == "srun" else int(here),
             )
         return cls()
+
+    @property
+    def equals(self) -> range:
+        """The ranks with the same place in their islands, this one among them; all ranks if there are no islands."""
+        size = self.island_size or 1
+        return range(self.rank % size, self.world_size, size)
+
+    @property
+    def island(self) -> int:
+        """Number of this rank's island; its rank if there are no islands."""
+        return self.rank // (self.island_size or 1)
 
     def among(self, members: Sequence[int], generation: int) -> World:
         """Return the World of this worker among `members` alone, numbered in the order of `members`."""

@@ -117,6 +117,7 @@ class Session:
         if chosen in self._sets:
             self._sets.remove(chosen)
         chosen.close(self.config.timeout)
+        self.runtime.ranks.progress.links.end(chosen)
 
     def local_barrier(self) -> None:
         """Wait until all ranks of this host have called `local_barrier`. Ranks exchange messages for this, since a
@@ -155,6 +156,8 @@ class Session:
         dump = control.dump if deaths.listening and control is not None else None
         made = ProcessSet(ranks, self._world_of(ranks), self._config_of(ranks), meet, deaths, dump)
         self._sets.append(made)
+        if made.included:
+            self.runtime.ranks.progress.links.begin(made, made.links)
         if self.config.timeline and made.included:
             self._record(made)
         return made
@@ -166,6 +169,7 @@ class Session:
         if timeline is None:
             timeline = self.runtime.ranks.timeline = Timeline(self.config.timeline, self.world)
             timeline.start(_Peers(made))
+            timeline.count(self.runtime.ranks.progress.links.totals)
         timeline.record(made.named.connection, f"named tensors of {made}")
 
     def _world_of(self, ranks: Sequence[int]) -> World | None:
@@ -245,6 +249,9 @@ class _Rounds:
     def look(self, what: str, waited: float) -> None:
         """Does nothing, although other implementations report a long wait: the exchanges of all ranks already report
         which ranks they wait for."""
+
+    def say(self, text: str) -> None:
+        """Does nothing: the connections of all ranks have told of their links."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Send `blob` under this key, and wait for the values that all ranks of the set send under the same key.

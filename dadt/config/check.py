@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +23,7 @@ SURVIVING = ("pipe", "sync", "auto", "local", "gossip")
 SURVIVING_EXECUTORS = ("shm", "tcp", "gloo", "hierarchical", "hierarchical:tcp", "hierarchical:gloo", "nccl")
 LEAST_MEASURED = 10
 """Number of steps that --algorithm auto and --compression auto must measure before they decide."""
-COMPRESSIONS = ("none", "bf16", "fp16", "int8", "auto")
+COMPRESSIONS = ("none", "bf16", "fp16", "int8", "int4", "momentum:1", "momentum:2", "auto")
 """Names of compressions; powersgd:<rank> is valid as well."""
 METRICS = ("tensorboard", "prometheus")
 TOPOLOGIES = ("ring", "exponential", "complete")
@@ -52,6 +52,32 @@ def check_compression(name: str) -> None:
         raise ConfigError(
             f"--compression {name}: unknown; choose one of {', '.join(COMPRESSIONS)}, or powersgd:<rank>, as powersgd:4"
         )
+
+
+def check_momentum(algorithm: str, compression: str) -> None:
+    """Raise ConfigError if the algorithm's ranks exchange nothing of which momentum could be made."""
+    if compression.startswith("momentum") and algorithm in ("local", "gossip"):
+        raise ConfigError(
+            f"--compression {compression}: the ranks of --algorithm {algorithm} exchange weights, and no momentum;"
+            " give int4, or --algorithm pipe or sync"
+        )
+
+
+def round_steps(sync_every: str) -> int:
+    """Return how many steps a round of `local` takes; with auto, the longest one unless its exchange takes longer."""
+    return 32 if sync_every == "auto" else int(sync_every)
+
+
+def check_rounds(sync_every: str, steps: str) -> None:
+    """Raise ConfigError if steps of `local` are no numbers, or if means would be merged after the next ones."""
+    if sync_every != "auto" and not (sync_every.isdecimal() and int(sync_every) > 0):
+        raise ConfigError(f"--sync-every {sync_every}: give auto, or a number of 1 or more")
+    if steps == "auto" or (sync_every == "auto" and steps == "0"):
+        return
+    if sync_every == "auto":
+        raise ConfigError(f"--overlap-steps {steps}: with --sync-every auto give auto or 0")
+    if not (steps.isdecimal() and int(steps) <= int(sync_every)):
+        raise ConfigError(f"--overlap-steps {steps}: give auto, or a number from 0 to --sync-every ({sync_every})")
 
 
 def check_auto(algorithm: str, compression: str, steps: int) -> None:
@@ -101,6 +127,35 @@ def check_restarts(most: int, nnodes: int) -> None:
         )
 
 
+ISLAND_VALUES: Mapping[str, Collection[object]] = {
+    "redistribute": (False,),
+    "resume": ("",),
+    "snapshot_every": ("auto", "never"),
+}
+"""Values of options with which there may be islands."""
+
+
+def in_islands(island: str) -> bool:
+    """Whether a job with this `--island` begins in islands."""
+    return island not in ("off", "auto")
+
+
+def check_island(text: str, given: Mapping[str, object]) -> None:
+    """Raise ConfigError if `--island` has no such value, or cannot be used with these settings, by name."""
+    if text not in ("off", "host", "auto") and not re.fullmatch("[1-9][0-9]{0,5}", text):
+        raise ConfigError(f"--island {text}: give off, auto, host, or a number of workers")
+    for name, value in given.items() if text != "off" else ():
+        if value not in ISLAND_VALUES[name]:
+            shown = flag(name) if value is True else f"{flag(name)} {value}"
+            raise ConfigError(f"--island {text}: {shown} does not know islands; leave one of the two out")
+
+
+def check_streams(count: int) -> None:
+    if not 0 <= count <= MOST_STREAMS:
+        raise ConfigError(f"--streams {count}: give a number of connections from 1 to {MOST_STREAMS}, or 0")
+
+
+MOST_STREAMS = 64
 LEAST_TIMEOUT = 2.0
 """Smallest valid `--orphan-timeout` and `--heartbeat-timeout` in seconds; the latter may also be 0."""
 NEVER = "never"

@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from dadt.config.check import (
+    ISLAND_VALUES,
     TOPOLOGIES,
     check_algorithm,
     check_auto,
     check_compression,
     check_discovery,
     check_executor,
+    check_island,
     check_min_np,
+    check_momentum,
     check_patience,
     check_replicas,
     check_restarts,
+    check_rounds,
     check_snapshots,
+    check_streams,
     flag,
     here,
     loader_numbers,
@@ -65,6 +70,9 @@ class Config:
     allreduce_executor: str = knob(
         "", "Executor for everything but broadcasts, if not that of --executor.", metavar="NAME", advanced=True
     )
+    streams: int = knob(
+        0, "`tcp`: connections for data between two ranks; 0: by measured bandwidth and delay.", advanced=True
+    )
     verbose: bool = knob(False, "Explain what dadt chooses.", flags=("-v",))
     warmup_steps: int = knob(50, "Synchronous steps before `pipe` starts to delay gradients.", advanced=True)
     predict: str = knob(
@@ -85,8 +93,13 @@ class Config:
     fall_back: bool = knob(
         True, "Fall back to `sync` on all ranks if gradients blow up once `pipe` delays them.", advanced=True
     )
-    compression: str = knob("none", "Compression: none, bf16, fp16, int8, auto, or powersgd:<rank>.", metavar="NAME")
-    sync_every: int = knob(32, "`local`: steps that each rank takes alone between two averages.", advanced=True)
+    compression: str = knob(
+        "none", "none, bf16, fp16, int8, int4, momentum:<bits>, powersgd:<rank>, auto.", metavar="NAME"
+    )
+    sync_every: str = knob("32", "`local`: steps between two averages; auto: as few as hide them.", advanced=True)
+    overlap_steps: str = knob(
+        "auto", "`local`: steps until a mean is merged; auto: as many as that takes.", metavar="N", advanced=True
+    )
     outer_lr: float = knob(1.0, "`local`: the outer optimizer's learning rate; DiLoCo's is 0.7.", advanced=True)
     outer_momentum: float = knob(
         0.0, "`local`: the outer optimizer's Nesterov momentum; DiLoCo's is 0.9.", advanced=True
@@ -225,22 +238,18 @@ class Config:
         (), "Variables for workers: NAME[=VALUE], 'ABC_*'.", flags=("-x",), metavar="NAME"
     )
     env_file: str = launch_knob(
-        "",
-        "File of variables for workers, with a line NAME=VALUE for each, taken literally.",
-        metavar="FILE",
-        advanced=True,
+        "", "File of variables for workers, a line NAME=VALUE for each, taken literally.", metavar="FILE", advanced=True
     )
     workdir: str = launch_knob(
         "", "Folder in which workers start, if not the current one.", metavar="DIR", advanced=True
     )
-    python: str = launch_knob(
-        "", "Python of the workers and agents, if not the one that runs dadt.", metavar="PATH", advanced=True
-    )
+    python: str = launch_knob("", "Python of workers and agents, if not dadt's.", metavar="PATH", advanced=True)
     prologue: str = launch_knob(
         "", "bash commands to run on each host before its workers, such as 'source env.sh'.", advanced=True
     )
     pass_local_rank: bool = launch_knob(False, "Add --local_rank N to the script's arguments.", advanced=True)
     torch_env: bool = launch_knob(True, "Set RANK, WORLD_SIZE, MASTER_ADDR and similar variables.", advanced=True)
+    island: str = launch_knob("off", "Ranks of one torch world: off, auto, host, N.", advanced=True, metavar="KIND")
     output: str = launch_knob("once", "Output to show: once, all, rank0, errors, 0,3-5.", metavar="WHAT")
     log_dir: str = launch_knob(
         "dadt-logs", "Folder for the logs, which hold everything that workers print.", metavar="DIR", advanced=True
@@ -283,7 +292,9 @@ class Config:
             value = getattr(self, f.name)
             if value and f.metadata["metavar"] in ("FILE", "DIR", "PATH"):
                 value = path_of(flag(f.name), str(value), f.metadata["metavar"] == "PATH")
-                object.__setattr__(self, f.name, value)  # an assignment would raise, since the dataclass is frozen
+            elif isinstance(f.default, str) and type(value) is int:  # of a knob that takes words as well
+                value = str(value)
+            object.__setattr__(self, f.name, value)  # an assignment would raise, since the dataclass is frozen
             if isinstance(f.default, float):
                 number(flag(f.name), value, "a number")
             if choices and value not in choices:
@@ -297,10 +308,11 @@ class Config:
             check_algorithm("--horovod", self.horovod)
         check_replicas(self.algorithm, self.on_nan, self.verify_every, self.redistribute, self.min_np)
         check_compression(self.compression)
+        check_momentum(self.algorithm, self.compression)
         check_auto(self.algorithm, self.compression, self.warmup_steps)
-        for name in ("sync_every", "fragments"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
+        if self.fragments < 1:
+            raise ConfigError(f"--fragments {self.fragments}: must be 1 or more")
+        check_rounds(self.sync_every, self.overlap_steps)
         for name in ("outer_lr", "bucket_mb", "cpus_per_worker"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0")
@@ -309,6 +321,8 @@ class Config:
         for name in ("timeout", "start_timeout", "stall_warning"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
+        check_streams(self.streams)
+        check_island(self.island, {name: getattr(self, name) for name in ISLAND_VALUES})
         check_patience(self.heartbeat_timeout, self.orphan_timeout)
         sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size", "verify_every")
         numbers = ("np", "accelerators", "nnodes", "simulate_hosts")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dadt.errors import DadtError
+from dadt.errors import DadtError, Sharded
 from dadt.train.runtime import Runtime
 
 _SHARDING = ("FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel")
@@ -56,8 +56,13 @@ class Wrappers:
         # left alone, too.
         if any(_is_zero(o) and _ids(o) & _ids(optimizer) for o in [optimizer, *self._optimizers.left_alone]):
             self._leave(optimizer, "ZeroRedundancyOptimizer shares out its state among the ranks by itself")
-        elif any(_is_sharding(m) for m in modules):
-            self._leave(optimizer, "its parameters belong to FSDP or the like, which averages them by itself")
+        elif not self._ranks.world.island_size and (sharding := list(filter(_is_sharding, modules))):
+            if self._ranks.world.may_divide and not any(map(_spans_hosts, sharding)):
+                raise Sharded("the script shards its model over all hosts: the job begins again with --island host")
+            reason = (
+                "its parameters belong to FSDP or the like, which averages them by itself (--island host: on each host)"
+            )
+            self._leave(optimizer, reason)
         return optimizer in self._optimizers.left_alone
 
     def decide(self) -> None:
@@ -75,7 +80,9 @@ class Wrappers:
             for optimizer in optimizers if reason else []:
                 if self._runtime.attachments.of(optimizer) is None:
                     self._leave(optimizer, f"DistributedDataParallel averages its gradients by itself, {reason}")
-            if not reason:
+            if not reason and self._ranks.world.island_size:
+                self._ranks.say("DistributedDataParallel averages within each island, and DADT between them")
+            elif not reason:
                 self._quiet.add(ddp)
                 self._ranks.say(
                     "DistributedDataParallel: its gradients and buffers are averaged by"
@@ -84,9 +91,9 @@ class Wrappers:
 
     def _reason(self, ddp: DDP, optimizers: list[torch.optim.Optimizer]) -> str:
         """Return why the DDP continues to average by itself; an empty string if DADT averages in its place."""
-        size, world_size = ddp.process_group.size(), self._ranks.world.world_size
-        if size != world_size:
-            return f"over {size} of {world_size} workers"
+        size, world = ddp.process_group.size(), self._ranks.world
+        if size != (world.island_size or world.world_size):
+            return f"over {size} of {world.world_size} workers"
         if any(hasattr(p, "_in_backward_optimizers") for p in ddp.parameters()):
             return "for optimizers that step within the backward"
         if ddp._delay_all_reduce_params or "comm_hook" in ddp._get_ddp_logging_data():  # type: ignore[no-untyped-call]
@@ -145,6 +152,12 @@ def _is_sharding(module: nn.Module) -> bool:
     if any(type(p).__name__ == "DTensor" for p in module._parameters.values()):
         return True
     return not isinstance(module, DDP) and any(base.__name__ in _SHARDING for base in type(module).__mro__)
+
+
+def _spans_hosts(module: nn.Module) -> bool:
+    """Whether the script itself has laid out a mesh of two dimensions or more, one of which may be between hosts."""
+    meshes = [getattr(p, "device_mesh", None) for p in module._parameters.values()]
+    return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
 
 
 def _is_zero(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from dadt.control.job_folder import ASK
 from dadt.control.worker_line import WorkerLine
-from dadt.errors import Aborted, CommTimeout, ConfigError, DadtError, PeerLost, StartTimeout
+from dadt.errors import Aborted, CommTimeout, ConfigError, DadtError, PeerLost, Sharded, StartTimeout
 from dadt.inject import full_disk
 from dadt.inject.exception_chain import chain_of, remote_frames
 
@@ -74,7 +74,7 @@ def install(
                 trace = _to_ours(trace)
                 main_hook(kind, error.with_traceback(trace), trace)
         # errors of configuration and start are printed by the launcher, once and last
-        elif not issubclass(kind, ConfigError | StartTimeout):
+        elif not issubclass(kind, ConfigError | StartTimeout | Sharded):
             main_hook(kind, error, trace)
 
     def on_thread(args: threading.ExceptHookArgs) -> None:

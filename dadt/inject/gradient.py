@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
+from dadt.inject.after_import import after_import
 from dadt.inject.module import Modules
 from dadt.inject.patch import replaces
 from dadt.train.attachment import Attachment
@@ -45,6 +48,14 @@ def install(runtime: Runtime, modules: Modules) -> None:
             _average_before(name, consume_of)
     if hasattr(torch.nn.utils, "get_total_norm"):
         _average_before_norm(runtime, consume_of)
+
+    def of_fsdp(module: ModuleType) -> None:
+        @replaces("clip_grad_norm_", module.FullyShardedDataParallel)
+        def clip_grad_norm_(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            consume_of(self.parameters())
+            return clip_grad_norm_.__wrapped__(self, *args, **kwargs)
+
+    after_import("torch.distributed.fsdp.fully_sharded_data_parallel", of_fsdp)
 
     def tell(scaler: GradScaler, attachments: Iterable[Attachment]) -> None:
         """Record for each attached optimizer the loss scale of this step's gradients, which may be clipped or sent

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from dadt.inject import foreign
 from dadt.inject.cuda_graphs import refuse_capture
 from dadt.inject.ddp import Wrappers
+from dadt.inject.gathered import GatheredWeights
 from dadt.inject.patch import replaces
 from dadt.inject.roots import all_modules, by_parameters
 from dadt.train.attachment import Attachment
@@ -63,7 +64,7 @@ class CallEntry:
                 self._modules.forward_begins(module, (args, kwargs))
                 with scope.training_pass(), self._modules.wrappers.quiet():
                     return call(*args, **kwargs)
-        look = scope.true_weights([a.prediction for a in self._modules.attachments(module)])
+        look = self._modules.gathered.true_weights(self._modules.attachments(module))
         with look, self._modules.wrappers.quiet():
             return call(*args, **kwargs)
 
@@ -92,6 +93,7 @@ class Modules:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.wrappers = Wrappers(runtime)
+        self.gathered = GatheredWeights(runtime)
         self.stand_in: Callable[..., Any] | None = None
         """Called instead of a module, with the module, its original call, and the arguments."""
         self.saw: list[Callable[[Any], None]] = []
@@ -215,6 +217,7 @@ class Modules:
 
     def _predict(self, attachment: Attachment) -> None:
         if not self.runtime.prediction_scope.in_backward or attachment.prediction.applied:
+            self.gathered.training_begins(attachment)
             attachment.prediction.apply()
         else:
             # This forward recomputes one that ran on true weights, without gradients: it has to use true weights, too.

@@ -8,14 +8,16 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dadt.inject.after_import import after_import
 from dadt.inject.failure import is_users
 from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
@@ -42,7 +44,8 @@ def install(runtime: Runtime) -> None:
     a process group for its rank.
 
     A library that reads the environment may only look for a launcher, so it does not count. From the libraries in
-    HIDDEN_FROM the variables are hidden on machines without GPUs, so that they train as if alone, as the script does.
+    HIDDEN_FROM the variables are hidden on machines without GPUs, so that they train as if alone, as the script does;
+    but not on an island, where they are to train together.
     """
     runtime.script.knows_rank |= any(_names_a_variable(module) for module in list(sys.modules.values()))
     _watch_environment(runtime)
@@ -50,6 +53,7 @@ def install(runtime: Runtime) -> None:
         for name in ("get_rank", "get_world_size"):
             _watch_asking(name, runtime)
         _watch_making(runtime)
+        after_import("torch.distributed.checkpoint.filesystem", partial(_watch_checkpoints, runtime))
 
 
 def _names_a_variable(module: Any) -> bool:
@@ -67,7 +71,8 @@ def _names_a_variable(module: Any) -> bool:
 def _watch_environment(runtime: Runtime) -> None:
     kind = type(os.environ)
     original, walk = kind.__getitem__, kind.__iter__
-    hidden_from = frozenset() if torch.cuda.is_available() else HIDDEN_FROM
+    wanted = torch.cuda.is_available() or runtime.ranks.world.island_size
+    hidden_from = frozenset() if wanted else HIDDEN_FROM
     given = {name: os.environ[name] for name in HIDDEN if name in os.environ}
 
     def hides(asker: FrameType, name: Any) -> bool:
@@ -117,3 +122,12 @@ def _watch_making(runtime: Runtime) -> None:
         given = signature.bind(*args, **kwargs).arguments.get("rank", -1)
         runtime.script.knows_rank |= given is not None and given >= 0  # code that passes a rank number knows its rank
         made.__wrapped__(*args, **kwargs)
+
+
+def _watch_checkpoints(runtime: Runtime, module: ModuleType) -> None:
+    """A checkpoint of torch.distributed has a file of each rank."""
+
+    @replaces("__init__", module.FileSystemWriter)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        runtime.script.knows_rank = True
+        made.__wrapped__(self, *args, **kwargs)

@@ -214,6 +214,7 @@ class Agents:
         try:
             frames = self._channels[node].link.receive()
         except EOFError:
+            node.closed = True
             if node.done:
                 self._finish(node, EXPLAIN_SECONDS)
             else:

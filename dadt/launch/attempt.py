@@ -74,7 +74,8 @@ class Attempt:
                 outcome = self._wait()
             finally:
                 for node in [node for node in self._agents.nodes if node.failed]:
-                    self._candidates.failed(node.host, time.monotonic())
+                    busy_until = node.busy_until(self._plan.config.orphan_timeout)
+                    self._candidates.failed(node.host, time.monotonic(), busy_until)
             if (failure := outcome.failure) is not None:
                 outcome.failure = replace(failure, torch_env=self._plan.config.torch_env)
             return outcome

@@ -9,6 +9,7 @@ from typing import Any
 
 from dadt.control.frame import Frame
 from dadt.control.job_folder import Folder
+from dadt.launch.monitor.host_links import HostLinks
 from dadt.launch.monitor.watch import Gauge
 from dadt.launch.query import Query
 
@@ -17,6 +18,7 @@ class Idle:
     """Answers other `dadt` commands while a job waits for hosts and has no agents or workers. Single-threaded."""
 
     gauges: Sequence[Gauge] = ()
+    links = HostLinks(())
 
     def __init__(self, folder: Folder, facts: Mapping[str, Any], refused: Callable[[str], None]) -> None:
         """folder: the job's folder, in which its socket is. facts: constant facts about the job, as for `Query`.

@@ -67,10 +67,10 @@ class Job:
         members = rendezvous.members
         self.watch = watch = Watch(members, outbox, now, begin)
         self._silences = silences = Silences(nodes, slots, rendezvous, outbox, config.verbose)
-        self._cause = cause = Cause(slots, members, logs, silences.blame)
+        patience = config.stall_warning if config.on_stall == "abort" else config.timeout
+        self._cause = cause = Cause(slots, members, logs, min(patience, config.start_timeout), silences.blame)
         self._termination = Termination(outbox, watch, outcome, config.grace, now)
         self._joining = Joining(config, nodes, slots, members, candidates, outbox) if candidates is not None else None
-        patience = config.stall_warning if config.on_stall == "abort" else config.timeout
         facts = (rendezvous, cause, nodes, watch, silences, patience, self._joining, outbox)
         self._membership = membership = Membership(config, slots, *facts)
         parts = (rendezvous, cause, self._termination, membership, self._joining, outcome, patience, outbox)
@@ -171,6 +171,7 @@ class Job:
         self._rendezvous.settle(now)
         self._stalls.turn(now)
         self._silences.turn(now)
+        self.watch.turn(now)
         self.overdue = self._termination.turn(now)
         self._endings.turn(now)
         self._membership.turn(self._termination.goes_on, now)

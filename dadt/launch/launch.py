@@ -169,7 +169,7 @@ class Launch:
 
     def _attempt(self, number: int, hosts: Sequence[Host]) -> Outcome:
         """Run one attempt. number: how many restarts preceded it. Raises DadtError."""
-        config, journal = self._plan.config, self._report.journal
+        config, journal = replace(self._plan.config, island=self._restarts.island), self._report.journal
         exports = metrics.prepare(config.metrics) if number else self._exports
         try:
             request = AgentRequest(

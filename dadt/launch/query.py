@@ -19,6 +19,7 @@ from dadt.control.job_folder import Folder
 from dadt.errors import DadtError, LaunchError
 
 if TYPE_CHECKING:
+    from dadt.launch.monitor.host_links import HostLinks
     from dadt.launch.monitor.watch import Gauge
 
 BACKLOG = 16
@@ -71,6 +72,7 @@ class Watched(Protocol):
 
     begin: float
     state: str
+    links: HostLinks
 
     @property
     def gauges(self) -> Sequence[Gauge]: ...
@@ -156,7 +158,8 @@ class Query:
 
     def _describe(self, caller: Caller, question: Frame) -> None:
         ranks = [gauge.describe(time.monotonic()) for gauge in self._watch.gauges]
-        about = {"begin": self._watch.begin, "state": self._watch.state, "ranks": ranks}
+        links = self._watch.links.describe(time.monotonic())
+        about = {"begin": self._watch.begin, "state": self._watch.state, "ranks": ranks, "links": links}
         caller.answer(Frame("description", {**self._facts, **about}))
 
     def _stacks(self, caller: Caller, question: Frame) -> None:

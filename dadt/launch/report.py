@@ -141,6 +141,7 @@ class JobReport:
             "config": {field.name: _value(field.name, getattr(self._config, field.name)) for field in fields(Config)},
             "hosts": [_host(node) for node in self._nodes],
             "ranks": [_rank(slot, gauge) for slot, gauge in zip(self._slots, gauges, strict=True)],
+            "links": self._watch.links.describe(time.monotonic()) if self._watch is not None else [],
         }
 
 

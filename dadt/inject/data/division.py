@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from dadt.comm.shards import is_sharded
+
 if TYPE_CHECKING:
+    from dadt.train.optimizers import Optimizers
     from dadt.train.runtime import Runtime
 
 
@@ -41,10 +44,22 @@ def spare(shares: int) -> Division:
     return Division(shares, shares, shares)
 
 
-def begun(rank: Runtime) -> Division:
+def begun(rank: Runtime, *, by_island: bool = False) -> Division:
     """Return the division with which the job began: each rank reads its own share, and the shares of lost ranks are
-    left out."""
+    left out. by_island: the script divides the data among the ranks of an island, or gives them the same."""
+    if by_island:
+        islands = len(rank.ranks.world.equals)
+        return Division(rank.ranks.world.island, islands, islands)
     return Division(rank.ranks.world.rank, rank.ranks.world.world_size, rank.ranks.shares)
+
+
+def alike(optimizers: Optimizers) -> bool:
+    """Whether the ranks of an island need the same data, as what shards their tensors is not FSDP (but, say, tensor
+    parallelism)."""
+    every = list(optimizers)
+    modules = [m for each in every for root in optimizers.root_modules(each) for m in root.modules()]
+    sharded = any(is_sharded(p) for each in every for group in each.param_groups for p in group["params"])
+    return sharded and not any(base.__name__ == "FSDPModule" for m in modules for base in type(m).__mro__)
 
 
 def left_out(rank: Runtime) -> Division:

@@ -22,7 +22,7 @@ from dadt.config.check import loader_numbers
 from dadt.errors import ConfigError
 from dadt.inject.after_import import after_import
 from dadt.inject.data import shuffle, sums, workers_seed
-from dadt.inject.data.division import Division, agree, begun, left_out, missing
+from dadt.inject.data.division import Division, agree, alike, begun, left_out, missing
 from dadt.inject.data.drawn import Drawn
 from dadt.inject.data.entropy import Entropy
 from dadt.inject.data.fastai_loader import FastaiLoaders
@@ -57,6 +57,7 @@ class Loaders:
         self.runtime = runtime
         self._ranks = runtime.ranks
         self._optimizers = runtime.optimizers
+        self._islands = runtime.ranks.world.island_size > 0
         self.streams = streams
         self.entropy = entropy
         self.gives_shares = False
@@ -126,16 +127,17 @@ class Loaders:
             return self.original_len(loader)
         if isinstance(loader.dataset, IterableDataset):
             return self._stream_steps(loader)
-        return len(self._make_share(loader, begun(self.runtime)))
+        return len(self._make_share(loader, role.begun))
 
     def _decide(self, loader: Loader, role: LoaderRole) -> str:
         """Return the role for this pass. If the decision is final, record it and report it to the user."""
         if role.kind:
             return role.kind
         kind, final = self.asked(role), True
-        if has_distributed_sampler(loader) or (not kind and self.runtime.script.is_distributed):
+        alone = self._alone(loader, role)
+        if alone and not self._islands:
             kind = ALONE
-        elif not kind:
+        elif not kind or alone:
             # A pass before training begins may only collect statistics, so it does not fix the role.
             known, script = self._optimizers.registered > 0, self.runtime.script
             final = known and (self._optimizers.trains() or script.began)
@@ -144,13 +146,21 @@ class Loaders:
             in_order = isinstance(inner_sampler(loader), SequentialSampler)
             role.is_doubted = kind == TRAINS and in_order and self._another_trains() and not script.fitting
             kind = EVALUATES if role.is_doubted else kind
+            kind = ALONE if alone and final and kind == EVALUATES else kind
         if final:
             if kind == TRAINS:
                 self._check(loader, role)
             role.kind = kind
             role.views.clear()
-            self._tell(sentence(loader, role, self._ranks.world.world_size, self._takers), role)
+            self._tell(sentence(loader, role, role.begun.shares, role.takers), role)
         return kind
+
+    def _alone(self, loader: Loader, role: LoaderRole) -> bool:
+        """Whether the script may divide the loader's data itself; each island then gets a share of what is a rank's."""
+        script = self.runtime.script
+        alone = has_distributed_sampler(loader) or (not self.asked(role) and script.is_distributed)
+        role.by_island = self._islands and (alone or alike(self._optimizers))
+        return alone
 
     def missing(self, lost: int) -> str:
         """Return a sentence about what happens to the data of `lost` lost workers; used as `Runtime.missing`."""
@@ -183,12 +193,10 @@ class Loaders:
 
     def _guess(self, loader: Loader, role: LoaderRole) -> str:
         """Return the role assumed for len(): shuffled loaders train; without any, the first loader if iterable."""
-        if has_distributed_sampler(loader):
+        if self._alone(loader, role) and not self._islands:
             return ALONE
         if asked := self.asked(role):
             return asked
-        if self.runtime.script.is_distributed:
-            return ALONE
         if isinstance(loader.dataset, IterableDataset):
             return TRAINS if role.number == 1 and not any(map(self._shuffles, self.roles)) else EVALUATES
         return TRAINS if self._shuffles(loader) else EVALUATES
@@ -202,7 +210,7 @@ class Loaders:
 
     def _check(self, loader: Loader, role: LoaderRole) -> None:
         """Raises ConfigError if --batch global cannot divide this loader's batches."""
-        size = self._ranks.shares
+        size = role.begun.shares
         if self._ranks.config.batch != "global":
             return
         if loader.batch_size is not None and loader.batch_size < size:
@@ -218,7 +226,7 @@ class Loaders:
 
     def _divide(self, loader: Loader, role: LoaderRole) -> Division:
         """Return how a new pass is divided. If not as the last pass was, the loader's worker processes start again."""
-        division = agree(self.runtime, role.name)
+        division = role.begun if role.by_island else agree(self.runtime, role.name)
         if division.grows and not loader._auto_collation:
             self._ranks.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")
             division = left_out(self.runtime)
@@ -354,18 +362,13 @@ class Loaders:
     def _stream_steps(self, loader: Loader) -> int:
         """Return the number of steps of a pass over an iterable data set: that of the last complete pass, or else an
         estimate in which each worker process of the loader yields its part of the samples."""
-        samples = len(cast(Sized, loader.dataset))
+        samples, takers = len(cast(Sized, loader.dataset)), self.role(loader).takers
         if (known := self.role(loader).steps.get(samples)) is not None:
             return known
         parts = [
             len(portion(samples, worker, workers)) for workers in [loader.num_workers or 1] for worker in range(workers)
         ]
-        return sum(stream_steps(part, loader.batch_size or 1, bool(loader.drop_last), self._takers) for part in parts)
-
-    @property
-    def _takers(self) -> int:
-        """Number of ranks that read a batch of their own in each step; 1 if all ranks divide one batch."""
-        return 1 if self._ranks.config.batch == "global" else self._ranks.shares
+        return sum(stream_steps(part, loader.batch_size or 1, bool(loader.drop_last), takers) for part in parts)
 
 
 def install(runtime: Runtime, streams: Streams, entropy: Entropy) -> Loaders:

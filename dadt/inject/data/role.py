@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.data import IterableDataset
 
-from dadt.inject.data.division import begun
+from dadt.inject.data.division import Division, begun
 from dadt.inject.data.drawn import Drawn
 from dadt.inject.data.feed import Feed
 from dadt.inject.data.samplers import (
@@ -25,9 +25,13 @@ class LoaderRole:
 
     def __init__(self, number: int, runtime: Runtime) -> None:
         self.number = number
+        self._runtime = runtime
         self.name = f"DataLoader #{number}"
         self.kind = ""
         """TRAINS, EVALUATES or ALONE; empty until the role is final."""
+        self.by_island = False
+        """Whether each island gets its share, as the script divides data among its ranks, or all of them need the same.
+        """
         self.gives_all = False
         """Whether the loader's latest pass gives every rank all data, instead of giving each rank its share."""
         self.drawn: Drawn | None = None
@@ -48,23 +52,34 @@ class LoaderRole:
         """Number of steps of the last complete pass over a stream read by worker processes, by the stream's length in
         samples."""
 
+    @property
+    def begun(self) -> Division:
+        """How a pass of the loader is divided while no rank is lost."""
+        return begun(self._runtime, by_island=self.by_island)
+
+    @property
+    def takers(self) -> int:
+        """Number of ranks that read a batch of their own in each step; 1 if all ranks divide one batch."""
+        return 1 if self._runtime.ranks.config.batch == "global" else self.begun.shares
+
 
 def sentence(loader: Loader, role: LoaderRole, size: int, takers: int) -> str:
-    """Return the sentence for the user about a loader. takers: number of ranks that read a batch of their own in each
-    step."""
+    """Return the sentence for the user about a loader. size: number of shares. takers: number of ranks that read a
+    batch of their own in each step."""
     if role.kind == ALONE:
         if has_distributed_sampler(loader):
             return f"{role.name}: shares out its data itself, left as it is."
         return f"{role.name}: left as it is, as the script knows its rank and may share out its data itself."
+    taker = "island" if role.by_island else "worker"
     if isinstance(loader.dataset, IterableDataset):
-        what, share = "a stream", f"one sample in {size} per worker"
+        what, share = "a stream", f"one sample in {size} per {taker}"
     else:
         samples = samples_of(loader)
         shuffled = ", shuffled" if isinstance(inner_sampler(loader), DRAW_ONCE) else ""
         what = "samples" if samples is None else f"{samples:,} samples"
         what += shuffled
         about = "about " if samples is not None and samples % size else ""
-        share = f"1 in {size} per worker" if samples is None else f"{about}{samples // size:,} per worker"
+        share = f"1 in {size} per {taker}" if samples is None else f"{about}{samples // size:,} per {taker}"
     if role.kind == TRAINS:
         left_out = left_out_of(loader, takers)
         drops = f"; drop_last leaves {left_out:,} of them out" if left_out else ""

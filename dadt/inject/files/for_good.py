@@ -99,7 +99,7 @@ class ForGood:
         """Whether another rank has already removed the path: the file that this rank wrote or, if this rank wrote none,
         the path more often than this rank did."""
         if kind(path) is None:
-            done = self._comes_to(self.journal.is_gone, path)
+            done = self.is_gone(path)
         else:
             taken = self.journal.is_taken(path)
             done = self.journal.removals(path) > self._removals[path] if taken is None else taken
@@ -112,6 +112,10 @@ class ForGood:
     def is_made(self, path: str) -> bool:
         """Whether the existing file or folder at this path was made by another rank."""
         return self._comes_to(self.journal.is_others, path)
+
+    def is_gone(self, path: str) -> bool:
+        """Whether the missing file or folder at this path was removed by another rank."""
+        return self._comes_to(self.journal.is_gone, path)
 
     def _comes_to(self, known: Callable[[str], bool], path: str) -> bool:
         """Whether `known(path)` is true, or becomes true within WORD_SECONDS if reports of other hosts may be on their

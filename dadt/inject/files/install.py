@@ -34,7 +34,7 @@ CACHES = re.compile(r"_HOME|_CACHE|CACHE_?DIR|CONFIG_?DIR|_TMPDIR")
 """Matches names of environment variables with folders that libraries share among processes and lock."""
 SHARED = re.compile(r"/(wandb|[^/]*cache[^/]*)(/|$)|\.lock$", re.IGNORECASE)
 """Matches paths of folders and lock files that are shared with processes outside the job."""
-READERS = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr")
+READERS = ("access", "readlink", "statvfs", "listxattr", "getxattr")
 CHANGERS = ("chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
 OPEN = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"), ("tokenize", "_builtin_open"))
 """Modules with their own reference to `open`, and its name in each."""
@@ -171,6 +171,7 @@ def _patch_reading(overlay: Overlay) -> None:
     """Patch the functions that read paths, so that they read this rank's private copies."""
     put = {name: overlay.reading(getattr(os, name)) for name in READERS}
     put |= {name: overlay.changing(getattr(os, name)) for name in CHANGERS}
+    put |= {name: overlay.looking(getattr(os, name)) for name in ("stat", "lstat")}
     put |= {"chdir": overlay.chdir}
     for name, function in put.items():
         _replace(os, name, function)

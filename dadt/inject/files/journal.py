@@ -51,6 +51,7 @@ class WrittenJournal:
         self._before: dict[str, int] = {}
         self._removals: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._gone: dict[str, int] = {}
+        self._changed: set[str] = set()
         self._mine: set[str] = set()
         self._taken: dict[str, bool] = {}
         """For each path that this rank has written, whether another rank has removed it since."""
@@ -105,6 +106,11 @@ class WrittenJournal:
         self._look()
         return self._gone.get(path, self.rank) != self.rank
 
+    def is_changed(self, folder: str) -> bool:
+        """Whether another rank has written or removed a file in the folder, not counting folders in it."""
+        self._look()
+        return folder in self._changed
+
     def written_by_others(self) -> set[str]:
         self._look()
         return {path for path, rank in self._writer.items() if rank != self.rank}
@@ -152,6 +158,8 @@ class WrittenJournal:
         self._read += len(data)
         for each in (*data.splitlines(), *(self._hear() if self._hear is not None else ())):
             rank, size, path = json.loads(each)
+            if rank != self.rank:
+                self._changed.add(path.rpartition(os.sep)[0])
             if size == REMOVED:
                 self._removals[path][rank] += 1
                 self._gone[path] = rank

@@ -1,14 +1,17 @@
-"""Lists a folder whose contents lie in two places: the real folder, and the rank's private copies."""
+"""Lists a folder whose contents lie in two places, the real folder and the rank's private copies, or are changed by
+other ranks meanwhile."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 
 # Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
 from os import listdir, scandir
 from typing import Any
+
+from dadt.inject.files.journal import WrittenJournal
 
 HALF = ".dadt-"
 """Prefix of the names of temporary folders in which a rank writes files until they are complete."""
@@ -18,11 +21,6 @@ def is_half(name: str | bytes) -> bool:
     """Whether this is the name of a temporary folder for an incomplete file: scripts should not see it, as it soon
     disappears."""
     return os.fsdecode(name).startswith(HALF)
-
-
-def without_half(path: Any) -> list[Any]:
-    """Return the names in a folder, as `os.listdir` does, without temporary folders for incomplete files."""
-    return [name for name in listdir(path) if not is_half(name)]
 
 
 class FolderEntry:
@@ -49,16 +47,53 @@ class FolderListing(ExitStack):
         super().__init__()
         self._entries = iter(entries)
 
-    @classmethod
-    def of(cls, path: Any) -> FolderListing:
-        """List a folder without private copies in it, leaving out temporary folders for incomplete files."""
-        entries = scandir(path)
-        listing = cls(entry for entry in entries if not is_half(entry.name))
-        listing.callback(entries.close)
-        return listing
-
     def __iter__(self) -> Iterator[Any]:
         return self._entries
 
     def __next__(self) -> Any:
         return next(self._entries)
+
+
+class ListedFiles:
+    """Lists folders without private copies in them, leaving out temporary folders for incomplete files. Of folders that
+    other ranks change, the last listing is remembered, as these ranks may remove files that this rank still asks for.
+    """
+
+    def __init__(self, journal: WrittenJournal, is_gone: Callable[[str], bool]) -> None:
+        """is_gone: returns whether the missing file at an absolute path was removed by another rank."""
+        self._journal, self._is_gone = journal, is_gone
+        self._stats: dict[str, dict[str, os.stat_result]] = {}
+
+    def names(self, folder: str, given: Any) -> list[Any]:
+        """Return the names in a folder, as `os.listdir` does. folder: its absolute path. given: the path of the
+        script."""
+        if self._journal.is_changed(folder):
+            return [entry.name for entry in self._entries(folder, given)]
+        return [name for name in listdir(given) if not is_half(name)]
+
+    def scan(self, folder: str, given: Any) -> FolderListing:
+        """Return the entries of a folder, as `os.scandir` does."""
+        if self._journal.is_changed(folder):
+            return FolderListing(self._entries(folder, given))
+        entries = scandir(given)
+        listing = FolderListing(entry for entry in entries if not is_half(entry.name))
+        listing.callback(entries.close)
+        return listing
+
+    def _entries(self, folder: str, given: Any) -> list[os.DirEntry[Any]]:
+        stats = self._stats[folder] = {}
+        there = []
+        with scandir(given) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # removed since it was listed
+                    if not is_half(entry.name):
+                        stats[os.fsdecode(entry.name)] = entry.stat(follow_symlinks=False)
+                        there.append(entry)
+        return there
+
+    def removed(self, path: str) -> os.stat_result | None:
+        """Return what `os.lstat` has returned for a missing file when its folder was last listed, if another rank has
+        removed the file since; else None."""
+        folder, name = os.path.split(path)
+        stats = self._stats.get(folder, {}).get(name)
+        return stats if stats is not None and self._is_gone(path) else None

@@ -6,7 +6,6 @@ Libraries that read or write without Python's `open`, `os` and `shutil` (such as
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import shutil
 import stat
@@ -21,30 +20,11 @@ from typing import Any
 
 from dadt.inject.files.for_good import BEGINS, ForGood
 from dadt.inject.files.journal import WrittenJournal
-from dadt.inject.files.listing import FolderListing, without_half
+from dadt.inject.files.listing import FolderListing, ListedFiles
 from dadt.inject.files.reopening import reopen
-from dadt.inject.files.tree import Tree, copy, error, kind, named, pattern
+from dadt.inject.files.tree import Tree, copy, error, kind, named, on_kept_paths, pattern
 from dadt.inject.files.until_closed import HeldFiles, UntilClosed
 from dadt.inject.files.writers import WriteRole, Writers
-
-
-def on_kept_paths(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a method of Overlay that gets a path as given and as absolute path, and then further
-    arguments of `original`, which is called for paths of which ranks get no private copies. Errors name the given
-    path."""
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(self: Overlay, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-            if (known := self.path(path, dir_fd)) is None:
-                return original(path, *args, **(kwargs if dir_fd is None else {**kwargs, "dir_fd": dir_fd}))
-            with named(path):
-                return method(self, path, known, *args, **kwargs)
-
-        return call
-
-    return decorate
-
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -72,6 +52,7 @@ class Overlay(Tree):
         self._start, self._was_apart = start, False
         # Paths that the first rank has saved or renamed in place of this rank: they do not count as another rank's.
         self._awaited: set[str] = set()
+        self._listed = ListedFiles(journal, self._for_good.is_gone)
         self.loads: Callable[[str], None] | None = None
         """Called in a replay with the path of each real file whose contents are about to be read."""
 
@@ -90,6 +71,24 @@ class Overlay(Tree):
                 return original(path, *args, **kwargs)
             with named(path):
                 return original(where, *args, **kwargs)
+
+        return call
+
+    def looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `original`, `os.stat` or `os.lstat`, wrapped to read a private copy, and to know files that this rank
+        has listed and another rank has removed since. A script that knows of no other rank lists its files, looks which
+        is the oldest, and removes it: the first rank may have done so in between."""
+        reading = self.reading(original)
+
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return reading(path, *args, **kwargs)
+            except FileNotFoundError:
+                known = self.path(path, kwargs.get("dir_fd"))
+                listed = self._listed.removed(known) if known is not None and self.where(known) == known else None
+                if listed is None:
+                    raise
+                return listed
 
         return call
 
@@ -307,7 +306,7 @@ class Overlay(Tree):
         if known is None:
             return listdir(path)
         if self.where(known) == known:
-            return without_half(path)
+            return self._listed.names(known, path)
         return [entry.name for entry in self._entries(known, path)]
 
     def scandir(self, path: Any = ".") -> Any:
@@ -315,7 +314,7 @@ class Overlay(Tree):
         if known is None:
             return scandir(path)
         if self.where(known) == known:
-            return FolderListing.of(path)
+            return self._listed.scan(known, path)
         return FolderListing(self._entries(known, path))
 
     def _end_apart(self) -> None:
@@ -393,6 +392,9 @@ class Overlay(Tree):
             return self.where(path) == path and (self.journal.is_others(path) or lstat(path).st_ctime >= self._start)
         except OSError:
             return False
+
+    def _real_entries(self, path: str) -> list[os.DirEntry[str]]:
+        return list(self._listed.scan(path, path))
 
     def _is_others(self, path: str) -> bool:
         return path not in self._awaited and self.journal.is_others(path)

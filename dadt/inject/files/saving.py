@@ -26,7 +26,7 @@ from dadt.inject import full_disk
 from dadt.inject.after_import import after_import
 from dadt.inject.files.overlay import Overlay
 from dadt.inject.files.whole import Write, mark_of, marks, write_whole
-from dadt.inject.files.writers import WriteRole, Writers
+from dadt.inject.files.writers import Mode, WriteRole, Writers
 from dadt.train.runtime import Runtime
 
 PATIENCE_SECONDS = 2.0
@@ -92,17 +92,19 @@ class Saver:
 
     def regrouped(self) -> None:
         """Called when ranks were lost. If this rank is the first of its host, remove the incomplete files of lost
-        ranks. The rank may also have to write real files in place of a lost host's rank."""
-        if not self._ranks.first:
-            return
-        if self.writers.take_over() and self.overlay is not None:
+        ranks. The rank may also have to write real files in place of a lost host's rank, or of a lost island's."""
+        first = self._ranks.first
+        writes = self.writers.take_over() if first else self.writers.mode is Mode.SCRIPT
+        if writes and self.overlay is not None:
             self.overlay.take_over()
+        if not first:
+            return
         # Copied, because another thread may add a folder meanwhile if ranks train independently.
         for folder in list(self._folders):
             with suppress(OSError, ValueError):  # the folder may have been removed
                 for half in folder.glob(f"{self._marks}*"):
                     _, _, rank, *_ = half.name.removeprefix(self._marks).split("-")
-                    if int(rank) not in self._ranks.members:
+                    if int(rank) not in self._ranks.newest.members:
                         shutil.rmtree(half, ignore_errors=True)
 
     def take_over(self) -> None:

@@ -11,6 +11,7 @@ All state is on disk, so that forked children see the same.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import shutil
@@ -193,14 +194,19 @@ class Tree:
         folder = os.fspath("." if given is None else given)
         with named(given), self.real():
             mine = {entry.name: entry for entry in scandir(self.where(path))}
-            there = list(scandir(path)) if os.path.isdir(path) else []  # isdir, as the path may be a link to a folder
+            # isdir, as the path may be a link to a folder
+            there = self._real_entries(path) if os.path.isdir(path) else []
         seen = [entry for entry in mine.values() if entry.stat(follow_symlinks=False).st_mode != WHITEOUT]
         kinds = {pattern(entry.name) for entry in seen if kind(os.path.join(path, entry.name)) is None}
         for entry in there:
             twin = pattern(entry.name) in kinds and self._is_others(os.path.join(path, entry.name))
-            if entry.name not in mine and not twin and not is_half(entry.name):
+            if entry.name not in mine and not twin:
                 seen.append(entry)
         return [FolderEntry(entry, folder) for entry in seen]
+
+    def _real_entries(self, path: str) -> list[os.DirEntry[str]]:
+        """Return the entries of a real folder, without temporary folders for incomplete files."""
+        return [entry for entry in scandir(path) if not is_half(entry.name)]
 
     def _is_others(self, path: str) -> bool:
         """Whether another rank has written the file in this job, and this rank has not."""
@@ -247,3 +253,21 @@ def named(given: Any) -> Iterator[None]:
         if failure.filename is not None:
             failure.filename = given
         raise
+
+
+def on_kept_paths(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for a method of a Tree that gets a path as given and as absolute path, and then further
+    arguments of `original`, which is called for paths of which ranks get no private copies. Errors name the given
+    path."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Tree, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
+            if (known := self.path(path, dir_fd)) is None:
+                return original(path, *args, **(kwargs if dir_fd is None else {**kwargs, "dir_fd": dir_fd}))
+            with named(path):
+                return method(self, path, known, *args, **kwargs)
+
+        return call
+
+    return decorate

@@ -3,7 +3,8 @@
 A script that does not know of other ranks writes the same paths on all of them. In this case the first rank of the host
 writes the real files, and each other rank writes private copies. Once the script has read its rank, the first rank
 still writes its own files, and files that only another rank writes become real, too. A script with a process group, or
-that calls `dadt.init`, is left alone. Hosts that share the working folder count as one host for the files in it.
+that calls `dadt.init`, is left alone; where it has a group on each island, those of other islands than the first write
+private copies. Hosts that share the working folder count as one host for the files in it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Mode(Enum):
     """All ranks write real files, as `--files all` demands."""
     SCRIPT = auto()
     """The script has a process group and knows its rank, or calls `dadt.init`."""
+    COPY = auto()
+    """The same, on an island that writes the same files as the first one."""
 
 
 class WriteRole(Enum):
@@ -45,7 +48,7 @@ def decide(mode: Mode, *, first: bool, copy: bool, begins: bool = False) -> Writ
     the path, or has removed the path privately. begins: the file is written from its beginning, completely, by Python's
     `open`.
     """
-    if mode is Mode.REPLAY:
+    if mode in (Mode.REPLAY, Mode.COPY):
         return WriteRole.APART
     if first and not copy:
         return WriteRole.FOR_GOOD
@@ -83,6 +86,16 @@ class Writers:
     def _first_of_all(self) -> bool:
         return self._first and self.writer in (-1, self._rank)
 
+    @property
+    def _is_of_first_island(self) -> bool:
+        """Whether this rank's island is the first of the host, or of the hosts that share the working folder."""
+        world, writer = self._runtime.ranks.world, self.writer
+        size = world.island_size or world.world_size
+        if writer >= 0:
+            return writer // size == world.rank // size
+        firsts = self._runtime.ranks.newest.firsts
+        return any(rank // size == world.island for rank in firsts) if firsts else world.local_rank < size
+
     def take_over(self) -> bool:
         """Called on the first rank of a host when ranks were lost. Return whether the rank has also become the first of
         all hosts that share the working folder."""
@@ -95,7 +108,7 @@ class Writers:
         if runtime.replay.under_way:
             return Mode.REPLAY
         if runtime.script.is_distributed:
-            return Mode.SCRIPT
+            return Mode.SCRIPT if self._is_of_first_island else Mode.COPY
         if runtime.ranks.config.files == "all":
             return Mode.ALL
         return Mode.SHARED if runtime.script.knows_rank else Mode.ONE
@@ -108,7 +121,7 @@ class Writers:
     @property
     def is_apart(self) -> bool:
         """Whether this rank writes only private copies in the working folder."""
-        return self.mode is Mode.REPLAY or (self.mode is Mode.ONE and not self._first_of_all)
+        return self.mode in (Mode.REPLAY, Mode.COPY) or (self.mode is Mode.ONE and not self._first_of_all)
 
     @property
     def is_shared(self) -> bool:
@@ -128,4 +141,4 @@ class Writers:
     @property
     def reads_apart(self) -> bool:
         """Whether this rank may have private copies to read."""
-        return not self._first_of_all or self.mode is Mode.REPLAY
+        return not self._first_of_all or self.mode in (Mode.REPLAY, Mode.COPY)

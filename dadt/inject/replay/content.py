@@ -241,12 +241,13 @@ _PREDICTION = _with(
 )
 _IN_FLIGHT = _none_but(_with(not_finite=_is_numbers, learned=_numbered(_is_list)), "not_finite", "learned")
 _OWES = _with(scale=_or_none(_is_factor), forgets=_is_bool, owed=_or_none(_is_owed), bases=_is_rows)
+_MOMENTUM = _with(own=_is_rows, taken=_is_numbers, on_way=_is_rows)
 _ALGORITHM = _with(before=_is_numbers, expected=_is_numbers, pause=_is_step, left=_is_step, watches=_is_bool)
 
 
 def _is_training(value: Any) -> bool:
     """Whether a value is a dict with everything that a snapshot records about one optimizer's training."""
-    names = {"prediction", "barred", "owes", "in_flight", "follows", "algorithm"}
+    names = {"prediction", "barred", "owes", "in_flight", "follows", "momentum", "algorithm"}
     return (
         isinstance(value, dict)
         and value.keys() == names
@@ -258,6 +259,7 @@ def _is_training(value: Any) -> bool:
         and isinstance(value["owes"], list | tuple)
         and all(each is None or _OWES(each) for each in value["owes"])
         and _IN_FLIGHT(value["in_flight"])
+        and _MOMENTUM(value["momentum"])
     )
 
 

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from dadt.comm import plain
+from dadt.config.check import round_steps
 from dadt.train.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Pace:
         times may not have arrived. at_once: wait for them."""
         ranks = self._runtime.ranks
         identical = all(a.algorithm.identical for a in self._runtime.attachments)
-        look = LOOK_AFTER if identical else 2 * ranks.config.sync_every
+        look = LOOK_AFTER if identical else 2 * round_steps(ranks.config.sync_every)
         if self._asked is None or (ranks.step < self._asked[0] + look and not at_once):
             return None
         (step, slowest, others), self._asked = self._asked, None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dadt.config.check import snapshot_interval
+from dadt.config.check import round_steps, snapshot_interval
 from dadt.control import snapshots
 from dadt.errors import CommError, DadtError
 from dadt.inject.replay import snapshot
@@ -103,7 +103,7 @@ class Recorder:
         if step < self._timing.next:
             return
         with self._values.aside():
-            most_late, taken = self._ranks.config.sync_every, self._taken
+            most_late, taken = round_steps(self._ranks.config.sync_every), self._taken
             if self._timing.takes(step, most_late, possible=taken.possible, rests=taken.rests):
                 if self._pace is not None:
                     self._pace.ask()
@@ -176,7 +176,7 @@ class Recorder:
     def _told(self, step: int, *, common: bool) -> dict[str, Any]:
         ranks = self._ranks
         members = {"members": list(ranks.members), "shares": ranks.shares, "world": ranks.world.world_size}
-        members["generation"] = ranks.generation
+        members |= {"attempt": ranks.world.restarts, "generation": ranks.generation}
         told = {"step": step, "seed": ranks.config.seed, "began": self._began, "common": common}
         return {**told, **members, **self._script}
 

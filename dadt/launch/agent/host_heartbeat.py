@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from dadt.control.frame import Frame
+from dadt.control.priority import set_urgent
 from dadt.launch.agent.launcher_line import LauncherLine
 from dadt.launch.agent.other_hosts import OtherHost, OtherHosts
 
@@ -43,6 +44,7 @@ class HostHeartbeat:
             self._socket.close()
             raise
         self._socket.setblocking(False)
+        set_urgent(self._socket)
         self.port = int(self._socket.getsockname()[1])
 
     def fileno(self) -> int:

@@ -15,6 +15,8 @@ from dadt.launch.monitor.log_files import log_path, stacks_path
 
 TAIL_BYTES = 1 << 14
 SAID_LETTERS = 1000
+BEAT_SECONDS = 2.0
+"""Seconds within which the launcher learns of a rank's step."""
 UNCAUGHT = 1
 """Python's exit code after an uncaught exception."""
 
@@ -23,13 +25,20 @@ class Cause:
     """Collects the facts about each rank's end, and decides which rank failed first once all have ended."""
 
     def __init__(
-        self, slots: Sequence[Slot], members: Sequence[Member], logs: Path, silence: Callable[[float], Blame | None]
+        self,
+        slots: Sequence[Slot],
+        members: Sequence[Member],
+        logs: Path,
+        patience: float,
+        silence: Callable[[float], Blame | None],
     ) -> None:
-        """logs: folder of the ranks' logs. silence: called with the time; returns the Blame for hosts that do not
-        receive each other's packets, or None."""
+        """logs: folder of the ranks' logs. patience: least seconds for which ranks wait for a rank that cannot
+        continue. silence: called with the time; returns the Blame for hosts that do not receive each other's packets,
+        or None."""
         self._slots = slots
         self._members = members
         self._logs = logs
+        self._patience = patience
         self._tails = [b"" for _ in slots]
         """Last bytes that each rank wrote to stderr."""
         self._silence = silence
@@ -47,6 +56,8 @@ class Cause:
         """Ranks that were lost while the others continued training without them."""
         self._error = ""
         """Why the first agent was lost, or could not start its workers."""
+        self._told_to_end = ""
+        """How the first agent was told to end by something other than the launcher."""
         self._lost_at = float("inf")
         """Time at which the first agent was lost (time.time); infinite if none was."""
 
@@ -60,6 +71,11 @@ class Cause:
         if not self._error or at < self._lost_at < float("inf"):
             self._error = text
         self._lost_at = min(self._lost_at, at)
+
+    def tell_to_end(self, text: str) -> None:
+        """Record that an agent was told to end. A cluster does so also because another host was lost, of which it may
+        know before the launcher does, so the loss of an agent counts more."""
+        self._told_to_end = self._told_to_end or text
 
     def excuse(self, ranks: Collection[int]) -> None:
         """Record that the other ranks continue training without these ranks, whose exits are therefore no cause of the
@@ -104,12 +120,17 @@ class Cause:
         if known is None or (known.thread and not record.thread):
             self._records[rank] = record
         # what ranks report after a host was lost is a consequence of that
-        if record.secondary and record.type != "Mismatch" and self._held is None and not self._error:
-            held = next((member for member in self._members if member.held and member.rank != rank), None)
+        explained = self._held is not None or self._error or self._told_to_end
+        if record.secondary and record.type != "Mismatch" and not explained:
+            held = next((each for each in self._members if each.rank != rank and self._keeps_waiting(each, now)), None)
             if held is not None:
                 self.hold(held)
             else:
                 self._blame = self._blame or self._silence(now)
+
+    def _keeps_waiting(self, member: Member, now: float) -> bool:
+        """Whether a rank has been unable to continue for as long as others wait for it."""
+        return bool(member.held) and now - member.seen > self._patience - BEAT_SECONDS
 
     def end(self, ending: Ending) -> ErrorRecord | None:
         """Record a worker's exit. Returns the exception that ended it, from the worker's report or from the traceback
@@ -135,13 +156,17 @@ class Cause:
         cause = self._find()
         known = self._excused | self.endings.keys()
         untold = [slot for slot in self._slots if slot.rank not in known]
-        if cause is not None and not ((self._error or untold) and self._is_consequence(*cause)):
+        if cause is not None and not ((self._error or self._told_to_end or untold) and self._is_consequence(*cause)):
             return self._failure(*cause, begun, stacks)
         if self._error:
             raise LaunchError(self._error)
+        rank, host = (untold[0].rank, untold[0].host) if untold else (-1, "")
+        if self._told_to_end:
+            also = f"; it is not known how rank {rank} on {host} has ended: its agent has not told" if untold else ""
+            raise LaunchError(self._told_to_end + also)
         if untold:
-            where = f"{untold[0].host}: " if untold[0].host else ""
-            raise LaunchError(f"{where}it is not known how rank {untold[0].rank} has ended: its agent has not told")
+            where = f"{host}: " if host else ""
+            raise LaunchError(f"{where}it is not known how rank {rank} has ended: its agent has not told")
         return None
 
     def _is_consequence(self, ending: Ending, record: ErrorRecord | None) -> bool:
@@ -149,11 +174,18 @@ class Cause:
         them."""
         waited = record is not None and (record.secondary or record.type == StartTimeout.__name__)
         told = record is not None and record.type in ("Mismatch", "WeightsDiffer")
+        if record is not None and record.type == StartTimeout.__name__:
+            # a rank that had ended by itself before could not come any more, and the exception says so
+            told = any(not each.stopped and each.code == 0 and each.time < _time(ending, record) for each in self._ends)
         return waited and not told and self._blame_of(ending, record) is None
 
+    @property
+    def _ends(self) -> list[Ending]:
+        """How the processes of ranks ended that the others could not do without."""
+        return [ending for rank, ending in self.endings.items() if rank not in self._excused]
+
     def _find(self) -> tuple[Ending, ErrorRecord | None] | None:
-        endings = [ending for rank, ending in self.endings.items() if rank not in self._excused]
-        cause = find_cause(endings, self._records, self._left)
+        cause = find_cause(self._ends, self._records, self._left)
         if self._held is not None and self._held.rank in self.endings:
             held = self.endings[self._held.rank]
             gave_up = cause is not None and cause[1] is not None and cause[1].secondary
@@ -193,7 +225,7 @@ class Cause:
             record = self._records.get(each.rank)
             return each.code, each.step, record.text if record is not None else ""
 
-        endings = [ending for rank, ending in self.endings.items() if rank not in self._excused]
+        endings = self._ends
         alike = len(endings) > 1 and all(facts(each) == facts(first) and not each.stopped for each in endings)
         return len(endings) if alike and first.code else 0
 

@@ -99,6 +99,9 @@ class Endings:
         """End the job because it cannot continue without this host. at: time since when the host is gone, in seconds
         since the epoch."""
         self._cause.lose(f"{node.name}: {text}" if node.name else text, at)
+        self._stop_without(node, now)
+
+    def _stop_without(self, node: Node, now: float) -> None:
         node.works = False
         if any(other.works for other in self._nodes):
             self._termination.fail_by(0.0, now)
@@ -123,7 +126,10 @@ class Endings:
         # A Mismatch is raised by all ranks, and before the first step all ranks are likely to raise the same error, so
         # training without this rank would not help the others.
         alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
-        if not alike and self._termination.goes_on and self._membership.lose([member.rank], why, now):
+        goes_on = not alike and self._termination.goes_on
+        if goes_on and record.secondary and self._membership.island_size and self._membership.can_lose([member.rank]):
+            self._membership.expect_end(member.rank, now)  # the end of another rank of its island says why
+        elif goes_on and self._membership.lose([member.rank], why, now):
             self._membership.expect_end(member.rank, now)
         elif not member.lost:
             self._termination.fail_by(EXIT_SECONDS, now, lets_leave=record.secondary)
@@ -188,15 +194,20 @@ class Endings:
         node = event.node
         if number := event.frame["signal"]:
             text = f"the agent of this host (pid {node.report['pid']}) was told to end by signal {number}"
-            self.lose(node, f"{text} ({signal_name(number)}); all its workers were stopped", event.now)
+            text = f"{text} ({signal_name(number)}); all its workers were stopped"
+            self._cause.tell_to_end(f"{node.name}: {text}" if node.name else text)
+            self._stop_without(node, event.now)
         node.works = False
 
     def turn(self, now: float) -> None:
-        """Fail the job if all living ranks are unable to continue while all other ranks have ended, as no rank is left
-        to wait for them and report the failure."""
-        living = [member for member in self._rendezvous.members if not member.ended]
-        if not living or len(living) == len(self._rendezvous.members) or not all(member.held for member in living):
+        """Fail the job if no rank that is left can continue, or none whose island could, as nobody waits for them then
+        and reports the failure. A job of which all ranks are held is suspended."""
+        living, size = [member for member in self._rendezvous.present if not member.ended], self._membership.island_size
+        held = [member for member in living if member.held]
+        islands = {member.rank // (size or 1) for member in held}
+        goes_on = any(member.rank // (size or 1) not in islands for member in living)
+        if not living or len(held) == len(self._rendezvous.members) or goes_on:
             self._held_since = now
         elif now - self._held_since > self._patience and self._termination.grace == float("inf"):
-            self._cause.hold(living[0])
+            self._cause.hold(held[0])
             self._termination.fail_by(0.0, now)

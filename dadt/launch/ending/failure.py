@@ -15,6 +15,7 @@ from dadt.launch.ending.record import ErrorRecord, printable, shortened
 OWN_SETUP = re.compile(r"CUDA|NCCL|\bGPUs?\b")
 GPU_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory(?:.*?\b(GPU \d+))?", re.DOTALL)
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+RANK = re.compile(r"\brank (\d+)\b")
 EXIT_CODES = {kind.__name__: kind.exit_code for kind in (errors.ConfigError, errors.NotResumed, errors.StartTimeout)}
 """Exit codes of `dadt run` by the name of the exception that ended a worker; other exceptions have no exit code of
 their own."""
@@ -230,12 +231,19 @@ def find_cause(
             return False, ending.time
         return record.secondary, record.time or ending.time
 
+    def names_another(ending: Ending) -> bool:
+        record = records.get(ending.rank)
+        lost = record is not None and record.type == errors.PeerLost.__name__
+        named = RANK.search(record.message) if record is not None and lost else None
+        return named is not None and any(each.rank == int(named[1]) and failed(each) for each in endings)
+
     first = min(filter(failed, endings), key=order, default=None)
     if first is None:
         return None
     if (record := records.get(first.rank)) is not None and record.type == errors.StartTimeout.__name__:
-        # StartTimeout means that this rank waited for another one, so the earliest failure of any kind is the cause.
-        first = min(filter(failed, endings), key=lambda ending: order(ending)[1])
+        # StartTimeout means that this rank waited for another one, so the earliest failure of any kind is the cause,
+        # except one that names a rank which had failed before: the clocks of hosts may jump.
+        first = min(filter(failed, endings), key=lambda ending: (names_another(ending), order(ending)[1]))
     record = records.get(first.rank)
     if record is not None and record.secondary and first.rank not in left:
         of = {ending.rank: ending for ending in endings}

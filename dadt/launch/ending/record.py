@@ -18,6 +18,11 @@ ADVICE = re.compile(r"\s*You can disable extension auto-loading with TORCH_DEVIC
 """Matches the advice that torch gives when one of its extensions fails to load. Following it would turn DADT off, so it
 is not shown."""
 EXIT = SystemExit.__name__
+LOST_PEER = re.compile(
+    r"gloo.*(closed|reset) by peer|NCCL.*(remote process exited|closed by .*peer)|ncclRemoteError", re.S
+)
+"""Matches what torch's own process groups say on a rank when another one of them has ended."""
+OF_TORCH = ("RuntimeError", "DistBackendError", "DistNetworkError")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +68,14 @@ class ErrorRecord:
     def _of(cls, raised: Raised) -> ErrorRecord:
         module, _, name = raised.type.rpartition(".")
         known = getattr(errors, name, object) if module == errors.__name__ else object
-        secondary = issubclass(known, errors.CommError)
+        secondary = issubclass(known, errors.CommError) or _lost_peer(name, raised.message)
         return cls(type=name, message=raised.message, frames=raised.frames, around=raised.around, secondary=secondary)
 
     def _unwrapped(self) -> ErrorRecord:
         """Return the exception of another process, if this exception's message contains that exception's traceback;
         else return this record."""
         if TRACEBACK not in self.message or (raised := innermost(self.message)) is None:
-            return self
+            return replace(self, secondary=self.secondary or _lost_peer(self.type, self.message))
         inner = self._of(raised)
         wrapper = f"{self.type}: {first_line(self.message)}".removesuffix(": ")
         around = [*self.around, wrapper, *inner.around]
@@ -98,6 +103,10 @@ class ErrorRecord:
         texts = [shortened(ADVICE.sub("", text).strip()[:AROUND_LETTERS])[0] for text in raised]
         lines = [f"  within  {text}" for text in dict.fromkeys(texts) if text != self.brief]
         return lines + ([f"  while   handling {shortened(self.context.strip())[0]}"] if self.context else [])
+
+
+def _lost_peer(kind: str, message: str) -> bool:
+    return kind in OF_TORCH and LOST_PEER.search(message) is not None
 
 
 def shortened(text: str) -> list[str]:

@@ -7,7 +7,7 @@ from signal import SIGKILL, SIGTERM
 from typing import Any, NamedTuple
 
 from dadt.config import Config
-from dadt.errors import ConfigError, DadtError, LaunchError, NotResumed, StartTimeout
+from dadt.errors import ConfigError, DadtError, LaunchError, NotResumed, Sharded, StartTimeout
 from dadt.launch.actions import ActionQueue, SayText
 from dadt.launch.ending.failure import Failure
 from dadt.launch.ending.outcome import Outcome, end_early
@@ -16,6 +16,7 @@ from dadt.launch.ending.signals import of_checkpoint
 from dadt.launch.hosts.candidates import LONGEST_PAUSE_SECONDS, NEVER
 from dadt.launch.hosts.discovery import ANSWER_SECONDS, ASK_SECONDS, Discovery
 from dadt.launch.hosts.host import Host
+from dadt.launch.start.torch_world import fewest
 
 SILENT_SECONDS = 2.0
 """Seconds of waiting for hosts after which the user is informed."""
@@ -42,6 +43,8 @@ class Restarts:
         """How often the job was restarted so far."""
         self.refused = False
         """Whether the last attempt could not be resumed from its snapshot."""
+        self.island = config.island
+        """The value of `--island` for the next attempt."""
         self._most = config.max_restarts
         self._before: Any = None
         """Step and error at which the last attempt failed; None if it was ended from outside."""
@@ -100,16 +103,16 @@ class Restarts:
     def _suffice(self, hosts: Sequence[Host]) -> bool:
         """Whether the hosts have enough slots for the least number of workers, as far as slots are known before the
         hosts have reported."""
-        if not (self._config.min_np or self._config.np):
+        if not fewest(self._config):
             return bool(hosts) and len(hosts) == len(self._candidates.hosts)
-        return self._room(hosts) >= (self._config.min_np or self._config.np)
+        return self._room(hosts) >= fewest(self._config)
 
     def _lack(self, hosts: Sequence[Host]) -> str:
         """Return a text for the user about what is missing for the next attempt."""
         named = ", ".join(map(str, hosts)) or "no host"
         away = [host.name or "this host" for host in self._candidates.hosts if host not in hosts]
         failed = f"; {', '.join(away)} failed, to be tried again" if away else ""
-        if not (least := self._config.min_np or self._config.np):
+        if not (least := fewest(self._config)):
             return f"{named}{failed}"
         if not hosts:
             return f"no host for {least} workers{failed}"
@@ -135,7 +138,13 @@ class Restarts:
             self.refused = True
             # An attempt that could not resume has not trained, so it does not count. The next one has no snapshot.
             self._most += 1
-        return not (outcome.signal or outcome.told_to_end) and failed is not None and self._again(failed)
+        ends, record = outcome.signal or outcome.told_to_end, outcome.failure and outcome.failure.record
+        if not ends and record and record.type == Sharded.__name__ and self.island == "auto":
+            self.island = "host"
+            self._most += 1
+            self._begin_again(record.message, record.message, "info")
+            return True
+        return not ends and failed is not None and self._again(failed)
 
     def failed(self, error: DadtError, hosts: Sequence[Host], now: float, *, began: bool) -> bool:
         """Handle the error of an attempt on these hosts that has no outcome. Returns whether another attempt follows.
@@ -156,11 +165,15 @@ class Restarts:
             self.outbox.put(SayText(text, "warning"))
             return False
         self._before = now
-        self.count += 1
         why = failed.lines()[0] if isinstance(failed, Failure) else str(failed)
-        self.outbox.put(SayText(f"{why}: restart {self.count} of {self._most}", "warning"))
-        self.outbox.put(NoteRestart(self.count, why))
+        self._begin_again(why, f"{why}: restart {self.count + 1} of {self._most}", "warning")
         return True
+
+    def _begin_again(self, why: str, text: str, level: str) -> None:
+        """text: what the user is told."""
+        self.count += 1
+        self.outbox.put(SayText(text, level))
+        self.outbox.put(NoteRestart(self.count, why))
 
 
 def _place(failed: Failure | DadtError) -> Any:

@@ -48,9 +48,9 @@ class Candidates:
         for host in hosts:
             self._pauses.setdefault(host.name, HostPause()).served = now
 
-    def failed(self, host: Host, now: float) -> None:
+    def failed(self, host: Host, now: float, busy_until: float = 0.0) -> None:
         """Pause a host that cannot be reached, or whose agent was lost or asked to end: for twice as long as the last
-        time. Does nothing while the host is paused."""
+        time. Does nothing while the host is paused. busy_until: time until which workers may still run there."""
         pause = self._pauses.setdefault(host.name, HostPause())
         if pause.until > now:
             return
@@ -58,7 +58,7 @@ class Candidates:
             pause.seconds = 0.0
         pause.served = 0.0
         pause.seconds = min(2 * pause.seconds, LONGEST_PAUSE_SECONDS) or PAUSE_SECONDS
-        pause.until = now + pause.seconds
+        pause.until = max(now + pause.seconds, busy_until)
 
     def blame(self, hosts: Sequence[Host], now: float) -> None:
         """Record that nothing could be started on these hosts. If none of them is paused, it is unknown which one

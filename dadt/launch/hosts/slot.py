@@ -27,6 +27,10 @@ class Slot:
     """Address at which other hosts reach the slot's host; empty in a job of one host."""
     gpu: str | None = None
     """Value of CUDA_VISIBLE_DEVICES for the worker; None leaves the variable unchanged."""
+    island_size: int = 0
+    """Number of ranks of each island (a torch world of its own); 0 without islands."""
+    may_divide: bool = False
+    """Whether the job may begin again in islands: see `World.may_divide`."""
     threads: int = 1
     """Number of CPU threads that the worker may use, such as in OpenMP's parallel regions."""
 
@@ -38,6 +42,8 @@ class Slot:
             world_size=self.world_size,
             local_size=self.local_size,
             address=self.address,
+            island_size=self.island_size,
+            may_divide=self.may_divide,
             job=job,
         )
 

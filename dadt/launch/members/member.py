@@ -37,6 +37,8 @@ class Member:
     images: int = 0
     """How often this rank's process was replaced (exec) during training. Ranks that replace their processes together
     have the same number."""
+    gathered: int = 0
+    """Number of allgathers that the rank had begun when its script ended."""
     finished: bool = False
     """Whether the rank's script is over, so that its process only waits for the other ranks."""
     waiting: Waiting = field(default_factory=Waiting)

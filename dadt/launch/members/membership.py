@@ -12,11 +12,11 @@ from dadt.control.condition import HELD
 from dadt.control.frame import Frame
 from dadt.errors import NotResumed, Unproved
 from dadt.launch.actions import Event, Outbox
+from dadt.launch.ending import preemption
 from dadt.launch.ending.cause import Cause
-from dadt.launch.ending.preemption import ranks
 from dadt.launch.ending.processes import NATURAL_SECONDS
 from dadt.launch.hosts.slot import Slot
-from dadt.launch.members.generation import regroup
+from dadt.launch.members.generation import regroup, with_islands
 from dadt.launch.members.handovers import Handovers
 from dadt.launch.members.joining import Joining
 from dadt.launch.members.member import Member
@@ -56,8 +56,7 @@ class Membership:
     _overdue: dict[int, float] = field(default_factory=dict)
     """Lost ranks whose processes have not exited yet, with the time at which each will be killed."""
     _left: dict[int, str] = field(default_factory=dict)
-    """Ranks that exited with code 0 before their training was complete, each with a text about the exit. They count
-    as lost only once another rank waits, as all ranks may be about to exit in the same way."""
+    """Ranks that exited with code 0 amid training, with texts. They count as lost only once another rank waits."""
     _requests: dict[int, ReconnectRequest] = field(default_factory=dict)
     """Unanswered requests of ranks whose connections have failed, by rank."""
     _scarce: tuple[Collection[int], float, str] = ((), 0.0, "")
@@ -76,7 +75,8 @@ class Membership:
     """Frames about ranks that have ended, still to be sent to all ranks."""
 
     def __post_init__(self) -> None:
-        self._least = self._config.min_np
+        self.island_size = self._slots[0].island_size
+        self._least = self._config.min_np * (self.island_size or 1)
         """Training continues while at least this many ranks are left; 0 means that it ends when any rank is lost."""
         self._apart = self._config.algorithm == "gossip"
         """Whether ranks train without waiting for each other, as with the algorithm `gossip`."""
@@ -84,29 +84,32 @@ class Membership:
         self._handovers = Handovers(self._outbox, self.kill, self._patience)
 
     def can_lose(self, ranks: Collection[int]) -> bool:
-        """Return whether enough ranks are left to continue training without these ranks."""
-        return self._left_without(ranks) >= self._least > 0
+        """Return whether enough ranks are left to continue training without these ranks and their islands."""
+        return self._left_without(with_islands(ranks, self._slots)) >= self._least > 0
 
     def lose(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
-        """Remove lost ranks; return False if too few remain. why: cause of the loss. it: their pronoun in messages."""
-        lost = [member for member in self._rendezvous.present if member.rank in ranks]
+        """Remove lost ranks and the others of their islands, whose processes are killed. Return False if too few
+        remain. why: cause of the loss. it: their pronoun in messages."""
         if not self.can_lose(ranks):
             return False
+        named, ranks = ranks, with_islands(ranks, self._slots)
+        it = f"the island of {preemption.ranks(ranks)}" if len(ranks) > len(named) else it
+        lost = [member for member in self._rendezvous.present if member.rank in ranks]
         if not lost:  # all of these ranks were lost before, for example one by one before their host
             return True
         self._rendezvous.regroup(ranks, why, now)
         self._watch.regroups(lost, why, now)
         self._cause.excuse(ranks)
         self._tell(why, now)
+        self._overdue |= {member.rank: now for member in lost if not (member.rank in named or member.ended)}
         self._outbox.say(f"{why}: training goes on without {it}", "warning")
         return True
 
     def leaves(self, rank: int, why: str) -> bool:
         """Handle a rank that exits with code 0 amid training. Returns whether the others can continue without it."""
-        if self.can_lose([*self._left, rank]):
+        if goes_on := self.can_lose([*self._left, rank]):
             self._left[rank] = why
-            return True
-        return False
+        return goes_on
 
     def leaves_finished(self, member: Member, why: str) -> None:
         """Handle a rank that exits with code 0 after its training. Where others still train, they may have to meet it,
@@ -120,8 +123,8 @@ class Membership:
 
     def _lose_left(self, now: float) -> None:
         """Treat ranks that exited early as lost, if other ranks wait for them."""
-        waits = any(member.waits(now) and not member.finished for member in self._here)
-        if self._requests or waits or (self._apart and self._here):
+        here = self._here
+        if self._requests or (self._apart and here) or any(m.waits(now) and not m.finished for m in here):
             left, self._left = self._left, {}
             for rank, why in left.items():
                 self.lose([rank], why, now)
@@ -230,8 +233,8 @@ class Membership:
         for rank, request in [each for each in self._requests.items() if now >= each[1].deadline]:
             del self._requests[rank]
             request.answer(False, self._obstacle(now) or request.obstacle, now)
-        if self._replacements is not None and goes_on and not self._told_to_end:
-            self._replace(self._replacements, now)
+        if goes_on and not self._told_to_end:
+            self._look_after_lost(now)
         for rank in [rank for rank, at in self._overdue.items() if now >= at]:
             del self._overdue[rank]
             self._outbox.send_all(Frame("signal", {"number": int(SIGKILL), "rank": rank}))
@@ -239,13 +242,14 @@ class Membership:
             self._outbox.send_all(death)
         self._deaths.clear()
 
-    def _replace(self, replacements: Replacements, now: float) -> None:
-        present = self._rendezvous.present
+    def _look_after_lost(self, now: float) -> None:
+        """Start workers in place of lost ranks, or have agents end what runs of these once all others have ended."""
+        present, replacements = self._rendezvous.present, self._replacements
         if all(member.ended for member in present):
-            self._told_to_end = True
-            self._outbox.send_all(Frame("stop", {"natural": NATURAL_SECONDS}))
-            return
-        if not self._at_end:
+            if replacements is not None or any(each.lost and not each.ended for each in self._rendezvous.members):
+                self._told_to_end = True
+                self._outbox.send_all(Frame("stop", {"natural": NATURAL_SECONDS}))
+        elif replacements is not None and not self._at_end:
             replacements.turn(now)
             if self._joining is not None:
                 self._joining.turn(now)
@@ -256,12 +260,10 @@ class Membership:
             self._rendezvous.regroup(ranks, why, now)
             self._cause.excuse(ranks)
             self._tell(why, now)
-            for rank in ranks:
-                self.kill(rank, now)
+            self._overdue |= dict.fromkeys(ranks, now)
 
     def _hears(self, rank: int, now: float) -> bool:
-        """Whether a lost rank may be replaced: heartbeats pass between its host and the hosts of all ranks that train,
-        or its host is gone, so that another host may take its place."""
+        """Whether a lost rank may be replaced: its host hears those of all ranks that train, or is gone."""
         here, places = self._slots[rank].cross_rank, {self._slots[member.rank].cross_rank for member in self._here}
         cut = any(self._silences.between(here, place, now) for place in places - {here})
         return not cut or self._nodes[here].ended
@@ -314,9 +316,8 @@ class Membership:
     def _give_up_cut_off(self, here: Sequence[Member], since: float, now: float) -> None:
         places = {self._slots[member.rank].cross_rank for member in here}
         if (cut := self._silences.cut_off(places, since, now)) is not None:
-            place, why = cut
-            ranks = [member.rank for member in here if self._slots[member.rank].cross_rank == place]
-            self._lose_awaited(ranks, why, now)
+            ranks = [member.rank for member in here if self._slots[member.rank].cross_rank == cut[0]]
+            self._lose_awaited(ranks, cut[1], now)
 
     def _cut(self, now: float) -> str:
         """Describe a known outage of the network between hosts, which libraries' errors do not name; empty if none."""
@@ -361,7 +362,7 @@ class Membership:
         self._tried_at = step
         new = [member.rank for member in here if member.joined and member.step < 0]
         if new:  # connecting worked before the new ranks joined, so give them up
-            self._lose_running(new, f"{first.why}: since {ranks(new)} joined, connecting fails", now)
+            self._lose_running(new, f"{first.why}: since {preemption.ranks(new)} joined, connecting fails", now)
         elif len(here) < len(self._rendezvous.present):  # some ranks have exited, so not all can connect again
             self._answer_all(False, "", now)
         elif len(self._trials) == TRIALS:
@@ -390,8 +391,7 @@ class Membership:
     def _lose_running(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
         """Remove ranks that still run from the job, and kill their processes. Returns whether training continues."""
         goes_on = self.lose(ranks, why, now, it)
-        for rank in ranks if goes_on else ():
-            self.kill(rank, now)
+        self._overdue |= dict.fromkeys(ranks if goes_on else (), now)
         return goes_on
 
     def _left_without(self, ranks: Collection[int]) -> int:

@@ -8,6 +8,9 @@ from typing import Any
 
 from dadt.launch.hosts.host import Host
 
+END_SECONDS = 5.0
+"""Seconds that an agent takes at most to end its workers once it has given up the launcher."""
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -44,6 +47,8 @@ class Node:
     """Whether the agent was ordered to start workers, and has not reported yet that all of them have ended."""
     ended: bool = False
     """Whether the agent is gone, so that no more frames come from it."""
+    closed: bool = False
+    """Whether the agent's end has closed the connection."""
 
     @property
     def name(self) -> str:
@@ -53,6 +58,12 @@ class Node:
     def failed(self) -> bool:
         """Whether the host can no longer run its workers, because its agent was lost or was asked to end."""
         return self.told or (self.ended and not self.done)
+
+    def busy_until(self, orphan_timeout: float) -> float:
+        """Time (time.monotonic) until which workers may run on the host. An agent that is cut off from the launcher
+        goes on for --orphan-timeout seconds, and then ends its workers."""
+        gone = self.done or self.closed or self.is_child
+        return 0.0 if gone else self.heard + orphan_timeout + END_SECONDS
 
     @property
     def reached(self) -> bool:

@@ -185,7 +185,7 @@ class Rendezvous:
         """Record that a rank's script is over, while its process may still be running."""
         member = self.members[event.frame["rank"]]
         member.went_to(event.frame["steps"], event.now)
-        member.finished = True
+        member.gathered, member.finished = event.frame["gathered"], True
         member.sign(f"has ended after {event.frame['steps']} steps", event.now)
 
     def settle(self, now: float) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from dadt.config import Config
-from dadt.config.check import NEVER
+from dadt.config.check import NEVER, in_islands
 from dadt.control.frame import Frame
 from dadt.launch.actions import Outbox
 from dadt.launch.members.member import Member
@@ -18,8 +18,9 @@ before."""
 
 
 def replaces(config: Config) -> bool:
-    """Return whether this job starts new workers in place of lost ones."""
-    return config.min_np > 0 and (config.algorithm == "gossip" or replays(config))
+    """Return whether this job starts new workers in place of lost ones. In islands it does not: all ranks of a lost
+    island would have to come back together."""
+    return config.min_np > 0 and not in_islands(config.island) and (config.algorithm == "gossip" or replays(config))
 
 
 def replays(config: Config) -> bool:

@@ -125,12 +125,17 @@ class Silences:
         return [self._rendezvous.members[rank] for rank in sorted({*self._told_first, *cut})]
 
     def _seen_from(self, host: int, member: Member, now: float) -> dict[str, Any]:
-        told = {**member.describe(now), "said": member.state}
+        told = {**member.describe(now), "said": member.state, "gathered": member.gathered}
         text = self.between(host, self._slots[member.rank].cross_rank, now)
         return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
 
     def turn(self, now: float) -> None:
-        """Report new outages, once both hosts have had the time to notice them. Call regularly."""
+        """Report new outages, once both hosts have had the time to notice them, and forget what held the ranks of hosts
+        that do not answer. Call regularly."""
+        for index, node in enumerate(self._nodes):
+            if not self._answers(index, now):
+                for rank in node.ranks:
+                    self._rendezvous.members[rank].condition = ""
         for pair, outage in self._current.items():
             joined = len(outage.deaf) == 2 or now - outage.noticed >= JOIN_SECONDS
             if joined and not outage.told and all(self._answers(index, now) for index in pair):

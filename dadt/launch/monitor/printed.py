@@ -18,8 +18,8 @@ LEFT_SECONDS = 0.1
 """Seconds after which a progress bar whose row the cursor has left counts as ended; with nested bars the cursor returns
 sooner."""
 HIDDEN_SECONDS = 1.0
-"""Seconds that replace LEFT_SECONDS for the first lines under a hidden cursor, of which it is not yet known whether
-they are bars."""
+"""Seconds after which the first line of a program that hides the cursor counts as ended, in place of LEFT_SECONDS: it
+may be a progress bar that looks like text so far."""
 LINE_LIMIT = 1 << 16
 """Bytes after which a line that has not ended is cut."""
 ROWS = 64

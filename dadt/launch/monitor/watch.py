@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from dadt.launch.actions import Event, Outbox
 from dadt.launch.members.member import Member
+from dadt.launch.monitor.bad_links import BadLinks
+from dadt.launch.monitor.host_links import HostLinks
 from dadt.launch.monitor.printed import BAR
 
 WINDOW_SECONDS = 5.0
@@ -24,6 +26,8 @@ LAG_SECONDS = 1.0
 median rank makes in this many seconds."""
 LAG_STEPS = 2
 LINE_BYTES = 1024
+LOOK_SECONDS = 1.0
+"""Least seconds between two looks for links between hosts that hold up the averaging."""
 ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
@@ -187,6 +191,9 @@ class Watch:
         """now, begin: the current time, as time.monotonic and in seconds since the epoch."""
         self._outbox = outbox
         self.gauges = [Gauge(member) for member in members]
+        self.links = HostLinks(members)
+        self._bad_links = BadLinks()
+        self._links_due = now
         self.state = "starting"
         self.begin = begin
         self._since_epoch = begin - now
@@ -223,6 +230,16 @@ class Watch:
             for loss in self.losses
         ]
         self._outbox.note("join", generation=member.generation, rank=member.rank, pid=member.pid, host=member.host)
+
+    def turn(self, now: float) -> None:
+        """Tell the user of links between hosts that hold up the averaging. Call regularly."""
+        if now < self._links_due:
+            return
+        self._links_due = now + LOOK_SECONDS
+        waits = [speed.wait for gauge in self.gauges if (speed := gauge.speed(now)) is not None] if self.links else []
+        if waits and (text := self._bad_links.find(self.links.recent(now), statistics.median(waits), now)):
+            self._outbox.say(text, "warning")
+            self._outbox.note("link", text=text)
 
     def steps(self) -> tuple[int, int]:
         """Return the lowest and the highest number of steps that a rank has done."""
@@ -274,7 +291,10 @@ class Watch:
             gauge.peak_memory = max(gauge.peak_memory, memory)
 
     def numbers(self, event: Event) -> None:
-        self.gauges[event.frame["rank"]].mark(event.frame["step"], event.frame["numbers"], event.now)
+        rank, numbers = event.frame["rank"], event.frame["numbers"]
+        self.gauges[rank].mark(event.frame["step"], numbers, event.now)
+        if links := numbers.get("links"):
+            self.links.hear(rank, links, event.now)
 
     def done(self, event: Event) -> None:
         self.gauges[event.frame["rank"]].summary = event.frame["summary"]

@@ -10,6 +10,7 @@ from typing import IO
 
 import paramiko
 
+from dadt.control.priority import set_urgent
 from dadt.errors import LaunchError
 from dadt.launch.child import end
 from dadt.launch.ssh import refusals
@@ -48,6 +49,7 @@ def _watch(wire: socket.socket, silence: float) -> None:
     """Have the kernel detect that the other side is gone, as a network that was cut sends no RST."""
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    set_urgent(wire)
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence / 3)))
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silence / 3)))
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))

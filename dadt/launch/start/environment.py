@@ -16,6 +16,7 @@ from dadt.config import Config, document
 from dadt.errors import ConfigError
 from dadt.launch.child import without_settings
 from dadt.launch.hosts.slot import Slot
+from dadt.launch.start.torch_world import TorchWorld
 
 SITE = Path(__file__).parents[2] / "inject" / "site"
 """Folder of the sitecustomize.py that makes `import horovod` find DADT, and that loads DADT where torch has no entry
@@ -95,22 +96,14 @@ def common(config: Config) -> dict[str, str]:
     return {**config.to_env(), "PYTHONUNBUFFERED": "1"}
 
 
-def torchrun(
-    config: Config, job: str, slots: Sequence[Slot], master: tuple[str, int] | None, restarts: int
-) -> dict[str, str]:
+def torchrun(config: Config, job: str, restarts: int) -> dict[str, str]:
     """Return the variables that torchrun would set alike for all workers, with one group per host and a single role.
-    Empty with --no-torch-env. master: address and port of torch's rendezvous. restarts: how often the job has been
-    restarted.
+    Empty with --no-torch-env. restarts: how often the job has been restarted.
     """
-    if master is None or not config.torch_env:
+    if not config.torch_env:
         return {}
     return {
-        "WORLD_SIZE": str(len(slots)),
         "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": str(len(slots)),
-        "GROUP_WORLD_SIZE": str(len({slot.cross_rank for slot in slots})),
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
         "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
@@ -119,18 +112,26 @@ def torchrun(
     }
 
 
-def own(slot: Slot, job: str, *, torch: bool, told: bool, restarts: int, joins: bool) -> dict[str, str]:
-    """Return the variables that differ between workers. torch: include those of torchrun. told: the script's arguments
-    contain its rank. restarts: how often the job has been restarted. joins: the worker joins a running job."""
+def own(slot: Slot, job: str, torch: TorchWorld | None, *, told: bool, restarts: int, joins: bool) -> dict[str, str]:
+    """Return the variables that differ between workers. torch: its place as torchrun's variables tell it; None to set
+    none of them. told: the script's arguments contain its rank. restarts: how often the job has been restarted. joins:
+    the worker joins a running job."""
     result = replace(slot.world(job), rank_in_arguments=told, restarts=restarts, joins=joins).to_env()
-    if torch:
+    if torch is not None:
         result.update(
-            RANK=str(slot.rank),
-            ROLE_RANK=str(slot.rank),
-            LOCAL_RANK=str(slot.local_rank),
-            GROUP_RANK=str(slot.cross_rank),
-            LOCAL_WORLD_SIZE=str(slot.local_size),
+            RANK=str(torch.rank),
+            ROLE_RANK=str(torch.rank),
+            WORLD_SIZE=str(torch.world_size),
+            ROLE_WORLD_SIZE=str(torch.world_size),
+            LOCAL_RANK=str(torch.local_rank),
+            LOCAL_WORLD_SIZE=str(torch.local_size),
+            GROUP_RANK=str(torch.group_rank),
+            GROUP_WORLD_SIZE=str(torch.group_count),
+            MASTER_ADDR=torch.address,
+            MASTER_PORT=str(torch.port),
         )
+        if torch.gpus:
+            result["DADT_GPUS"] = torch.gpus  # among which the script chooses by LOCAL_RANK
     result["DADT_THREADS"] = str(slot.threads)
     if slot.gpu is not None:
         result["CUDA_VISIBLE_DEVICES"] = slot.gpu
@@ -150,7 +151,7 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
         if "OMPI_MCA_btl_tcp_if_exclude" not in result:  # Open MPI accepts only one of if_exclude and if_include
             result.setdefault("OMPI_MCA_btl_tcp_if_include", interface)
     if "CUDA_VISIBLE_DEVICES" in given:
-        result["DADT_GPUS"] = base.get("CUDA_VISIBLE_DEVICES", "")
+        result.setdefault("DADT_GPUS", base.get("CUDA_VISIBLE_DEVICES", ""))
     inject = result.get("DADT_INJECT", "auto")
     hooks = needs_sitecustomize(inject, result)
     result["DADT_HOOK"] = "sitecustomize" if hooks else ""

@@ -17,6 +17,7 @@ from dadt.launch.members.replacement import replaces
 from dadt.launch.start import environment, plan, standard_input
 from dadt.launch.start.placement import Placed
 from dadt.launch.start.plan import Plan
+from dadt.launch.start.torch_world import TorchWorld
 
 
 def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
@@ -58,7 +59,7 @@ def order_to_join(where: Placed, place: int) -> Frame:
 
 def _common(where: Placed) -> dict[str, str]:
     """Return the variables that are the same for all workers of the job."""
-    given = environment.torchrun(where.config, where.job, where.slots, where.master, where.restarts)
+    given = environment.torchrun(where.config, where.job, where.restarts)
     return {**environment.common(where.config), **given}
 
 
@@ -76,13 +77,14 @@ def _order(
     for each rank in a shared working folder, the rank that writes files there. beats: whether the hosts send each other
     heartbeats. joins: whether the workers join a running job.
     """
-    torch = where.config.torch_env and where.master is not None
     told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
     workers = [
         {
             "rank": slot.rank,
             "local_rank": slot.local_rank,
-            "env": environment.own(slot, where.job, torch=torch, told=told, restarts=where.restarts, joins=joins)
+            "env": environment.own(
+                slot, where.job, _torch(where, slot), told=told, restarts=where.restarts, joins=joins
+            )
             | {"DADT_FOLDER_WRITER": str(writers.get(slot.rank, -1))},
             "command": command_of(where, slot),
         }
@@ -102,7 +104,8 @@ def _order(
     }
     if number := of_checkpoint(where.config):
         # whether the ranks of other hosts can continue training without this host's
-        alone = 0 < where.config.min_np <= len(where.slots) - len(slots)
+        least = where.config.min_np * (slots[0].island_size or 1)
+        alone = 0 < least <= len(where.slots) - len(slots)
         header |= {"checkpoint": {"number": number, "grace": where.config.grace, "alone": alone}}
     if beats:
         own = {"index": slots[0].cross_rank, "address": node.address, "timeout": where.config.heartbeat_timeout}
@@ -118,13 +121,17 @@ def heartbeats(where: Placed) -> bool:
 
 def command_of(where: Placed, slot: Slot) -> list[str]:
     """Return one worker's command line, with its rank and the other placeholders filled in."""
-    address, port = where.master or ("127.0.0.1", 0)
+    torch = where.torch[slot.rank]
     values = {
-        "rank": slot.rank,
-        "local_rank": slot.local_rank,
-        "world_size": slot.world_size,
-        "master_addr": address,
-        "master_port": port,
+        "rank": torch.rank,
+        "local_rank": torch.local_rank,
+        "world_size": torch.world_size,
+        "master_addr": torch.address,
+        "master_port": torch.port,
     }
     command = plan.fill(where.plan.command, values)
-    return [*command, f"--local_rank={slot.local_rank}"] if where.config.pass_local_rank else command
+    return [*command, f"--local_rank={torch.local_rank}"] if where.config.pass_local_rank else command
+
+
+def _torch(where: Placed, slot: Slot) -> TorchWorld | None:
+    return where.torch[slot.rank] if where.config.torch_env else None

@@ -17,6 +17,7 @@ from dadt.launch.members.node import Node
 from dadt.launch.start.host_report import differences, room
 from dadt.launch.start.plan import Plan
 from dadt.launch.start.startup import agree, dismiss, find_shared_folders
+from dadt.launch.start.torch_world import TorchWorld, fewest, island_size, may_divide, worlds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class Placed:
     slots: list[Slot]
     """Place of each worker, by rank. When a host joins the running job in place of a lost one, the places of its ranks
     are replaced."""
-    master: tuple[str, int] | None
+    torch: Sequence[TorchWorld]
+    """What torch is told of each rank's place."""
     secret: str
     """Random hexadecimal secret that the launcher, the agents and the workers of this job share."""
     why: str = ""
@@ -48,9 +50,10 @@ def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, n
     rooms = [room(node, config) for node in nodes]
     missing = len(the_plan.hosts) - len(nodes)
     fit = sum(each.places for each in rooms)
-    if fit < config.min_np:
+    if config.min_np and fit < (least := fewest(config)):
         absent = f", without the {missing} that cannot be reached" if missing else ""
-        raise LaunchError(f"--min-np {config.min_np}: the hosts have room for {fit} workers{absent}")
+        asked = f"--min-np {least}" if least == config.min_np else f"-np {least} in islands"
+        raise LaunchError(f"{asked}: the hosts have room for {fit} workers{absent}")
     if fit < config.np and config.min_np and not missing:
         outbox.say(f"the hosts have room for {fit} of {config.np} workers: training begins with these", "warning")
     shares = share_out(min(config.np, fit) if config.min_np else config.np, rooms)
@@ -65,6 +68,9 @@ def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, n
     rooms = [room for room, share in zip(rooms, shares, strict=True) if share]
     shares = [share for share in shares if share]
     slots = place(shares, rooms, [node.address for node in nodes])
+    size = island_size(config.island, slots)
+    divides = may_divide(config.island, slots)
+    slots = [replace(slot, island_size=size, may_divide=divides) for slot in slots]
     config, why = _resolved(config, slots, nodes)
     return Placed(
         plan=the_plan,
@@ -74,7 +80,7 @@ def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, n
         logs=Path(config.log_dir) / job,
         nodes=nodes,
         slots=slots,
-        master=(nodes[0].address or "127.0.0.1", int(nodes[0].report["port"])),
+        torch=worlds(slots, nodes, size),
         secret=secrets.token_hex(32),
     )
 
@@ -84,8 +90,9 @@ def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> t
     none was set; also the reason for the chosen executors."""
     if config.seed < 0:
         config = replace(config, seed=secrets.randbelow(2**31))
-    workers = Counter(slot.cross_rank for slot in slots)
-    return choose(config, [_place(workers[index], node) for index, node in enumerate(nodes)])
+    # Of ranks that exchange with each other: all, or those with the same place in their islands.
+    workers = Counter(slot.cross_rank for slot in slots if slot.rank % (slot.island_size or 1) == 0)
+    return choose(config, [_place(workers[index], node) for index, node in enumerate(nodes) if workers[index]])
 
 
 def _place(workers: int, node: Node) -> HostWorkers:

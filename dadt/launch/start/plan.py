@@ -24,6 +24,7 @@ from dadt.launch.hosts.slurm import slurm_hosts
 from dadt.launch.launchers.node_rendezvous import rendezvous_of
 from dadt.launch.start import environment
 from dadt.launch.start.saved_start import SavedStart
+from dadt.launch.start.torch_world import fewest
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
 MOST_SLOTS = 1 << 16
@@ -85,7 +86,7 @@ def make(
         ray.ignore_threads(elsewhere, named)
     hosts = list(ray.reserve(config, say)) if by_ray else _within_reason(hosts_of(config))
     if not (config.host_discovery_script or by_ray):
-        _check_room(config.min_np or config.np, hosts)
+        _check_room(fewest(config), hosts)
     made = Plan(
         config=config,
         command=command,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from dadt.config import Config
 from dadt.config.check import AUTO, NEVER
@@ -14,7 +15,17 @@ from dadt.launch.start import saved_start
 LAST = "last"
 
 
-def configured(config: Config, logs: Path, hosts: int, restarts: int, refused: bool) -> Config:
+class SnapshotFiles(Protocol):
+    """The files of a job's snapshots, as this host sees them: dadt/control/snapshots.py."""
+
+    def newest(self, root: Path) -> Path | None: ...
+    def set_aside(self, root: Path, last: Path | None, attempt: int) -> None: ...
+    def told(self, folder: Path) -> dict[str, Any]: ...
+
+
+def configured(
+    config: Config, logs: Path, hosts: int, restarts: int, refused: bool, files: SnapshotFiles = snapshots
+) -> Config:
     """Return the configuration with the snapshot folder and the snapshot to resume from. logs: the job's log folder.
     refused: whether the script could not resume from its snapshot last time. Raises ConfigError if no snapshot is
     found.
@@ -24,29 +35,30 @@ def configured(config: Config, logs: Path, hosts: int, restarts: int, refused: b
     if config.snapshot_every == AUTO and (config.algorithm == "gossip" or not (by_itself or config.resume)):
         config = replace(config, snapshot_every=NEVER)
     root = Path(config.snapshot_dir) / logs.name if config.snapshot_dir else logs.absolute() / snapshots.FOLDER
-    own = snapshots.newest(root) if restarts and not refused else None
+    own = files.newest(root) if restarts and not refused else None
     if restarts:
-        snapshots.set_aside(root, own, restarts)
+        files.set_aside(root, own, restarts)
     asked = found(config) if config.resume and own is None and not refused else own
     config = replace(config, snapshot_dir="" if config.snapshot_every == NEVER else str(root), resume=str(asked or ""))
     if asked is not None and config.seed < 0:
         # with the same seed the script draws the same random numbers as before
-        config = replace(config, seed=snapshots.told(asked)["seed"])
+        config = replace(config, seed=files.told(asked)["seed"])
     return config
 
 
-def settled(config: Config, ranks: int, restarts: int) -> Config:
+def settled(config: Config, ranks: int, restarts: int, files: SnapshotFiles = snapshots) -> Config:
     """Return the configuration that workers receive, once their number is known. Raises ConfigError if the snapshot is
     from a job of fewer workers; after a restart the snapshot is not used then."""
-    if config.resume and (shares := snapshots.told(Path(config.resume))["shares"]) < ranks:
+    shares = files.told(Path(config.resume))["shares"] if config.resume else 0
+    if config.resume and shares < ranks:
         if not restarts:
             problem = f"the snapshot {config.resume} is one of {shares} workers, and there are {ranks}: give fewer"
             raise ConfigError(f"--resume: {problem}")
         if config.snapshot_dir:
-            snapshots.set_aside(Path(config.snapshot_dir), None, restarts)
+            files.set_aside(Path(config.snapshot_dir), None, restarts)
         config = replace(config, resume="")
     # with one worker there is nothing to average, so no delayed or compressed averages are needed
-    if ranks == 1 and config.resume and snapshots.shares(Path(config.resume)) > 1:
+    if ranks == 1 and config.resume and shares > 1:
         config = replace(config, algorithm="sync", compression="none")
     return config
 

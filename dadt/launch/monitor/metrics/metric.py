@@ -1,10 +1,11 @@
-"""Defines the metrics that are exported for each rank; docs/metrics.md lists them."""
+"""Defines the metrics that are exported for each rank and each link; docs/metrics.md lists them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from dadt.launch.monitor.watch import Gauge
 
@@ -64,4 +65,28 @@ METRICS = (
     ),
     Metric("generation", "Times that it trained on without lost ranks.", lambda g: g.member.generation),
     Metric("lost_timestamp_seconds", "When it was lost, since the epoch.", lambda gauge: gauge.lost_at),
+)
+
+
+class LinkMetric(NamedTuple):
+    """One metric of the link from one host to another."""
+
+    name: str
+    help: str
+    value: Callable[[Mapping[str, Any]], float | None]
+    """Returns the metric's value from the description of a link; None while it is unknown."""
+
+    @property
+    def grows(self) -> bool:
+        return self.name.endswith("_total")
+
+
+LINK_METRICS = (
+    LinkMetric("link_sent_bytes_total", "Sent from one host to another, and arrived.", itemgetter("sent")),
+    LinkMetric("link_resent_bytes_total", "Sent again, as they were lost or late.", itemgetter("resent")),
+    LinkMetric(
+        "link_bits_per_second", "Over the last ten seconds, while bytes were under way.", itemgetter("recent_rate")
+    ),
+    LinkMetric("link_round_trip_seconds", "As TCP measures it.", itemgetter("round_trip")),
+    LinkMetric("link_queue_bytes", "Waiting in the kernel to be sent.", itemgetter("queued")),
 )

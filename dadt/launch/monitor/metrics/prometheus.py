@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from dadt.control.step_times import PER_DOUBLING
 from dadt.errors import ConfigError
-from dadt.launch.monitor.metrics.metric import METRICS
+from dadt.launch.monitor.metrics.metric import LINK_METRICS, METRICS
 from dadt.launch.monitor.watch import Watch
 
 LOOPBACK = "127.0.0.1"
@@ -27,6 +27,7 @@ SECONDS = 0.5
 BOUNDS = range(-13, 7)
 """Bounds of the histogram of step times, as exponents of two in seconds: from 0.1 ms to about a minute."""
 LABELS = ("job", "rank", "host")
+LINK_LABELS = ("job", "source", "target")
 
 
 PORT = re.compile(r"[0-9]{1,5}")
@@ -97,7 +98,17 @@ class Prometheus(Collector):
         for labels, gauge in labelled:
             if told := gauge.numbers.get("step_times"):
                 times.add_metric(labels, _buckets(told["counts"]), told["seconds"])
-        return [*families, times]
+        return [*families, times, *self._links()]
+
+    def _links(self) -> Iterator[Metric]:
+        links = self._watch.links.describe(time.monotonic())
+        for metric in LINK_METRICS if links else ():
+            kind = CounterMetricFamily if metric.grows else GaugeMetricFamily
+            family = kind(f"dadt_{metric.name}", metric.help, labels=LINK_LABELS)
+            for link in links:
+                if (value := metric.value(link)) is not None:
+                    family.add_metric((self._facts["job"], link["source"], link["target"]), value)
+            yield family
 
 
 def _buckets(counts: Mapping[str, int]) -> list[tuple[str, float]]:
