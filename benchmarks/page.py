@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
@@ -29,6 +31,15 @@ def put(page: Path, section: str, text: str) -> None:
     if not pattern.search(old):
         raise ValueError(f"{page}: has no section between {begin} and {end}")
     page.write_text(pattern.sub(lambda _: f"{begin}\n{text.strip()}\n{end}", old))
+
+
+def publish(study: Any, text: str, section: str, json_file: Path | None, page: Path | None) -> None:
+    """Print the text of a study, write the study to a file of JSON, and the text to a page's section; None: not."""
+    if json_file:
+        json_file.write_text(json.dumps(study, indent=1) + "\n")
+    print(text)
+    if page:
+        put(page, section, text)
 
 
 def read(page: Path, section: str) -> list[list[dict[str, str]]]:

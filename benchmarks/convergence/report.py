@@ -19,7 +19,10 @@ from benchmarks.page import table as markdown
 from benchmarks.picture import panels as panels_of
 from dadt_cli.bench.figure import as_csv
 
-SHOWN = ("pipe", "gossip", "local", "local-32", "diloco-0.5", "bf16", "fp16", "int8", "powersgd")
+SHOWN = (
+    *("pipe", "gossip", "local", "local-32", "diloco-0.5"),
+    *("bf16", "fp16", "int8", "int4", "sync-int4", "powersgd"),
+)
 """Methods of which the page has rows; the CSV has all."""
 WIDE = {"linewidth": 5, "alpha": 0.35}
 """How a curve is drawn on which others may lie."""

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dadt.config.check import round_steps
 from dadt.config.link import pace_of
 from dadt.errors import ConfigError
 from dadt_cli.bench.figure import BenchResults, Outputs, ResultTable, progress, writes
-from dadt_cli.bench.models import MODELS
+from dadt_cli.bench.models import MODELS, SHARDED
 from dadt_cli.bench.place import WHERE, check_hosts, location_of, ranks_of
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
 from dadt_cli.terminal.table import short
@@ -72,6 +73,8 @@ def advise(*, outputs: Outputs, model: str, batch_size: int, device: str, check:
     dadt bench advise resnet50 -np 2 -H host1,host2
     dadt bench advise resnet50 -np 2 --link 1gbit   (root) on a simulated link
     """
+    if model in SHARDED:
+        raise ConfigError(f"bench advise {model}: not of a sharded model; dadt bench {model} measures it")
     config = config_of(given)
     ranks = ranks_of(config, given["np"])
     if ranks < 2:
@@ -90,7 +93,7 @@ def advise(*, outputs: Outputs, model: str, batch_size: int, device: str, check:
         tell("network and exchanges")
         found = _probe(config, ranks, task)
         hosts = len({each.cross_rank for each in found})
-        figures = adviser.measure(task, location, ranks, found, config.sync_every, tell)
+        figures = adviser.measure(task, location, ranks, found, round_steps(config.sync_every), tell)
         checked = adviser.check(figures, WAYS, task, location, ranks, hosts, tell) if check else []
     _results(task, found, figures, hosts, checked).report(f"advice for {model}", outputs)
     return 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import os
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -17,30 +14,21 @@ from dadt.config import Config
 from dadt.config.check import flag
 from dadt.config.link import pace_of
 from dadt.errors import ConfigError
-from dadt_cli.bench.conclusion import conclusion, legend, reference
-from dadt_cli.bench.figure import BenchResults, Outputs, ResultTable, conditions, progress, writes
-from dadt_cli.bench.models import MODELS
+from dadt_cli.bench.comparison import ROUNDS, measure_in_turn, results_of, size_of
+from dadt_cli.bench.figure import BenchResults, Outputs, ResultTable, progress, writes
+from dadt_cli.bench.models import MODELS, SHARDED
 from dadt_cli.bench.peer import PEERS, absent, parse_peers
 from dadt_cli.bench.place import WHERE, check_hosts, location_of, network_of, notes_on, ranks_of
-from dadt_cli.bench.ratio import cell
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
-from dadt_cli.terminal.table import short
 
 if TYPE_CHECKING:
-    from dadt_cli.bench.party import Location
-    from dadt_cli.bench.sweep import ContenderGroup
-    from dadt_cli.bench.training import Measured, Task, TrainingRow
+    pass
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 HOW = ("algorithm", "executor", "compression")
 """Flags that affect only DADT's own contenders, not other libraries such as DDP."""
 KNOWN = (*HOW, "sync_every")
 """Settings that affect a measurement, whether set by flags, variables or a file."""
-
-ROUNDS = 10
-SECONDS = 300.0
-"""Longest duration of a training benchmark without --rounds, in seconds, unless the minimum of 6 rounds takes longer.
-"""
 
 np_option = click.option("-np", "--np", "ranks", default=2, show_default=True, help="Number of workers.")
 
@@ -55,13 +43,17 @@ class Bench(click.Group):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*MODELS, "advise", *super().list_commands(ctx)]
+        return [*MODELS, *SHARDED, "advise", *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name == "advise":  # imported only when needed, because the module of `advise` imports this module
             from dadt_cli.bench.advise import advise
 
             return advise
+        if name in SHARDED:  # likewise
+            from dadt_cli.bench.fsdp import fsdp
+
+            return fsdp
         return _train_command(name) if name in (*MODELS, "model") else super().get_command(ctx, name)
 
 
@@ -142,111 +134,15 @@ def train(
         check_hosts(config, group.ranks)
     data = str(Path(data).absolute()) if data else ""
     tasks = [Task(model, group.batch_size, device, precision, data, accumulate) for group in wanted]
-    measured = _measure(wanted, tasks, location_of(config, given), steps, rounds)
-    results = _results(wanted, tasks, measured, notes, ROUNDS if rounds is None else rounds, network_of(config))
-    results.report(f"{model}, {'; '.join(map(_size, wanted))}{network_of(config)}", outputs)
+    measured = measure_in_turn(wanted, tasks, location_of(config, given), steps, rounds)
+    results = results_of(wanted, tasks, measured, notes, ROUNDS if rounds is None else rounds, network_of(config))
+    results.report(f"{model}, {'; '.join(map(size_of, wanted))}{network_of(config)}", outputs)
     return 0
 
 
 def _chosen(config: Config) -> list[str]:
     values = {f.name: getattr(config, f.name) for f in fields(Config) if getattr(config, f.name) != f.default}
     return [part for name in KNOWN if name in values for part in (flag(name), str(values[name]))]
-
-
-def _measure(
-    wanted: Sequence[ContenderGroup], tasks: Sequence[Task], location: Location, steps: int, rounds: int | None
-) -> list[Measured]:
-    from dadt_cli.bench.training import measure
-
-    seconds = SECONDS / len(wanted) if rounds is None else math.inf
-    rounds = ROUNDS if rounds is None else rounds
-    made = []
-    with progress(sum(2 * len(group.contenders) + rounds for group in wanted)) as tell:
-        for group, task in zip(wanted, tasks, strict=True):
-            say = _prefixed(tell, f"{_size(group)}: " if len(wanted) > 1 else "")
-            made.append(
-                measure(group.contenders, task, location, steps=steps, rounds=rounds, seconds=seconds, progress=say)
-            )
-    return made
-
-
-def _prefixed(tell: Callable[[str], None], prefix: str) -> Callable[[str], None]:
-    return lambda what: tell(prefix + what)
-
-
-def _size(group: ContenderGroup) -> str:
-    return f"{group.ranks} worker{'s' if group.ranks > 1 else ''}, batch {group.batch_size} each"
-
-
-def _results(
-    wanted: Sequence[ContenderGroup],
-    tasks: Sequence[Task],
-    measured: Sequence[Measured],
-    notes: Sequence[str],
-    rounds: int,
-    network: str,
-) -> BenchResults:
-    hello, task = measured[0].hello, tasks[0]
-    rows = [row for each in measured for row in each.rows]
-    how = task.precision + (f", {task.accumulate} backwards per step" if task.accumulate > 1 else "")
-    done = sorted({len(each.turns[0]) for each in measured})
-    title = f"{task.model}: {hello.parameters:,} parameters, {how}, {hello.device}{network}, {done[0]} rounds"
-    told = [text for each in measured if (text := conclusion(each.rows))]
-    told.append(legend(reference(measured[0].rows).name, hello.unit))
-    if done[0] < rounds:
-        told.append(f"{done[0]} of {rounds} rounds fit in {SECONDS / 60:g} minutes; --rounds {rounds} makes all")
-    told += [f"{task.model}: {hello.source or 'its factory'}; {'made-up data' if not task.data else task.data}"]
-    cores = conditions()["cores"]
-    threads = f"{hello.threads} thread" + ("s" if hello.threads > 1 else "")
-    told.append(f"{threads} for each worker; this host has {cores} cores, and its load was {os.getloadavg()[0]:.1f}")
-    about = {
-        "model": {
-            "name": task.model,
-            "parameters": hello.parameters,
-            "source": hello.source,
-            "unit": hello.unit,
-            "device": hello.device,
-            "precision": task.precision,
-            "accumulate": task.accumulate,
-            "data": task.data,
-            "threads": hello.threads,
-        },
-        "seconds of a step, by round": [each.turns for each in measured],
-        "processor seconds of a step, by round": [each.cpu for each in measured],
-    }
-
-    def picture() -> Any:
-        from dadt_cli.bench import plot
-
-        where = f", {wanted[0].ranks} workers" if len(wanted) == 1 else ""
-        batch = {group.batch_size for group in wanted}
-        where += f", batch {batch.pop()} each" if len(batch) == 1 else ""
-        return plot.training(rows, hello.unit, f"{task.model}{where}, {hello.device}, {how}{network}")
-
-    tables = [
-        _training_table(f"{title}, {_size(group)}", each.rows, hello.unit)
-        for group, each in zip(wanted, measured, strict=True)
-    ]
-    return BenchResults(rows, tables, [*notes, *told], about, picture)
-
-
-def _training_table(title: str, rows: Sequence[TrainingRow], unit: str) -> ResultTable:
-    first = reference(rows)
-    columns: dict[str, Callable[[TrainingRow], str]] = {
-        "": lambda row: row.name,
-        f"{unit}/s": lambda row: cell(row.rate),
-        "per rank": lambda row: _range([each.median for each in row.rates]),
-        "scaling\n%": lambda row: cell(row.efficiency, 100.0),
-        "exposed\n%": lambda row: cell(row.exposed, 100.0),
-        f"/ {first.name}": lambda row: "1" if row is first else cell(row.speed),
-        "MB": lambda row: short(row.memory / 1e6),
-    }
-    return ResultTable.of(title, rows, columns)
-
-
-def _range(values: Sequence[float]) -> str:
-    low, high = short(min(values)), short(max(values))
-    return low if low == high else f"{low}–{high}"
 
 
 @bench.command(short_help="Measure allreduce alone, as nccl-tests does.")

@@ -17,6 +17,8 @@ LEGEND = (
     ("exposed", "share of a step in which it waits for communication: what it is longer than under null, the limit"),
     ("/ NAME", "how many times as fast as NAME"),
     ("MB", "the most memory that a worker has used"),
+    ("beyond plain", "processor time that plain does not need"),
+    ("transport", "processor time of the threads that move data between workers, and add it up"),
 )
 
 

@@ -7,8 +7,9 @@ handling the data, an exchange takes:
 
     allreduce, ring (Patarasuk and Yuan 2009)    T(M) = o + 2 (h - 1) alpha + 2 (h - 1) / h  M / B + g M
     compressed: alltoall, then allgather         T(M) = o + h alpha + 2 (h - 1) / h  w M / B + g' M
-                                                 w: bytes sent per byte: bf16, fp16 1/2; int8 (256 + 4) / 1024
-                                                 (comm/executors/compressed.py)
+                                                 w: bytes sent per byte: bf16, fp16 1/2; int8 (256 + 4) / 1024;
+                                                 int4 (128 + 4) / 1024, momentum:1 (32 + 4) / 1024, and every
+                                                 50 steps int8 (comm/executors/compressed.py, train/momentum.py)
     up to 32 KiB: all data goes to all hosts     T(M) = o + (h - 1) alpha + (h - 1) M / B + g M
     hierarchical: the same, with hosts as ranks, because a host's workers share its link; alpha counts per 4 MiB
 
@@ -36,13 +37,16 @@ from dataclasses import dataclass
 
 SMALL = 32 * 1024
 """Largest size in bytes for which an allreduce is done as an allgather (dadt/comm/executors/pull.py)."""
-WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": (256 + 4) / 1024}
+WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": (256 + 4) / 1024, "int4": (128 + 4) / 1024}
+WIRE["momentum:1"] = (32 + 4) / 1024 + WIRE["int8"] / 50
 """Bytes sent for each byte of float32, by compression."""
 CHUNK = 4 << 20
 """Bytes of one chunk: the hierarchical executor exchanges the data of an allreduce in chunks of this size."""
 ALGORITHMS = ("sync", "pipe", "local", "gossip")
 """The algorithms, ordered from the one that changes the training least (docs/algorithms.md)."""
-COMPRESSIONS = ("none", "bf16", "int8", "powersgd:4")
+COMPRESSIONS = ("none", "bf16", "int8", "int4", "momentum:1", "powersgd:4")
+ALONE = ("local", "gossip")
+"""Algorithms under which ranks send no momentum, since they exchange weights."""
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CLOSE = 0.95
 """Settings are nearly as fast as the fastest one if their rate is at least this share of its rate. Among these
@@ -151,7 +155,12 @@ class Combination:
         return self.algorithm if self.compression == "none" else f"{self.algorithm} {self.compression}"
 
 
-WAYS = tuple(Combination(algorithm, compression) for algorithm in ALGORITHMS for compression in COMPRESSIONS)
+WAYS = tuple(
+    Combination(algorithm, compression)
+    for algorithm in ALGORITHMS
+    for compression in COMPRESSIONS
+    if not (algorithm in ALONE and compression.startswith("momentum"))
+)
 
 
 def allreduce(figures: MeasuredCosts, size: int, compression: str, hosts: int) -> float:

@@ -46,12 +46,14 @@ class StepOrder:
 @dataclass(frozen=True, slots=True)
 class Worked:
     """A worker's measurements: seconds of the counted steps, how many of these were spent in DADT's hooks, processor
-    seconds of all threads of the process, and the peak memory in bytes."""
+    seconds of all threads of the process, the peak memory in bytes, and processor seconds of the threads that move data
+    between ranks, if there are any."""
 
     seconds: float
     own: float
     cpu: float
     memory: int
+    transport: float | None = None
 
 
 class Reception:

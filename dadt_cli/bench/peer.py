@@ -7,7 +7,9 @@ import importlib
 from dadt.errors import ConfigError
 
 PEERS = ("ddp", "ddp-view", "ddp-bf16", "ddp-powersgd", "bare", "bare-bf16", "horovod", "sync")
-"""Names that --against accepts: `sync` is DADT's own algorithm, the others are classes in trainer.py."""
+"""Names that --against accepts: `sync` is DADT's own algorithm, the others are classes in libraries.py."""
+SHARDING = ("hsdp", "fsdp")
+"""The peers of `dadt bench fsdp`, likewise."""
 
 
 def parse_peers(text: str) -> list[str]:

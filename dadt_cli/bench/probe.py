@@ -23,7 +23,8 @@ from dadt.comm.executors.meet import Apart
 from dadt.comm.keepalive import leak
 from dadt.control.machine import cores
 from dadt.inject import worker
-from dadt.train.exchange.exchange import BucketPlan, Exchange, hand_out
+from dadt.train.exchange.delivery import hand_out
+from dadt.train.exchange.exchange import BucketPlan, Exchange
 from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.runtime import Runtime
 from dadt_cli.bench import models
@@ -40,7 +41,9 @@ LONG = 1.0
 REPEATS = 5
 COMPUTE_SECONDS = 3.0
 LOW_RANK = "powersgd:4"
-CODECS = ("none", "bf16", "int8")
+MOMENTUM = "momentum:1"
+OF_GRADIENTS = ("none", "bf16", "int8", "int4")
+CODECS = (*OF_GRADIENTS, MOMENTUM)
 MAILS = 3
 
 Times = list[tuple[int, float]]
@@ -118,7 +121,7 @@ def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SEC
         buckets=ready,
         low_rank=halves,
         low_rank_seconds=low_rank_seconds,
-        link_costs=link_costs([p.data for p in step.trained], (*CODECS, LOW_RANK)),
+        link_costs=link_costs([p.data for p in step.trained], (*OF_GRADIENTS, LOW_RANK)),
         mail=mail,
         buffers=step.buffers,
         parts=parts,
@@ -211,7 +214,7 @@ class _Ranks:
         for size in sizes:
             parameter = torch.nn.Parameter(torch.randn(size // 4, device=device))
             parameter.grad = torch.randn_like(parameter)
-            schema = BucketPlan([parameter], [], 1 << 40, over.device, 2, compression)
+            schema = BucketPlan([parameter], [], 1 << 40, over.device, 2, compression, compression == MOMENTUM)
             for turn in range(REPEATS):
                 gradient = parameter.grad.clone()  # a copy, as the gradient lies in the bucket, which is overwritten
                 parameter.grad = gradient

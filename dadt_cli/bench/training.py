@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 import psutil
 
 from dadt.config import Config
+from dadt.config.check import round_steps
 from dadt.errors import ConfigError
 from dadt_cli.bench.line import Hello, Worked
 from dadt_cli.bench.party import Location, Party, start
@@ -56,7 +57,7 @@ class Contender:
     def period(self) -> int:
         """Number of steps within which this contender exchanges at least once."""
         local = self.injected and self._chosen("--algorithm", "") == "local"
-        return int(self._chosen("--sync-every", str(Config().sync_every))) if local else 1
+        return round_steps(self._chosen("--sync-every", Config().sync_every)) if local else 1
 
     def _chosen(self, option: str, default: str) -> str:
         """Return the last value of the option among this contender's options, or the default."""
@@ -103,6 +104,12 @@ class TrainingRow:
     the null executor."""
     memory: int
     """Peak bytes in use on the rank that uses the most: of the GPU, or of the process."""
+    beyond: Interval | None
+    """Processor seconds of a step beyond those of the copies that exchange nothing, in the same round, on the rank that
+    needs the most; None if such copies were not measured."""
+    transport: Interval | None
+    """Processor seconds of a step in threads that move data between ranks, on the rank that needs the most; None if
+    there are no such threads."""
     own: float
     """Share of its training time that rank 0 spends in DADT's hooks around steps, waiting included."""
 
@@ -117,6 +124,8 @@ class Measured:
     """For each row, the seconds of a step in every round."""
     cpu: list[list[float]] = field(default_factory=list)
     """For each row, the processor seconds of a step in every round, on the rank that needs the most."""
+    transport: list[list[float]] = field(default_factory=list)
+    """The same of the threads that move data between ranks; empty for a row without such threads."""
 
 
 Progress = Callable[[str], None]
@@ -128,10 +137,10 @@ def alone() -> Contender:
     return Contender("1 worker", 1, plain=True)
 
 
-def copies(ranks: int) -> Contender:
+def copies(ranks: int, options: tuple[str, ...] = ()) -> Contender:
     """Return the contender that runs `ranks` copies of the script at once, which share cores, caches and memory but
     exchange nothing. Scaling efficiency is relative to these copies."""
-    return Contender("plain", ranks, plain=True)
+    return Contender("plain", ranks, options, plain=True)
 
 
 def limit(options: Sequence[str], ranks: int) -> Contender:
@@ -186,8 +195,9 @@ def measure(
             for i in range(len(contenders)) if turn % 2 == 0 else reversed(range(len(contenders))):
                 turns[i].append(parties[i].train(LEAD, steps))
         hello = parties[0].hellos[0]
-    cpu = [[max(worked.cpu for worked in turn) / steps for turn in each] for each in turns]
-    return Measured(hello, rows(contenders, task, hello, turns, steps), [_slowest(t, steps) for t in turns], cpu)
+    made = rows(contenders, task, hello, turns, steps)
+    series = ([take(each, steps) for each in turns] for take in (_slowest, _processor, _transport))
+    return Measured(hello, made, *series)
 
 
 def check(contenders: Sequence[Contender], steps: int, rounds: int) -> None:
@@ -221,6 +231,9 @@ def rows(
     seconds = [_slowest(each, steps) for each in turns]
     rates = [[c.ranks * units / s for s in each] for c, each in zip(contenders, seconds, strict=True)]
     plain = {c.ranks: rates[i] for i, c in enumerate(contenders) if c.plain}
+    cpu = [_processor(each, steps) for each in turns]
+    idle = {c.ranks: cpu[i] for i, c in enumerate(contenders) if c.plain}
+    moving = [_transport(each, steps) for each in turns]
     null = next((i for i, c in enumerate(contenders) if "null" in c.options), None)
     first = next((i for i, c in enumerate(contenders) if c.injected and i != null), 0)
     return [
@@ -238,6 +251,10 @@ def rows(
             else interval([1.0 - low / s for low, s in zip(seconds[null], seconds[i], strict=True)]),
             speed=ratio(rates[i], rates[first]),
             memory=max(w.memory for w in turns[i][-1]),
+            beyond=None
+            if c.plain or c.ranks == 1 or c.ranks not in idle
+            else interval([more - less for more, less in zip(cpu[i], idle[c.ranks], strict=True)]),
+            transport=interval(moving[i]) if moving[i] else None,
             own=sum(t[0].own for t in turns[i]) / sum(t[0].seconds for t in turns[i]),
         )
         for i, c in enumerate(contenders)
@@ -247,6 +264,17 @@ def rows(
 def _slowest(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
     """Return the seconds of a step on the slowest rank, by round."""
     return [max(worked.seconds for worked in turn) / steps for turn in turns]
+
+
+def _processor(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
+    """Return the processor seconds of a step on the rank that needs the most, by round."""
+    return [max(worked.cpu for worked in turn) / steps for turn in turns]
+
+
+def _transport(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
+    """Return the processor seconds of a step in threads that move data, likewise; empty if there are none."""
+    known = [[worked.transport for worked in turn if worked.transport is not None] for turn in turns]
+    return [max(each) / steps for each in known] if all(known) else []
 
 
 def _start(stack: ExitStack, contender: Contender, task: Task, location: Location, threads: int) -> Party:

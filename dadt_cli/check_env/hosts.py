@@ -206,7 +206,7 @@ def _orders(nodes: Sequence[Node], asked: CheckOptions) -> list[PairOrder]:
     reach."""
     if len(nodes) < 2 or not all(node.address for node in nodes):
         return []
-    addresses = [(node.address, node.report["port"]) for node in nodes]
+    addresses = [(node.address, node.report["ports"][0]) for node in nodes]
     token = os.urandom(TOKEN_BYTES).hex()
     return [PairOrder(index=index, addresses=addresses, token=token, speed=asked.full) for index in range(len(nodes))]
 

@@ -54,7 +54,7 @@ def of_host(
 
 
 def longest(asked: CheckOptions) -> float:
-    """Return the seconds after which `of_host` has ended, even if subjects hang."""
+    """Return the seconds within which all checks of a host end, even if each of them hangs until it is killed."""
     return (SLOW if asked.full else 1.0) * sum(SUBJECTS.values()) + KILL_SECONDS * len(SUBJECTS)
 
 

@@ -15,6 +15,7 @@ from dadt.control.job_folder import is_held
 from dadt.errors import DadtError
 from dadt.launch.ending.failure import size
 from dadt.launch.local_jobs import Trace, traces
+from dadt.launch.monitor.host_links import rate_text, share_text
 from dadt_cli.jobs import past
 from dadt_cli.jobs.find import describe, find, jobs, log_dir_option
 from dadt_cli.terminal import console
@@ -22,6 +23,8 @@ from dadt_cli.terminal.table import figure, fitting, moment, table, without_pyth
 
 HEAD = ["JOB", "SINCE", "WORKERS", "STEP", "STATE", "SCRIPT", "LOGS"]
 RANK_HEAD = ["RANK", "HOST", "PID", "STEP", "STEPS/S", "SAMPLES/S", "WAITING", "MEMORY", "STATE"]
+LINK_HEAD = ["FROM", "TO", "SENT", "RATE", "SENT AGAIN", "ROUND TRIP", "QUEUE"]
+NO_LINKS = "no links between hosts are known: they are where ranks on several hosts exchange by tcp"
 SCRIPT_WIDTH = 40
 LEFT = ("JOB", "SINCE", "WORKERS", "HOST", "STATE", "SCRIPT", "LOGS")
 
@@ -29,8 +32,9 @@ LEFT = ("JOB", "SINCE", "WORKERS", "HOST", "STATE", "SCRIPT", "LOGS")
 @click.command()
 @click.argument("job", required=False, shell_complete=jobs)
 @click.option("--all", "every", is_flag=True, help="List jobs that have ended, too, and how.")
+@click.option("-v", "--verbose", is_flag=True, help="With JOB, list the links between its hosts, too.")
 @log_dir_option
-def ps(job: str | None, every: bool, log_dir: str) -> None:
+def ps(job: str | None, every: bool, verbose: bool, log_dir: str) -> None:
     """List your jobs on this machine, or the ranks of JOB."""
     running, folder = traces(), Path(log_dir)
     if job is None:
@@ -39,7 +43,7 @@ def ps(job: str | None, every: bool, log_dir: str) -> None:
         console.answer(past.sentence(folder / job))
         return
     else:
-        lines = _job(job)
+        lines = _job(job, verbose)
     for line in lines:
         click.echo(line)
 
@@ -54,12 +58,14 @@ def _jobs(running: Sequence[Trace], log_dir: Path, every: bool) -> list[str]:
     return fitting(HEAD, rows, LEFT, ("LOGS",))
 
 
-def _job(job: str) -> list[str]:
+def _job(job: str, verbose: bool) -> list[str]:
     trace = find(job)
     told = describe(trace)
     if told is None:
         return _ranks_here(trace)
-    return _ranks(told) if told["ranks"] else [f"job {job}: {told['state']}"]
+    if not told["ranks"]:
+        return [f"job {job}: {told['state']}"]
+    return _ranks(told) + (["", *_links(told)] if verbose else [])
 
 
 def _past_row(facts: Mapping[str, Any]) -> list[str]:
@@ -101,6 +107,23 @@ def _ranks(told: Mapping[str, Any]) -> list[str]:
             ]
         )
     return fitting(RANK_HEAD, rows, LEFT, ("SAMPLES/S", "MEMORY", "HOST", "PID"))
+
+
+def _links(told: Mapping[str, Any]) -> list[str]:
+    """Return a table of the links between hosts, in each direction."""
+    rows = [
+        [
+            link["source"],
+            link["target"],
+            size(link["sent"]),
+            "-" if link["recent_rate"] is None else rate_text(link["recent_rate"]),
+            share_text(link["resent_ratio"]),
+            f"{1000 * link['round_trip']:.2f} ms",
+            size(link["queued"]),
+        ]
+        for link in told["links"]
+    ]
+    return fitting(LINK_HEAD, rows, ("FROM", "TO"), ("QUEUE", "ROUND TRIP")) if rows else [NO_LINKS]
 
 
 def _rank_state(rank: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from dadt.config.check import flag
 from dadt.control import snapshots
 from dadt.errors import ConfigError
 from dadt.launch.ending.failure import signal_name, size
+from dadt.launch.monitor.host_links import rate_text, share_text
 from dadt.launch.monitor.watch import ESCAPES
 from dadt.launch.start import saved_start
 from dadt_cli.report import chart, progress
@@ -53,7 +54,7 @@ def page(record: JobRecord, running: bool) -> str:
         snapshots=_snapshots(record, running),
         charts=progress.over_time(record),
         step_times=progress.step_times(report),
-        tables=[each for each in (progress.step_table(report), _ranks(report)) if each is not None],
+        tables=[e for e in (progress.step_table(report), _ranks(report), _links(report)) if e is not None],
         hot_spots=_hot_spots(report),
         borne=list(_events(record, _is_borne)),
         events=list(_events(record)),
@@ -134,6 +135,23 @@ def _ranks(report: Mapping[str, Any]) -> Table | None:
         )
     head = ["rank", "host", "gpu", "pid", "end", "steps", "samples/s", "waiting", "peak memory"]
     return Table("Ranks", head, rows, ["host", "gpu", "end"]) if rows else None
+
+
+def _links(report: Mapping[str, Any]) -> Table | None:
+    rows = []
+    for link in report.get("links", []):
+        known = {name: value for name, value in link.items() if value is not None}
+        rows.append(
+            [
+                *(str(known.get(name, "?")) for name in ("source", "target")),
+                *(size(int(known[name])) if name in known else "-" for name in ("sent", "received")),
+                rate_text(known["rate"]) if "rate" in known else "-",
+                share_text(known["resent_ratio"]) if "resent_ratio" in known else "-",
+                f"{1000 * known['round_trip']:.2f} ms" if "round_trip" in known else "-",
+            ]
+        )
+    head = ["from", "to", "sent", "received", "rate", "sent again", "round trip"]
+    return Table("Links between hosts", head, rows, ["from", "to"]) if rows else None
 
 
 def _end(code: int | None) -> str:
@@ -242,6 +260,8 @@ def _event(event: Mapping[str, Any]) -> tuple[str, str]:
         return "a new worker has taken its place", ""
     if kind == "restart":
         return f"restart {event.get('count')}: {event.get('why')}", "warning"
+    if kind == "link":
+        return str(event.get("text", "")), "warning"
     if kind == "summary":
         return "training ended", ""
     return ("the job ended", "") if kind == "end" else ("", "")

@@ -25,6 +25,10 @@ RANK = {
     "step_times": {"counts": dict, "seconds": NUMBER},
 }
 HOST = {**_all(str, "host hostname address interface dadt python torch"), "cores": int, **_all(list, "gpus gpu_models")}
+LINK = {
+    **_all(str, "source target"),
+    **_all(NUMBER, "sent received resent resent_ratio rate round_trip queued"),
+}
 FAILURE = {
     **_all(int, "rank pid exit_code step"),
     **_all(str, "host type message thread"),
@@ -43,6 +47,7 @@ REPORT = {
     "config": dict,
     "hosts": [HOST],
     "ranks": [RANK],
+    "links": [LINK],
 }
 """The keys of report.json that are read, with their types. Any value may be null."""
 LARGEST = 2.0**63

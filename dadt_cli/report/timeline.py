@@ -129,6 +129,8 @@ class Summary:
         rank = self.ranks.setdefault(event["pid"], RankTimes())
         if event["ph"] == "M":
             self._describe(rank, event)
+        elif event["ph"] == "C":
+            return
         elif event["ph"] == "b":
             self._begun[event["id"]] = event["ts"]
         elif event["ph"] == "e":

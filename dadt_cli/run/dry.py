@@ -17,6 +17,7 @@ from dadt.launch.start.host_report import room
 from dadt.launch.start.orders import orders
 from dadt.launch.start.placement import Placed
 from dadt.launch.start.plan import Plan
+from dadt.launch.start.torch_world import island_size, worlds
 from dadt_cli.terminal.table import table
 
 JOB = "JOB"
@@ -33,7 +34,7 @@ def describe(the_plan: Plan) -> list[str]:
     if not the_plan.hosts:
         raise ConfigError(f"--host-discovery-script {config.host_discovery_script}: there is no host now")
     launcher = launcher_of(AgentRequest(config, the_plan.hosts, the_plan.command, JOB))
-    here = {"machine": machine.identity(), "gpus": machine.gpus(), "cores": machine.cores(), "port": PORT}
+    here = {"machine": machine.identity(), "gpus": machine.gpus(), "cores": machine.cores(), "ports": [PORT]}
     there = {**here, "machine": "", "gpus": []}
     hosts = enumerate(the_plan.hosts)
     nodes = [Node(index, host, report=here if host.is_here else there) for index, host in hosts]
@@ -45,6 +46,7 @@ def describe(the_plan: Plan) -> list[str]:
     for node in nodes:
         node.address = f"<address of {node.name}>" if len(nodes) > 1 else ""
     slots = place([shares[i] for i in used], [rooms[i] for i in used], [node.address for node in nodes])
+    size = island_size(config.island, slots)
     where = Placed(
         plan=the_plan,
         config=config,
@@ -52,7 +54,7 @@ def describe(the_plan: Plan) -> list[str]:
         logs=Path(config.log_dir) / JOB,
         nodes=nodes,
         slots=slots,
-        master=(nodes[0].address or "127.0.0.1", PORT),
+        torch=worlds(slots, nodes, size),
         secret="",
     )
     lines = [f"{size_of(where)}, algorithm {config.algorithm}, logs in {where.logs}"]

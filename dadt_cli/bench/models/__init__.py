@@ -20,15 +20,18 @@ MODELS = {
     "mlp": "dadt_cli.bench.models.mlp:mlp",
 }
 
+SHARDED = {"fsdp": "dadt_cli.bench.models.transformer:sharded_gpt"}
+"""Models whose parts lie on several workers, which only `dadt bench fsdp` measures."""
+
 
 def make(name: str) -> Workload:
-    """Build the workload of a name in MODELS, or of `package.module:factory`, where the factory is a callable without
-    arguments.
+    """Build the workload of a name in MODELS or SHARDED, or of `package.module:factory`, where the factory is a
+    callable without arguments.
 
     The factory returns a Workload, or a plain tuple of its first fields: (model, batch, loss). Raises ConfigError if
     there is no such factory or its result does not fit.
     """
-    module, colon, attribute = MODELS.get(name, name).partition(":")
+    module, colon, attribute = {**MODELS, **SHARDED}.get(name, name).partition(":")
     if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise ConfigError(f"--model {name}: give <module>:<factory>, or one of {', '.join(MODELS)}")
     try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dadt_cli.bench.models.workload import Workload, installed, tokens
+from dadt_cli.bench.models.workload import OURS, Workload, installed, tokens
 
 WIDTH, HEADS, DEPTH = 768, 12, 12
+SMALL = {"vocabulary": 4096, "places": 64, "width": 320, "heads": 5, "depth": 6}
+"""The sizes of the GPT that `dadt bench fsdp` trains."""
 MASK, MASKED = 103, 0.15
 """The token that replaces hidden tokens, and the share of tokens that are hidden."""
 IGNORED = -100
@@ -25,6 +27,14 @@ def gpt2_small() -> Workload:
     return tokens(Gpt() if found is None else found, source, following, length=256, vocabulary=50257)
 
 
+def sharded_gpt() -> Workload:
+    """Return a GPT with 8.7 million parameters, which predicts the next token in sequences of 64 tokens and gathers
+    the parts of one block at a time."""
+    gpt = Gpt(**SMALL)
+    made = tokens(gpt, OURS, following, length=64, vocabulary=SMALL["vocabulary"])
+    return made._replace(shards=tuple(gpt.blocks.layers))
+
+
 class Bert(nn.Module):
     """BERT: maps tokens (batch, length) to logits (batch, length, vocabulary)."""
 
@@ -35,7 +45,9 @@ class Bert(nn.Module):
         self.segments = nn.Embedding(2, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.dropout = nn.Dropout(0.1)
-        self.blocks = nn.TransformerEncoder(block(norm_first=False), DEPTH, enable_nested_tensor=False)
+        self.blocks = nn.TransformerEncoder(
+            block(norm_first=False, width=WIDTH, heads=HEADS), DEPTH, enable_nested_tensor=False
+        )
         self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
         self.output = nn.Linear(WIDTH, vocabulary)
         self.output.weight = self.tokens.weight
@@ -51,14 +63,18 @@ class Gpt(nn.Module):
     """GPT-2: maps tokens (batch, length) to logits (batch, length, vocabulary), each computed only from preceding
     tokens."""
 
-    def __init__(self, vocabulary: int = 50257, places: int = 1024) -> None:
+    def __init__(
+        self, vocabulary: int = 50257, places: int = 1024, width: int = 0, heads: int = 0, depth: int = 0
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, WIDTH)
-        self.places = nn.Embedding(places, WIDTH)
+        width, heads, depth = width or WIDTH, heads or HEADS, depth or DEPTH
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(places, width)
         self.dropout = nn.Dropout(0.1)
-        norm = nn.LayerNorm(WIDTH)
-        self.blocks = nn.TransformerEncoder(block(norm_first=True), DEPTH, norm, enable_nested_tensor=False)
-        self.output = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.blocks = nn.TransformerEncoder(
+            block(norm_first=True, width=width, heads=heads), depth, nn.LayerNorm(width), enable_nested_tensor=False
+        )
+        self.output = nn.Linear(width, vocabulary, bias=False)
         self.output.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -69,9 +85,9 @@ class Gpt(nn.Module):
         return logits
 
 
-def block(norm_first: bool) -> nn.TransformerEncoderLayer:
+def block(norm_first: bool, width: int, heads: int) -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(
-        WIDTH, HEADS, 4 * WIDTH, dropout=0.1, activation="gelu", batch_first=True, norm_first=norm_first
+        width, heads, 4 * width, dropout=0.1, activation="gelu", batch_first=True, norm_first=norm_first
     )
 
 

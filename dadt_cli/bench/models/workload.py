@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ class Workload(NamedTuple):
     real: Callable[[Path], Dataset[Any]] | None = None
     """Called with the path given to --data: returns real samples as tuples of tensors. None if the model cannot read
     real data."""
+    shards: Sequence[nn.Module] = ()
+    """Modules whose parts FSDP gathers one module at a time; none for a model that each worker holds whole."""
 
 
 OURS = "dadt's definition"

@@ -1,0 +1,188 @@
+"""As root: python -m benchmarks.many_hosts --json docs/results/many-hosts.json --write docs/results/speed.md
+
+Averaging among 4, 8 and 16 simulated hosts beside the least time that it can take, and beside Gloo, which goes round a
+ring: through one switch, in two racks with a thin link between them, and where one host's link is slower. Rates are
+such that the cores of this machine are not the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from benchmarks.page import publish, table
+from dadt import _core
+from dadt.comm import executors
+from dadt.comm.backend.rendezvous import GroupRendezvous
+from dadt.comm.executors.meet import Apart
+from dadt.config import Config
+from dadt.launch.hosts.simulated import CLONE_NEWNET, Network, SimulatedLink
+from dadt.world import World
+from dadt_cli.bench.figure import conditions
+
+BYTES = 100_000_000
+PATIENCE = 300.0
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Hosts and the links between them."""
+
+    hosts: int
+    mbit: float
+    uplink: float = 0.0
+    """Mbit/s between the two racks in which the hosts are; 0: they are at one switch."""
+    slow: float = 0.0
+    """Mbit/s of the last host, if its link is slower."""
+
+    @property
+    def title(self) -> str:
+        racks = f", racks joined by {self.uplink:g}" if self.uplink else ""
+        return f"{self.hosts} x {self.mbit:g} Mbit/s{racks}" + (f", one of {self.slow:g}" if self.slow else "")
+
+    @property
+    def least(self) -> float:
+        """Seconds that no algorithm beats: what each host, and the slow one, has to send and receive."""
+        return 8e-6 * BYTES * max(2 * (self.hosts - 1) / self.hosts / self.mbit, 1 / self.slow if self.slow else 0)
+
+
+SCENES = (
+    Scene(4, 200),
+    Scene(8, 100),
+    Scene(16, 50),
+    Scene(8, 100, uplink=100),
+    Scene(8, 100, uplink=200),
+    Scene(16, 50, uplink=100),
+    Scene(4, 200, slow=40),
+    Scene(8, 100, slow=50),
+)
+
+
+def averages(scene: Scene, contenders: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contender's averages, of the slowest rank. In the first one nothing is known of the links."""
+    network = Network(SimulatedLink(1e6 * scene.mbit))
+    try:
+        hosts = [network.add()[1].removeprefix("--net=") for _ in range(scene.hosts)]
+        _shape(scene, f"/proc/{os.getpid()}/fd/{network._switch}", hosts)
+        with tempfile.TemporaryDirectory(prefix="dadt-many-") as folder:
+            children = []
+            for rank, host in enumerate(hosts):
+                child = os.fork()
+                if child == 0:
+                    _run(rank, host, scene, contenders, rounds, Path(folder))
+                children.append(child)
+            ended = [os.waitpid(child, 0)[1] for child in children]
+            if any(ended):
+                raise SystemExit(f"{scene.title}: ranks ended with {ended}")
+            told = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(scene.hosts)]
+    finally:
+        network.close()
+    return {name: [max(each) for each in zip(*(rank[name] for rank in told), strict=True)] for name in contenders}
+
+
+def _shape(scene: Scene, switch: str, hosts: Sequence[str]) -> None:
+    lines = [(host, "ip route replace 10.77.0.0/24 dev eth0 congctl cubic") for host in hosts]
+    if scene.uplink:
+        shape = f"root tbf rate {scene.uplink:g}mbit burst 200k latency 50ms"
+        lines += [
+            (switch, "ip link add sw1 type bridge mcast_snooping 0"),
+            (switch, "ip link add up0 type veth peer name up1"),
+            *((switch, f"ip link set {name} up") for name in ("sw1", "up0", "up1")),
+            *((switch, f"ip link set up{number} master sw{number}") for number in (0, 1)),
+            *((switch, f"ip link set p{number + 1} master sw1") for number in range(scene.hosts // 2, scene.hosts)),
+            *((switch, f"tc qdisc add dev up{number} {shape}") for number in (0, 1)),
+        ]
+    if scene.slow:
+        shape = f"root tbf rate {scene.slow:g}mbit burst 90k latency 50ms"
+        lines += [
+            (switch, f"tc qdisc replace dev p{scene.hosts} {shape}"),
+            (hosts[-1], f"tc qdisc replace dev eth0 {shape}"),
+        ]
+    for namespace, line in lines:
+        subprocess.run(["nsenter", f"--net={namespace}", *line.split()], check=True)
+
+
+def _run(rank: int, host: str, scene: Scene, contenders: Sequence[str], rounds: int, folder: Path) -> None:
+    """One rank, in a forked process, which ends here."""
+    code = 1
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.setns(os.open(host, os.O_RDONLY), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        torch.set_num_threads(1)
+        (folder / str(rank)).write_text(json.dumps(_averages(rank, scene, contenders, rounds, folder)))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _averages(rank: int, scene: Scene, contenders: Sequence[str], rounds: int, folder: Path) -> dict[str, list[float]]:
+    world = World(rank=rank, world_size=scene.hosts, local_size=1, cross_rank=rank, address=f"10.77.0.{rank + 1}")
+    store = FileStore(str(folder / "store"), scene.hosts)
+    meet = GroupRendezvous(store, rank, scene.hosts, PATIENCE)
+    connections = {
+        name: executors.connect(
+            Config(executor=name, timeout=PATIENCE, start_timeout=PATIENCE), world, Apart(meet, name)
+        )
+        for name in contenders
+    }
+    tensor = torch.zeros(BYTES // 4)
+    layout = _core.Layout(_core.DType.float32, [len(tensor)])
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, connection in connections.items():
+            connection.engine.allgather(b"", f"together {turn}").wait(PATIENCE)
+            begun = time.perf_counter()
+            at = [tensor.data_ptr()]
+            connection.engine.allreduce(layout, at, at, f"{turn}").wait(PATIENCE)
+            taken[name].append(time.perf_counter() - begun)
+    for connection in connections.values():
+        connection.engine.close(PATIENCE)
+        connection.close()
+    return taken
+
+
+def page(study: dict[str, Any]) -> str:
+    lines = []
+    for found in study["scenes"]:
+        scene = Scene(**found["scene"])
+        cells = [scene.title, f"{scene.least:.2f}"]
+        for first, *rest in found["seconds"].values():
+            cells += [f"{first:.2f}", f"{median(rest):.2f} ({scene.least / median(rest):.0%})"]
+        lines.append(cells)
+    names = [head for name in found["seconds"] for head in (f"{name}: first", "then")]
+    return table(["hosts", "least, s", *names], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_hosts", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("--json", type=Path, help="file of the figures")
+    parser.add_argument("--write", type=Path, help="page whose section `many hosts` is written from them")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--contenders", default="tcp,gloo")
+    parser.add_argument("--only", help="numbers of the scenes to measure, from 0")
+    options = parser.parse_args()
+    chosen = [SCENES[int(number)] for number in options.only.split(",")] if options.only else SCENES
+    study: dict[str, Any] = {"conditions": conditions(), "scenes": []}
+    for scene in chosen:
+        found = averages(scene, options.contenders.split(","), options.rounds)
+        study["scenes"].append({"scene": asdict(scene), "seconds": found})
+        print(scene.title, {name: f"{median(seconds):.2f}" for name, seconds in found.items()}, flush=True)
+    publish(study, page(study), "many hosts", options.json, options.write)
+
+
+if __name__ == "__main__":
+    main()
