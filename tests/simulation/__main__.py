@@ -1,5 +1,5 @@
 """Simulate jobs, and what ranks do with each other: PYTHONPATH=tests:. python -m simulation [--kind KIND] [--seeds N]
-[--from N] [--replay SEED] [--ranks N ...]."""
+[--from N] [--replay SEED] [--tally FILE] [--ranks N ...]."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import argparse
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from unittest.mock import patch
 
 from simulation.growth import cost, page
 from simulation.kinds import KINDS, MOST_SEEDS, MUTATIONS
 from simulation.search import CRASHED, Simulation
+from simulation.tally import go_on
 
 MOST_SHOWN = 200
 SEEDS = 2000
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument("--mutations", action="store_true", help="how soon each deliberate fault is found")
     parser.add_argument("--only", default="", help="of these only those with this in their names")
     parser.add_argument("--ranks", type=int, nargs="+", help="what jobs of so many ranks cost their launcher")
+    parser.add_argument("--tally", type=Path, help="a file of what was found, from which this goes on up to --seeds")
     given = parser.parse_args()
     if given.ranks:
         print(page([cost(ranks) for ranks in given.ranks]))
@@ -41,6 +44,8 @@ def main() -> int:
         for kind in kinds:
             print("\n".join(kind.lines(kind.draw(given.replay))))
         return 0
+    if given.tally is not None:
+        return min(1, sum(go_on(kind, given.tally, given.seeds) for kind in kinds))
     return max(_search(kind, given) for kind in kinds)
 
 

@@ -11,14 +11,14 @@ from dadt.control import schema
 from dadt.control.frame import Frame, Parser
 from dadt.errors import DadtError
 from dadt.launch.agent import actions
-from dadt.launch.agent.dump import ANSWER_SECONDS
 from dadt.launch.agent.host_job import TICK_SECONDS, TURN_SECONDS, HostJob
 from dadt.launch.agent.launcher_contact import LauncherContact
-from dadt.launch.agent.other_hosts import OtherHosts
 from dadt.launch.agent.registry import Line, Saying
-from dadt.launch.agent.supervisor import STACK_SECONDS
 from dadt.launch.ending import processes
 from dadt.launch.ending.signals import ENDING_SIGNALS
+from simulation.agent_heartbeat import AgentHeartbeat
+from simulation.agent_shims import AgentShims
+from simulation.agent_stacks import AgentStacks
 from simulation.host_facts import probed, report_of
 from simulation.worker import LINE_SECONDS, Worker
 from simulation.world import Alarm, Broken, Link, Process, World
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 READ_SECONDS = 0.0005
 """What comes within this time is looked at in one turn."""
-WRITE_SECONDS = 0.02
-"""What a worker takes to write its stacks."""
 NOT_RUN = 127
 """Exit code of a worker whose command cannot be run."""
 FOLDER = Path("/tmp/dadt/job")
@@ -49,6 +47,8 @@ class Agent:
         """When it has reported about its host."""
         self.lacks = ""
         """What is used up on this host: `descriptors` of the agent, or the `disk`."""
+        self.ended_by = ""
+        """Why another program has ended it, as the launcher is told."""
         self.disk = job.disk_of(machine)
         self.memory_kills = 0
         """How many of its processes the kernel has killed for lack of memory."""
@@ -62,20 +62,18 @@ class Agent:
         """All processes of workers that were started here."""
         self.host: HostJob | None = None
         """What the agent decides; None before the order to start workers has come."""
-        self._contact, self._others = LauncherContact(world.now), OtherHosts(-1, job.config.heartbeat_timeout)
-        self._mail: set[int] = set()
-        """Hosts whose heartbeats have come while this process was stopped."""
+        self._contact, self._heartbeat = LauncherContact(world.now), AgentHeartbeat(self)
         self._pulse: dict[int, tuple[int, float]] = {}
         """The memory that workers share with their agent: for each rank its step, and when it was written."""
         self._lines: dict[int, tuple[Worker, Answer | None]] = {}
         """Open connections: the worker, and what takes the answer to its question; None where it only reports."""
+        self._shims = AgentShims(self)
         self._reports: dict[Worker, Line] = {}
         self._numbered, self._gone = 0, False
         self.heard = self._stopped_at = world.now
         """When the launcher was last heard, or this process last began to run."""
         self.lost = float("inf")  # when the connection to the launcher has ended
-        self._inquiries: list[tuple[float, Frame]] = []
-        self._dump: tuple[float, list[Worker]] | None = None  # when stacks are complete, and who writes them
+        self._stacks = AgentStacks(self)
         self._alarm = Alarm(self.process, self._turn)
 
     @property
@@ -132,7 +130,7 @@ class Agent:
         self.process.after(self.world.spread(0.1), lambda: self._send(answer))
 
     def _start(self, job: Frame) -> None:
-        self._others = OtherHosts(self.index, self.job.config.heartbeat_timeout)
+        self._heartbeat = AgentHeartbeat(self)
         if self.lacks == "disk":  # Agent._serve
             self._send(Frame("unstarted", {"message": "/tmp/dadt/job: cannot be written (No space left on device)"}))
             self._send(Frame("end", {"stuck": [], "signal": 0}))
@@ -142,18 +140,37 @@ class Agent:
         self._pulse = dict.fromkeys(host.ranks, (-1, self.world.now))
         if job.get("heartbeat") is not None:
             self._send(Frame("heartbeat", {"port": 4000 + self.index}))
-        for worker in job["workers"] if self.lacks != "descriptors" else ():
-            self._own(worker["rank"], joins=bool(worker["env"]["DADT_JOINS"]))
+        for worker in job["workers"] if self.lacks != "descriptors" and not job["adopt"] else ():
+            self._start_worker(worker["rank"], joins=bool(worker["env"]["DADT_JOINS"]))
+        if job["adopt"]:
+            self._shims.begin(host.ranks)
         if self.lacks == "descriptors":
             host.unstarted("no pipe for the output of a worker", self.world.now)
             self._carry_out()
 
-    def _own(self, rank: int, *, joins: bool) -> None:
-        assert self.host is not None
-        worker = self.workers[rank] = self.job.spawn(self, rank, joins=joins)
+    def _start_worker(self, rank: int, *, joins: bool) -> None:
+        worker = self.job.spawn(self, rank, joins=joins)
         self.processes.append(worker)
-        self.host.started(rank, identity(worker))
+        self.own(worker)
+
+    def own(self, worker: Worker) -> None:
+        """What Supervisor._own does."""
+        assert self.host is not None
+        self.workers[worker.rank] = worker
+        self.host.started(worker.rank, identity(worker))
         self._carry_out()
+
+    def next_line(self) -> int:
+        """The number of a new connection."""
+        self._numbered += 1
+        return self._numbered
+
+    def hear_shim(self, saying: Saying) -> None:
+        """A shim says something."""
+        assert self.host is not None
+        self.host.hear(saying)
+        self._carry_out()
+        self._alarm.set(READ_SECONDS)
 
     # From workers and the kernel ---------------------------------------------------------------------------------
 
@@ -168,8 +185,7 @@ class Agent:
             Parser(schema.WORKER).feed(frame.encode())
         line = self._reports.get(worker) if answer is None else None
         if line is None:
-            self._numbered += 1
-            line = Line(self._numbered, worker.rank, identity(worker))
+            line = Line(self.next_line(), worker.rank, identity(worker))
             self._lines[line.number] = worker, answer
             host.registry.connected(line)
             if answer is None:
@@ -204,13 +220,15 @@ class Agent:
 
     def reap(self, worker: Worker, code: int) -> None:
         """A worker's process has ended."""
-        self._end(worker.rank, code)
+        if not self._shims.reap(worker, code):
+            self.ended(worker.rank, code)
         for number in [number for number, (each, _) in self._lines.items() if each is worker]:
             self._hang_up(number)
         self._carry_out()
         self._alarm.set(READ_SECONDS)
 
-    def _end(self, rank: int, code: int) -> None:
+    def ended(self, rank: int, code: int) -> None:
+        """What Supervisor._tell_end does."""
         assert self.host is not None
         memory = {"peak_memory": 0, "memory_limit": 0, "memory_kills": self.memory_kills}
         self.host.ended(rank, code, {"step": self._pulse[rank][0], "time": self.epoch, **memory})
@@ -230,10 +248,8 @@ class Agent:
 
     def hear_host(self, index: int) -> None:
         """A heartbeat of another host has come."""
-        if self.process.stops and self.host is not None:
-            self._mail.add(index)
-        elif self.process.alive and self.host is not None:
-            self._others.hear(index, self.world.now)
+        if self.host is not None:
+            self._heartbeat.hear(index)
 
     # As time passes ----------------------------------------------------------------------------------------------
 
@@ -254,14 +270,15 @@ class Agent:
                 raise Broken(f"{self.process.name} takes the launcher for lost after {now - self.heard:.1f} s")
             self._gone = True
         if host is not None:
-            for at, frame in [each for each in self._inquiries if now >= each[0]]:
-                self._inquiries.remove((at, frame))
+            for frame in self._stacks.answers():
                 self._send(frame)
-            self._look_at_hosts(now)
+            for frame in self._heartbeat.turn(now):
+                self._send(frame)
             steps = {rank: (step, now - at) for rank, (step, at) in self._pulse.items()}
             host.turn(now, steps, launcher_gone=self._gone)
             self._carry_out()
-            self._read_dump(host)
+            self._stacks.read(host)
+            self._carry_out()
             if host.stopping is not None:
                 host.advance_stop([worker.pid for worker in self.left], now)
                 self._carry_out()
@@ -275,25 +292,7 @@ class Agent:
             return
         else:
             self._beat(actions.SendBeat({}, {}, ()))
-        self._alarm.set(TURN_SECONDS if host is None else TICK_SECONDS if self._inquiries else host.patience)
-
-    def _look_at_hosts(self, now: float) -> None:
-        """What HostHeartbeat does."""
-        for index in sorted(self._mail):
-            self._others.hear(index, now)
-        self._mail.clear()
-        if self._others.is_beat_due(now):
-            for other in self.job.agents:
-                if other is not self and self.job.network.reaches(self.machine, other.machine):
-                    other.hear_host(self.index)
-        for frame in self._others.turn(now):
-            self._send(frame)
-
-    def _read_dump(self, host: HostJob) -> None:
-        if self._dump is not None and self.world.now >= self._dump[0]:
-            written, self._dump = self._dump[1], None
-            host.dumped([(worker.rank, worker.pid, b"stack\n") for worker in written])
-            self._carry_out()
+        self._alarm.set(TURN_SECONDS if host is None else TICK_SECONDS if self._stacks.awaited else host.patience)
 
     def _send(self, frame: Frame) -> None:
         if not self._gone:
@@ -315,9 +314,11 @@ class Agent:
             case actions.StartAnew(rank):
                 self._pulse[rank] = -1, self.world.now
                 if self.lacks == "descriptors":
-                    self._end(rank, NOT_RUN)
+                    self.ended(rank, NOT_RUN)
                 else:
-                    self._own(rank, joins=True)
+                    self._start_worker(rank, joins=True)
+            case actions.AdmitShim() | actions.OwnWorker() | actions.EndWorker():
+                self._shims.perform(action)
             case actions.SignalGroup(rank, number):
                 self.workers[rank].signal(number)
             case actions.SignalProcess(process, number):
@@ -328,12 +329,9 @@ class Agent:
                 found = {rank: living[process.pid] for rank, process in asked.items() if process.pid in living}
                 host.save(action, found, [rank for rank, worker in found.items() if not worker.handles])
             case actions.GatherStacks(number, ranks):
-                self._inquire(host, number, list(ranks))
+                self._stacks.inquire(host, number, list(ranks))
             case actions.DumpStacks():
-                asked = [worker for worker in self.left if identity(worker) in host.registry.dumps]
-                written = [worker for worker in asked if worker.process.runs]
-                seconds = 0.0 if not asked else WRITE_SECONDS if written == asked else STACK_SECONDS
-                self._dump = self.world.now + seconds, written
+                self._stacks.dump([worker for worker in self.left if identity(worker) in host.registry.dumps])
             case actions.SendBeat():
                 self._beat(action)
             case actions.TerminateAll():
@@ -347,18 +345,9 @@ class Agent:
             case actions.ProbeHosts(order):
                 self._probe(order)
             case actions.HearHosts(hosts):
-                self._others.begin(hosts, self.world.now)
+                self._heartbeat.begin(hosts)
             case _:
                 raise Broken(f"the agent is asked for what there is not in this world: {action}")
-
-    def _inquire(self, host: HostJob, number: int, ranks: list[int]) -> None:
-        offers = {rank for rank, *_ in host.registry.dumps.values()}
-        late = any(not self.workers[rank].process.runs for rank in ranks)
-        at = self.world.now + (ANSWER_SECONDS if late else WRITE_SECONDS)
-        for rank in ranks:
-            problem = "" if rank in offers and self.workers[rank].process.runs else "it did not answer"
-            header = {"number": number, "rank": rank, "problem": problem}
-            self._inquiries.append((at, Frame("stack", header, b"" if problem else b"stack\n")))
 
     def _beat(self, action: actions.SendBeat) -> None:
         held = {worker.pid for worker in self.left if worker.process.stops}
@@ -374,7 +363,10 @@ class Agent:
         """The agent's process ends, and the kernel kills its workers. why: how, as the launcher is told."""
         if self.process.alive:
             self.process.alive = False
-            self.up.close(why)
+            over = self.host is not None and self.host.over
+            self.up.close("" if over else why or self.ended_by)
+            if not over:
+                self.job.starter.agent_ended(self)
             for worker in self.processes:
                 worker.die(-SIGKILL)
 

@@ -8,7 +8,8 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from simulation.comm_gossip import GossipJob, GossipRank
+    from simulation.comm_gossip import GossipJob
+    from simulation.comm_gossip_rank import GossipRank
 
 
 @dataclass(frozen=True, slots=True)

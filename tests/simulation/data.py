@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dadt.errors import CommError, Mismatch
+from dadt.errors import CommError, CommTimeout, Mismatch
 from simulation.world import Network, Process, World
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
+    from simulation.worker_thread import Wait
 
 LATENCY = 0.002
 """Seconds that a message between two hosts takes."""
@@ -28,6 +29,35 @@ class Rank(Protocol):
     host: int
     process: Process
     agent: Agent
+
+
+class Work:
+    """An operation of a rank's engine: what it gives, or the error that it ends with."""
+
+    def __init__(self, gathering: int | None = None) -> None:
+        self.gathering = gathering
+        """Its number among all gatherings, if it is one."""
+        self.lanes: Sequence[Any] = ()
+        self.error: CommError | None = None
+        self.done = False
+        self.waiting: list[Wait] = []
+
+    def end(self, given: Any) -> None:
+        """It is over, with what each rank has given or with an error."""
+        self.done = True
+        if isinstance(given, CommError):
+            self.error = given
+        else:
+            self.lanes = given
+        for each in self.waiting:
+            each.give()
+
+    def wait(self, timeout: float) -> None:
+        """Raise its error, or CommTimeout if it is not over."""
+        if self.error is not None:
+            raise self.error
+        if not self.done:
+            raise CommTimeout("it is under way")
 
 
 class Operation:

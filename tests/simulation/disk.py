@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from dadt.control import snapshot_parts
+from dadt.control import snapshot_parts, snapshots
+from dadt.errors import NotResumed
 
 
 class Content(NamedTuple):
@@ -18,6 +20,8 @@ class Content(NamedTuple):
     weights: tuple[int, ...]
     generation: int
     """That in which it was taken: what is under way between ranks differs from one to the next."""
+    attempt: int
+    """How often the job had been restarted then."""
 
 
 @dataclass(slots=True)
@@ -33,7 +37,7 @@ class PartFiles:
 class Disk:
     """A disk of one host, or one that all hosts share."""
 
-    seen: Callable[[], None]
+    seen: Callable[[Disk], None]
     """Called whenever a part has become complete."""
     full: bool = False
     snapshots: dict[int, dict[int, PartFiles]] = field(default_factory=dict)
@@ -42,14 +46,18 @@ class Disk:
     def files(self, step: int, rank: int) -> PartFiles:
         return self.snapshots.setdefault(step, {}).setdefault(rank, PartFiles())
 
-    def describe(self, step: int, rank: int, told: dict[str, Any]) -> None:
+    def holds(self, step: int, rank: int, files: PartFiles) -> bool:
+        """Whether these files are still those of a rank: an attempt that follows removes what is too new for it."""
+        return self.snapshots.get(step, {}).get(rank) is files
+
+    def describe(self, files: PartFiles, told: dict[str, Any]) -> None:
         """Write the description of a part, by which it is complete."""
-        self.files(step, rank).told = told
-        self.seen()
+        files.told = told
+        self.seen(self)
 
     def discard(self, step: int, rank: int) -> None:
         """Remove what is half written of a part."""
-        if self.files(step, rank).content is None:
+        if step in self.snapshots and self.files(step, rank).content is None:
             del self.snapshots[step][rank]
 
     def parts(self, step: int) -> dict[int, dict[str, Any]]:
@@ -66,3 +74,28 @@ class Disk:
         """What snapshots.drop_old does."""
         for step in snapshot_parts.outdated(self.whole):
             del self.snapshots[step]
+
+
+class DiskSnapshots:
+    """The snapshots on the launcher's disk, as it looks at them (dadt/control/snapshots.py)."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def newest(self, root: Path) -> Path | None:
+        whole = self._disk.whole
+        return snapshots.folder_of(root, whole[-1]) if whole else None
+
+    def set_aside(self, root: Path, last: Path | None, attempt: int) -> None:
+        disk = self._disk
+        if last is None:
+            disk.snapshots = {}  # the folder gets another name
+        else:
+            for step in snapshot_parts.superseded(disk.snapshots, int(last.name)):
+                del disk.snapshots[step]
+
+    def told(self, folder: Path) -> dict[str, Any]:
+        parts = self._disk.parts(int(folder.name))
+        if not parts:
+            raise NotResumed(f"{folder}: has no whole part: resume from another one")
+        return parts[min(parts)]

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 FOR_GOOD = float("inf")
 HEARD_SECONDS = 3.0
 """When all hosts have heard each other: a way that is cut before is found as the hosts are tried at the start."""
+SOON_SECONDS = 2.5
+"""A failure within this time after the first one may come before it is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -13,7 +14,7 @@ from benchmarks.page import table
 from dadt.config import Config
 from dadt.control.frame import Frame
 from dadt.launch.job import Job
-from simulation.job import SimulatedJob
+from simulation.run import SimulatedRun
 from simulation.scenario import Scenario
 from simulation.worker_faults import WorkerKilled
 from simulation.worker_script import Script
@@ -63,22 +64,21 @@ def cost(ranks: int) -> Cost:
     hosts = ranks // PER_HOST
     script = Script(
         steps=STEPS, step_seconds=STEP_SECONDS, start_seconds=START_SECONDS, on_interrupt="end", on_terminate="end",
-        save_seconds=0.1, ends_when_saved=False,
+        save_seconds=0.1, ends_when_saved=False, optimizers=1, samples=ranks, evaluate_every=0, gathers_seldom=False,
     )  # fmt: skip
     scenario = Scenario(
         seed=0, hosts=hosts, per_host=PER_HOST, clocks=(0.0,) * hosts, config=Config(executor="gloo", min_np=1),
-        script=script, joins=False, spares=0, faults=(WorkerKilled(LOST_AT, 1),),
+        script=script, joins=False, spares=0, discovers=False, started_by="ssh", early=False, shares_disk=False,
+        faults=(WorkerKilled(LOST_AT, 1),),
     )  # fmt: skip
-    job = SimulatedJob(scenario)
-    job.world.most_events = 10_000 * ranks
-    frames, size = {True: 0, False: 0}, {True: 0, False: 0}
-    ups = {agent.up for agent in job.agents}
+    run = SimulatedRun(scenario)
+    run.world.most_events = 10_000 * ranks
+    frames, size = Counter[Link](), Counter[Link]()
     decided = [0.0]
 
     def send(link: Link, frame: Frame) -> None:
-        up = link in ups
-        frames[up] += 1
-        size[up] += len(json.dumps(frame.header)) + len(frame.body)
+        frames[link] += 1
+        size[link] += len(json.dumps(frame.header)) + len(frame.body)
         sent(link, frame)
 
     def timed(do: Callable[P, T]) -> Callable[P, T]:
@@ -94,5 +94,7 @@ def cost(ranks: int) -> Cost:
     sent = Link.send
     with patch.object(Link, "send", send), patch.object(Job, "take", timed(Job.take)), \
             patch.object(Job, "turn", timed(Job.turn)):  # fmt: skip
-        job.run()
-    return Cost(ranks, job.world.now - BEGIN, frames[True], frames[False], size[True], size[False], decided[0])
+        run.run()
+    ways = [[agent.up for agent in run.attempt.agents], [agent.down for agent in run.attempt.agents]]
+    counts = [sum(each[link] for link in way) for each in (frames, size) for way in ways]
+    return Cost(ranks, run.world.now - BEGIN, *counts, decided[0])

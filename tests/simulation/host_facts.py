@@ -18,8 +18,8 @@ def report_of(machine: int, epoch: float, how: str) -> Frame:
     version = "0" if how == "has another version" else VERSION
     facts = {
         **dict.fromkeys(("python", "torch", "hostname", "executable"), "x"), "version": version,
-        "machine": f"machine{machine}", "cores": 8, "gpus": [], "gpu_models": [], "addresses": [address], "port": 2000,
-        "pid": 100, "probe_port": 2001, "token": "00", "marker": None, "clock": epoch,
+        "machine": f"machine{machine}", "cores": 8, "gpus": [], "gpu_models": [], "addresses": [address],
+        "ports": [2000, 2002], "pid": 100, "probe_port": 2001, "token": "00", "marker": None, "clock": epoch,
         "problems": ["train.py: not there"] if how == "has a problem" else [],
     }  # fmt: skip
     return Frame("ready", facts)

@@ -162,6 +162,7 @@ class SnapshotDiskFull(Fault):
     """The disk on which a host writes snapshots is full for a while."""
 
     silences = hinders = False
+    stays = True
     host: int
     lasting: float
 

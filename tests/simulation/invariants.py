@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
 
 from dadt.control.agent_client import ANSWER_SECONDS
 from dadt.launch.agent.host_job import DEFAULT_GRACE
-from dadt.launch.ending.failure import Failure
 from dadt.launch.ending.outcome import Ended
 from dadt.launch.ending.preemption import Preempted
 from dadt.launch.ending.termination import END_SECONDS
 from dadt.launch.members.replacement import replaces
-from simulation.data_invariants import SnapshotInvariants, check_shares
-from simulation.fault import Struck
-from simulation.worker_peers import LIBRARY
+from simulation.data_invariants import check_shares
+from simulation.door import SRUN
+from simulation.fault import SOON_SECONDS, Struck
+from simulation.outcome_invariants import OutcomeInvariants
 from simulation.world import EPOCH, Broken
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ LATE_SECONDS = 4.0
 """A message takes at most so long where nothing is cut."""
 LET_IN_STEPS = 15
 """Within so many steps of the others a new worker trains with them, once it has started."""
-SOON_SECONDS = 2.5
-"""A failure within this time after the first one may come before it is known."""
 SILENT = re.compile(r"^host(\d+)(?: has heard nothing from| and) host(\d+).* no heartbeat comes through between them$")
 STARTS = re.compile(r"a new worker starts in place of rank (\d+)")
 TOLD_TO_END = re.compile(r"(host\d+) was told to end")
@@ -66,7 +63,6 @@ class Invariants:
         self._read = 0
         """How many lines to the user have been looked at."""
         self._lost: set[int] = set()
-        self.snapshots = SnapshotInvariants(job)
         self._agreed: dict[Connection, list[int]] = {}
         """For each connection the weights with which its ranks train on."""
 
@@ -84,9 +80,8 @@ class Invariants:
             patience = min(patience, ANSWER_SECONDS) if struck.hosts else patience
         lasted = sum(min(at, each.until) - each.at for each in self.struck if each.tries and each.at < at)
         waited = NOTICE_SECONDS + 1.5 * script.step_seconds + script.save_seconds
-        if (
-            at - self._job.begun < patience + 2 * script.start_seconds
-        ):  # who has not come yet is waited for since the start
+        # who has not come yet is waited for since the start
+        if min(at - patience, struck.at) - self._job.begun < 2 * script.start_seconds:
             waited += 2 * script.start_seconds
         return lasted + waited > patience
 
@@ -99,9 +94,9 @@ class Invariants:
     def guilty_ranks(self, at: float) -> set[int]:
         """Ranks that may be lost or blamed at this time."""
         guilty = [each for each in self.struck if (each.ranks or each.hosts) and self._is_guilty(each, at)]
-        return {rank for each in guilty for rank in self._ranks_of(each)}
+        return {rank for each in guilty for rank in self.ranks_of(each)}
 
-    def _ranks_of(self, struck: Struck) -> set[int]:
+    def ranks_of(self, struck: Struck) -> set[int]:
         """The ranks that a fault makes guilty."""
         return struck.ranks.union(*(self._job.ranks_of(host) for host in struck.hosts))
 
@@ -131,11 +126,11 @@ class Invariants:
         for at, _, text in said:
             self._check_line(at, text)
         now = self._job.world.now
-        for generation, until, text in launcher.open.values():
-            if generation < launcher.generation:
-                raise Broken(f"generation {launcher.generation} has begun, and a rank still waits: {text}")
-            if now > until:
-                raise Broken(f"a rank waits longer than it has asked for: {text}")
+        for question in launcher.open:
+            if question.generation < launcher.generation:
+                raise Broken(f"generation {launcher.generation} has begun, and a rank still waits: {question.text}")
+            if now > question.until:
+                raise Broken(f"a rank waits longer than it has asked for: {question.text}")
         if now > launcher.end_by and launcher.job is not None and not launcher.job.over:
             raise Broken("agents that were told to stop their workers are waited for too long")
 
@@ -175,7 +170,7 @@ class Invariants:
         told: Sequence[StepTold] = list(operation.values.values())
         if len({each.weights for each in told}) > 1:
             raise Broken(f"ranks train on with different weights in {operation.name}: {operation.values}")
-        self.snapshots.trained(operation.name, told[0])
+        self._job.run.snapshots.trained(operation.name, told[0])
         check_shares(told, connection.generation, redistribute=self._job.config.redistribute)
 
     def trains(self, worker: Rank) -> None:
@@ -227,7 +222,7 @@ class Invariants:
         self._check_silences(launcher)
         self._check_replaced(launcher)
         self._check_joined(launcher)
-        self._check_outcome(launcher)
+        OutcomeInvariants(self._job, self).check(launcher)
 
     def _check_start(self, launcher: Launcher) -> None:
         """Workers were not started, for a reason that there is."""
@@ -241,6 +236,8 @@ class Invariants:
         for text in told:
             named = {int(each) for each in re.findall(r"host(\d+)", text)} or set(range(self._job.hosts))
             late = LATE.search(text)
+            if SRUN in text and named - hosts:
+                continue  # it was ended for another one
             if late is None and not named & hosts:
                 raise Broken(f"it blames a host that has done nothing: {text}")
             heard = named - {host for each in self.struck for host in each.near}
@@ -328,95 +325,3 @@ class Invariants:
             due = max(at, mended) + SOON_SECONDS
             if still and due < launcher.ended_at and not any(again in told for later, told in lines if later > at):
                 raise Broken(f"the user is not told of the end of it: {text}")
-
-    def _check_outcome(self, launcher: Launcher) -> None:
-        outcome, error = launcher.outcome, launcher.error
-        ended = outcome is not None and (outcome.signal or outcome.preemption is not None)
-        too_late = launcher.heeds == {SIGTERM} and self._job.checkpoint_signal  # it does not hasten what has failed
-        if launcher.heeds and not ended and not too_late:
-            raise Broken(f"the user has sent {launcher.heeds}, which has not ended it")
-        by_user = any(each.user for each in self.struck)
-        if outcome is not None and (outcome.signal or outcome.preemption is not None):
-            if not by_user:
-                raise Broken("it ended as if the user had ended it")
-            return
-        if outcome is not None and outcome.failure is not None and outcome.failure.record is None:
-            ending = outcome.failure.ending
-            if (
-                ending.code
-                and not ending.stopped
-                and launcher.exit_code != (ending.code if ending.code > 0 else 128 - ending.code)
-            ):
-                raise Broken(f"it ended with exit code {launcher.exit_code}, and not that of its cause: {ending}")
-        if launcher.end_by < float("inf") and not launcher.exit_code:
-            raise Broken("it has told its workers to stop, and ended well")
-        if launcher.exit_code and self._enough_are_left:
-            raise Broken("enough ranks were left to train on, and it has failed")
-        if error is not None:
-            self._check_error(str(error))
-        elif outcome is not None and outcome.failure is not None:
-            self._check_blame(outcome.failure)
-        elif not self.struck and not self._job.number:
-            # Where nobody waits for another, the last average may have to wait for long.
-            warnings = [text for _, level, text in launcher.said if level == "warning"]
-            expected = ("in the last average", "the stacks of all ranks go to")  # the second follows the first
-            if warnings := [text for text in warnings if not any(each in text for each in expected)]:
-                raise Broken(f"nothing was wrong, and the user was warned: {warnings[0]}")
-        elif not self._job.config.min_np and (fatal := [each for each in self.struck if each.fatal]) and not by_user:
-            raise Broken(f"it ended well, though {fatal[0].text}")
-
-    @property
-    def _enough_are_left(self) -> bool:
-        """Whether ranks were killed, or stopped for good, while all trained, and nothing else was wrong, and --min-np
-        allows that."""
-        config = self._job.config
-        gone = all(each.fatal or (each.held and config.on_stall != "abort") for each in self.struck)
-        return config.min_np > 0 and gone and self._job.size - len(self._blamable) >= config.min_np
-
-    @property
-    def _blamable(self) -> set[int]:
-        """Ranks that may be blamed for the end of the job."""
-        return self.guilty_ranks(self._job.launcher.ended_at or self._job.world.now)
-
-    @property
-    def _blamable_hosts(self) -> set[int]:
-        return self.guilty_hosts(self._job.launcher.ended_at or self._job.world.now)
-
-    def _names_guilty(self, text: str) -> bool:
-        """Whether what a rank says that has waited for others names one of those for whom it was in vain."""
-        ranks = {int(each) for each in re.findall(r"rank (\d+)", text)}
-        hosts = {int(each) for each in re.findall(r"host(\d+)", text)}
-        return bool(ranks & self._blamable or hosts & self._blamable_hosts)
-
-    def _check_error(self, text: str) -> None:
-        named = re.match(r"host(\d+): ", text)
-        lone = self._job.hosts == 1
-        if not self._blamable_hosts or (not lone and (named is None or int(named[1]) not in self._blamable_hosts)):
-            raise Broken(f"it blames a host that has done nothing: {text}")
-
-    def _check_blame(self, failure: Failure) -> None:
-        rank = failure.ending.rank
-        if failure.record is not None and failure.record.type == "StartTimeout":  # its message says who did not come
-            named = {int(each) for each in re.findall(r"rank (\d+) \(", failure.record.message)}
-            if not named & self._blamable:
-                raise Broken(f"it blames ranks that have done nothing: {failure.record.message}")
-            return
-        told = " / ".join(failure.lines()[:3])
-        if not self._blamable:
-            raise Broken(f"it failed, though nothing was wrong: {told}")
-        if rank in {loss.rank for loss in self._watch.losses if loss.replaced is None}:
-            raise Broken(f"it blames rank {rank}, without which the others have trained on: {told}")
-        waited = failure.record is not None and failure.record.secondary
-        library = failure.record is not None and failure.record.message == LIBRARY
-        if library and (self._blamable_hosts or not self._job.config.min_np):
-            return  # its words know no more, and without --min-np the launcher is not asked
-        held = all(each.held for each in self.struck)
-        if rank not in self._blamable and (held or not (waited and self._names_guilty(told))):
-            raise Broken(f"it blames rank {rank}, which has done nothing: {told}")
-        fatal = [each for each in self.struck if each.fatal]
-        if self._job.config.min_np or not fatal:
-            return
-        first = fatal[0]
-        since = [each.at for each in self.struck if rank in self._ranks_of(each)]
-        if since and min(since) > first.at + SOON_SECONDS:
-            raise Broken(f"it blames rank {rank}, though before that {first.text}: {told}")

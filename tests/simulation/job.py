@@ -11,18 +11,19 @@ from dadt.control import schema
 from dadt.launch.ending.signals import of_checkpoint
 from dadt.launch.hosts.host import Host
 from dadt.launch.members.node import Node
+from dadt.launch.start import resume
 from simulation.agent import Agent
 from simulation.data import Connection, Connections, Operation
 from simulation.disk import Disk
 from simulation.invariants import Invariants
-from simulation.launcher import Launcher
+from simulation.launcher import LOGS, Launcher
+from simulation.starter import CONTROL_LATENCY, STARTERS, Starter
 from simulation.worker import Worker
 from simulation.world import World, frame_link
 
 if TYPE_CHECKING:
     from simulation.run import SimulatedRun
 
-CONTROL_LATENCY = 0.004
 REACH_SECONDS = 0.5
 """About how long it takes to start an agent."""
 UNREACHED_SECONDS = 2.0
@@ -51,8 +52,6 @@ class SimulatedJob:
         """Time and text of each line that workers print as they end."""
         self.workers: list[Worker] = []
         """All processes of workers there have been."""
-        self.disks: dict[int, Disk] = {}
-        """The disk of each host with the job's snapshots; only that of host 0 where all hosts share it."""
         clocks = [*self.scenario.clocks, *([0.0] * self.scenario.spares)]
         if before is not None:
             clocks = [before.machines[machine].clock for machine in range(len(clocks))]
@@ -67,11 +66,18 @@ class SimulatedJob:
         """What happens as the next operation ends whose name begins so, until it says that it has happened."""
         self.bad_starts: dict[int, list[str]] = before.bad_starts if before is not None else {}
         """What is the matter with a host as its agent is started, by the host's number, in each attempt to come."""
+        self.late_shims = run.late_shims
+        self.starter = Starter(self, ())
         self.launcher = Launcher(self, self.invariants.turned)
 
     def begin(self, hosts: Sequence[Host], number: int) -> None:
         """Start the agents of these hosts. number: how many attempts there were before."""
         self.number, self.begun = number, self.world.now
+        self.config = resume.configured(
+            self.config, LOGS, len(hosts), number, self.run.restarts.refused, self.run.snapshot_files
+        )
+        self.run.snapshots.begins(self)
+        self.starter = STARTERS[self.scenario.started_by](self, hosts)
         self.launcher.begin(hosts)
 
     def _connect(self, node: Node, agent: Agent) -> None:
@@ -93,6 +99,7 @@ class SimulatedJob:
 
     def join(self, node: Node) -> None:
         """Start the agent of a host that is to join."""
+        self.starter.joins(node)
         self._reach(node, machine_of(node), self.arrivals.pop(0) if self.arrivals else "")
 
     def _reach(self, node: Node, machine: int, how: str) -> None:
@@ -103,7 +110,14 @@ class SimulatedJob:
             world.after(UNREACHED_SECONDS, lambda: self.launcher.unreached(node, "no route to host"))
             return
         late = world.random.uniform(2.0, 1.2 * self.config.start_timeout) if how == "is reached late" else 0.0
-        world.after(late + world.spread(REACH_SECONDS), lambda: self._reached(node, machine, how))
+        world.after(late + world.spread(REACH_SECONDS), lambda: self._connects(node, machine, how))
+
+    def _connects(self, node: Node, machine: int, how: str) -> None:
+        """An agent is there."""
+        if machine in self.down:
+            self._reached(node, machine, how)
+        else:
+            self.starter.come(node, machine, lambda: self._reached(node, machine, how))
 
     def _reached(self, node: Node, machine: int, how: str) -> None:
         if node.ended or not self.launcher.expects:
@@ -124,7 +138,9 @@ class SimulatedJob:
 
     def placed(self, nodes: Sequence[Node], size: int) -> None:
         """The agents of these hosts, in this order, are to start so many workers."""
+        self.config = resume.settled(self.config, size, self.number, self.run.snapshot_files)
         self.size, self.begun = size, self.world.now
+        self.run.snapshots.placed(self)
         self.agents = [self.machines[machine_of(node)] for node in nodes]
         for place, agent in enumerate(self.agents):
             agent.index = place
@@ -154,10 +170,8 @@ class SimulatedJob:
 
     def disk_of(self, machine: int) -> Disk:
         """The disk on which the workers of a host write snapshots."""
-        number = 0 if self.scenario.shares_disk else machine
-        if number not in self.disks:
-            disk = self.disks[number] = Disk(lambda: self.invariants.snapshots.seen(disk))
-        return self.disks[number]
+        disks = self.run.disks
+        return disks.setdefault(0 if self.scenario.shares_disk else machine, Disk(self.run.snapshots.seen))
 
     def _completed(self, connection: Connection, operation: Operation) -> None:
         self.invariants.completed(connection, operation)

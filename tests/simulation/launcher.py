@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,17 +37,17 @@ from dadt.launch.start.orders import look, order_to_join, orders
 from dadt.launch.start.placement import Placed, place_workers
 from dadt.launch.start.plan import Plan
 from dadt.launch.start.startup import gather
+from simulation.open_questions import LATE_SECONDS, OpenQuestions, described
 from simulation.world import Alarm, Link
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
 
 JOB = "job"
+LOGS = Path("/work/dadt_logs", JOB)
 COMMAND = ("python", "train.py")
 HANG_UP_SECONDS = 4.0
 """How long agents may take to go once the launcher has hung up (dadt/launch/attempt.py)."""
-LATE_SECONDS = 1.0
-"""How late the launcher may be with what is due."""
 READ_SECONDS = 0.0005
 """What comes within this time is read at once."""
 
@@ -71,8 +70,7 @@ class Launcher:
         self.ended_at: float | None = None
         self.generation = 0
         """The newest that agents were told of."""
-        self.open: dict[tuple[Node, int], tuple[int, float, str]] = {}
-        """Questions of ranks that wait: their generation, when the answer has to come at last, and their text."""
+        self.open = OpenQuestions()
         self.end_by = float("inf")
         """When all has to be over, as agents were told to stop their workers."""
         self.heeds: set[int] = set()
@@ -85,10 +83,6 @@ class Launcher:
         """Nodes whose agents have not closed their connections."""
         self._close_by = float("inf")
         """When the launcher waits no longer for its agents to go, once it has hung up."""
-
-    @property
-    def _now(self) -> float:
-        return self.world.now
 
     @property
     def _epoch(self) -> float:
@@ -105,7 +99,7 @@ class Launcher:
         config = self._simulated.config
         self.nodes = [Node(index, host) for index, host in enumerate(hosts)]
         self._plan = Plan(config=config, command=COMMAND, hosts=hosts, cwd="/work")
-        self._contact = Contact(self.nodes, config.orphan_timeout, self._now)
+        self._contact = Contact(self.nodes, config.orphan_timeout, self.world.now)
         for node in self.nodes:
             self._simulated.start(node)
         self._outbox = Outbox()
@@ -121,7 +115,7 @@ class Launcher:
         config, nodes, outbox = self._simulated.config, self.nodes, self._outbox
         needs = {"all_needed": not config.min_np, "again": self._simulated.number > 0}
         candidates = self._run.discovery.candidates
-        now = yield from gather(nodes, config.start_timeout, JOB, candidates, outbox, self._now, **needs)
+        now = yield from gather(nodes, config.start_timeout, JOB, candidates, outbox, self.world.now, **needs)
         return (yield from place_workers(self._plan, nodes, JOB, outbox, now))
 
     def _advance(self, now: float) -> None:
@@ -141,14 +135,14 @@ class Launcher:
 
     def _place(self, placed: Placed) -> None:
         """The rest of Attempt._place, Attempt._prepare, and the order to start the workers."""
-        simulated, now = self._simulated, self._now
+        simulated, now = self._simulated, self.world.now
         self._outbox.empty(self._perform)
-        self._placed = replace(placed, restarts=simulated.number)
         self.slots = placed.slots
         simulated.placed(self.nodes, len(self.slots))
+        self._placed = replace(placed, restarts=simulated.number, config=simulated.config)
         candidates = self._run.discovery.candidates
         joining = candidates if simulated.scenario.joins else None
-        job = self.job = Job(placed.config, self.nodes, self.slots, Path("logs"), now, self._epoch, joining)
+        job = self.job = Job(simulated.config, self.nodes, self.slots, LOGS, now, self._epoch, joining)
         candidates.served((node.host for node in self.nodes), now)
         job.start(orders(self._placed), now, self._epoch)
         self._carry_out(job)
@@ -173,6 +167,7 @@ class Launcher:
 
     def _end_of(self, node: Node, why: str) -> None:
         self._open_ends.discard(node)
+        node.closed = True
         if self.ended_at is not None:
             self._close()
         if node.ended or self.ended_at is not None:
@@ -180,12 +175,16 @@ class Launcher:
         if node.done and not why:
             node.ended = True
         else:
-            self._lose(node, why or "the connection was closed")
+            self._lose(node, why or "the connection was closed", self._simulated.starter.explains_in())
 
-    def _lose(self, node: Node, why: str) -> None:
+    def _lose(self, node: Node, why: str, seconds: float = 0.0) -> None:
+        """seconds: how long the launcher waits to learn why the agent is gone."""
         node.ended = True
         self.down[node].close()
         self._put(node, Frame("lost", {"message": why, "time": self._epoch}))
+        if seconds:
+            self.stop()
+            self.world.after(seconds, self.go_on)
 
     def connected(self, node: Node) -> None:
         """The agent of a host runs."""
@@ -212,7 +211,7 @@ class Launcher:
         """`dadt kill` asks this job to end."""
         assert self.job is not None
         self.heeds.add(SIGTERM)
-        self.job.kill(self._now)
+        self.job.kill(self.world.now)
         self._carry_out(self.job)
 
     def _wake(self) -> None:
@@ -260,7 +259,7 @@ class Launcher:
             self._run.poll()
         while self._events:
             event = self._next_event()
-            self._note_question(event)
+            self.open.note(event)
             job.take(event)
             self._carry_out(job)
         job.turn(now)
@@ -272,7 +271,7 @@ class Launcher:
     def _next_event(self) -> Event:
         event = self._events.pop(0)
         if self.world.log is not None and event.frame.kind not in ("beat", "numbers"):
-            self.world.note("launcher", f"hears from {event.node.name or 'the host'}: {_shown(event.frame)}")
+            self.world.note("launcher", f"hears from {event.node.name or 'the host'}: {described(event.frame)}")
         return event
 
     def _carry_out(self, job: Job) -> None:
@@ -282,7 +281,7 @@ class Launcher:
         match action:
             case SendFrame(frame, node):
                 if self.world.log is not None:
-                    self.world.note("launcher", f"sends {_shown(frame)}")
+                    self.world.note("launcher", f"sends {described(frame)}")
                 self._note_order(action)
                 if node is None:
                     self._send_all(frame)
@@ -310,25 +309,13 @@ class Launcher:
             case WriteJournal(kind, facts):
                 self.world.note("launcher", f"writes down {kind}: {facts}")
 
-    def _note_question(self, event: Event) -> None:
-        frame = event.frame
-        if frame.kind in ("exchange", "reconnect", "approach"):
-            until = event.now + frame["timeout"] + LATE_SECONDS
-            generation = sys.maxsize if frame.kind == "approach" else frame.get("generation", 0)
-            self.open[event.node, frame["line"]] = generation, until, _shown(frame)
-        elif frame.kind == "exit":  # nobody waits for its answers any more
-            gone = f"approach rank {frame['rank']},"
-            self.open = {asked: facts for asked, facts in self.open.items() if not facts[2].startswith(gone)}
-        elif frame.kind == "lost":
-            self.open = {asked: facts for asked, facts in self.open.items() if asked[0] is not event.node}
-
     def _note_order(self, action: SendFrame) -> None:
         frame = action.frame
         if frame.kind == "answer" and frame["answer"]["kind"] == "peers":
             for peer in frame["answer"]["peers"]:
                 self._simulated.invariants.check_state(peer)
         if frame.kind == "answer" and action.node is not None:
-            self.open.pop((action.node, frame["line"]), None)
+            self.open.answered(action.node, frame["line"])
         elif frame.kind == "regroup":
             self.generation = frame["generation"]
         elif frame.kind in ("stop", "interrupt", "preempt") and "natural" not in frame.header:
@@ -354,8 +341,9 @@ class Launcher:
     def _judge(self, job: Job) -> None:
         candidates = self._run.discovery.candidates
         for node in self.nodes:
+            node.ended = True
             if node.failed:
-                candidates.failed(node.host, self.world.now)
+                candidates.failed(node.host, self.world.now, node.busy_until(self._simulated.config.orphan_timeout))
         try:
             self._end(job.judge(self.world.now, [], []), None, at_once=job.overdue)
         except DadtError as error:
@@ -369,6 +357,7 @@ class Launcher:
         self._simulated.invariants.ended()
         for wire in self.down.values():
             wire.close()
+        self._simulated.starter.close()
         self._close_by = self.world.now + (0.0 if at_once else HANG_UP_SECONDS)
         self._close()
 
@@ -385,15 +374,17 @@ class Launcher:
     def die(self) -> None:
         """The process ends, and its connections with it."""
         self.ended_at = self.ended_at or self.world.now
-        self._run.die()
-        for wire in self.down.values():
-            wire.close()
+        self._leave(Link.close)
 
     def crash(self) -> None:
         """Its machine is gone."""
+        self._leave(Link.vanish)
+
+    def _leave(self, end: Callable[[Link], None]) -> None:
         self._run.die()
+        self._simulated.starter.close()
         for wire in self.down.values():
-            wire.vanish()
+            end(wire)
 
     def stop(self) -> None:
         self.process.stop()
@@ -407,7 +398,3 @@ class Launcher:
         if self.error is not None:
             return self.error.exit_code
         return self.outcome.exit_code if self.outcome is not None else None
-
-
-def _shown(frame: Frame) -> str:
-    return f"{frame.kind} {', '.join(f'{name} {value}' for name, value in frame.header.items())}"[:300]

@@ -14,6 +14,8 @@ from dadt.launch.ending.outcome import Outcome
 from dadt.launch.ending.restart import NoteRestart, Restarts
 from dadt.launch.hosts.discovery import ASK_SECONDS, Discovery
 from dadt.launch.hosts.host import Host
+from simulation.data_invariants import SnapshotInvariants
+from simulation.disk import Disk, DiskSnapshots
 from simulation.fault import Fault
 from simulation.job import SimulatedJob
 from simulation.run_invariants import RunInvariants
@@ -75,13 +77,23 @@ class SimulatedRun:
         """What the script of a rank raises in each attempt to come."""
         self.refuses: dict[int, Callable[[int], Exception | None]] = {}
         """Whether the script of a rank can go on from its snapshot, by the number of the restart."""
+        self.late_shims: dict[int, float] = {}
+        """Seconds by which mpirun starts the shim of a rank later than others."""
         self._told_to_wait = False
         """Whether it has waited since it last looked, so that it has heeded signals."""
         self._asked = self._taken = 0
         self._answer: Sequence[Host] | ConfigError | None = None
         self._hosts: Sequence[Host] = ()
+        self.disks: dict[int, Disk] = {}
+        """The disk of each host with the job's snapshots; only that of host 0 where all hosts share it."""
+        self.snapshots = SnapshotInvariants(self)
         self.invariants = RunInvariants(self)
         self.attempts = [SimulatedJob(self)]
+
+    @property
+    def snapshot_files(self) -> DiskSnapshots:
+        """The snapshots that the launcher sees, which shares a disk with host 0."""
+        return DiskSnapshots(self.attempt.disk_of(0))
 
     @property
     def attempt(self) -> SimulatedJob:

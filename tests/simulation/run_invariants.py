@@ -43,12 +43,14 @@ class RunInvariants:
         """The agents of an attempt on these hosts are about to be started."""
         run = self._run
         before = run.attempts[:-1]
-        self._check_hosts(before, {host.name for host in hosts})
+        names = {host.name for host in hosts}
+        self._check_hosts(before, names)
         for other in before:
             guilty = other.invariants.guilty_hosts(run.world.now)
             for agent in other.every_agent:
-                stands = agent.process.stops or agent.machine in guilty
-                if not stands and (agent.process.alive or agent.left):
+                used = agent.process.name in names or attempt.hosts == 1
+                stands = agent.process.stops or agent.machine in guilty  # or has just gone on
+                if used and not stands and (agent.process.alive or agent.left):
                     raise Broken(f"an attempt starts while {agent.process.name} still runs one before")
         attempt.resumes = bool(before) and not run.restarts.refused
         refused = sum(other.resumes and _refused(other.launcher.outcome) for other in before)
@@ -114,8 +116,7 @@ class RunInvariants:
         """Nothing is left to happen."""
         self._check_left()
         run = self._run
-        for attempt in run.attempts:
-            attempt.invariants.snapshots.ended(whole=not attempt.invariants.struck)
+        run.snapshots.ended()
         if run.outcome is None and run.error is None:
             return  # it was killed
         self._check_words(str(run.error) if run.error is not None else "")

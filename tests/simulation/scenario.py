@@ -33,6 +33,8 @@ class Scenario:
     """Hosts beside those of the job."""
     discovers: bool
     """Whether it is asked for hosts again and again, as a script names them."""
+    started_by: str
+    """Who starts the agents: a key of STARTERS."""
     early: bool
     """Whether the times of all faults begin with `dadt run`, and not with the first workers."""
     faults: tuple[Fault, ...]
@@ -66,6 +68,7 @@ class Scenario:
 KNOBS = (
     "algorithm", "executor", "min_np", "timeout", "start_timeout", "stall_warning", "on_stall", "grace",
     "orphan_timeout", "heartbeat_timeout", "checkpoint_signal", "snapshot_every", "redistribute", "max_restarts",
+    "launcher",
 )  # fmt: skip
 
 
@@ -130,7 +133,29 @@ def draw(seed: int) -> Scenario:
     early = random.random() < 0.15
     knobs["max_restarts"] = random.choice([0, 1, 2, 3]) if random.random() < 0.2 else 0
     drawn += start_draws.draw(random, hosts, size, knobs["max_restarts"], discovers=discovers)
+    if knobs["max_restarts"] and knobs["snapshot_every"] != "never" and random.random() < 0.7:
+        # A snapshot is complete when it is started again, at times on fewer hosts.
+        fewer = hosts > 1 and random.random() < 0.4
+        script = replace(script, steps=script.steps + (30 if fewer else 8))
+        most = 0 if fewer else knobs["max_restarts"]
+        drawn = (*drawn[:1], *start_draws.draw_end(random, hosts, per_host, script, most))
+        if fewer:
+            knobs["min_np"], knobs["redistribute"] = size - per_host, random.random() < 0.5
+        elif random.random() < 0.5:
+            knobs["min_np"], knobs["redistribute"], knobs["compression"] = 0, False, "none"
+    shares_disk = random.random() < 0.7
+    started_by = "ssh"
+    if hosts > 1 and not discovers:
+        if not joins and random.random() < 0.25:
+            started_by = "slurm"
+        elif not knobs["min_np"] and random.random() < 0.25:
+            started_by = knobs["launcher"] = "mpi"
+            drawn += start_draws.draw_shims(random, size)
+        elif random.random() < 0.3:
+            started_by = "ray" if joins or random.random() < 0.5 else "hand"
+        if started_by != "ssh":
+            drawn += start_draws.draw_calls(random)
     return Scenario(
-        seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, discovers, early, drawn,
-        shares_disk=random.random() < 0.7,
+        seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, discovers, started_by, early, drawn,
+        shares_disk,
     )  # fmt: skip

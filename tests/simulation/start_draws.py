@@ -7,17 +7,23 @@ from random import Random
 from signal import SIGINT, SIGTERM
 
 from simulation.fault import FOR_GOOD, Fault
+from simulation.host_faults import AgentKilled, HostCrashes
+from simulation.link_faults import ControlCut
 from simulation.start_faults import (
     WAYS_TO_START,
     HostListFails,
     HostsNotThere,
     HostStartsBadly,
+    LauncherIsFull,
     NothingResumes,
     ScriptFailsAlike,
+    ShimIsLate,
+    StrangersCall,
     UserKills,
 )
 from simulation.user_faults import UserSignals
-from simulation.worker_faults import WorkerKilled
+from simulation.worker_faults import ScriptRaises, WorkerKilled
+from simulation.worker_script import Script
 
 PROBLEMS = ("ended with code 3: down", "its line 2: 'h1:two' is no host", "took longer than 10 s")
 
@@ -53,3 +59,39 @@ def draw(random: Random, hosts: int, ranks: int, restarts: int, *, discovers: bo
             drawn.append(WorkerKilled(at, rank))
             drawn.append(UserSignals(at + random.uniform(0.0, 0.8), SIGTERM, FOR_GOOD))
     return tuple(drawn)
+
+
+def draw_calls(random: Random) -> tuple[Fault, ...]:
+    """Who calls at the port where agents are awaited, and what the launcher lacks then."""
+    drawn: list[Fault] = []
+    if random.random() < 0.4:
+        drawn.append(StrangersCall(random.uniform(0.0, 2.0), random.choice([1, 30, 500]), random.choice([1, 3, 500])))
+    if random.random() < 0.3:
+        drawn.append(LauncherIsFull(random.uniform(0.0, 1.0), random.uniform(0.1, 4.0)))
+    return tuple(drawn)
+
+
+def draw_shims(random: Random, ranks: int) -> tuple[Fault, ...]:
+    """What goes wrong as mpirun starts the workers."""
+    seconds = random.choice([random.uniform(0.0, 10.0), FOR_GOOD])
+    return (ShimIsLate(0.0, random.randrange(ranks), seconds),) if random.random() < 0.15 else ()
+
+
+def draw_end(random: Random, hosts: int, per_host: int, script: Script, times: int) -> tuple[Fault, ...]:
+    """What ends a job up to so many times while it trains, and takes snapshots; 0: once, after it has lost a host."""
+    rank, host = random.randrange(hosts * per_host), random.randrange(hosts)
+    at = 2 * script.start_seconds + random.uniform(0.0, 8 * script.step_seconds + 3.0)
+    if not times:
+        lost = (rank // per_host + random.randrange(1, hosts)) % hosts
+        return HostCrashes(at, lost), WorkerKilled(at + random.uniform(1.0, 20.0), rank)
+    ends: list[Callable[[float], Fault]] = [
+        lambda at: WorkerKilled(at, rank),
+        lambda at: ScriptRaises(at, rank),
+        lambda at: AgentKilled(at, host),
+        lambda at: HostCrashes(at, host),
+        lambda at: ControlCut(at, host, True, random.random() < 0.5, random.choice([20.0, FOR_GOOD])),
+    ]
+    ats = [at]
+    while len(ats) < times and random.random() < 0.5:
+        ats.append(ats[-1] + random.uniform(4.0, 20.0))
+    return tuple(random.choice(ends)(at) for at in ats)

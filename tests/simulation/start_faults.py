@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dadt.errors import NotResumed
+from simulation.door import Caller
 from simulation.fault import Fault, later
 from simulation.worker_script import ScriptError
 
@@ -119,3 +120,58 @@ class UserKills(Fault):
         elif run.process.runs and job.launcher.job is not None and job.launcher.expects:
             self._struck(job, "the user kills the job", user=True)
             job.launcher.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class StrangersCall(Fault):
+    """Some who do not know the job's key, or who have the name of a host that has come, call where agents are
+    awaited."""
+
+    from_start = True
+    silences = hinders = False
+    count: int
+    addresses: int
+    """From how many hosts."""
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (door := job.starter.door) is None:
+            return
+        job.world.note("fault", f"{self.count} strangers call from {self.addresses} hosts")
+        random = job.world.random
+        for number in range(self.count):
+            came = [node.name for node in job.launcher.down]
+            name = random.choice(["", "", "nobody", *came])
+            address = f"10.1.{number % self.addresses >> 8}.{number % self.addresses & 255}"
+            caller = Caller(address, 0.001, name, lambda: None, lambda: None)
+            job.world.after(random.random() * 0.5, lambda caller=caller: door.call(caller))  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherIsFull(Fault):
+    """The launcher has no descriptors left for a while, so that nobody who calls gets in."""
+
+    from_start = True
+    silences = hinders = False
+    lasting: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        if (door := job.starter.door) is not None:
+            job.world.note("fault", f"the launcher has no descriptors left for {self.lasting:.1f} s")
+            door.full = True
+            later(job, self.lasting, lambda: setattr(door, "full", False))
+
+
+@dataclass(frozen=True, slots=True)
+class ShimIsLate(Fault):
+    """mpirun starts a rank later than the others, or never."""
+
+    from_start = True
+    silences = hinders = False
+    stays = True
+    rank: int
+    late: float
+
+    def strike(self, job: SimulatedJob) -> None:
+        host = self.rank // job.per_host
+        self._struck(job, f"mpirun starts rank {self.rank} {self.late:.1f} s late", hosts=frozenset([host]))
+        job.run.late_shims[self.rank] = min(self.late, 1e6)

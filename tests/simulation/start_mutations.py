@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dadt.control.absence import Absence, Deadline
+from dadt.control.accept import Entrance
 from dadt.errors import ConfigError, StartTimeout
 from dadt.launch.ending import restart
 from dadt.launch.ending.restart import Restarts
 from dadt.launch.ending.termination import Termination
 from dadt.launch.hosts.candidates import Candidates
 from dadt.launch.hosts.discovery import Discovery
+from dadt.launch.launchers.connect_back import ConnectBackLauncher
 from dadt.launch.start import startup
 from simulation import launcher
 
@@ -94,6 +96,9 @@ START_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "the time in which the launcher slept is the hosts' silence": (Absence, "lasted", lambda self, patience, now: 0.0),
     "a host with a problem takes part": (startup, "problem_of", lambda ready, host="": ""),
     "a job starts without hosts that it needs": (launcher, "gather", lenient),
+    "strangers who call are never sent away": (Entrance, "_drop_one", never),
+    "who calls is never sent away where descriptors lack": (Entrance, "_turn_away", nothing),
+    "an agent that comes twice is let in": (ConnectBackLauncher, "_greet", lambda self, hello: {}),
     "a job that is told to end while it fails is started again": (Termination, "preempt", untold),
 }
 """Each fault by what it is: what it replaces, and by what."""

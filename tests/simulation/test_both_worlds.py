@@ -59,7 +59,7 @@ def struck(victim: SimulatedVictim, options: tuple[str, ...], size: int, steps: 
     scenario = Scenario(
         seed=seed, hosts=hosts, per_host=size // hosts, clocks=(0.0,) * hosts, script=script, joins=False, spares=0,
         config=Config(np=size, **{name: parse(name, text) for name, text in knobs.items()}),
-        discovers=False, early=False, faults=tuple(victim.faults), shares_disk=False,
+        discovers=False, started_by="ssh", early=False, faults=tuple(victim.faults), shares_disk=False,
     )  # fmt: skip
     run = SimulatedRun(scenario)
     run.run()

@@ -9,8 +9,9 @@ from unittest.mock import patch
 import pytest
 
 from simulation.comm_faults import NamedFault, RankDies, SendsNonsense
-from simulation.comm_gossip import GossipJob, GossipRank, draw_gossip
+from simulation.comm_gossip import GossipJob, draw_gossip
 from simulation.comm_gossip_faults import IsReplaced
+from simulation.comm_gossip_rank import GossipRank
 from simulation.comm_negotiation import NegotiationJob
 from simulation.comm_scenario import NamedTensor, NamedTensors, draw_tensors
 

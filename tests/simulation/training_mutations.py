@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from dadt.config import Config
 from dadt.control import snapshot_parts
 from dadt.control.frame import Frame
 from dadt.control.snapshot_parts import Source
@@ -14,6 +16,7 @@ from dadt.inject.data.division import Division
 from dadt.inject.replay.snapshot_timing import SnapshotTiming
 from dadt.launch.members import generation, membership
 from dadt.launch.members.handovers import Handovers
+from dadt.launch.start import resume
 from dadt.train.loss import position
 from dadt.train.loss.position import Course
 
@@ -52,6 +55,19 @@ def not_handed(*given: Any) -> Frame:
     return told
 
 
+def of_any_attempt(parts: Any) -> Any:
+    newest = max(part["generation"] for part in parts.values())
+    return {rank: parts[rank] for rank in sorted(parts) if parts[rank]["generation"] == newest}
+
+
+def from_the_start(config: Config, *given: Any) -> Config:
+    return replace(config, resume="")
+
+
+def never_refused(config: Config, logs: Path, hosts: int, restarts: int, refused: bool, *files: Any) -> Config:
+    return configured(config, logs, hosts, restarts, False, *files)
+
+
 def exact(parts: Any, rank: int, world_size: int) -> Source:
     found = source(parts, rank, world_size)
     return replace(found, is_exact=found.own is not None)
@@ -70,6 +86,7 @@ def once_taken(self: SnapshotTiming, step: int, most_late: int, **state: bool) -
 
 
 decide, source, takes = position.decide, snapshot_parts.source, SnapshotTiming.takes
+configured = resume.configured
 
 TRAINING_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a rank that is behind takes no weights": (position, "decide", without_weights),
@@ -85,6 +102,10 @@ TRAINING_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "the oldest snapshots are kept": (snapshot_parts, "outdated", lambda complete: complete[2:]),
     "each rank resumes with all that was its own": (snapshot_parts, "source", exact),
     "no rank is the first of its host after a loss": (membership, "regroup", nobody_first),
+    "parts of any attempt make a snapshot complete": (snapshot_parts, "taken_together", of_any_attempt),
+    "a restart leaves snapshots that are too new": (snapshot_parts, "superseded", lambda taken, last: []),
+    "a restart goes on from the first step": (resume, "settled", from_the_start),
+    "a script that could not go on is given the snapshot again": (resume, "configured", never_refused),
     "one snapshot is taken, and no other": (SnapshotTiming, "takes", once_taken),
 }
 """Each fault by what it is: what it replaces, and by what."""

@@ -10,9 +10,10 @@ from dadt import errors
 from dadt.config import Config
 from dadt.control.agent_client import ANSWER_SECONDS, report_seconds
 from dadt.control.frame import Frame
-from dadt.errors import CommError, CommTimeout, DadtError, StartTimeout
+from dadt.errors import CommError, CommTimeout, DadtError, PeerLost, StartTimeout
+from dadt.inject.replay.replay import NEWS_SECONDS
 from dadt.train.approaches import Approach, Approaches
-from simulation.worker_handover import Newcomer, WorkerHandover
+from simulation.worker_handover import REPLAYED, Newcomer, WorkerHandover
 from simulation.worker_peers import WorkerPeers
 from simulation.worker_script import Exit, Interrupted, Script, ScriptError
 from simulation.worker_snapshots import WorkerSnapshots
@@ -236,16 +237,21 @@ class Worker:
         newcomer = Newcomer(self) if joins and self.peers.together else None
         if newcomer is not None:
             yield from newcomer.replay()
+        elif self.config.resume:
+            yield from self._replay()
         claimed = yield from self.ask("claim")
         early = self.saves_raised
         self.saves_heard = self._saves_done = self.saves_agreed = claimed["saves"]
         self.saves_raised = self._saves_done + early
-        self.report("listen")
-        self.peers.deaths.listening = True
+        if not self.peers.deaths.listening:
+            self.report("listen")
+            self.peers.deaths.listening = True
         yield from self.peers.begin()
         if newcomer is not None:
             yield from newcomer.take_state()
         yield from self.training.join()
+        if self.config.resume and newcomer is None:
+            yield from self._exchange("resumed")
         while max(0, self.step) < script.steps:
             yield from self.training.begin_pass()
             if self.peers.together:
@@ -265,6 +271,32 @@ class Worker:
                 yield self.sleep(script.save_seconds)
                 if script.ends_when_saved:
                     break
+
+    def _replay(self) -> Steps:
+        """Run the script up to the snapshot that the job goes on from (dadt/inject/replay/replay.py)."""
+        content = self.agent.job.run.snapshots.read(self)
+        yield from self._exchange("replay")
+        yield self.sleep(content.step * self.script.step_seconds * REPLAYED)
+        self.training.resume(content.step, content.weights)
+        self.snapshots.goes_on_from(content.step)
+
+    def _exchange(self, what: str) -> Steps:
+        """What Replay._exchange does."""
+        deaths = self.peers.deaths
+        if not deaths.listening:
+            self.report("listen")
+            deaths.listening = True
+        number = deaths.await_newer(0, 0.0)
+        while self.agent.job.size > 1:
+            try:
+                yield from self.ask("exchange", self.config.start_timeout, key=what, generation=number)
+                return
+            except PeerLost:
+                before, until = number, self.world.now + NEWS_SECONDS
+                while (number := deaths.await_newer(before, 0.0)) == before and self.world.now < until:
+                    yield self.sleep(until - self.world.now, self.peers.news)
+                if number == before:
+                    raise
 
     def _check_doom(self) -> None:
         if self.doom is not None:
@@ -297,7 +329,7 @@ class Worker:
         if failed or self.preempted or self.apart or self.peers.connection is None:
             self.peers.abort(CommError("has left"))
             return
-        self.report("ending", steps=max(0, self.step))
+        self.report("ending", steps=max(0, self.step), gathered=self.training.gatherings.count)
         arrived = False
         try:
             with self.peers.within():

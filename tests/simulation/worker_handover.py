@@ -12,7 +12,7 @@ from dadt.errors import PeerLost
 from dadt.inject.replay.handover import TRIES
 from dadt.inject.replay.newcomer import NEAR_SECONDS, ROUNDS
 from dadt.train.approaches import Approach
-from simulation.worker_peers import Work
+from simulation.data import Work
 from simulation.worker_thread import Steps
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dadt.control.frame import Frame
 from dadt.control.worker_line import parts
 from dadt.errors import CommError, CommTimeout, DadtError, Mismatch, PeerLost, StartTimeout, Unproved
 from dadt.train.loss.recovery import REGROUP_SECONDS
-from simulation.data import Connection
+from simulation.data import Connection, Work
 from simulation.worker_script import Interrupted
 from simulation.worker_thread import Steps, Thread, Wait
 
@@ -22,33 +22,6 @@ if TYPE_CHECKING:
 
 LIBRARY = "Gloo connectFullMesh failed: timed out"
 """What a library says that connects ranks where it waits in vain."""
-
-
-class Work:
-    """An operation of a rank's engine: what it gives, or the error that it ends with."""
-
-    def __init__(self) -> None:
-        self.lanes: Sequence[Any] = ()
-        self.error: CommError | None = None
-        self.done = False
-        self.waiting: list[Wait] = []
-
-    def end(self, given: Any) -> None:
-        """It is over, with what each rank has given or with an error."""
-        self.done = True
-        if isinstance(given, CommError):
-            self.error = given
-        else:
-            self.lanes = given
-        for each in self.waiting:
-            each.give()
-
-    def wait(self, timeout: float) -> None:
-        """Raise its error, or CommTimeout if it is not over."""
-        if self.error is not None:
-            raise self.error
-        if not self.done:
-            raise CommTimeout("it is under way")
 
 
 class WorkerPeers:
@@ -72,7 +45,7 @@ class WorkerPeers:
         self.mismatch_is_told = self.config.executor in ("shm", "tcp")
         """Whether ranks that are in different operations get an error that names the mismatch."""
         self._told_of = ""
-        self._news: list[Wait] = []
+        self.news: list[Wait] = []
         self._regrouping = False
         self._background: Thread | None = None
         self._error: BaseException | None = None
@@ -103,13 +76,13 @@ class WorkerPeers:
             self._reconnect(None)
 
     def _wake_all(self) -> None:
-        news, self._news = self._news, []
+        news, self.news = self.news, []
         for wait in news:
             wait.give()
 
     def _await_news(self, seconds: float) -> Steps:
         if not self.deaths.await_news(0):
-            yield self._worker.sleep(max(0.0, seconds), self._news)
+            yield self._worker.sleep(max(0.0, seconds), self.news)
         return self.deaths.await_news(0)
 
     @property
@@ -123,9 +96,9 @@ class WorkerPeers:
         self._check_background()
         return (yield from self.wait(self.begin_operation(name, value), name))
 
-    def begin_operation(self, name: str, value: Any) -> Work:
+    def begin_operation(self, name: str, value: Any, gathering: int | None = None) -> Work:
         """Begin an operation of the engine, which another thread carries out."""
-        work = Work()
+        work = Work(gathering)
         if self.connection is None:
             work.end([value])
         else:
@@ -138,7 +111,7 @@ class WorkerPeers:
         while not work.done:
             yield self._worker.sleep(PATIENCE, work.waiting)
             if not work.done:
-                yield from self._look(name, self.world.now - begun)
+                yield from self._look(work, name, self.world.now - begun)
         if work.error is not None:
             if not self.survives:
                 yield from self._name(work.error)
@@ -152,16 +125,22 @@ class WorkerPeers:
         if (yield from self._await_news(NAME_SECONDS)):
             self.deaths.check()
 
-    def _look(self, name: str, waited: float) -> Steps:
-        """What Stall.look does."""
+    def _look(self, work: Work, name: str, waited: float) -> Steps:
+        """What Ranks._look and Stall.look do."""
         worker = self._worker
+
+        def launched(peer: dict[str, Any]) -> bool:
+            if work.gathering is not None:
+                return bool(peer["gathered"] > work.gathering)
+            return worker.closing or peer["step"] > self._step
+
         answer = yield from worker.ask("peers", generation=self.generation)
+        if work.done:
+            return
         peers = [each for each in answer["peers"] if each["rank"] != worker.rank]
         who = ", ".join(f"rank {each['rank']} {each['state']}" for each in peers)
         try:
-            before = None if worker.closing else self._step
-            ended = [each for each in peers if each["said"].startswith("has ended")]
-            if before is not None and any(each["step"] <= before for each in ended):
+            if not all(launched(each) for each in peers if each["said"].startswith("has ended")):
                 raise Mismatch(f"rank {worker.rank} is in {name}, {who}: the ranks do not run the same steps")
             if waited > self.config.timeout:
                 raise CommTimeout(f"waited {waited:.0f} s in {name}: {who}")
@@ -240,7 +219,7 @@ class WorkerPeers:
         looked = begun = self.world.now
         work = self.begin_operation("connecting", None)
         while not work.done:
-            yield worker.sleep(0.5, work.waiting, self._news)
+            yield worker.sleep(0.5, work.waiting, self.news)
             if work.done:
                 break
             if self.survives and self.deaths.outdated:
@@ -388,7 +367,7 @@ class WorkerPeers:
             self._reconnect(error)
         deadline = self.world.now + self.config.timeout + self.config.start_timeout
         while self._background is not None and self.world.now < deadline:
-            yield self._worker.sleep(1.0, self._news)
+            yield self._worker.sleep(1.0, self.news)
         if self._error is not None:
             raise self._error
         if self._background is not None or self._count == before:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dadt.config.check import NEVER, snapshot_interval
+from dadt.control import snapshot_parts
+from dadt.errors import NotResumed
 from dadt.inject.replay.snapshot_timing import SnapshotTiming
 from simulation.disk import Content
 from simulation.worker_thread import Steps, Thread, Wait
@@ -25,6 +28,8 @@ class WorkerSnapshots:
     def __init__(self, worker: Worker) -> None:
         self._worker, self._disk = worker, worker.agent.disk
         self.taken = worker.config.snapshot_every != NEVER
+        self.shares = worker.agent.job.size
+        """Among how many ranks the job's data was divided as it began."""
         self._timing = SnapshotTiming(snapshot_interval(worker.config.snapshot_every)[0] if self.taken else 0)
         self._open: tuple[Content, dict[str, Any]] | None = None
         self._written = 0
@@ -37,12 +42,30 @@ class WorkerSnapshots:
         worker = self._worker
         step = worker.step
         if step >= self._timing.next and self._timing.takes(step, SYNC_EVERY, possible=True, rests=True):
-            peers, first = worker.peers, worker.peers.first
+            peers, first, attempt = worker.peers, worker.peers.first, worker.agent.job.number
             told = {
-                "members": list(peers.members), "generation": peers.generation, "common": first, "next": f"{step}",
-                "shares": worker.agent.job.size, "world": worker.agent.job.size,
+                "members": list(peers.members), "attempt": attempt, "generation": peers.generation, "common": first,
+                "next": f"{step}", "shares": self.shares, "world": worker.agent.job.size, "seed": worker.config.seed,
+                "step": step,
             }  # fmt: skip
-            self._open = Content(worker.rank, step, tuple(worker.training.weights), peers.generation), told
+            weights = tuple(worker.training.weights)
+            self._open = Content(worker.rank, step, weights, peers.generation, attempt), told
+
+    def read(self) -> Content:
+        """The snapshot that the job goes on from, as this rank sees it (StoredSnapshot). Raises NotResumed."""
+        worker, folder = self._worker, Path(self._worker.config.resume)
+        step, size = int(folder.name), worker.agent.job.size
+        if not (parts := self._disk.parts(step)):
+            raise NotResumed(f"{folder}: has no whole part: resume from another one")
+        source = snapshot_parts.source(parts, worker.rank, size)
+        told = parts[source.common if source.own is None else source.own]
+        self.shares = told["shares"]
+        content = self._disk.files(step, source.common).content
+        assert content is not None
+        return content
+
+    def goes_on_from(self, step: int) -> None:
+        self._timing.goes_on_from(step)
 
     @property
     def plan(self) -> list[int]:
@@ -92,9 +115,12 @@ class WorkerSnapshots:
             disk.discard(step, content.rank)
             worker.report("say", text="no snapshot: No space left on device", level="warning")
             return
+        if not disk.holds(step, content.rank, files):
+            worker.report("say", text="no snapshot: No such file or directory", level="warning")
+            return
         files.content = content
         worker.agent.job.comes_to("describing a snapshot", worker.rank)
         yield worker.sleep(RENAME_SECONDS)
-        disk.describe(step, content.rank, told)
+        disk.describe(files, told)
         if told["common"]:
             disk.drop_old()

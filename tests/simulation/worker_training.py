@@ -11,8 +11,7 @@ from dadt.inject.data.share import PerRank, StepShare
 from dadt.train.loss import position
 from dadt.train.loss.gathering import Gathering, Gatherings
 from dadt.train.loss.position import Position
-from simulation.data import mixed
-from simulation.worker_peers import Work
+from simulation.data import Work, mixed
 from simulation.worker_script import BATCH_SIZE, Interrupted
 from simulation.worker_thread import Steps
 
@@ -79,13 +78,17 @@ class Training:
 
     def take_place_at(self, step: int, weights: Sequence[int]) -> None:
         """Go on, as a new worker, from the step and the weights of the others."""
-        worker, size = self._worker, self._worker.agent.job.size
-        worker.step, self.weights = step, list(weights)
-        divided = division.spare(size)
-        if not worker.config.redistribute:
-            divided = division.among(range(size), worker.rank, size)
-        whole = list(PerRank(range(self._script.samples), BATCH_SIZE, False, *divided))
+        shares = self._worker.snapshots.shares
+        self._go_on_from(step, weights, division.spare(shares) if self._worker.config.redistribute else self._own)
         self._readers, self._pass_begun = (), -1
+
+    def resume(self, step: int, weights: Sequence[int]) -> None:
+        """Go on from a snapshot, as all ranks do; a replay divides the pass that it is in as the job began."""
+        self._go_on_from(step, weights, self._own)
+
+    def _go_on_from(self, step: int, weights: Sequence[int], divided: division.Division) -> None:
+        self._worker.step, self.weights = step, list(weights)
+        whole = list(PerRank(range(self._script.samples), BATCH_SIZE, False, *divided))
         self._pass = whole[step % len(whole) :] if step % len(whole) else []
 
     def step(self) -> Steps:
@@ -133,6 +136,12 @@ class Training:
 
     # Data --------------------------------------------------------------------------------------------------------
 
+    @property
+    def _own(self) -> division.Division:
+        """Each rank reads its own share (division.begun)."""
+        size = self._worker.agent.job.size
+        return division.Division(self._worker.rank, size, self._worker.snapshots.shares)
+
     def begin_pass(self) -> Steps:
         """Divide the next pass over the data, if one begins (dadt/inject/data/division.py, agree)."""
         worker = self._worker
@@ -142,9 +151,9 @@ class Training:
         if worker.config.redistribute and size > 1:
             lanes = yield from self.gather("who reads", str(worker.rank).encode())
             self._readers = [int(lane) for lane in lanes]
+            divided = division.among(self._readers, worker.rank, worker.snapshots.shares)
         else:
-            self._readers = range(size)
-        divided = division.among(self._readers, worker.rank, size)
+            self._readers, divided = range(size), self._own
         self._pass = list(PerRank(range(self._script.samples), BATCH_SIZE, False, *divided))
 
     def evaluate(self) -> Steps:
@@ -157,7 +166,7 @@ class Training:
 
     def allgather(self, data: bytes, name: str) -> Work:
         """Launch a gathering, as the engine does."""
-        work = self._works[name] = self._peers.begin_operation(name, data)
+        work = self._works[name] = self._peers.begin_operation(name, data, int(name.rpartition(" ")[2]))
         return work
 
     def gather(self, name: str, data: bytes) -> Steps:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from datetime import date
 
 from hosts.chaos.kind import KINDS
-from hosts.chaos.struck import BATCH, OPTIONS, RANKS, STEPS, TRAININGS, WAITS
+from hosts.chaos.struck import BATCH, OPTIONS, RANKS, STEPS, WAITS, Training
 from hosts.chaos.trial import Row
 
 from benchmarks.page import table
 
 
-def page(rows: Sequence[Row], at_once: int) -> str:
-    """at_once: how many jobs ran at the same time."""
+def page(rows: Sequence[Row], trainings: Sequence[Training], at_once: int) -> str:
+    """trainings: those drawn from. at_once: how many jobs ran at the same time."""
     tried = [row for row in rows if not row.skipped]
     lines = [
         f"Made on {date.today()} with `make chaos` (as root), on a shared virtual machine of {os.cpu_count()} cores,",
@@ -46,7 +46,7 @@ def page(rows: Sequence[Row], at_once: int) -> str:
     head = ["Fault", "Kept", "Told, median (s)", "worst", "Back, median (s)", "worst", "Steps lost"]
     trainings = [
         [training.name, f"{sum(row.kept for row in mine)} of {len(mine)}"]
-        for training in TRAININGS
+        for training in trainings
         if (mine := [row for row in tried if row.training is training])
     ]
     lines += [table([*head, "Samples, median", "most"], kinds), table(["Training", "Kept"], trainings)]

@@ -40,6 +40,38 @@ for epoch in range(4):
 digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in net.state_dict().values()))
 print("weights", step, digest.hexdigest(), flush=True)
 """
+SHARDED = """
+import hashlib, os, subprocess, sys, time, torch, torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+torch.set_num_threads(1)
+torch.manual_seed(0)
+rank, strike = os.environ["DADT_RANK"], int(sys.argv[1])
+dist.init_process_group("gloo")
+net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
+for layer in (net[0], net[3], net): fully_shard(layer)
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+data = torch.utils.data.TensorDataset(torch.randn(2 * 8 * 60, 16), torch.randint(10, (2 * 8 * 60,)))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+whole = StateDictOptions(full_state_dict=True)
+step = 0
+for epoch in range(4):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        time.sleep(0.01)
+        step += 1
+        if step == strike: subprocess.run(["touch", "here" + rank], check=True)  # what Python writes is kept apart
+        if step % 20 == 0:
+            state = get_model_state_dict(net, options=whole)
+            if dist.get_rank() == 0: torch.save({"step": step, "model": state}, "saves/model.pt")
+        if os.path.exists("hungry" + rank): taken = bytearray(os.urandom(1 << 20) * 1024)
+state = {name: part.full_tensor() for name, part in net.state_dict().items()}
+digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values()))
+print("weights", step, digest.hexdigest(), flush=True)
+"""
+"""The same within islands of two, with FSDP."""
 STEPS, BATCH = 240, 8
 RANKS = {0, 1, 2, 3}
 OPTIONS = ("--min-np", "1", "--warmup-steps", "20", "--timeout", "6", "--stall-warning", "3", "--grace", "1")
@@ -58,8 +90,20 @@ class Training:
     hosts: int = 2
     equal: bool = True
     """Whether all ranks end with the same weights."""
+    island: int = 1
+    """Ranks that are lost together."""
 
 
+ISLANDS = [
+    Training(
+        f"islands {algorithm} {executor}",
+        ("--island", "2", "--algorithm", algorithm, "--executor", executor),
+        hosts,
+        island=2,
+    )
+    for algorithm in ("pipe", "sync")
+    for executor, hosts in (("tcp", 2), ("shm", 1))
+]
 TRAININGS = [
     Training(
         " ".join([algorithm, executor, *more[1:]]),

@@ -20,7 +20,20 @@ from harness.host_run import HostRun
 from harness.machine import Network
 from harness.patience import SETTLE_SECONDS, await_that
 from hosts.chaos.kind import KINDS, Kind
-from hosts.chaos.struck import BATCH, LOGS, OPTIONS, RANKS, SAVES, SCRIPT, STEPS, TRAININGS, WAITS, Struck, Training
+from hosts.chaos.struck import (
+    BATCH,
+    LOGS,
+    OPTIONS,
+    RANKS,
+    SAVES,
+    SCRIPT,
+    SHARDED,
+    STEPS,
+    TRAININGS,
+    WAITS,
+    Struck,
+    Training,
+)
 
 from dadt.config.numbers import numbers
 
@@ -56,18 +69,20 @@ class Row:
 
     @property
     def kept(self) -> bool:
-        came = self.promised == self.survivors and self.code == 0 and self.equal and self.saved and not self.left
+        # Where all islands are lost, the job ends with the first of its failures.
+        well = self.code == 0 and self.equal and self.saved if self.promised else self.code > 0
+        came = self.promised == self.survivors and well and not self.left
         return bool(self.skipped) or (came and self.kind.tells in self.text)
 
 
-def drawn(seed: int) -> tuple[Kind, Training, random.Random]:
+def drawn(seed: int, trainings: Sequence[Training]) -> tuple[Kind, Training, random.Random]:
     chance = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
-    return kind, chance.choice([each for each in TRAININGS if each.hosts >= kind.hosts]), chance
+    return kind, chance.choice([each for each in trainings if each.hosts >= kind.hosts]), chance
 
 
-def try_out(seed: int) -> Row:
-    kind, training, chance = drawn(seed)
+def try_out(seed: int, trainings: Sequence[Training] = TRAININGS) -> Row:
+    kind, training, chance = drawn(seed, trainings)
     if reason := kind.needs():
         return Row(seed, kind, training, skipped=reason)
     with tempfile.TemporaryDirectory(prefix="dadt-chaos-") as name, ExitStack() as stack:
@@ -89,7 +104,8 @@ def _try_out(
     logs = folder / (LOGS if kind.disk else "dadt-logs")
     options = [*OPTIONS, *WAITS, *training.arguments, "--log-dir", str(logs)]
     hosts = ["-np", "4", "-H", network.list(len(RANKS) // training.hosts)]
-    run = HostRun(network, folder, SCRIPT, [*hosts, *options, "train.py", str(step)], {})
+    script = SHARDED if training.island > 1 else SCRIPT
+    run = HostRun(network, folder, script, [*hosts, *options, "train.py", str(step)], {})
     try:
         await_that(lambda: all((folder / f"here{rank}").exists() for rank in RANKS), f"step {step}")
         job = Struck(network, folder, seed, chance, stack)
@@ -116,7 +132,9 @@ def _try_out(
         seed=seed,
         kind=kind,
         training=training,
-        promised=frozenset(RANKS - lost),
+        promised=frozenset(
+            RANKS - {rank for rank in RANKS if any(rank // training.island == r // training.island for r in lost)}
+        ),
         survivors=frozenset(found),
         code=result.code,
         equal=all(steps == STEPS for steps, _ in found.values()) and (len(digests) == 1 or not training.equal),

@@ -1,0 +1,45 @@
+"""The heartbeats between hosts, as the agent of one sends and hears them (dadt/launch/agent/host_heartbeat.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dadt.control.frame import Frame
+from dadt.launch.agent.other_hosts import OtherHosts
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+
+
+class AgentHeartbeat:
+    """What one host hears of the others."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._others = OtherHosts(agent.index, agent.job.config.heartbeat_timeout)
+        self._mail: set[int] = set()
+        """Hosts whose heartbeats have come while this agent was stopped."""
+
+    def begin(self, hosts: Sequence[Any]) -> None:
+        """These hosts send heartbeats from now on."""
+        self._others.begin(hosts, self._agent.world.now)
+
+    def hear(self, index: int) -> None:
+        """A heartbeat of another host has come."""
+        if self._agent.process.stops:
+            self._mail.add(index)
+        elif self._agent.process.alive:
+            self._others.hear(index, self._agent.world.now)
+
+    def turn(self, now: float) -> list[Frame]:
+        """Send heartbeats if they are due. Returns what the launcher is told of other hosts."""
+        for index in sorted(self._mail):
+            self._others.hear(index, now)
+        self._mail.clear()
+        agent = self._agent
+        if self._others.is_beat_due(now):
+            for other in agent.job.agents:
+                if other is not agent and agent.job.network.reaches(agent.machine, other.machine):
+                    other.hear_host(agent.index)
+        return list(self._others.turn(now))
