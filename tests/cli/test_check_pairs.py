@@ -14,7 +14,7 @@ import pytest
 from harness import TESTS
 from harness.patience import PATIENCE
 
-from dadt.control.machine import free_port
+from dadt.control.machine import free_ports
 from dadt_cli.check_env import pairs
 from dadt_cli.check_env.matrix import as_pairs, judged
 from dadt_cli.check_env.pairs import HostPair, PairOrder, measure, rounds
@@ -34,7 +34,7 @@ tc filter add dev lo parent 1: protocol ip prio 1 u32 match ip dst 127.0.0.2/32 
 
 def of_hosts(count: int, speed: bool = False, absent: int | None = None) -> list[HostPair]:
     """What all see together; each has an address of its own. The absent one never comes."""
-    addresses = [(f"127.0.0.{index + 1}", free_port()) for index in range(count)]
+    addresses = [(f"127.0.0.{index + 1}", port) for index, port in enumerate(free_ports(count))]
     token = os.urandom(pairs.TOKEN_BYTES).hex()
     orders = [PairOrder(index=index, addresses=addresses, token=token, speed=speed) for index in range(count)]
     found: dict[int, list[HostPair]] = {}

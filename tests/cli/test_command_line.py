@@ -46,8 +46,9 @@ def test_help_takes_little_longer_than_python_itself():
         return time.monotonic() - begin
 
     bare = [sys.executable, "-c", "import click, json, subprocess"]
-    ratio = min(seconds([*DADT, "--help"]) for _ in range(5)) / min(seconds(bare) for _ in range(5))
-    assert ratio < 3
+    pairs = [(seconds([*DADT, "--help"]), seconds(bare)) for _ in range(8)]  # in turn, as others use the machine, too
+    mine, others = map(min, zip(*pairs, strict=True))
+    assert mine / others < 3
 
 
 def test_version():

@@ -195,7 +195,7 @@ print("saw", before, "sees", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     slot = Slot(rank=1, world_size=2, local_rank=1, local_size=2, gpu="5")
     base = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    given = environment.own(slot, "job", torch=False, told=False, restarts=0, joins=False)
+    given = environment.own(slot, "job", None, told=False, restarts=0, joins=False)
     made = environment.of_worker(base, {**given, "DADT_HOROVOD": "sync"}, environment.SITE)
     assert made["CUDA_VISIBLE_DEVICES"] == "5"
     result = launch(text, "-np", "1", "train.py")

@@ -17,6 +17,11 @@ libc = ctypes.CDLL(None)
 def mark(name):
     libc.mkdir(f"{name} {rank}".encode(), 0o777)  # what Python writes here stays apart
 
+def others(lost):
+    "Ranks that are left beside one. With `local` this rank may not have entered their newest generation yet."
+    ranks = worker.runtime.ranks
+    return [each for each in ranks.deaths._newest.members or ranks.members if each != lost]
+
 def marked(name, ranks):
     return all(os.path.exists(f"{name} {each}") for each in ranks)
 
@@ -41,13 +46,12 @@ def around(name, call):
     if not moments:
         return call(None)
     ((moment, lost),) = moments.items()
-    others = [each for each in worker.runtime.ranks.members if each != lost]
     if rank == lost:
         if moment == "after":
             call(None)
-            until(lambda: marked(name, others))
+            until(lambda: marked(name, others(lost)))
         if moment == "within":
-            until(lambda: os.path.exists(f"within {others[0]}"))
+            until(lambda: os.path.exists(f"within {others(lost)[0]}"))
         os.kill(os.getpid(), signal.SIGKILL)
     if moment == "told":
         until(lambda: told(lost))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dadt.comm.peer_deaths import Generation
 from dadt.config import Config
 from dadt.inject.data import entropy, loader, seed
 from dadt.inject.files import saving
@@ -60,6 +61,7 @@ class Runtime:
         self.alone, self.hooked, self.shares = size == 1, size > 1, size
         self.aside = nullcontext
         self.first, self.folder_writer = rank == 0, -1
+        self.newest = Generation(members=tuple(range(size)))
         self.claimed = False
         self.said: list[str] = []
         self.warned: list[str] = []

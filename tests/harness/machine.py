@@ -9,6 +9,7 @@ import ctypes
 import functools
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,8 @@ SSHD = "/usr/sbin/sshd"
 FOLDERS = f"tmp/dadt-{os.getuid()}"
 SESSION = re.compile(r"sshd: \w+(@\w+)?$")
 CLONE_NEWNET = 0x40000000
+_RANDOM = 0xFFFFF038
+"""Where classic BPF loads a random number from (SKF_AD_OFF + SKF_AD_RANDOM)."""
 UNTIL_DEATH = ["setpriv", "--pdeathsig", "KILL"]
 INIT = """
 set -e
@@ -321,6 +324,26 @@ class Network:
     @property
     def all(self) -> Sequence[Machine]:
         return self._machines
+
+    def damage(self, machine: Machine, rate: str, loss: float) -> None:
+        """Give what comes to it a speed, and lose this share of it on the way, as a bad cable does."""
+        port = f"dev p{machine.number}"
+        draw = f"4,32 0 0 {_RANDOM},53 1 0 {round(loss * 2**32)},6 0 0 4294967295,6 0 0 0"
+        for line in (
+            f"qdisc add {port} root handle 1: htb default 10 r2q 1000",
+            f"class add {port} parent 1: classid 1:10 htb rate {rate}",
+            f"class add {port} parent 1: classid 1:20 htb rate {rate}",
+            f"qdisc add {port} parent 1:20 bfifo limit 1",
+            f"filter add {port} parent 1: bpf bytecode {draw!r} flowid 1:20",
+        ):
+            command = ["nsenter", "-t", str(self._switch.pid), "-n", "tc", *shlex.split(line)]
+            subprocess.run(command, check=True, timeout=PATIENCE)
+
+    def slow(self, shape: str) -> None:
+        """Give what the switch sends to each machine this qdisc of tc."""
+        for machine in self._machines:
+            there = ["nsenter", "-t", str(self._switch.pid), "-n"]
+            subprocess.run([*there, "tc", *f"qdisc replace dev p{machine.number} root {shape}".split()], check=True)
 
     def cut(self, machine: Machine) -> None:
         """Drop everything from and to it, silently; its link stays up."""

@@ -23,7 +23,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def backward(model: nn.Module, rank: int, step: int) -> None:
     x, y = batch(rank, step, 0)
-    nn.functional.cross_entropy(model(x), y).backward()
+    nn.functional.cross_entropy(model(x.to(next(model.parameters()).dtype)), y).backward()
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -47,12 +47,14 @@ class Outer:
     momentum: float = 0.0
     fragments: Sequence[Sequence[int]] = ((0, 1, 2, 3),)
     """Parameters by number."""
+    overlap: int = 2
+    """Steps from the end of a round to the merge of its mean."""
 
     def options(self) -> list[str]:
         return [
             *("--algorithm", "local", "--warmup-steps", str(WARMUP), "--sync-every", str(self.every)),
             *("--outer-lr", str(self.lr), "--outer-momentum", str(self.momentum)),
-            *("--fragments", str(len(self.fragments))),
+            *("--fragments", str(len(self.fragments)), "--overlap-steps", str(self.overlap)),
         ]
 
     def moved(self, a: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +94,7 @@ class Rounds:
                     v.zero_()
         for number, fragment in enumerate(outer.fragments):
             since = self.alone - number * outer.every // len(outer.fragments)
-            if (since - -(-outer.every // 2)) % outer.every == 0 and not self.loaded:
+            if (since - outer.overlap) % outer.every == 0 and outer.overlap and not self.loaded:
                 for k in set(fragment) & set(self.flying):
                     self.merge(k)
             if since % outer.every:
@@ -106,6 +108,8 @@ class Rounds:
             for k in fragment:
                 if self.weights[0][k].requires_grad:
                     self.send(k)
+                    if not outer.overlap:
+                        self.merge(k)
 
     def send(self, k: int) -> None:
         self.flying[k] = [w[k].detach() - self.anchors[k] for w in self.weights]

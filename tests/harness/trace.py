@@ -8,6 +8,7 @@ REQUIRED = {
     "X": {"name": str, "cat": str, "ts": (int, float), "dur": (int, float), "pid": int, "tid": int},
     "b": {"name": str, "cat": str, "ts": (int, float), "id": str, "pid": int, "tid": int},
     "e": {"name": str, "cat": str, "ts": (int, float), "id": str, "pid": int, "tid": int},
+    "C": {"name": str, "cat": str, "ts": (int, float), "pid": int, "tid": int, "args": dict},
     "M": {"name": str, "pid": int, "args": dict},
 }
 """What each phase needs in Chrome's trace format, and its type."""

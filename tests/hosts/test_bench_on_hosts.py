@@ -37,3 +37,14 @@ def test_workers_of_two_machines_train_in_turn(hosts: Callable[[int], Network], 
         ("pipe", 2),
         ("ddp", 2),
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_a_sharded_model_is_averaged_between_hosts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dadt_cli", "bench", "fsdp", "-np", "4", "--simulate-hosts", "2", "--steps", "1"]
+    command += ["--contenders", "pipe,hsdp,fsdp", "--batch-size", "1", "--rounds", "2", "--json", "-"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=2 * PATIENCE)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["rows"]
+    assert [(row["name"], row["ranks"]) for row in found] == [("plain", 4), ("pipe", 4), ("hsdp", 4), ("fsdp", 4)]

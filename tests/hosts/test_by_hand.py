@@ -79,6 +79,34 @@ def test_hosts_without_ssh_train_together(
     assert re.match(r"dadt: node 1 of job \w{4} at \S+\ndadt: done in ", said)
 
 
+def weights(first: subprocess.Popen[str], second: subprocess.Popen[str], seconds: float = PATIENCE) -> set[str]:
+    """What both ranks have trained."""
+    (out, err), (_, said) = (each.communicate(timeout=seconds) for each in (first, second))
+    assert (first.returncode, second.returncode) == (0, 0), err + said
+    return set(re.findall(r" weights (\S+)$", out, re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_hosts_that_have_ipv6_alone_train_together(hosts: Callable[[int], Network], node: Node) -> None:
+    network = hosts(2)
+    for host in network.hosts:
+        host.run(*["ip", "-4", "addr", "flush", "dev", "eth0"])
+    assert len(weights(*(node(network[rank], rank, "[fd07::1]:29400", TRAIN) for rank in (0, 1)))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", ["host", "rank"])
+@pytest.mark.timeout(600)
+def test_starts_that_are_minutes_apart(hosts: Callable[[int], Network], node: Node, late: str) -> None:
+    network = hosts(2)
+    nap = "import os, time\nif os.environ['RANK'] == '1': time.sleep(150)\n" if late == "rank" else ""
+    flags = "--start-timeout", "400"
+    first = node(network[0], 0, "h0:29400", nap + TRAIN, *flags)
+    if late == "host":
+        time.sleep(150)
+    assert len(weights(first, node(network[1], 1, "h0:29400", nap + TRAIN, *flags), 4 * PATIENCE)) == 1
+
+
 @pytest.mark.slow
 def test_a_cut_network_ends_the_job_on_both_sides(hosts: Callable[[int], Network], node: Node, tmp_path: Path) -> None:
     network = hosts(2)

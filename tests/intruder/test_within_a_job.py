@@ -48,7 +48,7 @@ def attack():
     told(frame({"kind": "exit", "rank": 1, "code": 0, "time": 1.0, "step": 99, "peak_memory": 1, "memory_limit": 1,
                 "memory_kills": 0, "stopped": False}))
     told(frame({"kind": "failed", **other, **failure}))
-    told(frame({"kind": "ending", **other, "steps": 5}))
+    told(frame({"kind": "ending", **other, "steps": 5, "gathered": 0}))
     told(frame({"kind": "exchange", **me, "timeout": "soon", "key": "a"}))
     told(frame({"kind": "stacks", **me, "path": "/etc/passwd", "signal": 10}))
     told(frame({"kind": "stacks", **me, "pid": -1, "path": "x", "signal": 9}))

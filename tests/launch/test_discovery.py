@@ -21,6 +21,7 @@ from dadt.launch.hosts.candidates import SERVED_SECONDS, Candidates
 from dadt.launch.hosts.discovery import Discovery
 from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.reader import HostReader, Read
+from dadt.launch.members.node import END_SECONDS, Node
 from dadt.launch.start import plan
 
 TRAIN = """
@@ -204,6 +205,15 @@ def test_each_host_that_fails_is_left_alone_for_longer() -> None:
     now += SERVED_SECONDS - 1
     known.failed(one, now)
     assert known.due(now) == 2
+
+
+def test_a_host_whose_agent_is_cut_off_is_left_alone_until_that_has_ended_its_workers() -> None:
+    node = Node(0, Host(name="h0"), heard=100.0)
+    known = Candidates([node.host])
+    known.failed(node.host, 108.0, node.busy_until(30.0))
+    assert known.due(108.0) == 30.0 + END_SECONDS - 8.0
+    node.closed = True
+    assert node.busy_until(30.0) == 0.0
 
 
 def test_nobody_knows_which_host_failed() -> None:

@@ -324,3 +324,23 @@ def test_a_folder_that_was_deleted_does_not_hide_the_cause(tmp_path):
 )
 def test_sizes_are_said_as_people_say_them(count, text):
     assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "secondary"),
+    [
+        ("RuntimeError", "[/gloo/transport/tcp/pair.cc:537] Read error [::1]:2: Connection reset by peer", True),
+        ("RuntimeError", "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:2", True),
+        ("DistBackendError", "NCCL error in: x.cpp:77, remote process exited or there was a network error", True),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer", False),
+        ("RuntimeError", "the database: connection closed by peer", False),
+    ],
+)
+def test_what_torch_says_of_an_ended_peer_is_no_cause(kind: str, message: str, secondary: bool) -> None:
+    record = ErrorRecord.from_header({"type": kind, "message": message, "time": 9.0})
+    assert record.secondary is secondary
+    of_output = ErrorRecord.from_stderr(f"Traceback (most recent call last):\n{kind}: {message}\n".encode())
+    assert of_output is not None and of_output.secondary is secondary
+    killed = ending(1, -9, 10.0)
+    first = find_cause([ending(0, 1, 11.0), killed], {0: record})
+    assert first is not None and (first[0] is killed) is secondary

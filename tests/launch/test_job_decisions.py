@@ -3,65 +3,23 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
+from harness.decided_job import ENDED, FAILED, WAITED, DecidedJob
 
-from dadt.config import Config
-from dadt.control.frame import Frame
 from dadt.control.schema import AGENT
-from dadt.errors import LaunchError
-from dadt.launch.actions import Action, Event, SayText, SendFrame
+from dadt.launch.ending.processes import NATURAL_SECONDS
 from dadt.launch.hosts.host import Host
-from dadt.launch.hosts.slot import Slot
-from dadt.launch.job import Job
 from dadt.launch.members.node import Node
-
-ENDED = {"time": 1.0, "step": 5, "peak_memory": 0, "memory_limit": 0, "memory_kills": 0, "stopped": False}
-
-
-class World:
-    """A job of one worker on each of these hosts, and all actions so far."""
-
-    def __init__(self, hosts: int, **knobs: Any) -> None:
-        self.now = 100.0
-        self.nodes = [Node(n, Host(name=f"host{n}"), report={"pid": 1, "version": "1"}) for n in range(hosts)]
-        shape = {"world_size": hosts, "local_rank": 0, "local_size": 1}
-        slots = [Slot(rank=n, cross_rank=n, host=f"host{n}", **shape) for n in range(hosts)]
-        self.job = Job(Config(**knobs), self.nodes, slots, Path("logs"), self.now, 0.0)
-        self.job.start([Frame("job") for _ in range(hosts)], self.now, 0.0)
-        self.actions: list[Action] = []
-
-    def say(self, host: int, kind: str, **facts: Any) -> None:
-        self.job.take(Event(self.nodes[host], Frame(kind, facts), self.now))
-
-    def train(self, step: int) -> None:
-        for rank in range(len(self.nodes)):
-            if step == 1:
-                self.say(rank, "started", rank=rank, pid=10 + rank)
-                self.say(rank, "claim", rank=rank, pid=10 + rank, line=1)
-            self.say(rank, "beat", steps={str(rank): [step, 0.0]}, memory={}, conditions={}, clock=0.0)
-
-    def later(self, seconds: float = 0.0) -> None:
-        self.now += seconds
-        self.job.turn(self.now)
-        self.job.outbox.empty(self.actions.append)
-
-    def sent(self, kind: str) -> list[Frame]:
-        return [each.frame for each in self.actions if isinstance(each, SendFrame) and each.frame.kind == kind]
-
-    def said(self) -> list[str]:
-        return [each.text for each in self.actions if isinstance(each, SayText)]
 
 
 def test_each_kind_that_an_agent_may_send_has_its_row() -> None:
     made_here = {"connected", "lost"}
-    assert World(1).job.routes.keys() == AGENT.kinds.keys() | made_here
+    assert DecidedJob(1).job.routes.keys() == AGENT.kinds.keys() | made_here
 
 
 def test_a_failure_ends_the_others_and_names_its_rank() -> None:
-    world = World(3)
+    world = DecidedJob(3)
     world.train(1)
     world.say(1, "exit", rank=1, code=-9, **ENDED)
     world.later()
@@ -77,25 +35,9 @@ def test_a_failure_ends_the_others_and_names_its_rank() -> None:
     assert failure is not None and failure.ending.rank == 1 and failure.stopped == [0, 2]
 
 
-def test_a_rank_that_has_failed_is_the_cause_though_it_handles_sigterm_and_exits_with_0() -> None:
-    world = World(2)
-    world.train(1)
-    facts = {"frames": [], "secondary": False, "thread": "", "around": [], "line": 1}
-    world.say(1, "failed", rank=1, pid=11, type="ValueError", message="bad label", step=5, time=1.0, **facts)
-    world.say(1, "done", rank=1, pid=11, summary={"steps": 5}, line=1)
-    world.later()
-    world.later(1.5)
-    assert world.sent("stop")
-    for rank in range(2):
-        world.say(rank, "exit", rank=rank, code=0, **{**ENDED, "time": 2.0, "stopped": True})
-        world.say(rank, "end", stuck=[], signal=0)
-    failure = world.job.judge(world.now, [], []).failure
-    assert failure is not None and (failure.ending.rank, failure.exit_code) == (1, 1)
-
-
 @pytest.mark.parametrize("who", ["dadt run", "a host"])
 def test_what_is_told_to_end_while_it_fails_is_not_started_again(who: str) -> None:
-    world = World(2, checkpoint_signal="USR1")
+    world = DecidedJob(2, checkpoint_signal="USR1")
     world.train(1)
     world.say(0, "exit", rank=0, code=-9, **ENDED)
     world.later()
@@ -111,7 +53,7 @@ def test_what_is_told_to_end_while_it_fails_is_not_started_again(who: str) -> No
 
 
 def test_the_others_train_on_where_enough_are_left() -> None:
-    world = World(3, min_np=2)
+    world = DecidedJob(3, min_np=2)
     world.train(1)
     world.say(1, "exit", rank=1, code=-9, **ENDED)
     world.later()
@@ -121,8 +63,53 @@ def test_the_others_train_on_where_enough_are_left() -> None:
     assert not world.sent("stop") and not world.job.over
 
 
+def test_a_rank_takes_its_island_with_it() -> None:
+    """--min-np counts islands."""
+    world = DecidedJob(6, island_size=2, island="2", min_np=2)
+    world.train(1)
+    words = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:2"
+    facts = {**FAILED, "secondary": False, "around": [], "time": 1.0, "line": 1}
+    world.say(2, "failed", rank=2, type="RuntimeError", message=words, **facts)  # before it is known why
+    world.later()
+    assert not world.sent("regroup")
+    world.say(3, "exit", rank=3, code=-9, **ENDED)
+    world.later()
+    assert world.sent("regroup")[0]["members"] == [0, 1, 4, 5]
+    assert [(frame["rank"], frame["number"]) for frame in world.sent("signal")] == [(2, 9)]
+    name = "rank 3 (pid 13 on host3) was killed by signal 9 (SIGKILL) after 5 steps"
+    assert world.said()[-1] == f"{name}: training goes on without the island of ranks 2 and 3"
+    world.say(2, "exit", rank=2, code=1, **ENDED)
+    world.later()
+    assert not world.sent("stop")
+    world.say(5, "exit", rank=5, code=-9, **ENDED)
+    world.later()
+    assert world.sent("stop") and len(world.sent("regroup")) == 1
+
+
+def test_islands_with_stopped_ranks_are_not_waited_for_without_end() -> None:
+    """The other ranks of these islands wait within the script's own process group, of which nobody is told."""
+    world = DecidedJob(4, island_size=2, island="2", min_np=1, timeout=60.0)
+    world.train(1)
+    world.say(0, "exit", rank=0, code=-9, **ENDED)
+    world.say(1, "exit", rank=1, code=-9, **ENDED)
+    stopped = {"memory": {}, "clock": 0.0, "steps": {"2": [1, 0.0]}, "conditions": {"2": "stopped"}}
+    for _ in range(7):
+        world.later(10.0, heard=range(4))
+        world.say(2, "beat", **stopped)
+        world.say(3, "beat", **{**stopped, "steps": {"3": [1, 0.0]}, "conditions": {}})
+    world.later(10.0, heard=range(4))
+    world.later()
+    assert world.sent("stop"), world.said()
+    for rank in (2, 3):
+        world.say(rank, "exit", rank=rank, code=-9, **{**ENDED, "stopped": True})
+    for rank in range(4):
+        world.say(rank, "end", stuck=[], signal=0)
+    failure = world.job.judge(world.now, [], []).failure
+    assert failure is not None and failure.ending.rank == 2
+
+
 def test_a_rank_for_which_all_others_wait_is_lost_and_killed() -> None:
-    world = World(3, min_np=2, timeout=60.0)
+    world = DecidedJob(3, min_np=2, timeout=60.0)
     world.train(1)
     for rank in (0, 2):
         world.say(rank, "exchange", rank=rank, line=1, key="key", timeout=300.0)
@@ -135,7 +122,7 @@ def test_a_rank_for_which_all_others_wait_is_lost_and_killed() -> None:
 
 
 def test_a_host_that_is_gone_ends_the_job() -> None:
-    world = World(2)
+    world = DecidedJob(2)
     world.train(1)
     world.say(0, "lost", message="the connection was closed", time=1.0)
     world.later()
@@ -146,7 +133,7 @@ def test_a_host_that_is_gone_ends_the_job() -> None:
 
 
 def test_ctrl_c_is_gentle_and_the_second_time_it_is_not() -> None:
-    world = World(1, grace=5.0)
+    world = DecidedJob(1, grace=5.0)
     world.train(1)
     world.job.signal({2}, world.now)
     world.later(1.0)
@@ -157,56 +144,47 @@ def test_ctrl_c_is_gentle_and_the_second_time_it_is_not() -> None:
     assert world.said() == ["stopping the workers after SIGINT (once more: at once)"]
 
 
-FAILED = {"frames": [], "step": 5, "thread": "", "around": [], "pid": 11}
-WAITED = {**FAILED, "type": "CommError", "message": "the connection was closed by a peer", "secondary": True}
-
-
-def test_a_lost_host_is_the_cause_though_others_have_noticed_it_first() -> None:
-    world = World(2)
+def test_what_holds_a_rank_is_forgotten_once_its_host_does_not_answer() -> None:
+    world = DecidedJob(2)
     world.train(1)
-    world.say(1, "beat", steps={}, memory={}, conditions={}, clock=0.0)
-    world.say(1, "failed", rank=1, time=0.9, **WAITED)
-    world.say(0, "lost", message="the connection was closed", time=1.0)
-    world.say(1, "exit", rank=1, code=1, **ENDED)
-    world.say(1, "end", stuck=[], signal=0)
-    with pytest.raises(LaunchError, match="host0: the connection was closed; all its workers were stopped"):
-        world.job.judge(world.now, [], [])
+    world.say(1, "beat", steps={"1": [1, 3.0]}, memory={}, conditions={"1": "stopped"}, clock=0.0)
+    held = "is stopped (SIGSTOP, pid 11 on host1; kill -CONT 11 lets it go on), at step 1"
+    for heard, state in [(range(2), held), ((0,), "at step 1")]:
+        world.later(4.0, heard=heard)
+        world.say(0, "peers", rank=0, pid=10, line=2, timeout=0.0)
+        world.later()
+        assert world.sent("answer")[-1]["answer"]["peers"][1]["state"] == state
 
 
-def test_an_agent_that_was_told_to_end_is_the_cause_though_ranks_have_waited_for_its_own() -> None:
-    world = World(2)
-    late = {**FAILED, "type": "StartTimeout", "message": "rank 0 cannot arrive any more", "secondary": False}
-    world.say(0, "exit", rank=0, code=-15, **{**ENDED, "stopped": True})
-    world.say(1, "failed", rank=1, time=0.9, **late)
-    world.say(1, "exit", rank=1, code=1, **ENDED)
-    world.say(0, "end", stuck=[], signal=15)
-    world.say(1, "end", stuck=[], signal=0)
-    with pytest.raises(LaunchError, match=r"the agent of this host .* was told to end by signal 15"):
-        world.job.judge(world.now, [], [])
-
-
-def test_a_rank_that_has_waited_is_not_blamed_for_one_of_which_nobody_knows() -> None:
-    world = World(2)
+def test_a_job_ends_well_though_a_lost_rank_cannot_be_ended() -> None:
+    world = DecidedJob(3, min_np=2, timeout=10.0)
     world.train(1)
-    world.say(1, "failed", rank=1, time=0.9, **WAITED)
-    world.say(1, "exit", rank=1, code=1, **ENDED)
-    world.say(1, "end", stuck=[], signal=0)
-    world.later(1.5)
-    world.later(10.0)
-    assert world.job.overdue
-    with pytest.raises(LaunchError, match="host0: it is not known how rank 0 has ended: its agent has not told"):
-        world.job.judge(world.now, [], [])
+    for _ in range(8):
+        world.say(0, "beat", steps={"0": [1, 9.0]}, memory={}, conditions={"0": "stopped"}, clock=0.0)
+        for rank in (1, 2):
+            world.say(rank, "peers", rank=rank, pid=10 + rank, line=2, timeout=0.0)
+        world.later(2.0, heard=range(3))
+    assert [frame["members"] for frame in world.sent("regroup")] == [[1, 2]]
+    for rank in (1, 2):
+        world.say(rank, "exit", rank=rank, code=0, **ENDED)
+        world.say(rank, "end", stuck=[], signal=0)
+    world.later()
+    assert world.sent("stop")[-1].header == {"natural": NATURAL_SECONDS}
+    world.later(15.0)
+    assert len(world.sent("stop")) == 1, "no failure has ended it"
+    world.say(0, "end", stuck=[10], signal=0)
+    assert world.job.over and world.job.judge(world.now, [], []).failure is None
 
 
 def test_ranks_that_wait_in_vain_for_a_connection_at_the_start_learn_who_is_stopped() -> None:
-    world = World(3, min_np=1)
+    world = DecidedJob(3, min_np=1)
     for rank in range(3):
         world.say(rank, "claim", rank=rank, pid=10 + rank, line=1)
     world.say(1, "beat", steps={"1": [-1, 3.0]}, memory={}, conditions={"1": "stopped"}, clock=0.0)
     for rank in (0, 2):
         told = {"generation": 0, "timeout": 25.0 + rank, "text": "timed out", "line": 2, "pid": 10 + rank}
         world.say(rank, "reconnect", rank=rank, **told)
-    world.later(25.5)
+    world.later(25.5, heard=range(3))
     world.say(0, "failed", rank=0, time=1.0, **{**WAITED, "pid": 10})
     world.say(0, "exit", rank=0, code=1, **ENDED)
     world.later()
@@ -216,7 +194,7 @@ def test_ranks_that_wait_in_vain_for_a_connection_at_the_start_learn_who_is_stop
 
 
 def test_ranks_that_all_wait_are_not_lost_as_the_first_of_them_says_so() -> None:
-    world = World(4, min_np=1, on_stall="abort", stall_warning=5.0)
+    world = DecidedJob(4, min_np=1, on_stall="abort", stall_warning=5.0)
     world.train(1)
     world.later(0.5)
     for rank, wait in enumerate((5.5, 0.2, 0.2)):  # after steps of some seconds, for a rank that does not come
@@ -231,7 +209,7 @@ def test_ranks_that_all_wait_are_not_lost_as_the_first_of_them_says_so() -> None
 
 
 def test_a_later_reason_to_end_only_hastens_the_end() -> None:
-    world = World(2, grace=0.0)
+    world = DecidedJob(2, grace=0.0)
     world.train(1)
     world.say(1, "exit", rank=1, code=-9, **ENDED)
     world.later()
@@ -242,13 +220,13 @@ def test_a_later_reason_to_end_only_hastens_the_end() -> None:
 
 
 def test_a_new_worker_that_comes_as_all_have_ended_does_not_join() -> None:
-    world = World(2, min_np=1, algorithm="gossip")
+    world = DecidedJob(2, min_np=1, algorithm="gossip")
     world.train(1)
     world.say(1, "exit", rank=1, code=-9, **ENDED)
     world.later()
     world.later(1.5)
     assert [frame["rank"] for frame in world.sent("worker")] == [1]
-    world.say(0, "ending", rank=0, pid=10, steps=5, line=1)
+    world.say(0, "ending", rank=0, pid=10, steps=5, gathered=0, line=1)
     world.say(0, "exit", rank=0, code=0, **ENDED)
     world.later()
     world.say(1, "claim", rank=1, pid=12, line=3)
@@ -259,7 +237,7 @@ def test_a_new_worker_that_comes_as_all_have_ended_does_not_join() -> None:
 
 
 def test_a_cut_that_leaves_too_few_is_what_all_that_wait_hear_of() -> None:
-    world = World(3, min_np=3, timeout=10.0)
+    world = DecidedJob(3, min_np=3, timeout=10.0)
     world.train(1)
     world.later(0.5)
     world.say(1, "silent", peer=2, seconds=5.0)
@@ -273,25 +251,15 @@ def test_a_cut_that_leaves_too_few_is_what_all_that_wait_hear_of() -> None:
     assert all(cut.match(each["text"]) for each in answers)
 
 
-def test_of_two_lost_hosts_the_first_one_is_named_whichever_is_reported_first() -> None:
-    world = World(3)
-    world.train(1)
-    world.say(2, "lost", message="the connection was closed", time=20.0)
-    world.say(1, "lost", message="it has no power", time=10.0)
-    world.later()
-    with pytest.raises(LaunchError, match=r"host1: it has no power"):
-        world.job.judge(world.now, [], [])
-
-
 def test_where_nobody_waits_a_rank_that_has_just_connected_is_not_silent() -> None:
-    world = World(3, min_np=1, algorithm="gossip", timeout=15.0)
+    world = DecidedJob(3, min_np=1, algorithm="gossip", timeout=15.0)
     world.train(1)
     world.later(13.0)
     for rank in range(3):
         told = {"generation": 0, "timeout": 25.0, "text": "closed", "line": 2, "pid": 10 + rank}
         world.say(rank, "reconnect", rank=rank, **told)
     for rank in (0, 1):
-        world.say(rank, "ending", rank=rank, pid=10 + rank, steps=5, line=3)
+        world.say(rank, "ending", rank=rank, pid=10 + rank, steps=5, gathered=0, line=3)
     world.later(3.0)
     assert not any("silent" in text for text in world.said())
     world.later(13.0)
@@ -299,9 +267,9 @@ def test_where_nobody_waits_a_rank_that_has_just_connected_is_not_silent() -> No
 
 
 def test_a_rank_that_has_left_at_its_own_end_is_lost_as_the_others_connect_anew() -> None:
-    world = World(4, min_np=1)
+    world = DecidedJob(4, min_np=1)
     world.train(1)
-    world.say(1, "ending", rank=1, pid=11, steps=1)
+    world.say(1, "ending", rank=1, pid=11, steps=1, gathered=0)
     world.say(2, "exit", rank=2, code=-9, **ENDED)
     world.later()
     assert world.sent("regroup")[-1]["members"] == [0, 1, 3]
@@ -317,16 +285,16 @@ def test_a_rank_that_has_left_at_its_own_end_is_lost_as_the_others_connect_anew(
 
 
 def test_a_rank_that_has_left_at_its_own_end_is_not_lost_while_nobody_needs_it() -> None:
-    world = World(2, min_np=1)
+    world = DecidedJob(2, min_np=1)
     world.train(1)
-    world.say(1, "ending", rank=1, pid=11, steps=1)
+    world.say(1, "ending", rank=1, pid=11, steps=1, gathered=0)
     world.say(1, "exit", rank=1, code=0, **ENDED)
     world.later(10.0)
     assert not world.sent("regroup")
 
 
 def test_a_rank_whose_connection_fails_later_hears_for_whom_all_have_waited() -> None:
-    world = World(3, min_np=3, timeout=20.0)
+    world = DecidedJob(3, min_np=3, timeout=20.0)
     world.train(1)
     for _ in range(6):
         world.later(4.0)
@@ -340,7 +308,7 @@ def test_a_rank_whose_connection_fails_later_hears_for_whom_all_have_waited() ->
 
 
 def test_a_rank_that_could_not_connect_hears_who_was_stopped_then_though_it_goes_on_again() -> None:
-    world = World(2, min_np=1)
+    world = DecidedJob(2, min_np=1)
     world.say(1, "beat", steps={"1": [-1, 3.0]}, memory={}, conditions={"1": "stopped"}, clock=0.0)
     world.say(0, "reconnect", rank=0, line=2, text="connectFullMesh failed: timed out", generation=0, timeout=20.0)
     world.say(1, "beat", steps={"1": [-1, 6.0]}, memory={}, conditions={}, clock=3.0)
@@ -351,23 +319,8 @@ def test_a_rank_that_could_not_connect_hears_who_was_stopped_then_though_it_goes
     assert answer["text"].endswith("did not connect")
 
 
-def test_a_stopped_rank_is_not_the_cause_where_a_host_was_told_to_end_before() -> None:
-    world = World(3)
-    world.train(1)
-    world.say(0, "beat", steps={"0": [1, 3.0]}, memory={}, conditions={"0": "stopped"}, clock=0.0)
-    world.say(2, "exit", rank=2, code=-9, **{**ENDED, "stopped": True})
-    world.say(2, "end", stuck=[], signal=15)
-    world.say(1, "failed", rank=1, line=1, time=2.0, **WAITED)
-    world.say(1, "exit", rank=1, code=1, **{**ENDED, "time": 2.1})
-    world.say(0, "exit", rank=0, code=-9, **{**ENDED, "time": 3.0, "stopped": True})
-    for rank in (0, 1):
-        world.say(rank, "end", stuck=[], signal=0)
-    with pytest.raises(LaunchError, match=r"host2: the agent of this host .* was told to end by signal 15"):
-        world.job.judge(world.now, [], [])
-
-
 def test_a_host_that_is_about_to_join_is_not_silent_for_the_one_before_it() -> None:
-    world = World(3, min_np=1, algorithm="gossip")
+    world = DecidedJob(3, min_np=1, algorithm="gossip")
     world.train(1)
     for host in range(3):
         world.say(host, "heartbeat", port=4000 + host)

@@ -66,6 +66,15 @@ def test_what_was_never_started_is_not_started_again() -> None:
     assert not Between().fails(Ended(15)) and Between().fails(ConfigError("no room"))
 
 
+def test_a_script_that_shards_begins_again_in_islands_once() -> None:
+    between = Between(max_restarts=0, island="auto")
+    assert between.restarts.island == "auto"
+    assert between.ends("Sharded", "the script shards")
+    assert between.restarts.island == "host" and between.said == ["the script shards"]
+    assert not between.ends("Sharded", "the script shards")
+    assert not Between(max_restarts=0).ends("Sharded", "the script shards")
+
+
 def test_what_fails_alike_is_not_started_again() -> None:
     between = Between(max_restarts=5)
     assert between.ends("ValueError", "no", step=3) and between.ends("ValueError", "no", step=4)

@@ -10,8 +10,11 @@ import pytest
 
 from dadt.config import Config
 from dadt.launch.agent.error_file import LIMIT, ErrorFile
+from dadt.launch.hosts.host import Host
 from dadt.launch.hosts.slot import HostRoom, place
+from dadt.launch.members.node import Node
 from dadt.launch.start import environment
+from dadt.launch.start.torch_world import worlds
 
 TELL = """
 import json, os, sys
@@ -56,14 +59,53 @@ def test_without_torchruns_variables_there_are_none(launch) -> None:
 
 def test_a_group_is_a_host() -> None:
     slots = place([2, 1], [HostRoom(host="a", slots=2), HostRoom(host="b", slots=1)], ["10.0.0.1", "10.0.0.2"])
-    common = environment.torchrun(Config(), "j0b", slots, ("10.0.0.1", 1234), 0)
-    each = {"torch": True, "told": False, "restarts": 0, "joins": False}
-    found = [{**common, **environment.own(slot, "j0b", **each)} for slot in slots]
+    common = environment.torchrun(Config(), "j0b", 0)
+    nodes = [Node(number, Host(name=name), report={"ports": [1234]}) for number, name in enumerate("ab")]
+    each = {"told": False, "restarts": 0, "joins": False}
+    places = worlds(slots, nodes, 0)
+    found = [
+        {**common, **environment.own(slot, "j0b", torch, **each)} for slot, torch in zip(slots, places, strict=True)
+    ]
     names = "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE"
     assert [[int(each[name]) for name in names] for each in found] == [
         [0, 0, 0, 0, 2, 2, 3],
         [1, 1, 0, 1, 2, 2, 3],
         [2, 0, 1, 2, 1, 2, 3],
+    ]
+
+
+def test_an_island_is_a_world_with_its_own_gpus() -> None:
+    rooms = [HostRoom(host=name, slots=4, gpus=["0", "1", "2", "3"]) for name in "ab"]
+    slots = place([4, 4], rooms, ["10.0.0.1", "10.0.0.2"])
+    nodes = [
+        Node(i, Host(name=name), report={"ports": [1234, 1235]}, address=f"10.0.0.{i}") for i, name in enumerate("ab")
+    ]
+    found = worlds(slots, nodes, 2)
+    assert [(each.rank, each.world_size, each.local_rank, each.local_size) for each in found] == 4 * [
+        (0, 2, 0, 2),
+        (1, 2, 1, 2),
+    ]
+    assert [each.gpus for each in found] == 2 * ["0,1", "0,1", "2,3", "2,3"]
+    places = [(each.address, each.port) for each in found[::2]]
+    assert places == [(f"10.0.0.{host}", port) for host in range(2) for port in (1234, 1235)]
+    assert found[5].rank == 1 and environment.own(slots[5], "j0b", found[5], told=False, restarts=0, joins=False) == {
+        **environment.own(slots[5], "j0b", None, told=False, restarts=0, joins=False),
+        "RANK": "1",
+        "ROLE_RANK": "1",
+        "WORLD_SIZE": "2",
+        "ROLE_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "1",
+        "DADT_GPUS": "0,1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+    }
+    whole = worlds(slots, nodes, 8)
+    assert [(each.rank, each.local_rank, each.group_rank, each.gpus) for each in whole[3:5]] == [
+        (3, 3, 0, ""),
+        (4, 0, 1, ""),
     ]
 
 

@@ -299,9 +299,9 @@ for codec in CODECS.values():
             connection.engine.allreduce(layout, address, address, "mean", 1.0, b"lane", **arguments).wait(60.0)
             total += mine
             digest.update(mine.numpy().tobytes())
-        assert 0 < (total - 4 * mean).abs().max() < 0.06, codec
+        assert 0 < (total - 4 * mean).abs().max() < (0.9 if codec is CODECS["int4"] else 0.06), codec
 sent, plain = connection.engine.sent
-assert 2 < plain / sent < 2.5
+assert 2 < plain / sent < 3
 said(digest.hexdigest())
 connection.engine.close(60.0)
 connection.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.timeout(660),
     pytest.mark.skipif(not BIN.is_dir(), reason="needs `make .venv-programs/installed`"),
 ]
+Told = dict[str, Any]
 HYDRA = ("-m", "hydra.job.chdir=True", "+rate=0.05,0.1")
 
 
@@ -62,7 +63,11 @@ PROGRAMS_TRIED = [
 ]
 
 
-def run(program: Program, folder: Path, *command: str, batch: int) -> tuple[list[dict[str, Any]], str]:
+IN_ISLANDS = {Program("island_lightning"): "checkpoints/last.ckpt"}
+"""Programs, and what they leave for a single process to load."""
+
+
+def run(program: Program, folder: Path, *command: str, batch: int) -> tuple[list[Told], str]:
     """What each training of each rank has told, and what DADT has said."""
     folder.mkdir()
     words = [*command, str(PROGRAMS / f"{program.name}.py"), *program.arguments]
@@ -80,11 +85,28 @@ def test_program(program: Program, tmp_path: Path) -> None:
     batch = 16 if "global" in program.flags else 8
     sync, _ = run(program, tmp_path / "sync", *dadt, *program.flags, "--algorithm", "sync", batch=batch)
     pipe, said = run(program, tmp_path / "pipe", *dadt, *program.flags, batch=batch)
-    assert " of them delayed by one" in said
     assert len(alone) == program.trainings
+    assert_alike(program, alone, sync, pipe, said)
+
+
+@pytest.mark.parametrize("program", IN_ISLANDS, ids=str)
+def test_program_in_islands(program: Program, tmp_path: Path) -> None:
+    """Two islands of two ranks, which train as two ranks do without DADT, on twice the batch."""
+    dadt = str(BIN / "dadt"), "run", "-np"
+    alone, _ = run(program, tmp_path / "alone", *dadt, "2", "--inject", "none", batch=16)
+    sync, _ = run(program, tmp_path / "sync", *dadt, "4", "--island", "2", "--algorithm", "sync", batch=8)
+    pipe, said = run(program, tmp_path / "pipe", *dadt, "4", "--island", "2", batch=8)
+    assert_alike(program, alone, sync, pipe, said)
+    left = replace(program, arguments=("load", str(tmp_path / "pipe" / IN_ISLANDS[program])))
+    loaded, _ = run(left, tmp_path / "loaded", str(BIN / "python"), batch=8)
+    assert [one["weights"] for one in loaded] == [pipe[0]["weights"]]
+
+
+def assert_alike(program: Program, alone: list[Told], sync: list[Told], pipe: list[Told], said: str) -> None:
+    assert " of them delayed by one" in said
     for found in (sync, pipe):
-        assert len(found) == 2 * program.trainings
-        assert len({one["weights"] for one in found}) == program.trainings  # equal on both ranks
+        assert len(found) == 2 * len(alone)
+        assert len({one["weights"] for one in found}) == program.trainings  # equal on all ranks
         assert read_by(found) == read_by(alone)
     if program.equals_alone:
         assert min(distance(sync[0], other) for other in alone) < 1e-3

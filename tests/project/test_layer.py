@@ -200,6 +200,8 @@ DECISIONS = (
     "launch.members.silence",
     "launch.members.stalls",
     "launch.members.waits",
+    "launch.monitor.bad_links",
+    "launch.monitor.host_links",
     "launch.monitor.watch",
     "launch.members.node",
     "launch.actions",

@@ -8,10 +8,13 @@ from dadt.control import snapshot_parts
 from dadt.control.snapshot_parts import Source
 
 
-def part(members: list[int], generation: int = 0, *, common: bool = False, world: int = 3) -> dict[str, Any]:
+def part(
+    members: list[int], generation: int = 0, *, common: bool = False, world: int = 3, attempt: int = 0
+) -> dict[str, Any]:
     """What the part of a rank says."""
     return {
         "members": members,
+        "attempt": attempt,
         "generation": generation,
         "common": common,
         "shares": world,
@@ -34,6 +37,16 @@ def test_a_rank_that_took_it_after_a_loss_has_not_taken_it_with_the_others() -> 
     caught_up = {0: part([0, 1], 1), 1: part(ALL), 2: part(ALL)}
     assert not snapshot_parts.is_whole(caught_up)
     assert not snapshot_parts.is_whole({0: part(ALL), 1: part([0, 1], 1), 2: part(ALL)})
+
+
+def test_parts_of_two_attempts_make_no_snapshot() -> None:
+    left = {0: part([0, 1], 2, world=2), 1: part([0, 1], 2, world=2)}
+    assert not snapshot_parts.is_whole({**left, 1: part([0, 1], attempt=1, world=2)})
+    assert snapshot_parts.is_whole({each: part([0, 1], attempt=1, world=2) for each in (0, 1)})
+
+
+def test_what_an_attempt_leaves_is_superseded_by_the_next() -> None:
+    assert snapshot_parts.superseded([2, 4, 6, 8], 4) == [6, 8]
 
 
 def test_the_part_of_a_rank_that_was_lost_is_not_used() -> None:

@@ -40,6 +40,7 @@ TRAINING: dict[str, Any] = {
     "owes": [None, {"scale": None, "forgets": False, "owed": torch.zeros(4)}],
     "in_flight": {"not_finite": [0], "learned": {0: []}},
     "follows": False,
+    "momentum": {"own": [torch.ones(2), None], "taken": [3, 0], "on_way": [None, None]},
     "algorithm": {"before": [1, None], "expected": [1], "pause": 1, "left": 0, "watches": True},
 }
 """What an optimizer's training is."""

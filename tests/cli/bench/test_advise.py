@@ -27,7 +27,7 @@ def figures(**other) -> MeasuredCosts:
     """100 MB of gradients in two buckets, a step of 1 s, a link of 100 MB/s."""
     made = MeasuredCosts(
         network=NetworkSpeed(alpha=0.0, bandwidth=100.0 * MB),
-        handling={"none": FREE, "bf16": FREE, "int8": FREE},
+        handling=dict.fromkeys(cost.WIRE, FREE),
         buckets=[BucketCost(60 * MB, 0.5), BucketCost(40 * MB, 1.0)],
         buffers=[],
         forward=0.25,
@@ -116,7 +116,7 @@ def test_the_best_changes_the_training_least_of_those_nearly_as_fast():
 
 def test_rates_go_up_to_1024_hosts_and_fall_with_their_number():
     rates = cost.rates(figures(network=NetworkSpeed(1e-4, 100.0 * MB)), cost.HOSTS)
-    assert len(rates) == 16
+    assert len(rates) == 22
     for way in (Combination("sync", "none"), Combination("pipe", "none")):
         assert rates[way] == sorted(rates[way], reverse=True)
     assert rates[Combination("gossip", "none")][-1] == 1.0
@@ -138,8 +138,8 @@ def found(hosts: int, alpha: float, bandwidth: float, each: float, per_byte: flo
         executor="gloo",
         alpha=alpha,
         pairs=[(size, alpha + size / bandwidth) for size in sizes],
-        exchanges={name: exchange(name) for name in ("none", "bf16", "int8")},
-        processor=dict.fromkeys(("none", "bf16", "int8"), 1e-9),
+        exchanges={name: exchange(name) for name in ("none", "bf16", "int8", "int4", "momentum:1")},
+        processor=dict.fromkeys(("none", "bf16", "int8", "int4", "momentum:1"), 1e-9),
         packing=1e-10,
         buckets=[(16 * MB, 1.0)],
         low_rank=[(0, 0)],
@@ -162,14 +162,14 @@ def test_the_constants_of_a_network_are_found_again(hosts):
     )
     assert made.network.alpha == pytest.approx(2e-4)
     assert made.network.bandwidth == pytest.approx(12.5 * MB, rel=0.05)
-    for name in ("bf16", "int8"):
+    for name in ("bf16", "int8", "int4"):
         assert made.handling[name].per_byte == pytest.approx(2e-9, rel=0.2)
         assert made.handling[name].each == pytest.approx(3e-3, rel=0.2)
     assert made.busy == 0.5
     assert made.handling["int8"].processor == 2e-9
     assert made.link_costs["none"] == LinkCost(16 * MB, 0.02, 0.04)
     # What was measured is predicted, whatever share of it each constant has.
-    for name in ("none", "bf16", "int8"):
+    for name in ("none", "bf16", "int8", "int4", "momentum:1"):
         (size, seconds), *_ = found(hosts, 2e-4, 12.5 * MB, 3e-3, 2e-9)[0].exchanges[name]
         assert cost.allreduce(made, size, name, hosts) == pytest.approx(seconds, rel=0.1)
 

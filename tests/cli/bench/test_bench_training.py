@@ -155,7 +155,7 @@ def test_it_goes_by_the_number_of_workers_and_reads_a_text(tmp_path: Path) -> No
 
 def worked(*seconds: float) -> list[Worked]:
     """Of a turn, by rank."""
-    return [Worked(each, 0.1 * each, 0.9 * each, 7 + i) for i, each in enumerate(seconds)]
+    return [Worked(each, 0.1 * each, 0.9 * each, 7 + i, 0.2 * each) for i, each in enumerate(seconds)]
 
 
 def test_workers_that_do_not_fit_into_memory_are_refused_before_they_start() -> None:
@@ -187,6 +187,11 @@ def test_figures_come_of_the_slowest_rank_and_of_the_same_round() -> None:
     assert ddp.speed.low == ddp.speed.high == pytest.approx(0.5) and pipe.speed.median == 1.0
     assert null.efficiency and null.efficiency.median == 1.0 and null.exposed is None
     assert pipe.memory == 8 and pipe.own == pytest.approx(0.1)
+    assert one.beyond is plain.beyond is None and pipe.beyond and pipe.transport
+    assert (pipe.beyond.low, pipe.beyond.high) == pytest.approx((0.9 * 0.25 / 5, 0.9 * 0.5 / 5))
+    assert (pipe.transport.low, pipe.transport.high) == pytest.approx((0.2 * 1.25 / 5, 0.2 * 2.5 / 5))
+    untold = [[replace(each, transport=None) for each in turn] for turn in turns[1]]
+    assert rows(contenders[1:2], Task(), hello, [untold], steps=5)[0].transport is None
     assert conclusion([one, plain, null, pipe, ddp]) == (
         "pipe is 1.28 times as fast as 1 worker (1.28 to 1.28); pipe is 2.00 times as fast as ddp (2.00 to 2.00); "
         "pipe waits for communication in 20% of a step."
@@ -323,6 +328,13 @@ def test_images_are_read_from_folders_by_class(tmp_path: Path) -> None:
         (["mlp", "--sweep", "link=paced:1gbit,paced:2gbit"], "there is no link; sweep over batch, np or settings"),
         (["advise", "--link", "paced:1gbit"], "advise measures a network between hosts; give --link 1gbit, as root"),
         (["advise", "--latency", "5"], "--latency 5: give a time as 500us or 5ms"),
+        (["advise", "fsdp"], "bench advise fsdp: not of a sharded model; dadt bench fsdp measures it"),
+        (["fsdp"], "bench fsdp: give two hosts or more, as -H host1:2,host2:2 or --simulate-hosts 2"),
+        (
+            ["fsdp", "--simulate-hosts", "2", "--contenders", "pipe,all"],
+            "--contenders all: unknown; choose from pipe, ",
+        ),
+        (["fsdp", "--simulate-hosts", "2", "--steps", "4"], "--steps 4: `local` averages every 8 steps"),
         (["startup", "-np", "0"], "-np 0: the number of workers must be 1 or more"),
         (["startup", "--rounds", "0"], "--rounds 0: must be 1 or more"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness.patience import PATIENCE
 
-from dadt_cli.bench.peer import PEERS
+from dadt_cli.bench.peer import PEERS, SHARDING
 from dadt_cli.bench.trainer import PEERS as CLASSES
 
 DDP = [name for name in PEERS if name.startswith("ddp")]
@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
 
 def test_each_name_has_a_class() -> None:
-    assert set(CLASSES) == {"", *PEERS} - {"sync"}
+    assert set(CLASSES) == {"", *PEERS, *SHARDING} - {"sync"}
 
 
 @pytest.mark.slow

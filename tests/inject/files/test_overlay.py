@@ -48,7 +48,7 @@ class Apart:
         for name in ("open", "mkdir", "rmdir", "remove", "rename", "listdir", "link", "symlink"):
             setattr(self, name, getattr(overlay, name))
         self.rmtree = overlay.rmtree(shutil.rmtree)
-        self.stat = overlay.reading(os.stat)
+        self.stat = overlay.looking(os.stat)
 
 
 def rank_of(first: bool = False, files: str = "first", *, knows_rank: bool = False, replaying: bool = False) -> Any:
@@ -220,6 +220,44 @@ def test_a_folder_is_shown_as_scandir_shows_it(tmp_path: Path, folder: Path) -> 
     assert entries["new"].stat().st_size == 3
 
 
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("lists", ["listdir", "scandir"])
+def test_a_listed_file_may_be_removed_by_the_first_rank(tmp_path: Path, folder: Path, lists: str, copies: bool) -> None:
+    """As where a script removes the oldest of its checkpoints. copies: this rank has written in the folder, too."""
+    first, second = (overlay_of(tmp_path, rank_of(first=rank == 0), rank) for rank in range(2))
+    stat_, lstat = second.looking(os.stat), second.looking(os.lstat)
+    old, path = folder / "old", str(folder / "0.pt")
+    old.write_text("")
+    write(first, path, "w", b"saved")
+    if copies:
+        write(second, str(folder / "log"), "w", b"")
+    expected = os.stat(path)
+    listed = list(getattr(second, lists)(str(folder)))
+    assert len(listed) == 2 + copies
+    first.remove(path)
+    old.unlink()
+    assert stat_(path) == lstat(path) == expected
+    for entry in listed if lists == "scandir" else ():
+        assert entry.stat().st_size == (5 if entry.name == "0.pt" else 0)
+    with pytest.raises(FileNotFoundError):
+        stat_(str(old))  # removed by no rank
+    assert sorted(second.listdir(str(folder))) == ["log"] * copies
+    with pytest.raises(FileNotFoundError):
+        stat_(path)  # no longer listed
+
+
+def test_what_a_rank_has_removed_itself_is_gone_for_it(tmp_path: Path, folder: Path) -> None:
+    first, second = (overlay_of(tmp_path, rank_of(first=rank == 0), rank) for rank in range(2))
+    path = str(folder / "0.pt")
+    write(first, path, "w", b"saved")
+    assert second.listdir(str(folder)) == ["0.pt"]
+    second.remove(path)
+    first.remove(path)
+    with pytest.raises(FileNotFoundError):
+        second.looking(os.stat)(path)
+    assert second.listdir(str(folder)) == []
+
+
 def test_attributes_are_those_of_the_copy(tmp_path: Path, folder: Path) -> None:
     (folder / "first").write_text("")
     overlay = overlay_of(tmp_path)
@@ -229,7 +267,7 @@ def test_attributes_are_those_of_the_copy(tmp_path: Path, folder: Path) -> None:
     chmod(str(folder / "first"), 0o600)  # the first local rank does it
     chmod(str(folder / "mine"), 0o600)
     assert (folder / "first").stat().st_mode == before
-    assert stat.S_IMODE(overlay.reading(os.stat)(str(folder / "mine")).st_mode) == 0o600
+    assert stat.S_IMODE(overlay.looking(os.stat)(str(folder / "mine")).st_mode) == 0o600
     with pytest.raises(FileNotFoundError):
         chmod(str(folder / "none"), 0o600)
 

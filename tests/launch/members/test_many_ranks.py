@@ -111,7 +111,7 @@ def test_a_rank_that_waits_hears_of_those_that_matter() -> None:
     job = Large(1000)
     job.say(700, "beat", steps={"700": [3, 0.0]}, memory={}, conditions={}, clock=0.0)
     job.say(800, "beat", steps={"800": [5, 0.0]}, memory={}, conditions={"800": "stopped"}, clock=0.0)
-    job.say(900, "ending", rank=900, steps=4)
+    job.say(900, "ending", rank=900, steps=4, gathered=0)
     told = {peer["rank"]: peer["state"] for peer in job.peers_of(5)}
     assert len(told) <= MOST_TOLD and told[700] == "at step 3" and told[900] == "has ended after 4 steps"
     assert "is stopped (SIGSTOP" in told[800]

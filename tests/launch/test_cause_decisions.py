@@ -1,0 +1,131 @@
+"""Whom the launcher blames for the end of a job, from what it was told of ranks and hosts."""
+
+from __future__ import annotations
+
+import pytest
+from harness.decided_job import ENDED, FAILED, WAITED, DecidedJob
+
+from dadt.errors import LaunchError
+
+
+def test_a_rank_that_has_failed_is_the_cause_though_it_handles_sigterm_and_exits_with_0() -> None:
+    world = DecidedJob(2)
+    world.train(1)
+    facts = {"frames": [], "secondary": False, "thread": "", "around": [], "line": 1}
+    world.say(1, "failed", rank=1, pid=11, type="ValueError", message="bad label", step=5, time=1.0, **facts)
+    world.say(1, "done", rank=1, pid=11, summary={"steps": 5}, line=1)
+    world.later()
+    world.later(1.5)
+    assert world.sent("stop")
+    for rank in range(2):
+        world.say(rank, "exit", rank=rank, code=0, **{**ENDED, "time": 2.0, "stopped": True})
+        world.say(rank, "end", stuck=[], signal=0)
+    failure = world.job.judge(world.now, [], []).failure
+    assert failure is not None and (failure.ending.rank, failure.exit_code) == (1, 1)
+
+
+def test_a_lost_host_is_the_cause_though_others_have_noticed_it_first() -> None:
+    world = DecidedJob(2)
+    world.train(1)
+    world.say(1, "beat", steps={}, memory={}, conditions={}, clock=0.0)
+    world.say(1, "failed", rank=1, time=0.9, **WAITED)
+    world.say(0, "lost", message="the connection was closed", time=1.0)
+    world.say(1, "exit", rank=1, code=1, **ENDED)
+    world.say(1, "end", stuck=[], signal=0)
+    with pytest.raises(LaunchError, match="host0: the connection was closed; all its workers were stopped"):
+        world.job.judge(world.now, [], [])
+
+
+def test_an_agent_that_was_told_to_end_is_the_cause_though_ranks_have_waited_for_its_own() -> None:
+    world = DecidedJob(2)
+    late = {**FAILED, "type": "StartTimeout", "message": "rank 0 cannot arrive any more", "secondary": False}
+    world.say(0, "exit", rank=0, code=-15, **{**ENDED, "stopped": True})
+    world.say(1, "failed", rank=1, time=0.9, **late)
+    world.say(1, "exit", rank=1, code=1, **ENDED)
+    world.say(0, "end", stuck=[], signal=15)
+    world.say(1, "end", stuck=[], signal=0)
+    with pytest.raises(LaunchError, match=r"the agent of this host .* was told to end by signal 15"):
+        world.job.judge(world.now, [], [])
+
+
+def test_an_agent_that_was_told_to_end_is_not_the_cause_where_another_one_was_lost() -> None:
+    """Slurm ends the agents of all hosts once one of them has failed, and the launcher may hear of that one last."""
+    world = DecidedJob(2)
+    world.train(1)
+    world.say(1, "exit", rank=1, code=-15, **{**ENDED, "stopped": True})
+    world.say(1, "end", stuck=[], signal=15)
+    world.say(0, "lost", message="the connection was closed", time=2.0)
+    with pytest.raises(LaunchError, match=r"^host0: the connection was closed; all its workers were stopped"):
+        world.job.judge(world.now, [], [])
+
+
+def test_beside_an_agent_that_was_told_to_end_one_is_named_that_has_not_told_how_its_ranks_ended() -> None:
+    world = DecidedJob(2)
+    world.train(1)
+    world.say(1, "exit", rank=1, code=-15, **{**ENDED, "stopped": True})
+    world.say(1, "end", stuck=[], signal=15)
+    text = r"^host1: .* was told to end by signal 15 .*; it is not known how rank 0 on host0 has ended"
+    with pytest.raises(LaunchError, match=text):
+        world.job.judge(world.now, [], [])
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(5.0, "exit code 1"), (29.0, "stopped")])
+def test_a_stopped_rank_is_the_cause_only_if_others_have_waited_for_it_for_long(seconds: float, verdict: str) -> None:
+    world = DecidedJob(2, timeout=30.0)
+    world.train(1)
+    world.say(1, "beat", steps={}, memory={}, conditions={}, clock=0.0)
+    world.say(0, "beat", steps={"0": [5, 0.0]}, memory={}, conditions={"0": "stopped"}, clock=0.0)
+    world.later(seconds, heard=range(2))
+    world.say(1, "failed", rank=1, time=1.0, **WAITED)
+    world.say(1, "exit", rank=1, code=1, **ENDED)
+    world.say(0, "exit", rank=0, code=-9, **{**ENDED, "stopped": True})
+    failure = world.job.judge(world.now, [], []).failure
+    assert failure is not None and f"({verdict})" in failure.lines()[0]
+
+
+def test_a_rank_that_had_exited_before_others_waited_is_told_though_a_host_has_not_said_how_it_ended() -> None:
+    world = DecidedJob(3)
+    late = {**FAILED, "type": "StartTimeout", "message": "rank 0 cannot arrive any more", "secondary": False}
+    world.say(0, "exit", rank=0, code=0, **{**ENDED, "time": 0.5})
+    world.say(1, "failed", rank=1, time=0.9, **late)
+    world.say(1, "exit", rank=1, code=1, **ENDED)
+    failure = world.job.judge(world.now, [], []).failure
+    assert failure is not None and failure.lines() == ["rank 0 cannot arrive any more"]
+
+
+def test_a_rank_that_has_waited_is_not_blamed_for_one_of_which_nobody_knows() -> None:
+    world = DecidedJob(2)
+    world.train(1)
+    world.say(1, "failed", rank=1, time=0.9, **WAITED)
+    world.say(1, "exit", rank=1, code=1, **ENDED)
+    world.say(1, "end", stuck=[], signal=0)
+    world.later(1.5)
+    world.later(10.0)
+    assert world.job.overdue
+    with pytest.raises(LaunchError, match="host0: it is not known how rank 0 has ended: its agent has not told"):
+        world.job.judge(world.now, [], [])
+
+
+def test_of_two_lost_hosts_the_first_one_is_named_whichever_is_reported_first() -> None:
+    world = DecidedJob(3)
+    world.train(1)
+    world.say(2, "lost", message="the connection was closed", time=20.0)
+    world.say(1, "lost", message="it has no power", time=10.0)
+    world.later()
+    with pytest.raises(LaunchError, match=r"host1: it has no power"):
+        world.job.judge(world.now, [], [])
+
+
+def test_a_stopped_rank_is_not_the_cause_where_a_host_was_told_to_end_before() -> None:
+    world = DecidedJob(3)
+    world.train(1)
+    world.say(0, "beat", steps={"0": [1, 3.0]}, memory={}, conditions={"0": "stopped"}, clock=0.0)
+    world.say(2, "exit", rank=2, code=-9, **{**ENDED, "stopped": True})
+    world.say(2, "end", stuck=[], signal=15)
+    world.say(1, "failed", rank=1, line=1, time=2.0, **WAITED)
+    world.say(1, "exit", rank=1, code=1, **{**ENDED, "time": 2.1})
+    world.say(0, "exit", rank=0, code=-9, **{**ENDED, "time": 3.0, "stopped": True})
+    for rank in (0, 1):
+        world.say(rank, "end", stuck=[], signal=0)
+    with pytest.raises(LaunchError, match=r"host2: the agent of this host .* was told to end by signal 15"):
+        world.job.judge(world.now, [], [])
