@@ -96,12 +96,13 @@ faults: .venv/testable machines
 chaos: .venv/testable machines
 	PYTHONPATH=tests $(BIN)/python -m hosts.chaos --write docs/results/faults.md
 
-# Jobs in a simulated world, in which all that is left open is decided by a seed: 100,000 of them take half an hour. Those
-# that fail are replayed by the command that it prints. How soon they find deliberate faults: make simulate-mutations.
-SEEDS ?= 100000
+# Jobs in a simulated world, in which all that is left open is decided by a seed: a million of them take six hours, or
+# fewer with SEEDS. What docs/results holds is not repeated, so it goes on where it was stopped. Those that fail are shown
+# by `python -m simulation --replay SEED`. How soon they find deliberate faults: make simulate-mutations.
+SEEDS ?= 1000000
 simulate: .venv/testable
-	PYTHONPATH=tests:. $(BIN)/python -m simulation --kind jobs --seeds $(SEEDS)
-	PYTHONPATH=tests:. $(BIN)/python -m simulation --kind negotiation --kind gossip --seeds $$(($(SEEDS) / 10))
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --tally docs/results/simulated.json --kind jobs --seeds $(SEEDS)
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --tally docs/results/simulated.json --kind negotiation --kind gossip --seeds $$(($(SEEDS) / 10))
 
 simulate-mutations: .venv/testable
 	PYTHONPATH=tests:. $(BIN)/python -m simulation --mutations
@@ -144,6 +145,8 @@ convergence: .venv/testable
 	$(BIN)/python -m benchmarks.convergence --families cnn,mlp --others bf16,fp16,int8,powersgd --seeds 10
 	$(BIN)/python -m benchmarks.convergence --families gpt --others bf16,fp16 --seeds 10
 	$(BIN)/python -m benchmarks.convergence --families gpt --others int8,powersgd --seeds 3
+	$(BIN)/python -m benchmarks.convergence --families cnn,mlp,gpt --others int4 --ranks 4 --seeds 10
+	$(BIN)/python -m benchmarks.convergence --families gpt --others sync-int4 --ranks 4 --seeds 10
 	$(BIN)/python -m benchmarks.convergence --families cnn --ranks 4 --methods 'sync;pipe' --seeds 20 --jobs 2
 	$(BIN)/python -m benchmarks.convergence --families cnn --others bf16,fp16,int8 --seeds 20
 	$(BIN)/python -m benchmarks.convergence.straggler --json docs/results/straggler.json

@@ -33,8 +33,8 @@ SECTIONS = {
     "Handles": "Handle synchronize poll",
     "Process sets": "add_process_set remove_process_set ProcessSet",
     "Errors": (
-        "DadtError ConfigError NotResumed LaunchError StartTimeout Unproved CommError CommTimeout PeerLost Mismatch"
-        " WeightsDiffer Aborted"
+        "DadtError ConfigError NotResumed Sharded LaunchError StartTimeout Unproved CommError CommTimeout PeerLost"
+        " Mismatch WeightsDiffer Aborted"
     ),
 }
 HEAD = """\
