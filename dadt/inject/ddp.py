@@ -76,6 +76,7 @@ class Wrappers:
             if not optimizers:
                 continue
             self._undecided.discard(ddp)
+            outlived_by_group(ddp)
             reason = self._reason(ddp, optimizers)
             for optimizer in optimizers if reason else []:
                 if self._runtime.attachments.of(optimizer) is None:
@@ -146,6 +147,20 @@ class Wrappers:
                 f"{late} of DistributedDataParallel after its first training forward, since which DADT averages in its"
                 " place: call it before that, and the model is left alone, or run with --inject none"
             )
+
+
+def outlived_by_group(ddp: DDP) -> None:
+    """Let the DDP's process group end after the DDP's parts in C++.
+
+    Where one of these is the group's last owner, torch waits for Gloo's threads with Python's lock, which a thread that
+    frees an operation needs: a script that ends its process group before its model may never end.
+    """
+    for part in (ddp.reducer, ddp.logger):
+        weakref.finalize(part, _release, ddp.process_group).atexit = False
+
+
+def _release(group: object) -> None:
+    """Called when what has used the process group is gone."""
 
 
 def _is_sharding(module: nn.Module) -> bool:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn  # whose functions otherwise keep the group as a default
 from harness import SCRIPTS, forkserver
 from harness.checks import assert_equal
 from harness.job import LAUNCHERS
 from harness.patience import PATIENCE
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from dadt.inject.ddp import outlived_by_group
 
 SCRIPT = SCRIPTS / "ddp.py"
 PARTS = """
@@ -375,3 +382,16 @@ def test_each_rank_ends_when_it_does_where_all_is_left_alone(dadt_run, kind, opt
     run = dadt_run(UNEVEN.replace("{kind}", kind), "--timeout", "3", *options)
     assert run.ranks[0] == run.ranks[1]
     assert " is left alone: " in run.output and " ended: " not in run.output and " steps" not in run.lines()[-1]
+
+
+def test_a_process_group_ends_after_the_model_that_used_it() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DDP(torch.nn.Linear(2, 2))
+    outlived_by_group(model)
+    ended: list[str] = []
+    for name, part in (("group", model.process_group), ("reducer", model.reducer), ("logger", model.logger)):
+        weakref.finalize(part, ended.append, name)
+    dist.destroy_process_group()
+    del model, part
+    gc.collect()
+    assert sorted(ended) == ["group", "logger", "reducer"] and ended[-1] == "group", ended
