@@ -55,6 +55,9 @@ class World:
     averaged with their equals in other islands; 0 without islands."""
     may_divide: bool = False
     """Whether the job begins again in islands if the script shards its model over all hosts (`--island auto`)."""
+    shard_size: int = 0
+    """Number of consecutive ranks among which the script's own mesh divides the model, in one torch world of all ranks:
+    DADT averages between equal parts (HSDP). 0 otherwise."""
     generation: int = 0
     """Number of times that ranks of this world were lost, or have joined."""
     launcher: str = ""
@@ -89,9 +92,13 @@ class World:
 
     @property
     def equals(self) -> range:
-        """The ranks with the same place in their islands, this one among them; all ranks if there are no islands."""
-        size = self.island_size or 1
-        return range(self.rank % size, self.world_size, size)
+        """The ranks that hold the same part of the model as this one, and itself; all ranks if each holds the whole."""
+        return range(self.rank % self.parts, self.world_size, self.parts)
+
+    @property
+    def parts(self) -> int:
+        """Number of consecutive ranks that hold the model together, in parts; 1 if every rank holds the whole."""
+        return self.island_size or self.shard_size or 1
 
     @property
     def island(self) -> int:
@@ -111,7 +118,9 @@ class World:
 
 
 VARIABLES = {
-    field.name: f"DADT_{field.name.upper()}" for field in fields(World) if field.name not in ("generation", "launcher")
+    field.name: f"DADT_{field.name.upper()}"
+    for field in fields(World)
+    if field.name not in ("generation", "launcher", "shard_size")
 }
 """Environment variables from which a worker of `dadt run` reads the fields of its World. A flag that is not set is an
 empty text."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dadt.errors import DadtError, Sharded
+from dadt.inject import hybrid
 from dadt.train.runtime import Runtime
 
 _SHARDING = ("FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel")
@@ -56,6 +57,10 @@ class Wrappers:
         # left alone, too.
         if any(_is_zero(o) and _ids(o) & _ids(optimizer) for o in [optimizer, *self._optimizers.left_alone]):
             self._leave(optimizer, "ZeroRedundancyOptimizer shares out its state among the ranks by itself")
+        elif not self._ranks.world.island_size and self._takes_over(optimizer, modules):
+            pass
+        elif self._ranks.world.shard_size:
+            self._leave(optimizer, "the script shards other models, between whose parts DADT averages")
         elif not self._ranks.world.island_size and (sharding := list(filter(_is_sharding, modules))):
             if self._ranks.world.may_divide and not any(map(_spans_hosts, sharding)):
                 raise Sharded("the script shards its model over all hosts: the job begins again with --island host")
@@ -64,6 +69,24 @@ class Wrappers:
             )
             self._leave(optimizer, reason)
         return optimizer in self._optimizers.left_alone
+
+    def _takes_over(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> bool:
+        """Whether DADT averages in place of hybrid sharding (FSDP2 on a mesh that repeats the model) throughout."""
+        world, others = self._ranks.world, [o for o in self._optimizers if o is not optimizer]
+        size = hybrid.shard_size(optimizer, modules, world.world_size)
+        if size == 0 or self._runtime.replay.possible or size != (world.shard_size or size):
+            return False
+        if not world.shard_size:
+            if self._ranks.connection is not None or others:
+                return False
+            hybrid.divide(self._ranks, size)
+            rows = world.world_size // size
+            self._ranks.say(
+                f"FSDP on a mesh of {rows} x {size}: its gradients are averaged between the {rows} rows by"
+                f" --algorithm {self._ranks.config.algorithm} in its place"
+            )
+        hybrid.average_within_rows(modules)
+        return True
 
     def decide(self) -> None:
         """Decide, before optimizers are attached, whether DADT or DDP averages the gradients of each DDP with trained

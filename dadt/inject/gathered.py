@@ -1,4 +1,4 @@
-"""Has FSDP gather weights again within an island once they have changed: it keeps some where no backward follows."""
+"""Has FSDP gather weights again once they have changed: it keeps some where no backward follows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dadt.train.runtime import Runtime
 
 
 class GatheredWeights:
-    """Decides by the steps taken, which all ranks of an island count alike, and not by what one rank has predicted."""
+    """Decides by the steps taken, which ranks of one model count alike, and not by what one rank has predicted."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -21,14 +21,14 @@ class GatheredWeights:
 
     def training_begins(self, attachment: Attachment) -> None:
         """Called at a training forward, before the parameters show predicted weights."""
-        if self._in_islands and self._begun.get(attachment) != attachment.step:
+        if self._is_sharded and self._begun.get(attachment) != attachment.step:
             self._begun[attachment] = attachment.step
             gather_anew(attachment.modules)
 
     def true_weights(self, attachments: Sequence[Attachment]) -> AbstractContextManager[None]:
         """Return a context for a forward that trains nothing: shows true weights, also those that FSDP gathers."""
         shown = self._runtime.prediction_scope.true_weights([a.prediction for a in attachments])
-        return self._gathered(shown, attachments) if self._in_islands else shown
+        return self._gathered(shown, attachments) if self._is_sharded else shown
 
     @contextmanager
     def _gathered(self, shown: AbstractContextManager[None], attachments: Sequence[Attachment]) -> Iterator[None]:
@@ -43,5 +43,5 @@ class GatheredWeights:
                 gather_anew(attachment.modules)
 
     @property
-    def _in_islands(self) -> bool:
-        return self._runtime.ranks.world.island_size > 0
+    def _is_sharded(self) -> bool:
+        return self._runtime.ranks.world.parts > 1

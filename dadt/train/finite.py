@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -39,12 +40,12 @@ class Finite:
     def look(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | None) -> int:
         """Return the 1-based index of the first parameter whose gradient is not finite on this rank. Returns 0 if there
         is none, with `--on-nan ignore`, or with a gradient scaler, which checks itself. Takes one pass over the
-        gradients. In an island, all ranks return the largest index of any, so that all parts of a step are left out.
+        gradients. Ranks that hold one model in parts return the largest index of any, so that all leave the step out.
         """
         looks = self._choice != IGNORE and scale is None and len(parameters) > 0
         self.number = _first(parameters) if looks else 0
-        if looks and self._ranks.world.island_size:
-            self.number = _most_in_island(self.number, parameters[0].device)
+        if looks and self._ranks.world.parts > 1:
+            self.number = _most_of_parts(self.number, parameters[0], in_rows=self._ranks.world.shard_size > 0)
         return self.number
 
     def judge(self, lanes: Sequence[StepMetadata], exchange: Exchange | RestoredExchange) -> bool:
@@ -57,8 +58,11 @@ class Finite:
         parameter = exchange.parameters[lanes[rank].not_finite - 1]
         name = self._names().get(id(parameter)) or f"a parameter of shape {tuple(parameter.shape)}"
         step = exchange.name.removesuffix(", again")
-        first, size = self._ranks.members[rank], self._ranks.world.island_size
-        where = f"in island {first // size}" if size else f"on rank {first}"
+        first, world = self._ranks.members[rank], self._ranks.world
+        where = f"in island {first // world.parts}" if world.island_size else f"on rank {first}"
+        if world.shard_size:
+            first -= first % world.parts
+            where = f"on one of ranks {first} to {first + world.parts - 1}"
         text = f"{step}: the gradient of {name} is not finite {where}"
         if self._choice == STOP:
             raise DadtError(f"{text} (--on-nan stop)")
@@ -79,12 +83,14 @@ def _first(parameters: Sequence[torch.Tensor]) -> int:
     return next((i for i, g in gradients if not bool(torch.isfinite(g).all())), 0)
 
 
-def _most_in_island(number: int, device: torch.device) -> int:
-    """Return the largest number of any rank of this island, over the script's own process group."""
+def _most_of_parts(number: int, parameter: Any, *, in_rows: bool) -> int:
+    """Return the largest number of any rank that holds a part of the model, over the script's own process groups.
+    in_rows: whether these ranks are a row of the parameter's mesh, and not all of the script's world."""
     if not torch.distributed.is_initialized():
         return number
-    most = torch.tensor(number, dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    most = torch.tensor(number, dtype=torch.int64, device=parameter.device)
+    for group in parameter.device_mesh.get_all_groups()[1:] if in_rows else [None]:
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
     return int(most)
 
 

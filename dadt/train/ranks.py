@@ -148,7 +148,7 @@ class Ranks:
     @property
     def _speaker(self) -> int:
         """The rank that tells the user what all ranks know: the first of those that train."""
-        return self.members[0] - self.members[0] % (self.world.island_size or 1)
+        return self.members[0] - self.members[0] % self.world.parts
 
     # Connection with the other ranks ---------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Ranks:
         group = self.group  # read once, as another thread may enter the next group
         has_lost = (lambda: self.deaths.outdated) if self.config.min_np else None
         meet: Meet = AllRanks(group, self.control, seconds, has_lost, self.tell_waiting)
-        if self.world.island_size:
+        if self.world.parts > 1:
             meet = Equals(meet, self.members, group.rank)
         return Apart(meet, f"generation {group.generation}") if group.generation else meet
 
@@ -261,8 +261,8 @@ class Ranks:
         return gathering
 
     def gather_from_all(self, name: str, data: bytes) -> Gathering:
-        """The same with all ranks of the job, also those in other places of islands. Between islands the call waits."""
-        if not self.world.island_size:
+        """The same with all ranks of the job, also those with other parts of the model, for whom the call waits."""
+        if self.world.parts == 1:
             return self.allgather(name, data)
         gathering = Gathering(name, data, self.gatherings.count, perf_counter(), lambda lanes: None)
         world = replace(self.world, generation=self.generation)

@@ -125,7 +125,7 @@ class Recovery:
             callback()
         seconds = perf_counter() - begun
         ranks.progress.stood += seconds
-        size, whole = ranks.group.world_size * (ranks.world.island_size or 1), ranks.world.world_size
+        size, whole = ranks.group.world_size * ranks.world.parts, ranks.world.world_size
         text = self._batches.missing(whole - size) if size < whole else ""
         missing = f"; {text}" if text else ""
         ranks.say(f"{size} of {whole} workers train on from step {ranks.step}, {seconds:.2f} s later{missing}")
