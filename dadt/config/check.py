@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -133,6 +133,8 @@ ISLAND_VALUES: Mapping[str, Collection[object]] = {
     "snapshot_every": ("auto", "never"),
 }
 """Values of options with which there may be islands."""
+SPEED_VALUES: Mapping[str, Collection[object]] = {"algorithm": ("pipe", "sync"), "island": ("off",), **ISLAND_VALUES}
+"""Values of options with which `--batch` may be `speed`."""
 
 
 def in_islands(island: str) -> bool:
@@ -140,14 +142,28 @@ def in_islands(island: str) -> bool:
     return island not in ("off", "auto")
 
 
-def check_island(text: str, given: Mapping[str, object]) -> None:
-    """Raise ConfigError if `--island` has no such value, or cannot be used with these settings, by name."""
+def check_island(text: str, setting: Callable[[str], object]) -> None:
+    """Raise ConfigError if `--island` has no such value, or cannot be used with other settings. setting: returns the
+    value of one, by name."""
     if text not in ("off", "host", "auto") and not re.fullmatch("[1-9][0-9]{0,5}", text):
         raise ConfigError(f"--island {text}: give off, auto, host, or a number of workers")
-    for name, value in given.items() if text != "off" else ():
-        if value not in ISLAND_VALUES[name]:
+    if text != "off":
+        _check_values(f"--island {text}", "does not know islands", ISLAND_VALUES, setting)
+
+
+def check_batch(text: str, setting: Callable[[str], object]) -> None:
+    """Raise ConfigError if `--batch` cannot be used with other settings. setting: returns the value of one, by name."""
+    if text == "speed":
+        _check_values("--batch speed", "does not know parts of different sizes", SPEED_VALUES, setting)
+
+
+def _check_values(
+    given: str, why: str, valid: Mapping[str, Collection[object]], setting: Callable[[str], object]
+) -> None:
+    for name, values in valid.items():
+        if (value := setting(name)) not in values:
             shown = flag(name) if value is True else f"{flag(name)} {value}"
-            raise ConfigError(f"--island {text}: {shown} does not know islands; leave one of the two out")
+            raise ConfigError(f"{given}: {shown} {why}; leave one of the two out")
 
 
 def check_streams(count: int) -> None:

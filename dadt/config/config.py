@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dadt.config.check import (
-    ISLAND_VALUES,
     TOPOLOGIES,
     check_algorithm,
     check_auto,
+    check_batch,
     check_compression,
     check_discovery,
     check_executor,
@@ -108,9 +108,7 @@ class Config:
     topology: str = knob(
         "exponential", "`gossip`: which ranks average with each other.", choices=TOPOLOGIES, advanced=True
     )
-    batch: str = knob(
-        "per-rank", "Give each rank the script's batch size, or divide it among ranks.", choices=("per-rank", "global")
-    )
+    batch: str = knob("per-rank", "Who trains on a batch.", choices=("per-rank", "global", "speed"))
     scale_lr: str = knob(
         "none", "Multiply learning rates by the number of workers.", choices=("none", "linear", "sqrt")
     )
@@ -310,10 +308,8 @@ class Config:
         check_compression(self.compression)
         check_momentum(self.algorithm, self.compression)
         check_auto(self.algorithm, self.compression, self.warmup_steps)
-        if self.fragments < 1:
-            raise ConfigError(f"--fragments {self.fragments}: must be 1 or more")
         check_rounds(self.sync_every, self.overlap_steps)
-        for name in ("outer_lr", "bucket_mb", "cpus_per_worker"):
+        for name in ("fragments", "outer_lr", "bucket_mb", "cpus_per_worker"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0")
         if not 0 <= self.outer_momentum < 1:
@@ -322,7 +318,8 @@ class Config:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
         check_streams(self.streams)
-        check_island(self.island, {name: getattr(self, name) for name in ISLAND_VALUES})
+        check_island(self.island, self.__getattribute__)
+        check_batch(self.batch, self.__getattribute__)
         check_patience(self.heartbeat_timeout, self.orphan_timeout)
         sizes = ("cycle_duration_ms", "all_reduce_buffer_size", "group_buffer_size", "verify_every")
         numbers = ("np", "accelerators", "nnodes", "simulate_hosts")

@@ -64,7 +64,7 @@ class Progress:
         sent, plain = self._sent()
         return {
             "samples": self.samples,
-            "waited": self._waited,
+            "waited": self.waited,
             "clock": self._step_times.last,
             "sent": sent,
             "plain": plain,
@@ -83,7 +83,7 @@ class Progress:
         return {
             **({"steps": steps} if (steps := self.step - self.left_alone) or not self.step else {}),
             "delayed": sum(m.delayed for m in self.measures),
-            "wait_fraction": self._waited / (last - first) if last > first else 0.0,
+            "wait_fraction": self.waited / (last - first) if last > first else 0.0,
             "why": next((m.why for m in self.measures if m.why), ""),
             "samples": self.samples,
             "seconds": max(0.0, last - first),
@@ -96,7 +96,8 @@ class Progress:
         }
 
     @property
-    def _waited(self) -> float:
+    def waited(self) -> float:
+        """Seconds that this rank has waited for exchanges, over all optimizers and since their first steps."""
         return sum(m.waited for m in self.measures)
 
     def _sent(self) -> tuple[int, int]:

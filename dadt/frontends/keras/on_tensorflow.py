@@ -128,8 +128,8 @@ class TensorFlowTraining(KerasTraining):
             raise ConfigError(
                 "--verify-every: Keras on TensorFlow keeps weights that DADT cannot compare; leave it out"
             )
-        if config.batch == "global" and not self.runtime.script.explicit:
-            raise ConfigError("--batch global: Keras on TensorFlow divides epochs, not batches; leave it out")
+        if config.batch != "per-rank" and not self.runtime.script.explicit:
+            raise ConfigError(f"--batch {config.batch}: Keras on TensorFlow divides epochs, not batches; leave it out")
 
     def _displacement(self, optimizer: Any, variables: Sequence[Any]) -> Any:
         """Return a Displacement that predicts the optimizer's variables; None if this optimizer's variables are not

@@ -73,9 +73,10 @@ class FastaiLoaders:
         shares = kind == TRAINS and torch.is_grad_enabled() and self._can(loader)
         role.gives_all = not shares
         if shares and not role.kind:
-            if self._runtime.ranks.config.batch == "global":
+            if (batch := self._runtime.ranks.config.batch) != "per-rank":
                 raise ConfigError(
-                    f"--batch global: {role.name} is one of fastai, whose batches are not divided; use --batch per-rank"
+                    f"--batch {batch}: {role.name} is one of fastai, whose batches are not divided; use"
+                    " --batch per-rank"
                 )
             role.kind = TRAINS
             each = f"{loader.n // self._runtime.ranks.world.world_size:,} per worker"

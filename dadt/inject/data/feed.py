@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Share, StepShare
+from dadt.inject.data.speed import Speeds
 from dadt.inject.data.view import BatchView
 from dadt.train.batch_weight import Pass
 from dadt.train.runtime import Runtime
@@ -77,6 +78,7 @@ class Feed(BatchView):
     """Number of steps of a pass; 0 if unknown."""
     over: Callable[[bool], None]
     """Called at the end of each pass, with whether any training happened in it."""
+    speeds: Speeds
 
     def __post_init__(self, draws_on: bool) -> None:
         self.order = Order(self.share, self.streams, draws_on, self._drawn)
@@ -89,6 +91,7 @@ class Feed(BatchView):
         self._told = False
         self._training = self.runtime.optimizers.trains()
         self._before = (self.runtime.ranks.step, self.runtime.script.backwards)
+        self.speeds.pass_begins()
         with self.streams.shared():
             self.batches = start()
         return self
@@ -116,6 +119,7 @@ class Feed(BatchView):
             self._look_back()  # some scripts count batches and never ask for one more, which would end the pass
         if self._training or self.runtime.optimizers.trains():
             self.runtime.batches.drew(self._pass, piece.samples, self.share.nominal)
+            self.speeds.drew(piece)
         return data
 
     def _drawn(self, piece: StepShare) -> None:

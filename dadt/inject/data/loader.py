@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe, SequentialSampler
 
 from dadt.config.check import loader_numbers
-from dadt.errors import ConfigError
 from dadt.inject.after_import import after_import
 from dadt.inject.data import shuffle, sums, workers_seed
 from dadt.inject.data.division import Division, agree, alike, begun, left_out, missing
@@ -28,7 +27,7 @@ from dadt.inject.data.entropy import Entropy
 from dadt.inject.data.fastai_loader import FastaiLoaders
 from dadt.inject.data.feed import Feed, Order, Undecided
 from dadt.inject.data.replayed import Aside, ReplayedPass
-from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, LoaderRole, sentence
+from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, LoaderRole, check_divisible, sentence
 from dadt.inject.data.samplers import (
     Loader,
     draws_on,
@@ -41,6 +40,7 @@ from dadt.inject.data.samplers import (
 from dadt.inject.data.schedule import Schedules
 from dadt.inject.data.seed import Streams
 from dadt.inject.data.share import Items, Share, Skipped, portion, stream_steps, unskipped
+from dadt.inject.data.speed import Speeds
 from dadt.inject.data.stream import Counted, Here, Split, StreamFeed, lives_on, nth_of
 from dadt.inject.data.view import without_end
 from dadt.inject.patch import replaces
@@ -71,6 +71,7 @@ class Loaders:
         self._numbers = itertools.count(1)
         self._told: Counter[str] = Counter()
         self.schedules = Schedules()
+        self.speeds = Speeds(runtime)
         self._share = loader_numbers("--share", runtime.ranks.config.share)
         self._no_share = loader_numbers("--no-share", runtime.ranks.config.no_share)
 
@@ -149,7 +150,7 @@ class Loaders:
             kind = ALONE if alone and final and kind == EVALUATES else kind
         if final:
             if kind == TRAINS:
-                self._check(loader, role)
+                check_divisible(loader, role, self._ranks.config.batch)
             role.kind = kind
             role.views.clear()
             self._tell(sentence(loader, role, role.begun.shares, role.takers), role)
@@ -208,22 +209,6 @@ class Loaders:
             inner_sampler(loader), SequentialSampler
         )
 
-    def _check(self, loader: Loader, role: LoaderRole) -> None:
-        """Raises ConfigError if --batch global cannot divide this loader's batches."""
-        size = role.begun.shares
-        if self._ranks.config.batch != "global":
-            return
-        if loader.batch_size is not None and loader.batch_size < size:
-            raise ConfigError(
-                f"--batch global: {role.name} has batches of {loader.batch_size}, which cannot be divided"
-                f" among {size} workers; use fewer workers, larger batches or --batch per-rank"
-            )
-        if not loader._auto_collation:
-            raise ConfigError(
-                f"--batch global: {role.name} has no batch size that could be divided among {size} workers;"
-                f" use --batch per-rank, or --no-share {role.number}"
-            )
-
     def _divide(self, loader: Loader, role: LoaderRole) -> Division:
         """Return how a new pass is divided. If not as the last pass was, the loader's worker processes start again."""
         division = role.begun if role.by_island else agree(self.runtime, role.name)
@@ -239,10 +224,12 @@ class Loaders:
 
     def _make_share(self, loader: Loader, division: Division) -> Share:
         if loader.batch_sampler is None:
+            self.speeds.leaves_equal(self.role(loader).name)
             return Items(loader.sampler, division.rank, division.readers)
         # Scripts count skipped batches in steps, each of which has batches of all ranks.
         batch_sampler, steps = unskipped(loader.batch_sampler)
-        share = share_of(batch_sampler, *division, divided=self._ranks.config.batch == "global")
+        divided, fractions = self._ranks.config.batch == "global", self.speeds.fractions
+        share = share_of(batch_sampler, *division, divided=divided, fractions=fractions)
         return Skipped(share, steps) if steps else share
 
     def _view(self, loader: Loader, role: LoaderRole, **changed: Any) -> Loader:
@@ -282,7 +269,7 @@ class Loaders:
             steps = self._shortened(loader, share)
             over = functools.partial(self._over, role, steps)
             draws = draws_on(loader)
-            feed = Feed(share, self.runtime, self.streams, role.name, draws, prefetches, steps[0], over)
+            feed = Feed(share, self.runtime, self.streams, role.name, draws, prefetches, steps[0], over, self.speeds)
         if loader.persistent_workers and loader.num_workers:
             role.feed = feed  # torch uses one iterator object for all passes of persistent workers
         self.schedules.begin()
@@ -331,6 +318,7 @@ class Loaders:
 
     def _stream(self, loader: Loader, role: LoaderRole, division: Division) -> Iterator[Any]:
         rank, size, shares = division
+        self.speeds.leaves_equal(role.name)
         divided = self._ranks.config.batch == "global"
         batch_size, drop_last = loader.batch_size or 1, bool(loader.drop_last)
         block = batch_size if divided else batch_size * shares

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.utils.data import IterableDataset
 
+from dadt.errors import ConfigError
 from dadt.inject.data.division import Division, begun
 from dadt.inject.data.drawn import Drawn
 from dadt.inject.data.feed import Feed
@@ -61,6 +62,23 @@ class LoaderRole:
     def takers(self) -> int:
         """Number of ranks that read a batch of their own in each step; 1 if all ranks divide one batch."""
         return 1 if self._runtime.ranks.config.batch == "global" else self.begun.shares
+
+
+def check_divisible(loader: Loader, role: LoaderRole, batch: str) -> None:
+    """Raises ConfigError if `--batch global` cannot divide this loader's batches. batch: the value of `--batch`."""
+    size = role.begun.shares
+    if batch != "global":
+        return
+    if loader.batch_size is not None and loader.batch_size < size:
+        raise ConfigError(
+            f"--batch global: {role.name} has batches of {loader.batch_size}, which cannot be divided"
+            f" among {size} workers; use fewer workers, larger batches or --batch per-rank"
+        )
+    if not loader._auto_collation:
+        raise ConfigError(
+            f"--batch global: {role.name} has no batch size that could be divided among {size} workers;"
+            f" use --batch per-rank, or --no-share {role.number}"
+        )
 
 
 def sentence(loader: Loader, role: LoaderRole, size: int, takers: int) -> str:

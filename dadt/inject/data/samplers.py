@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from typing import Any
 
 from torch.utils.data import (
@@ -14,7 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dadt.inject.data.share import Batches, Divided, PerRank
+from dadt.inject.data.share import Batches, Divided, Fractions, PerRank
 
 DRAW_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers of torch that draw from the global generators, and only when the first index is requested."""
@@ -65,15 +65,23 @@ def left_out_of(loader: Loader, ranks: int) -> int:
     return samples % (loader.batch_size * ranks)
 
 
-def share_of(batch_sampler: Any, rank: int, size: int, shares: int, *, divided: bool) -> PerRank | Batches | Divided:
+def share_of(
+    batch_sampler: Any,
+    rank: int,
+    size: int,
+    shares: int,
+    *,
+    divided: bool,
+    fractions: Callable[[], Fractions],
+) -> PerRank | Batches | Divided:
     """Return the batches of one rank, which is number `rank` of `size` reading ranks. divided: whether each rank reads
     a part of every batch of the script, not whole batches. shares: number of shares of a step, which may be larger than
-    `size`.
+    `size`. fractions: returns the parts of ranks for one step.
     """
     plain = type(batch_sampler) is BatchSampler
     if divided:
         return Divided(batch_sampler, batch_sampler.batch_size if plain else 0, rank, size)
     if plain:
         sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
-        return PerRank(sampler, batch_size, batch_sampler.drop_last, rank, size, shares)
-    return Batches(batch_sampler, rank, size, shares)
+        return PerRank(sampler, batch_size, batch_sampler.drop_last, rank, size, shares, fractions)
+    return Batches(batch_sampler, rank, size, shares, fractions)

@@ -9,8 +9,8 @@ A step has `shares` shares, one for each rank with which the job began. If fewer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple, cast
 
 
@@ -34,9 +34,22 @@ def portion(total: int, rank: int, size: int) -> range:
     return range(start, start + small + (rank < larger))
 
 
-def part(batch: Sequence[Any], rank: int, size: int, nominal: int) -> StepShare:
+Fractions = Sequence[float]
+"""What part of a step's samples each rank gets, in the order of ranks; sums to 1. Empty: equal parts."""
+
+
+def portion_by(fractions: Fractions, total: int, rank: int, least: int) -> range:
+    """Return the positions that belong to `rank` if `total` items are divided in these proportions, and each rank gets
+    at least `least` of them."""
+    beyond = [max(each * total - least, 0.0) for each in fractions]
+    rest, share = total - least * len(fractions), sum(beyond) or 1.0
+    ends = [round(rest * (part / share)) for part in accumulate(beyond, initial=0.0)]
+    return range(ends[rank] + least * rank, ends[rank + 1] + least * (rank + 1))
+
+
+def part(batch: Sequence[Any], rank: int, size: int, nominal: int, fractions: Fractions = ()) -> StepShare:
     """Return the contiguous portion of `rank` in a batch of at least one sample; if no sample is left for this rank,
-    return the beginning of the batch, counted as 0 samples.
+    return the beginning of the batch, counted as 0 samples. fractions: parts of ranks where they are not equal.
 
     If a portion would have a single sample, although ordinary batches (of `nominal` samples) have more, fewer ranks
     share the batch: BatchNorm cannot train on one sample.
@@ -45,7 +58,8 @@ def part(batch: Sequence[Any], rank: int, size: int, nominal: int) -> StepShare:
     takers = min(size, max(1, len(batch) // least))
     if rank >= takers:
         return StepShare(list(batch[:least]), 0, batch)
-    mine = portion(len(batch), rank, takers)
+    by_speed = fractions and takers == size
+    mine = portion_by(fractions, len(batch), rank, least) if by_speed else portion(len(batch), rank, takers)
     return StepShare(list(batch[mine.start : mine.stop]), len(mine), batch)
 
 
@@ -56,9 +70,18 @@ class PerRank:
     """
 
     def __init__(
-        self, sampler: Iterable[Any], batch_size: int, drop_last: bool, rank: int, size: int, shares: int = 0
+        self,
+        sampler: Iterable[Any],
+        batch_size: int,
+        drop_last: bool,
+        rank: int,
+        size: int,
+        shares: int = 0,
+        fractions: Callable[[], Fractions] = tuple,
     ) -> None:
+        """fractions: returns the parts of ranks, once for each step."""
         self.sampler = sampler
+        self.fractions = fractions
         self.drop_last = drop_last
         self.rank = rank
         self.size = size
@@ -70,7 +93,7 @@ class PerRank:
         indices = iter(self.sampler)
         while batch := list(islice(indices, self.whole)):
             if len(batch) == self.whole or not self.drop_last:
-                yield part(batch, self.rank, self.size, self.nominal)
+                yield part(batch, self.rank, self.size, self.nominal, self.fractions())
 
     def __len__(self) -> int:
         samples = len(cast(Sized, self.sampler))
@@ -85,8 +108,17 @@ class Batches:
     divided as evenly as possible.
     """
 
-    def __init__(self, batch_sampler: Iterable[Any], rank: int, size: int, shares: int = 0) -> None:
+    def __init__(
+        self,
+        batch_sampler: Iterable[Any],
+        rank: int,
+        size: int,
+        shares: int = 0,
+        fractions: Callable[[], Fractions] = tuple,
+    ) -> None:
+        """fractions: returns the parts of ranks, once for each step."""
         self.batch_sampler = batch_sampler
+        self.fractions = fractions
         self.rank = rank
         self.size = size
         self.shares = shares or size
@@ -98,10 +130,11 @@ class Batches:
         while group := list(islice(batches, self.shares)):
             whole = sum(map(samples_in, group)) * self.shares
             self.nominal = self.nominal or max(1, -(-whole // (len(group) * self.size)))
-            if self.rank < len(group) == self.size == self.shares:
+            fractions = self.fractions()
+            if self.rank < len(group) == self.size == self.shares and not fractions:
                 yield StepShare(group[self.rank], samples_in(group[self.rank]), group)
             elif all(map(is_batch, group)):
-                yield part(list(chain.from_iterable(group)), self.rank, self.size, self.nominal)
+                yield part(list(chain.from_iterable(group)), self.rank, self.size, self.nominal, fractions)
             else:
                 yield turn(group, self.rank)
 

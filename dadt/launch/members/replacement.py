@@ -26,7 +26,7 @@ def replaces(config: Config) -> bool:
 def replays(config: Config) -> bool:
     """Return whether a new worker replays its script up to the current step before it joins, as algorithms require in
     which all ranks step together."""
-    takes = config.snapshot_every != NEVER and config.compression != "auto"
+    takes = config.snapshot_every != NEVER and config.compression != "auto" and config.batch != "speed"
     return takes and config.algorithm in ("pipe", "sync")
 
 
