@@ -58,6 +58,9 @@ class World:
     shard_size: int = 0
     """Number of consecutive ranks among which the script's own mesh divides the model, in one torch world of all ranks:
     DADT averages between equal parts (HSDP). 0 otherwise."""
+    divisors: str = ""
+    """Numbers by which ranks divide the script's batch size, in the order of ranks, with commas between; empty where no
+    rank does (`--batch memory`)."""
     generation: int = 0
     """Number of times that ranks of this world were lost, or have joined."""
     launcher: str = ""

@@ -133,8 +133,10 @@ ISLAND_VALUES: Mapping[str, Collection[object]] = {
     "snapshot_every": ("auto", "never"),
 }
 """Values of options with which there may be islands."""
-SPEED_VALUES: Mapping[str, Collection[object]] = {"algorithm": ("pipe", "sync"), "island": ("off",), **ISLAND_VALUES}
-"""Values of options with which `--batch` may be `speed`."""
+UNEQUAL = ("speed", "memory")
+"""Values of `--batch` with which ranks may get different numbers of samples."""
+UNEQUAL_VALUES: Mapping[str, Collection[object]] = {"island": ("off",), **ISLAND_VALUES}
+"""Values of options with which they may."""
 
 
 def in_islands(island: str) -> bool:
@@ -153,8 +155,9 @@ def check_island(text: str, setting: Callable[[str], object]) -> None:
 
 def check_batch(text: str, setting: Callable[[str], object]) -> None:
     """Raise ConfigError if `--batch` cannot be used with other settings. setting: returns the value of one, by name."""
-    if text == "speed":
-        _check_values("--batch speed", "does not know parts of different sizes", SPEED_VALUES, setting)
+    if text in UNEQUAL:
+        valid = {**UNEQUAL_VALUES, **({"algorithm": ("pipe", "sync")} if text == "speed" else {})}
+        _check_values(f"--batch {text}", "does not know parts of different sizes", valid, setting)
 
 
 def _check_values(

@@ -108,7 +108,7 @@ class Config:
     topology: str = knob(
         "exponential", "`gossip`: which ranks average with each other.", choices=TOPOLOGIES, advanced=True
     )
-    batch: str = knob("per-rank", "Who trains on a batch.", choices=("per-rank", "global", "speed"))
+    batch: str = knob("per-rank", "Who trains on a batch.", choices=("per-rank", "global", "speed", "memory"))
     scale_lr: str = knob(
         "none", "Multiply learning rates by the number of workers.", choices=("none", "linear", "sqrt")
     )

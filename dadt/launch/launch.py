@@ -178,7 +178,7 @@ class Launch:
             self._launcher = launcher_of(request)
             self._reached = resume.configured(config, self._logs, len(hosts), number, self._restarts.refused)
             return Attempt(
-                replace(self._plan, hosts=hosts, config=self._reached),
+                replace(self._plan, hosts=hosts, config=self._reached, divisors=dict(self._restarts.divisors)),
                 self._launcher,
                 self._folder,
                 self._voice,

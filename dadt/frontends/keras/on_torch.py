@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dadt.config.check import UNEQUAL
 from dadt.errors import ConfigError
 from dadt.frontends.keras.fit import KerasTraining, momentum_of, nothing
 from dadt.inject import worker
@@ -91,8 +92,8 @@ class TorchTraining(KerasTraining):
             model = self.fitting[-1]
             if model.optimizer is not None and model.trainable_variables:
                 self._carrier_of(model.optimizer, model.trainable_variables)
-            if (batch := self.runtime.ranks.config.batch) == "speed":
-                raise ConfigError("--batch speed: Keras divides epochs, and not each batch; leave it out")
+            if (batch := self.runtime.ranks.config.batch) in UNEQUAL:
+                raise ConfigError(f"--batch {batch}: Keras divides epochs, and not each batch; leave it out")
             if batch == "global":
                 return
             self.divide_steps(iterator)

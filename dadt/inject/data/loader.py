@@ -150,7 +150,7 @@ class Loaders:
             kind = ALONE if alone and final and kind == EVALUATES else kind
         if final:
             if kind == TRAINS:
-                check_divisible(loader, role, self._ranks.config.batch)
+                check_divisible(loader, role, self._ranks.config.batch, self._ranks.world.divisors)
             role.kind = kind
             role.views.clear()
             self._tell(sentence(loader, role, role.begun.shares, role.takers), role)
@@ -229,7 +229,8 @@ class Loaders:
         # Scripts count skipped batches in steps, each of which has batches of all ranks.
         batch_sampler, steps = unskipped(loader.batch_sampler)
         divided, fractions = self._ranks.config.batch == "global", self.speeds.fractions
-        share = share_of(batch_sampler, *division, divided=divided, fractions=fractions)
+        divisors = [int(each) for each in self._ranks.world.divisors.split(",") if each]
+        share = share_of(batch_sampler, *division, divided=divided, fractions=fractions, divisors=divisors)
         return Skipped(share, steps) if steps else share
 
     def _view(self, loader: Loader, role: LoaderRole, **changed: Any) -> Loader:

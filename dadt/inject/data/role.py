@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from dadt.errors import ConfigError
 from dadt.inject.data.division import Division, begun
@@ -64,9 +64,14 @@ class LoaderRole:
         return 1 if self._runtime.ranks.config.batch == "global" else self.begun.shares
 
 
-def check_divisible(loader: Loader, role: LoaderRole, batch: str) -> None:
-    """Raises ConfigError if `--batch global` cannot divide this loader's batches. batch: the value of `--batch`."""
+def check_divisible(loader: Loader, role: LoaderRole, batch: str, divisors: str) -> None:
+    """Raises ConfigError if `--batch` cannot divide this loader's batches. batch: its value. divisors: of the World."""
     size = role.begun.shares
+    if divisors and type(loader.batch_sampler) is not BatchSampler:
+        raise ConfigError(
+            f"--batch memory: {role.name} has no batch size that could be less on a worker without enough memory;"
+            " use smaller batches"
+        )
     if batch != "global":
         return
     if loader.batch_size is not None and loader.batch_size < size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from torch.utils.data import (
@@ -73,15 +73,21 @@ def share_of(
     *,
     divided: bool,
     fractions: Callable[[], Fractions],
+    divisors: Sequence[int] = (),
 ) -> PerRank | Batches | Divided:
     """Return the batches of one rank, which is number `rank` of `size` reading ranks. divided: whether each rank reads
     a part of every batch of the script, not whole batches. shares: number of shares of a step, which may be larger than
-    `size`. fractions: returns the parts of ranks for one step.
+    `size`. fractions: returns the parts of ranks for one step. divisors: numbers by which ranks divide the script's
+    batch size; empty if none does.
     """
     plain = type(batch_sampler) is BatchSampler
     if divided:
         return Divided(batch_sampler, batch_sampler.batch_size if plain else 0, rank, size)
     if plain:
         sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
+        if divisors:
+            sizes = [max(min(2, batch_size), batch_size // each) for each in divisors]
+            parts = [each / sum(sizes) for each in sizes]
+            return PerRank(sampler, batch_size, batch_sampler.drop_last, rank, size, 0, lambda: parts, sum(sizes))
         return PerRank(sampler, batch_size, batch_sampler.drop_last, rank, size, shares, fractions)
     return Batches(batch_sampler, rank, size, shares, fractions)

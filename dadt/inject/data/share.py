@@ -78,14 +78,16 @@ class PerRank:
         size: int,
         shares: int = 0,
         fractions: Callable[[], Fractions] = tuple,
+        whole: int = 0,
     ) -> None:
-        """fractions: returns the parts of ranks, once for each step."""
+        """fractions: returns the parts of ranks, once for each step. whole: number of samples in a step of all ranks
+        together; 0: `batch_size` for each share."""
         self.sampler = sampler
         self.fractions = fractions
         self.drop_last = drop_last
         self.rank = rank
         self.size = size
-        self.whole = batch_size * (shares or size)
+        self.whole = whole or batch_size * (shares or size)
         """Number of samples in a step of all ranks together."""
         self.nominal = -(-self.whole // size)
 

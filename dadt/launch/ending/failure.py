@@ -123,6 +123,11 @@ class Failure:
             return self.record.step
         return self.ending.step if self.ending.step >= 0 else None
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the worker had no memory left, of its host or of its GPU."""
+        return self.ending.killed_for_memory or (self.record is not None and _is_memory_error(self.record))
+
     def says(self, kind: type[errors.DadtError]) -> bool:
         return self.record is not None and self.record.type == kind.__name__
 

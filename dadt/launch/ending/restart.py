@@ -25,6 +25,11 @@ FROM_OUTSIDE = (-SIGKILL, -SIGTERM)
 """
 
 
+FIRST_STEPS = 50
+"""Steps in which a worker that runs out of memory may go on with smaller batches (`--batch memory`)."""
+LARGEST_DIVISOR = 1024
+
+
 class NoteRestart(NamedTuple):
     """Action: record why an attempt failed, and that restart `number` follows."""
 
@@ -45,6 +50,8 @@ class Restarts:
         """Whether the last attempt could not be resumed from its snapshot."""
         self.island = config.island
         """The value of `--island` for the next attempt."""
+        self.divisors: dict[int, int] = {}
+        """Numbers by which ranks divide the script's batch size in the next attempt, by rank."""
         self._most = config.max_restarts
         self._before: Any = None
         """Step and error at which the last attempt failed; None if it was ended from outside."""
@@ -144,7 +151,23 @@ class Restarts:
             self._most += 1
             self._begin_again(record.message, record.message, "info")
             return True
+        if not ends and outcome.failure is not None and self._halves(outcome.failure):
+            return True
         return not ends and failed is not None and self._again(failed)
+
+    def _halves(self, failure: Failure) -> bool:
+        """Give a rank that ran out of memory in its first steps batches of half the size. Returns whether the job
+        begins again with them."""
+        rank, wanted = failure.ending.rank, self._config.batch == "memory" and failure.out_of_memory
+        divisor = 2 * self.divisors.get(rank, 1)
+        if not wanted or (failure.step or 0) > FIRST_STEPS or divisor > LARGEST_DIVISOR:
+            return False
+        self.divisors[rank] = divisor
+        self._most += 1
+        why = f"worker {rank} has run out of memory"
+        text = f"{why}: the job begins again, and it trains on 1/{divisor} of the script's batch size (--batch memory)"
+        self._begin_again(why, text, "warning")
+        return True
 
     def failed(self, error: DadtError, hosts: Sequence[Host], now: float, *, began: bool) -> bool:
         """Handle the error of an attempt on these hosts that has no outcome. Returns whether another attempt follows.

@@ -31,6 +31,8 @@ class Slot:
     """Number of ranks of each island (a torch world of its own); 0 without islands."""
     may_divide: bool = False
     """Whether the job may begin again in islands: see `World.may_divide`."""
+    divisors: str = ""
+    """Numbers by which ranks divide the batch size: see `World.divisors`."""
     threads: int = 1
     """Number of CPU threads that the worker may use, such as in OpenMP's parallel regions."""
 
@@ -44,6 +46,7 @@ class Slot:
             address=self.address,
             island_size=self.island_size,
             may_divide=self.may_divide,
+            divisors=self.divisors,
             job=job,
         )
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from dadt.config import Config
-from dadt.config.check import NEVER, in_islands
+from dadt.config.check import NEVER, UNEQUAL, in_islands
 from dadt.control.frame import Frame
 from dadt.launch.actions import Outbox
 from dadt.launch.members.member import Member
@@ -26,7 +26,7 @@ def replaces(config: Config) -> bool:
 def replays(config: Config) -> bool:
     """Return whether a new worker replays its script up to the current step before it joins, as algorithms require in
     which all ranks step together."""
-    takes = config.snapshot_every != NEVER and config.compression != "auto" and config.batch != "speed"
+    takes = config.snapshot_every != NEVER and config.compression != "auto" and config.batch not in UNEQUAL
     return takes and config.algorithm in ("pipe", "sync")
 
 

@@ -70,7 +70,8 @@ def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, n
     slots = place(shares, rooms, [node.address for node in nodes])
     size = island_size(config.island, slots)
     divides = may_divide(config.island, slots)
-    slots = [replace(slot, island_size=size, may_divide=divides) for slot in slots]
+    divisors = ",".join(str(the_plan.divisors.get(slot.rank, 1)) for slot in slots) if the_plan.divisors else ""
+    slots = [replace(slot, island_size=size, may_divide=divides, divisors=divisors) for slot in slots]
     config, why = _resolved(config, slots, nodes)
     return Placed(
         plan=the_plan,

@@ -49,6 +49,8 @@ class Plan:
     """Environment variables for workers on other hosts."""
     named: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for all workers, from --env-file and -x."""
+    divisors: Mapping[int, int] = field(default_factory=dict)
+    """Numbers by which ranks that ran out of memory divide the script's batch size, by rank."""
     cwd: str = ""
     start: SavedStart | None = None
     """How to start the job again; None if it cannot be started from a command line."""

@@ -118,6 +118,42 @@ def test_streams_are_divided_equally_and_a_line_says_so(dadt_run) -> None:
     assert "--batch speed divides no streams and single items: ranks get as many" in run.output
 
 
+SMALL_MEMORY = """
+    import resource
+    from torch.utils.data import DataLoader, TensorDataset
+    rank = int(os.environ.get("DADT_RANK", "0"))
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(3)
+    data = TensorDataset(torch.arange(320), torch.randn(320, 6), torch.randint(0, 3, (320,)))
+    loader = DataLoader(data, batch_size=32, shuffle=True)
+    optimizer.zero_grad()
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    seen, sizes = [], set()
+    for epoch in range(2):
+        for which, x, y in loader:
+            if rank == 1 and not seen:
+                resource.setrlimit(resource.RLIMIT_AS, (used + (600 << 20), resource.RLIM_INFINITY))
+            sizes.add(len(which))
+            seen += [(epoch, int(each)) for each in which]
+            torch.empty(len(which), 6 << 20)  # 24 MiB a sample
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    report(dict(model=model.state_dict(), seen=seen, sizes=sizes, steps=len(loader)))
+"""
+
+
+def test_a_rank_without_enough_memory_trains_on_smaller_batches(dadt_run) -> None:
+    run = dadt_run(SMALL_MEMORY, "--batch", "memory", "--algorithm", "sync")
+    enough, small = run.ranks
+    assert "worker 1 has run out of memory: the job begins again, and it trains on 1/2 of the script's" in run.output
+    assert_equal(enough["model"], small["model"], "replicas")
+    assert max(enough["sizes"]) == 32 and max(small["sizes"]) == 16
+    assert sorted(enough["seen"] + small["seen"]) == [(epoch, each) for epoch in range(2) for each in range(320)]
+    assert enough["steps"] == small["steps"] == 7
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
