@@ -64,7 +64,7 @@ class Sync(Algorithm):
         agreed = len({lane.growth for lane in lanes}) == 1
         in_vain = any(lane.redo for lane in lanes)
         self._exchange = None
-        if in_vain:
+        if a.weighing.agree(lanes) or in_vain:
             exchange = a.new_exchange(again=True)
             a.close(exchange)
             lanes = exchange.receive()

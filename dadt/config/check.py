@@ -68,8 +68,10 @@ def round_steps(sync_every: str) -> int:
     return 32 if sync_every == "auto" else int(sync_every)
 
 
-def check_rounds(sync_every: str, steps: str) -> None:
+def check_rounds(sync_every: str, steps: str, fragments: int) -> None:
     """Raise ConfigError if steps of `local` are no numbers, or if means would be merged after the next ones."""
+    if fragments < 1:
+        raise ConfigError(f"--fragments {fragments}: must be 1 or more")
     if sync_every != "auto" and not (sync_every.isdecimal() and int(sync_every) > 0):
         raise ConfigError(f"--sync-every {sync_every}: give auto, or a number of 1 or more")
     if steps == "auto" or (sync_every == "auto" and steps == "0"):
@@ -131,6 +133,7 @@ ISLAND_VALUES: Mapping[str, Collection[object]] = {
     "redistribute": (False,),
     "resume": ("",),
     "snapshot_every": ("auto", "never"),
+    "weigh": ("auto", "samples"),
 }
 """Values of options with which there may be islands."""
 UNEQUAL = ("speed", "memory")
@@ -300,6 +303,13 @@ def loader_numbers(name: str, text: str) -> set[int] | None:
     if listed is None or 0 in listed:
         raise ConfigError(f"{name} {text}: give DataLoaders by number from 1, as 1,3, or all")
     return listed
+
+
+def check_shares(share: str, no_share: str) -> None:
+    """Raise ConfigError if `--share` and `--no-share` are no lists of DataLoaders, or name one both."""
+    shared, not_shared = loader_numbers("--share", share), loader_numbers("--no-share", no_share)
+    for both in sorted(shared & not_shared if shared and not_shared else ()):
+        raise ConfigError(f"--share and --no-share both name DataLoader {both}: name it once")
 
 
 def mpi_arguments(text: str) -> list[str]:

@@ -24,11 +24,11 @@ from dadt.config.check import (
     check_replicas,
     check_restarts,
     check_rounds,
+    check_shares,
     check_snapshots,
     check_streams,
     flag,
     here,
-    loader_numbers,
     metrics_place,
     mpi_arguments,
     number,
@@ -46,8 +46,7 @@ from dadt.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """The configuration of one job, the same on every rank. The launcher makes it from the command line, and each
-    worker from environment variables."""
+    """The configuration of one job, the same on every rank, made from the command line, then from the environment."""
 
     algorithm: str = knob(
         "pipe", "How ranks average: pipe, sync, local, gossip, auto, or <module>:<Class>.", metavar="NAME"
@@ -109,6 +108,12 @@ class Config:
         "exponential", "`gossip`: which ranks average with each other.", choices=TOPOLOGIES, advanced=True
     )
     batch: str = knob("per-rank", "Who trains on a batch.", choices=("per-rank", "global", "speed", "memory"))
+    weigh: str = knob(
+        "auto",
+        "Weigh ranks by samples, or by the targets (tokens) that their losses count; auto: by these where they tell.",
+        choices=("auto", "samples", "tokens"),
+        advanced=True,
+    )
     scale_lr: str = knob(
         "none", "Multiply learning rates by the number of workers.", choices=("none", "linear", "sqrt")
     )
@@ -308,15 +313,14 @@ class Config:
         check_compression(self.compression)
         check_momentum(self.algorithm, self.compression)
         check_auto(self.algorithm, self.compression, self.warmup_steps)
-        check_rounds(self.sync_every, self.overlap_steps)
-        for name in ("fragments", "outer_lr", "bucket_mb", "cpus_per_worker"):
+        check_rounds(self.sync_every, self.overlap_steps, self.fragments)
+        seconds = ("timeout", "start_timeout", "stall_warning")
+        for name in ("outer_lr", "bucket_mb", "cpus_per_worker", *seconds):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0")
+                unit = " seconds" if name in seconds else ""
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0{unit}")
         if not 0 <= self.outer_momentum < 1:
             raise ConfigError(f"--outer-momentum {self.outer_momentum}: must be from 0 to below 1")
-        for name in ("timeout", "start_timeout", "stall_warning"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)}: must be above 0 seconds")
         check_streams(self.streams)
         check_island(self.island, self.__getattribute__)
         check_batch(self.batch, self.__getattribute__)
@@ -348,9 +352,7 @@ class Config:
         mpi_arguments(self.mpi_args)
         for name in ("executor", "broadcast_executor", "allreduce_executor"):
             check_executor(flag(name), getattr(self, name), optional=name != "executor")
-        share, not_shared = loader_numbers("--share", self.share), loader_numbers("--no-share", self.no_share)
-        for both in sorted(share & not_shared if share and not_shared else ()):
-            raise ConfigError(f"--share and --no-share both name DataLoader {both}: name it once")
+        check_shares(self.share, self.no_share)
 
     def to_env(self) -> dict[str, str]:
         """The variables passed to workers: all knobs except the launcher's."""

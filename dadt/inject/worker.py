@@ -29,6 +29,7 @@ from dadt.inject import (
     moved,
     optimizer,
     rank_watch,
+    weighed,
     within_backward,
 )
 from dadt.inject.data import entropy, loader, ray_batches, seed
@@ -83,6 +84,8 @@ def start(world: World, *, explicit: bool = False) -> None:
         moved.install(runtime)
         cuda_graphs.install(runtime)
         gradient.install(runtime, modules)
+        if config.weigh != "samples":
+            weighed.install(runtime)
     if not explicit:
         _install_around(runtime, modules)
     os.register_at_fork(after_in_child=runtime.resign)

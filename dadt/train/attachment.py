@@ -38,6 +38,7 @@ from dadt.train.ranks import Ranks
 from dadt.train.replicas import Replicas
 from dadt.train.restored import RestoredExchange
 from dadt.train.trained import ParameterListing, below, listed, sparse_tables
+from dadt.train.weighing import Weighing
 
 _dtype, _device = attrgetter("dtype"), attrgetter("device")
 
@@ -75,6 +76,7 @@ class Attachment:
         self.scale: torch.Tensor | None = None  # loss scale of this step, if the script has a GradScaler
         self.scale_token: tuple[int, int] | None = None  # id and version of the GradScaler's tensor behind `scale`
         self.batch_weight = BatchWeight(lambda: optimizers.script.backwards)
+        self.weighing = Weighing(self)
         self.agreement = Agreement(self.name, ranks, partial(replicas.take_first, self))
         self.finite = Finite(ranks.config.on_nan, ranks, optimizers.parameter_names, self.measure)
         # exchanges so far, one per step and closure evaluation; step at which their names begin after a resume
@@ -121,7 +123,7 @@ class Attachment:
     @property
     def overlaps(self) -> bool:
         """Whether buckets may be launched during backward: with several optimizers, their order could differ."""
-        return not self.has_closure and not self.consumed and self.optimizers.trains_one
+        return not self.has_closure and not self.consumed and self.weighing.launches_early
 
     @property
     def schema(self) -> BucketPlan:
@@ -249,7 +251,7 @@ class Attachment:
         if self._token[0]:
             self.lockstep.average()
         self._growth.delivered(parameters)
-        self.batch_weight.exchanged()
+        self.weighing.exchanged()
         self.consumed = True
 
     def _release_other_predictions(self) -> None:
@@ -265,8 +267,7 @@ class Attachment:
             self.watch_gradients()
 
     def forget_launched(self, exchange: Exchange | None) -> None:
-        """Called when ranks were lost: reset the compression's error feedback, and give back the number of `exchange`,
-        which the step launches again."""
+        """Called when ranks were lost: forget the compression's error feedback, and the number of `exchange`."""
         if self._schema is not None:
             self._schema.forget_residuals()
         self.momentum.forget()
@@ -275,8 +276,7 @@ class Attachment:
             exchange.give_back()
 
     def zero_gradients(self) -> None:
-        """Set the gradients to zeros in newly allocated memory, for a step that applies none: an exchange may still
-        read the old memory."""
+        """Set the gradients to zeros for a step that applies none, in new memory: an exchange may read the old one."""
         hand_out_zeros(self.parameters, self._tables)
 
     def withhold_gradients(self) -> None:
@@ -304,8 +304,7 @@ class Attachment:
         self._end_step()
 
     def skipped(self) -> None:
-        """Called when all ranks skip the step: the gradient scaler found infinities, or the script discarded the
-        averaged gradients, for example because of their norm."""
+        """Called when all ranks skip the step, because of infinities, or as the script has discarded the averages."""
         self.prediction.forget()
         self._end_step()
         self._scope.stepped()
@@ -337,7 +336,7 @@ class Attachment:
         name = f"step {self.numbered_from + self.exchanges - 1}{self.name}{', again' if again else ''}"
         if again:
             self._schema.forget_residuals()  # a discarded exchange has changed the compression's residuals
-        of_exchange = self.ranks, self._schema, self.exchanges - 1, name, self.batch_weight.value
+        of_exchange = self.ranks, self._schema, self.exchanges - 1, name, self.weighing.settle(again=again)
         if self.momentum.sends:
             exchange: Exchange = MomentumExchange(*of_exchange, self.momentum)
         else:
@@ -366,6 +365,7 @@ class Attachment:
                 approach=self.ranks.requests.approaches.heard,
                 loss=self.agreement.loss,
                 square=self.momentum.shown.square,
+                density=self.weighing.density,
             )
         )
 
@@ -395,5 +395,6 @@ class Attachment:
     def agree(self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange) -> None:
         """Compare all ranks' metadata and act on differences, alike on all ranks. Raises Mismatch."""
         self.measure.exchanged(exchange.seconds, exchange.waited)
+        self.weighing.agree(lanes)
         newest, late = self.exchanges - 1, self.measure.delayed > 0
         self.agreement.check(lanes, exchange, newest, self.batch_weight.begun, late=late)

@@ -57,6 +57,12 @@ class BatchWeight:
         fills = [fill for each, drawn in self._passes.items() for fill in drawn.due(each, now)]
         return sum(fills) / len(fills) if fills else self._last
 
+    def fill(self, backward: int) -> float:
+        """Weight of one of the coming step's backwards, by number, if each is of one batch: how full that is."""
+        now = self._backwards()
+        batches = [due for each, drawn in self._passes.items() if (due := drawn.due(each, now))]
+        return batches[0][backward] if len(batches) == 1 and backward < len(batches[0]) else self.value
+
     def drew(self, source: Pass, samples: int, nominal: int) -> None:
         """Called when a shared loader returns a batch to the script. samples: the batch's samples that count; nominal:
         samples of a full batch."""

@@ -32,13 +32,17 @@ def average(a: Attachment, loss: float) -> float:
     a.broadcast_new_parameters()
     a.refresh()
     if not a.algorithm.averages:
-        a.batch_weight.exchanged()
+        a.weighing.exchanged()
         return loss
     exchange = a.new_exchange()
     a.close(exchange, value=loss)
     lanes = exchange.receive()
+    if a.weighing.agree(lanes):
+        exchange = a.new_exchange(again=True)
+        a.close(exchange, value=loss)
+        lanes = exchange.receive()
     a.agree(lanes, exchange)
     a.deliver(exchange)
-    a.batch_weight.exchanged()
+    a.weighing.exchanged()
     total = sum(lane.weight for lane in lanes)
     return sum(lane.value * lane.weight for lane in lanes) / total if total else loss

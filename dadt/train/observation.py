@@ -37,6 +37,7 @@ class Observation:
             "follows": a.agreement.follows,
             "momentum": a.momentum.observe(),
             "algorithm": a.algorithm.observe(),
+            "weighing": a.weighing.observe(),
         }
 
     @property
@@ -80,6 +81,7 @@ def restore(a: Attachment, own: Mapping[str, Any], prediction: Mapping[str, Any]
         if form is not None and owed is not None:
             form.restore(owed)
     a.momentum.restore(own["momentum"])
+    a.weighing.restore(own["weighing"])
     a.agreement.follows = own["follows"]
     a.changing_buffers.forget()
 

@@ -216,6 +216,10 @@ class Pipe(Algorithm):
         # is dropped.
         self._pending = None
         lanes = exchange.receive()
+        if a.weighing.agree(lanes):
+            self._launched = exchange = a.new_exchange(again=True)
+            a.close(exchange)
+            lanes = exchange.receive()
         self._launched = None
         a.agree(lanes, exchange)
         if a.finite.judge(lanes, exchange):

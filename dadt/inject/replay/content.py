@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dadt.errors import NotResumed
+from dadt.train.weighing import Rule
 
 DEEPEST = 64
 """Maximum nesting depth of containers in a snapshot."""
@@ -197,6 +198,10 @@ def _is_factor(value: Any) -> bool:
     return type(value) in (int, float) or (_is_tensor(value) and value.numel() == 1)
 
 
+def _is_rule(value: Any) -> bool:
+    return isinstance(value, str) and value in Rule.__members__
+
+
 def _is_terms(value: Any) -> bool:
     pairs = isinstance(value, list | tuple) and all(isinstance(each, list | tuple) for each in value)
     return pairs and all(len(each) == 2 and _is_rows(each[0]) and _is_factor(each[1]) for each in value)
@@ -242,12 +247,13 @@ _PREDICTION = _with(
 _IN_FLIGHT = _none_but(_with(not_finite=_is_numbers, learned=_numbered(_is_list)), "not_finite", "learned")
 _OWES = _with(scale=_or_none(_is_factor), forgets=_is_bool, owed=_or_none(_is_owed), bases=_is_rows)
 _MOMENTUM = _with(own=_is_rows, taken=_is_numbers, on_way=_is_rows)
+_WEIGHING = _with(rule=_is_rule, unit=_is_factor, usual=_is_factor)
 _ALGORITHM = _with(before=_is_numbers, expected=_is_numbers, pause=_is_step, left=_is_step, watches=_is_bool)
 
 
 def _is_training(value: Any) -> bool:
     """Whether a value is a dict with everything that a snapshot records about one optimizer's training."""
-    names = {"prediction", "barred", "owes", "in_flight", "follows", "momentum", "algorithm"}
+    names = {"prediction", "barred", "owes", "in_flight", "follows", "momentum", "algorithm", "weighing"}
     return (
         isinstance(value, dict)
         and value.keys() == names
@@ -260,6 +266,7 @@ def _is_training(value: Any) -> bool:
         and all(each is None or _OWES(each) for each in value["owes"])
         and _IN_FLIGHT(value["in_flight"])
         and _MOMENTUM(value["momentum"])
+        and _WEIGHING(value["weighing"])
     )
 
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_FORMAT = struct.Struct("<IIIIIBddIIIdf")
+_FORMAT = struct.Struct("<IIIIIBddIIIdfd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class StepMetadata:
     """Loss that a closure returned which the optimizer calls once per step, if the step may use it."""
     square: float = 0.0
     """This rank's part of the squared norm of the averaged gradient, if momentum is sent and the script clips."""
+    density: float = 0.0
+    """What this rank's loss divides by, as far as ranks compare it; 0 if it is not known."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
@@ -61,13 +63,15 @@ class StepMetadata:
             self.order,
             self.loss,
             self.square,
+            self.density,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> StepMetadata:
-        a, b, c, d, e, bits, weight, value, not_finite, approach, order, loss, square = _FORMAT.unpack_from(data)
+        a, b, c, d, e, bits, weight, value, *more = _FORMAT.unpack_from(data)
+        not_finite, *rest = more
         redo, saves, interrupted = bool(bits & 1), bits >> 1 & 63, bool(bits & 128)
-        return cls(a, b, c, d, e, redo, weight, value, not_finite, saves, interrupted, approach, order, loss, square)
+        return cls(a, b, c, d, e, redo, weight, value, not_finite, saves, interrupted, *rest)
 
 
 def mean_loss(lanes: Sequence[StepMetadata]) -> float:

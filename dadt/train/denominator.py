@@ -1,0 +1,141 @@
+"""What the loss of a backward is a mean over, as its autograd graph tells: the number of targets that count in a cross
+entropy, with their class weights, or the number by which a script has divided a sum of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isclose, isnan
+from typing import Any
+
+import torch
+
+from dadt.train.later import Later
+
+_DEEPEST, _MOST_LOOKED_AT = 64, 200
+_MEAN, _SUM = 1, 2
+_OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
+_OF_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+_ENTROPIES = (*_OF_CLASSES, _OF_LOGITS, "LogSoftmaxBackward0", "CompiledFunctionBackward")
+_FACTORS = ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1")
+_SUMS = ("AddBackward0", "SubBackward0")
+_SAME = (
+    *("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "NegBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0"),
+)
+"""Nodes that pass a loss on as it is, or negated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Denominator:
+    """The number by which a loss divides the sum over its targets."""
+
+    parts: Sequence[Later]
+    """The number, once for each term of the loss. Terms of different numbers have no common denominator."""
+    least: Sequence[Later] = ()
+    """What the targets of this loss alone add up to, where the script has divided by a number of its own."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the script has divided by a number of its own, which may count all targets of several losses."""
+        return bool(self.least)
+
+    def read(self) -> float | None:
+        """Return the number; None if the terms differ in it, or if it is less than what this loss counts."""
+        first, *others = (part.read() for part in self.parts)
+        if isnan(first) or not all(isclose(first, other, rel_tol=1e-6) for other in others):
+            return None
+        return first if all(first >= least.read() * (1 - 1e-6) for least in self.least) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """One term of a loss. over: what it is divided by, None if it is a sum. counts: whether it is a cross entropy.
+    least: what the targets of a sum add up to."""
+
+    over: Any
+    counts: bool
+    least: Any = None
+
+
+def of(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Denominator | None:
+    """Return what the losses of a backward are a mean over. None if they are not a mean of one cross entropy (by
+    `cross_entropy`, `nll_loss` or `binary_cross_entropy_with_logits`), times constants; further terms of the same
+    denominator, such as label smoothing, are allowed."""
+    terms: list[_Term] = []
+    for node in _roots(tensors):
+        found = _terms(node, 0)
+        if found is None:
+            return None
+        terms += found
+    if not any(term.counts for term in terms) or any(term.over is None for term in terms):
+        return None
+    return Denominator(
+        [_later(term.over) for term in terms], [_later(term.least) for term in terms if term.least is not None]
+    )
+
+
+def has_entropy(tensors: torch.Tensor | Sequence[torch.Tensor]) -> bool:
+    """Whether the graph of the losses has a cross entropy near its end, or is compiled, so that it may have one."""
+    nodes, seen = _roots(tensors), 0
+    while nodes and seen < _MOST_LOOKED_AT:
+        node = nodes.pop(0)
+        seen += 1
+        if node.name() in _ENTROPIES:
+            return True
+        nodes += [each for each, _ in node.next_functions if each is not None]
+    return False
+
+
+def _roots(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[Any]:
+    every = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [t.grad_fn for t in every if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+
+
+def _terms(node: Any, depth: int) -> list[_Term] | None:
+    """Return the terms that this node of the graph adds up; None if one of them is something else."""
+    name = node.name()
+    below = [each for each, _ in node.next_functions]
+    if depth > _DEEPEST:
+        return None
+    if name in _OF_CLASSES or name == _OF_LOGITS:
+        return _of_entropy(node, name)
+    if name in _SUMS:
+        branches = [_terms(each, depth + 1) for each in below if each is not None]
+        return None if None in branches else [term for branch in branches if branch for term in branch]
+    if name == "MeanBackward0":
+        count = float(node._saved_self_sym_numel)
+        return _terms(below[0], depth + 1) if count == 1 else [_Term(count, counts=False)]
+    if name in _SAME:
+        return _terms(below[0], depth + 1)
+    if name in _FACTORS and sum(each is not None for each in below) == 1:
+        if name.startswith("Mul"):
+            return _terms(next(each for each in below if each is not None), depth + 1)
+        return None if below[0] is None else _quotient(node, below[0], depth)
+    return None
+
+
+def _quotient(node: Any, of_what: Any, depth: int) -> list[_Term] | None:
+    """Return the terms of a quotient with a constant, which is the denominator where a sum is divided."""
+    over = node._saved_other
+    if isinstance(over, torch.Tensor) and over.numel() != 1:
+        return None
+    if of_what.name() == "SumBackward0":
+        return [_Term(over, counts=False)]
+    terms = _terms(of_what, depth + 1)
+    return terms and [_Term(over, t.counts, t.least) if t.over is None else t for t in terms]
+
+
+def _of_entropy(node: Any, name: str) -> list[_Term] | None:
+    if node._saved_reduction not in (_MEAN, _SUM):
+        return None
+    try:
+        total = float(node._saved_self.numel()) if name == _OF_LOGITS else node._saved_total_weight
+    except RuntimeError:  # the graph's tensors are gone after its first backward, and this one will raise for it
+        return None
+    return [_Term(total, counts=True) if node._saved_reduction == _MEAN else _Term(None, counts=True, least=total)]
+
+
+def _later(number: Any) -> Later:
+    value = number if isinstance(number, torch.Tensor) else torch.tensor(float(number), dtype=torch.float64)
+    return Later(value.detach())

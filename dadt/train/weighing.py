@@ -1,0 +1,296 @@
+"""How much each rank's gradient counts in the mean: by what its losses are means over, or by its samples."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import isclose, isnan, log2, nan
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import torch
+
+from dadt.train import denominator
+from dadt.train.denominator import Denominator
+from dadt.train.exchange.step_metadata import StepMetadata
+
+if TYPE_CHECKING:
+    from dadt.train.attachment import Attachment
+
+_LAST, _GIVEN = 1, 2
+_MOST = 1 << 12
+"""Number of backwards of a step that are remembered, as some optimizers never step."""
+_MEAN = "one mean of cross_entropy, nll_loss or binary_cross_entropy_with_logits"
+
+
+class Rule(Enum):
+    """How ranks are weighed, the same on all ranks."""
+
+    OPEN = "it is not known yet whether denominators are in proportion to samples"
+    SAMPLES = "denominators have been in proportion to samples, or are not known"
+    STEPS = "a rank has one weight in each step: the denominator of its loss"
+    BACKWARDS = "each backward of a step has a weight of its own"
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one rank tells all others of one backward."""
+
+    fill: float = 0.0
+    """By samples, the rank's weight in this backward; 0 if it has none."""
+    over: float = nan
+    """Denominator of the loss; NaN if it is not known."""
+    is_last: bool = True
+    is_given: bool = False
+    """Whether the script has divided by a number of its own."""
+
+    def pack(self) -> bytes:
+        return _FORMAT.pack(self.fill, self.over, self.is_last * _LAST | self.is_given * _GIVEN)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Counted:
+        fill, over, bits = _FORMAT.unpack(data)
+        return cls(fill, over, bool(bits & _LAST), bool(bits & _GIVEN))
+
+
+_FORMAT = struct.Struct("<ddB")
+
+
+class Weighing:
+    """Weighs one optimizer's gradient on this rank.
+
+    A gradient of a mean over D targets is a D-th of that of their sum. So the mean over ranks is that of all ranks'
+    targets together if each rank has the weight D. Where backwards add up to a step, each has a D of its own, which all
+    ranks must know before it runs: they tell it each other. All other steps tell it with the exchange. As long as D is
+    in proportion to the samples on all ranks, these are the weights, with which the mean has the same bits.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment, self._config = attachment, attachment.ranks.config
+        self._rule = Rule.OPEN
+        self._unit = 1.0
+        """Denominator that gives the weight 1: a power of two, so that it changes no bit of a mean."""
+        self._usual = 1.0
+        """This rank's last known weight by denominator, for each unit of its weight by samples."""
+        self._found: list[Denominator | None] = []
+        """Denominators of the backwards since the last exchange."""
+        self._told: list[list[Counted]] = []
+        """What all ranks have told each other of these backwards, if they do so."""
+        self._wanted: bool | None = None
+
+    @property
+    def _on(self) -> bool:
+        """Whether denominators are read. A script that averages or divides by itself may have accounted for them."""
+        a = self._attachment
+        if self._wanted is None:
+            script, asked = a.optimizers.script, self._config.weigh
+            by_itself = script.explicit or script.is_distributed or a.ranks.world.island_size > 0
+            self._wanted = asked == "tokens" or (asked == "auto" and not by_itself)
+        return self._wanted and a.ranks.together and a.algorithm.averages
+
+    @property
+    def _tells(self) -> bool:
+        """Whether ranks tell each other the denominator of each backward, which would wait for an exchange in flight,
+        and for a rank that is lost."""
+        a = self._attachment
+        exact = a.algorithm.in_flight == 0 and a.optimizers.trains_one and not self._config.min_np
+        return self._on and exact and self._rule in (Rule.OPEN, Rule.BACKWARDS)
+
+    @property
+    def launches_early(self) -> bool:
+        """Whether parts of the gradient may be sent during a backward: another one may add to it, of which ranks tell
+        each other first; with several optimizers the order of parts could differ."""
+        return self._attachment.optimizers.trains_one and not self._tells
+
+    # Backwards -------------------------------------------------------------------------------------------------
+
+    def backward_begins(self, losses: torch.Tensor | Sequence[torch.Tensor]) -> float:
+        """Called before a backward of these losses. Returns by what its gradients are to be multiplied."""
+        if not self._on:
+            return 1.0
+        parameters = self._attachment.parameters
+        if self._found and not self._told and all(p.grad is None for p in parameters):
+            self._found.clear()  # the script has thrown away what earlier backwards have left
+        self._found = [*self._found[-_MOST:], denominator.of(losses)]
+        if self._found[-1] is None:
+            self._say_unknown(losses)
+        if not self._tells:
+            return 1.0
+        if self._rule is Rule.OPEN and len(self._found) == 1:
+            return 1.0  # most steps have no other backward, and need not be told
+        if len(self._found) > len(self._told) + 1:
+            self._scale(self._tell(self._counted(0)))
+        return self._tell(self._counted(len(self._found) - 1))
+
+    def _counted(self, index: int, *, is_last: bool = False) -> Counted:
+        found = self._found[index]
+        over = found.read() if found is not None else None
+        given = found is not None and found.is_given
+        return Counted(self._attachment.batch_weight.fill(index), nan if over is None else over, is_last, given)
+
+    def _tell(self, mine: Counted) -> float:
+        """Tell all ranks of a backward. Returns this rank's part in the sum of all gradients, times the ranks."""
+        a = self._attachment
+        name = f"denominator {len(self._told)} of step {a.step}{a.name}"
+        gathering = a.ranks.allgather(name, mine.pack())
+        a.ranks.wait(gathering)
+        every = [Counted.unpack(lane) for lane in gathering.lanes]
+        self._told.append(every)
+        known = not any(isnan(each.over) for each in every if each.fill)
+        weights = [(each.over if known else each.fill) if each.fill else 0.0 for each in every]
+        own = weights[a.ranks.group.rank]
+        return own * len(weights) / sum(weights) if any(weights) else 1.0
+
+    def _scale(self, factor: float) -> None:
+        with torch.no_grad():
+            for p in self._attachment.parameters if factor != 1 else ():
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+
+    def settle(self, *, again: bool = False) -> float:
+        """Called before an exchange: no further backward adds to this rank's gradient. Returns its weight. Ranks that
+        tell each other of each backward do so until that holds on all of them. again: whether an exchange of the same
+        gradient came before."""
+        if self._tells and not again:
+            if self._rule is Rule.OPEN and len(self._found) == 1:
+                factor = self._tell(self._counted(0, is_last=True))
+                if not _are_last(self._told):
+                    self._scale(factor)
+            while not _are_last(self._told):
+                self._tell(Counted())
+            if self._rule is Rule.OPEN:
+                self._judge_backwards()
+        return self.weight
+
+    # The exchange ----------------------------------------------------------------------------------------------
+
+    @property
+    def weight(self) -> float:
+        """Weight of the coming exchange's gradient in the mean over ranks."""
+        by_samples = self._attachment.batch_weight.value
+        if not self._on:
+            return by_samples
+        if any(each.fill for every in self._told for each in every):
+            return 1.0  # each backward has been multiplied by its weight
+        if self._rule in (Rule.OPEN, Rule.SAMPLES):
+            return by_samples
+        over = self._over
+        if over is None or not by_samples:
+            return by_samples * self._usual
+        self._usual = over / self._unit / by_samples
+        return over / self._unit
+
+    @property
+    def _over(self) -> float | None:
+        """Denominator of this step's gradient; None if it is not known. Where losses with denominators of their own add
+        up, their sum."""
+        read = [None if found is None else found.read() for found in self._found]
+        known = [each for each in read if each is not None]
+        if not known or len(known) < len(read):
+            return None
+        return known[0] if self._are_given and max(known) == min(known) else sum(known)
+
+    @property
+    def _are_given(self) -> bool:
+        return all(found is not None and found.is_given for found in self._found)
+
+    @property
+    def density(self) -> float:
+        """For all ranks, to compare: the denominator for each unit of weight by samples. Where several losses add up,
+        which each have one, a negative number that depends on all of them; 0 if one is not known."""
+        by_samples = self._attachment.batch_weight.value
+        over = self._over if self._on and not self._told and by_samples else None
+        if over is None:
+            return 0.0
+        exact = self._attachment.algorithm.in_flight == 0 and not self._config.min_np
+        if len(self._found) == 1 or not exact or self._are_given:
+            return over / by_samples
+        each = [self._counted(i) for i in range(len(self._found))]
+        return -1.0 - crc32(b"".join(struct.pack("<d", c.over / c.fill if c.fill else -1.0) for c in each))
+
+    def agree(self, lanes: Sequence[StepMetadata]) -> bool:
+        """Compare all ranks' densities, with the same result on all ranks. Returns whether the ranks' weights were
+        wrong, so that a synchronous step has to exchange again."""
+        if not self._on or self._told or self._rule is Rule.BACKWARDS:
+            return False
+        densities = [lane.density for lane in lanes if lane.weight > 0]
+        before = self._rule
+        if any(d < 0 for d in densities):
+            if len(set(densities)) > 1 and 0 not in densities:
+                self._begin(Rule.BACKWARDS, sum(abs(d) for d in densities if d > 0) or 1.0)
+            return False
+        if before in (Rule.OPEN, Rule.SAMPLES):
+            self._judge([(1.0, density or nan) for density in densities])
+        return before is not self._rule and self._rule is Rule.STEPS
+
+    def exchanged(self) -> None:
+        """Called when an exchange has begun: later batches and backwards belong to the next one."""
+        self._attachment.batch_weight.exchanged()
+        self._found.clear()
+        self._told.clear()
+
+    # The rule --------------------------------------------------------------------------------------------------
+
+    def _judge(self, every: Sequence[tuple[float, float]]) -> None:
+        """Choose a rule by the weight by samples and the denominator of each rank's step."""
+        self._rule = Rule.SAMPLES
+        densities = [over / fill for fill, over in every if fill]
+        if densities and not any(map(isnan, densities)):
+            if not _equal(densities):
+                self._begin(Rule.STEPS, sum(densities) / len(densities))
+            elif self._config.weigh == "tokens":
+                self._say("are in proportion to its samples so far, and these are its weight")
+
+    def _judge_backwards(self) -> None:
+        """Choose a rule by what all ranks have told each other of the first step's backwards."""
+        backwards = [[each for each in every if each.fill] for every in self._told]
+        if len(backwards) == 1:
+            self._told.clear()  # nothing has been multiplied
+            self._judge([(each.fill, each.over) for each in backwards[0]])
+            return
+        each = [c for every in backwards for c in every]
+        if not each or any(isnan(c.over) for c in each):
+            self._rule = Rule.SAMPLES
+        elif all(c.is_given for c in each):
+            self._judge([(c.fill, c.over) for c in backwards[0]])
+        elif all(_equal([c.over / c.fill for c in every]) for every in backwards):
+            self._rule = Rule.SAMPLES
+        else:
+            self._begin(Rule.BACKWARDS, sum(c.over for c in each) / len(each))
+
+    def _begin(self, rule: Rule, usual: float) -> None:
+        """Weigh by denominators from here on. usual: about what they are."""
+        self._rule, self._unit = rule, 2.0 ** round(log2(usual)) if usual > 0 else 1.0
+        more = ", in each backward of a step" if rule is Rule.BACKWARDS else ""
+        self._say(f"are not in proportion to its samples: they are its weight{more}")
+
+    def _say(self, text: str) -> None:
+        a = self._attachment
+        a.ranks.say(f"--weigh {self._config.weigh}: the targets (tokens) that count in a rank's loss{a.name} {text}")
+
+    def _say_unknown(self, losses: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        a = self._attachment
+        if self._config.weigh == "tokens" or denominator.has_entropy(losses):
+            a.ranks.say(
+                f"--weigh {self._config.weigh}: a loss{a.name} is not {_MEAN}, as far as its graph tells: its ranks are"
+                " weighed by samples"
+            )
+
+    # Snapshots -------------------------------------------------------------------------------------------------
+
+    def observe(self) -> dict[str, Any]:
+        return {"rule": self._rule.name, "unit": self._unit, "usual": self._usual}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._rule, self._unit, self._usual = Rule[state["rule"]], state["unit"], state["usual"]
+
+
+def _equal(numbers: Sequence[float]) -> bool:
+    return all(isclose(each, numbers[0], rel_tol=1e-9) for each in numbers)
+
+
+def _are_last(told: Sequence[Sequence[Counted]]) -> bool:
+    """Whether all ranks have told of their last backward."""
+    return bool(told) and all(each.is_last for each in told[-1])
