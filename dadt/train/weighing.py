@@ -208,7 +208,8 @@ class Weighing:
         if len(self._found) == 1 or not exact or self._are_given:
             return over / by_samples
         each = [self._counted(i) for i in range(len(self._found))]
-        return -1.0 - crc32(b"".join(struct.pack("<d", c.over / c.fill if c.fill else -1.0) for c in each))
+        some = next(c.over / c.fill for c in each if c.fill)  # in place of those that do not count on this rank
+        return -1.0 - crc32(b"".join(struct.pack("<d", c.over / c.fill if c.fill else some) for c in each))
 
     def agree(self, lanes: Sequence[StepMetadata]) -> bool:
         """Compare all ranks' densities, with the same result on all ranks. Returns whether the ranks' weights were
