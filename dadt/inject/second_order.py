@@ -55,7 +55,7 @@ class Derivatives:
         self._weight = None
         found = [(p, p.grad) for p in attachment.parameters if p.grad is not None and p.grad.grad_fn is not None]
         if found:
-            self._weight = attachment.weighing.weight
+            self._weight = attachment.weighing.settle(again=True)
         return found
 
     def give_graphs(self, own: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

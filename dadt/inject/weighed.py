@@ -18,7 +18,7 @@ def install(runtime: Runtime) -> None:
     @replaces("backward", torch.autograd)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         # A backward within another one, as of a checkpointed layer, is a part of that.
-        seen = runtime.script.on_training_thread and not runtime.prediction_scope.in_backward
+        seen = not runtime.prediction_scope.in_backward and runtime.script.on_training_thread
         if seen and not runtime.replay.under_way:
             for attachment in runtime.attachments:
                 factor = attachment.weighing.backward_begins(tensors)

@@ -123,7 +123,7 @@ class Attachment:
     @property
     def overlaps(self) -> bool:
         """Whether buckets may be launched during backward: with several optimizers, their order could differ."""
-        return not self.has_closure and not self.consumed and self.weighing.launches_early
+        return not (self.has_closure or self.consumed) and self.optimizers.trains_one and self.weighing.launches_early
 
     @property
     def schema(self) -> BucketPlan:
@@ -304,7 +304,7 @@ class Attachment:
         self._end_step()
 
     def skipped(self) -> None:
-        """Called when all ranks skip the step, because of infinities, or as the script has discarded the averages."""
+        """Called when all ranks skip the step, because of infinities or of a script that discards the averages."""
         self.prediction.forget()
         self._end_step()
         self._scope.stepped()

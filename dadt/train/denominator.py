@@ -24,6 +24,7 @@ _SAME = (
     *("SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0"),
 )
 """Nodes that pass a loss on as it is, or negated."""
+_PASSED = frozenset((*_FACTORS, *_SUMS, *_SAME, "MeanBackward0"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,14 @@ class Denominator:
 
     def read(self) -> float | None:
         """Return the number; None if the terms differ in it, or if it is less than what this loss counts."""
-        first, *others = (part.read() for part in self.parts)
-        if isnan(first) or not all(isclose(first, other, rel_tol=1e-6) for other in others):
-            return None
-        return first if all(first >= least.read() * (1 - 1e-6) for least in self.least) else None
+        first = self.parts[0].read()
+        for other in self.parts[1:]:
+            if not isclose(first, other.read(), rel_tol=1e-6):
+                return None
+        for least in self.least:
+            if first < least.read() * (1 - 1e-6):
+                return None
+        return None if isnan(first) else first
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +100,11 @@ def _roots(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[Any]:
 def _terms(node: Any, depth: int) -> list[_Term] | None:
     """Return the terms that this node of the graph adds up; None if one of them is something else."""
     name = node.name()
-    below = [each for each, _ in node.next_functions]
-    if depth > _DEEPEST:
-        return None
     if name in _OF_CLASSES or name == _OF_LOGITS:
         return _of_entropy(node, name)
+    if depth > _DEEPEST or name not in _PASSED:
+        return None
+    below = [each for each, _ in node.next_functions]
     if name in _SUMS:
         branches = [_terms(each, depth + 1) for each in below if each is not None]
         return None if None in branches else [term for branch in branches if branch for term in branch]
@@ -137,5 +142,7 @@ def _of_entropy(node: Any, name: str) -> list[_Term] | None:
 
 
 def _later(number: Any) -> Later:
-    value = number if isinstance(number, torch.Tensor) else torch.tensor(float(number), dtype=torch.float64)
+    value = (
+        number if isinstance(number, torch.Tensor) else torch.tensor(float(number), dtype=torch.float64, device="cpu")
+    )
     return Later(value.detach())

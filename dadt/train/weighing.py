@@ -7,22 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import isclose, isnan, log2, nan
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
 
 from dadt.train import denominator
+from dadt.train.algorithm import Algorithm
+from dadt.train.batch_weight import BatchWeight
 from dadt.train.denominator import Denominator
 from dadt.train.exchange.step_metadata import StepMetadata
-
-if TYPE_CHECKING:
-    from dadt.train.attachment import Attachment
+from dadt.train.optimizers import Optimizers
+from dadt.train.restored import Trained
 
 _LAST, _GIVEN = 1, 2
 _MOST = 1 << 12
 """Number of backwards of a step that are remembered, as some optimizers never step."""
 _MEAN = "one mean of cross_entropy, nll_loss or binary_cross_entropy_with_logits"
+
+
+class Weighed(Trained, Protocol):
+    """Interface of an optimizer that DADT manages, as the code here uses it."""
+
+    step: int
+    algorithm: Algorithm
+    batch_weight: BatchWeight
+    optimizers: Optimizers
 
 
 class Rule(Enum):
@@ -39,7 +49,7 @@ class Counted:
     """What one rank tells all others of one backward."""
 
     fill: float = 0.0
-    """By samples, the rank's weight in this backward; 0 if it has none."""
+    """The rank's weight in this backward by its samples; 0 if none of them counts."""
     over: float = nan
     """Denominator of the loss; NaN if it is not known."""
     is_last: bool = True
@@ -67,7 +77,7 @@ class Weighing:
     in proportion to the samples on all ranks, these are the weights, with which the mean has the same bits.
     """
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: Weighed) -> None:
         self._attachment, self._config = attachment, attachment.ranks.config
         self._rule = Rule.OPEN
         self._unit = 1.0
@@ -78,10 +88,22 @@ class Weighing:
         """Denominators of the backwards since the last exchange."""
         self._told: list[list[Counted]] = []
         """What all ranks have told each other of these backwards, if they do so."""
+        self._scaled = False
+        """Whether one of these backwards has been multiplied by its weight."""
         self._wanted: bool | None = None
+        self._is_on = False
+        """Whether the denominators of this step are read."""
+        self._has_looked = False
+        """Whether it has been looked whether to say that a loss is not known."""
+        self.launches_early = True
+        """Whether parts of the gradient may be sent during a backward: not while ranks tell each other of each, as
+        another one may add to it."""
+        self.density = nan
+        """For all ranks, to compare: the denominator of the coming exchange's gradient, for each unit of weight by
+        samples. Where several losses add up, which each have one, a negative number that depends on all of them; NaN if
+        one is not known."""
 
-    @property
-    def _on(self) -> bool:
+    def _is_wanted(self) -> bool:
         """Whether denominators are read. A script that averages or divides by itself may have accounted for them."""
         a = self._attachment
         if self._wanted is None:
@@ -91,34 +113,31 @@ class Weighing:
         return self._wanted and a.ranks.together and a.algorithm.averages
 
     @property
-    def _tells(self) -> bool:
-        """Whether ranks tell each other the denominator of each backward, which would wait for an exchange in flight,
-        and for a rank that is lost."""
-        a = self._attachment
-        exact = a.algorithm.in_flight == 0 and a.optimizers.trains_one and not self._config.min_np
-        return self._on and exact and self._rule in (Rule.OPEN, Rule.BACKWARDS)
+    def _is_exact(self) -> bool:
+        """Whether ranks can tell each other of each backward, which would wait for an exchange in flight, and for a
+        rank that is lost."""
+        return self._attachment.algorithm.in_flight == 0 and not self._config.min_np
 
-    @property
-    def launches_early(self) -> bool:
-        """Whether parts of the gradient may be sent during a backward: another one may add to it, of which ranks tell
-        each other first; with several optimizers the order of parts could differ."""
-        return self._attachment.optimizers.trains_one and not self._tells
+    def _tells(self) -> bool:
+        """Whether ranks tell each other the denominator of each backward."""
+        return self._rule in (Rule.OPEN, Rule.BACKWARDS) and self._is_exact and self._attachment.optimizers.trains_one
 
     # Backwards -------------------------------------------------------------------------------------------------
 
     def backward_begins(self, losses: torch.Tensor | Sequence[torch.Tensor]) -> float:
         """Called before a backward of these losses. Returns by what its gradients are to be multiplied."""
-        if not self._on:
+        if self._found and not self._told and all(p.grad is None for p in self._attachment.parameters):
+            self._found = []  # the script has thrown away what earlier backwards have left
+        if not self._found:
+            self._is_on = self._is_wanted()
+            self.launches_early = not (self._is_on and self._tells())
+        if not self._is_on:
             return 1.0
-        parameters = self._attachment.parameters
-        if self._found and not self._told and all(p.grad is None for p in parameters):
-            self._found.clear()  # the script has thrown away what earlier backwards have left
-        self._found = [*self._found[-_MOST:], denominator.of(losses)]
-        if self._found[-1] is None:
+        found = denominator.of(losses)
+        self._found = [*self._found[-_MOST:], found]
+        if found is None and not self._has_looked:
             self._say_unknown(losses)
-        if not self._tells:
-            return 1.0
-        if self._rule is Rule.OPEN and len(self._found) == 1:
+        if self.launches_early or (self._rule is Rule.OPEN and len(self._found) == 1):
             return 1.0  # most steps have no other backward, and need not be told
         if len(self._found) > len(self._told) + 1:
             self._scale(self._tell(self._counted(0)))
@@ -131,17 +150,19 @@ class Weighing:
         return Counted(self._attachment.batch_weight.fill(index), nan if over is None else over, is_last, given)
 
     def _tell(self, mine: Counted) -> float:
-        """Tell all ranks of a backward. Returns this rank's part in the sum of all gradients, times the ranks."""
+        """Tell all ranks of a backward. Returns this rank's part in the sum of all gradients, times the ranks; 1 if it
+        is not known, or nothing but what it is by samples."""
         a = self._attachment
-        name = f"denominator {len(self._told)} of step {a.step}{a.name}"
-        gathering = a.ranks.allgather(name, mine.pack())
+        gathering = a.ranks.allgather(f"denominator {len(self._told)} of step {a.step}{a.name}", mine.pack())
         a.ranks.wait(gathering)
         every = [Counted.unpack(lane) for lane in gathering.lanes]
         self._told.append(every)
-        known = not any(isnan(each.over) for each in every if each.fill)
-        weights = [(each.over if known else each.fill) if each.fill else 0.0 for each in every]
-        own = weights[a.ranks.group.rank]
-        return own * len(weights) / sum(weights) if any(weights) else 1.0
+        counting = [each for each in every if each.fill]
+        total = sum(each.over for each in counting)
+        if not total or isnan(total) or (self._rule is Rule.OPEN and _equal([c.over / c.fill for c in counting])):
+            return 1.0
+        self._scaled = True
+        return mine.over * len(every) / total if mine.fill else 0.0
 
     def _scale(self, factor: float) -> None:
         with torch.no_grad():
@@ -153,39 +174,42 @@ class Weighing:
         """Called before an exchange: no further backward adds to this rank's gradient. Returns its weight. Ranks that
         tell each other of each backward do so until that holds on all of them. again: whether an exchange of the same
         gradient came before."""
-        if self._tells and not again:
-            if self._rule is Rule.OPEN and len(self._found) == 1:
-                factor = self._tell(self._counted(0, is_last=True))
-                if not _are_last(self._told):
-                    self._scale(factor)
-            while not _are_last(self._told):
-                self._tell(Counted())
-            if self._rule is Rule.OPEN:
-                self._judge_backwards()
-        return self.weight
-
-    # The exchange ----------------------------------------------------------------------------------------------
-
-    @property
-    def weight(self) -> float:
-        """Weight of the coming exchange's gradient in the mean over ranks."""
         by_samples = self._attachment.batch_weight.value
-        if not self._on:
+        if not self._is_on:
             return by_samples
-        if any(each.fill for every in self._told for each in every):
-            return 1.0  # each backward has been multiplied by its weight
+        if not again and not self.launches_early:
+            self._settle()
+        over = None if self._told or not by_samples else self._over()
+        self.density = nan if over is None else self._density(over, by_samples)
+        if self._scaled:
+            return 1.0
         if self._rule in (Rule.OPEN, Rule.SAMPLES):
             return by_samples
-        over = self._over
-        if over is None or not by_samples:
+        if over is None:
             return by_samples * self._usual
         self._usual = over / self._unit / by_samples
         return over / self._unit
 
-    @property
+    def _settle(self) -> None:
+        if self._rule is Rule.OPEN and len(self._found) == 1:
+            factor = self._tell(self._counted(0, is_last=True))
+            if _are_last(self._told):
+                self._judge([(each.fill, each.over) for each in self._told.pop()])
+                self._scaled = False
+                return
+            self._scale(factor)
+        while not _are_last(self._told):
+            self._tell(Counted())
+        if self._rule is Rule.OPEN:
+            self._judge_backwards()
+
+    # The exchange ----------------------------------------------------------------------------------------------
+
     def _over(self) -> float | None:
         """Denominator of this step's gradient; None if it is not known. Where losses with denominators of their own add
         up, their sum."""
+        if len(self._found) == 1:
+            return None if self._found[0] is None else self._found[0].read()
         read = [None if found is None else found.read() for found in self._found]
         known = [each for each in read if each is not None]
         if not known or len(known) < len(read):
@@ -196,16 +220,8 @@ class Weighing:
     def _are_given(self) -> bool:
         return all(found is not None and found.is_given for found in self._found)
 
-    @property
-    def density(self) -> float:
-        """For all ranks, to compare: the denominator for each unit of weight by samples. Where several losses add up,
-        which each have one, a negative number that depends on all of them; 0 if one is not known."""
-        by_samples = self._attachment.batch_weight.value
-        over = self._over if self._on and not self._told and by_samples else None
-        if over is None:
-            return 0.0
-        exact = self._attachment.algorithm.in_flight == 0 and not self._config.min_np
-        if len(self._found) == 1 or not exact or self._are_given:
+    def _density(self, over: float, by_samples: float) -> float:
+        if len(self._found) == 1 or not self._is_exact or self._are_given:
             return over / by_samples
         each = [self._counted(i) for i in range(len(self._found))]
         some = next(c.over / c.fill for c in each if c.fill)  # in place of those that do not count on this rank
@@ -214,23 +230,28 @@ class Weighing:
     def agree(self, lanes: Sequence[StepMetadata]) -> bool:
         """Compare all ranks' densities, with the same result on all ranks. Returns whether the ranks' weights were
         wrong, so that a synchronous step has to exchange again."""
-        if not self._on or self._told or self._rule is Rule.BACKWARDS:
+        if not self._is_on or self._told or self._rule is Rule.BACKWARDS:
+            return False
+        before, first = self._rule, lanes[0].density
+        for lane in lanes:
+            if lane.density != first or before is Rule.OPEN:
+                break
+        else:
             return False
         densities = [lane.density for lane in lanes if lane.weight > 0]
-        before = self._rule
-        if any(d < 0 for d in densities):
-            if len(set(densities)) > 1 and 0 not in densities:
-                self._begin(Rule.BACKWARDS, sum(abs(d) for d in densities if d > 0) or 1.0)
-            return False
-        if before in (Rule.OPEN, Rule.SAMPLES):
-            self._judge([(1.0, density or nan) for density in densities])
+        if any(map(isnan, densities)):
+            self._rule = Rule.SAMPLES if before is Rule.OPEN else before
+        elif any(d < 0 for d in densities):
+            if len(set(densities)) > 1:
+                self._begin(Rule.BACKWARDS, max(1.0, *densities))
+        elif before in (Rule.OPEN, Rule.SAMPLES):
+            self._judge([(1.0, density) for density in densities])
         return before is not self._rule and self._rule is Rule.STEPS
 
     def exchanged(self) -> None:
         """Called when an exchange has begun: later batches and backwards belong to the next one."""
         self._attachment.batch_weight.exchanged()
-        self._found.clear()
-        self._told.clear()
+        self._found, self._told, self._scaled, self.density = [], [], False, nan
 
     # The rule --------------------------------------------------------------------------------------------------
 
@@ -247,10 +268,6 @@ class Weighing:
     def _judge_backwards(self) -> None:
         """Choose a rule by what all ranks have told each other of the first step's backwards."""
         backwards = [[each for each in every if each.fill] for every in self._told]
-        if len(backwards) == 1:
-            self._told.clear()  # nothing has been multiplied
-            self._judge([(each.fill, each.over) for each in backwards[0]])
-            return
         each = [c for every in backwards for c in every]
         if not each or any(isnan(c.over) for c in each):
             self._rule = Rule.SAMPLES
@@ -272,7 +289,7 @@ class Weighing:
         a.ranks.say(f"--weigh {self._config.weigh}: the targets (tokens) that count in a rank's loss{a.name} {text}")
 
     def _say_unknown(self, losses: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        a = self._attachment
+        a, self._has_looked = self._attachment, True
         if self._config.weigh == "tokens" or denominator.has_entropy(losses):
             a.ranks.say(
                 f"--weigh {self._config.weigh}: a loss{a.name} is not {_MEAN}, as far as its graph tells: its ranks are"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 
 _FORMAT = struct.Struct("<IIIIIBddIIIdfd")
 
@@ -45,8 +46,8 @@ class StepMetadata:
     """Loss that a closure returned which the optimizer calls once per step, if the step may use it."""
     square: float = 0.0
     """This rank's part of the squared norm of the averaged gradient, if momentum is sent and the script clips."""
-    density: float = 0.0
-    """What this rank's loss divides by, as far as ranks compare it; 0 if it is not known."""
+    density: float = nan
+    """What this rank's loss divides by, for each unit of weight by samples; NaN if it is not known."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
