@@ -13,6 +13,7 @@ import torch
 from dadt.train.later import Later
 
 _DEEPEST, _MOST_LOOKED_AT = 64, 200
+"""Nodes in a row, and in all, that are looked at."""
 _MEAN, _SUM = 1, 2
 _OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _OF_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
@@ -24,6 +25,13 @@ _SAME = (
     *("SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0"),
 )
 """Nodes that pass a loss on as it is, or negated."""
+_SELECTED = frozenset(
+    [
+        *(*_SAME, "MulBackward0", "MulBackward1", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"),
+        *("IndexBackward0", "MaskedSelectBackward0", "SliceBackward0", "SelectBackward0", "TransposeBackward0"),
+    ]
+)
+"""Nodes of which each element is one of the elements below them, times a constant."""
 _PASSED = frozenset((*_FACTORS, *_SUMS, *_SAME, "MeanBackward0"))
 
 
@@ -34,12 +42,9 @@ class Denominator:
     parts: Sequence[Later]
     """The number, once for each term of the loss. Terms of different numbers have no common denominator."""
     least: Sequence[Later] = ()
-    """What the targets of this loss alone add up to, where the script has divided by a number of its own."""
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the script has divided by a number of its own, which may count all targets of several losses."""
-        return bool(self.least)
+    """What the targets of this loss alone add up to, as far as known where the script has divided by a number."""
+    is_given: bool = False
+    """Whether the script has divided by a number of its own, which may count all targets of several losses."""
 
     def read(self) -> float | None:
         """Return the number; None if the terms differ in it, or if it is less than what this loss counts."""
@@ -56,17 +61,18 @@ class Denominator:
 @dataclass(frozen=True, slots=True)
 class _Term:
     """One term of a loss. over: what it is divided by, None if it is a sum. counts: whether it is a cross entropy.
-    least: what the targets of a sum add up to."""
+    least: what the targets of a sum add up to. is_given: whether the script has divided it by a number."""
 
     over: Any
     counts: bool
     least: Any = None
+    is_given: bool = False
 
 
 def of(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Denominator | None:
     """Return what the losses of a backward are a mean over. None if they are not a mean of one cross entropy (by
-    `cross_entropy`, `nll_loss` or `binary_cross_entropy_with_logits`), times constants; further terms of the same
-    denominator, such as label smoothing, are allowed."""
+    `cross_entropy`, `nll_loss` or `binary_cross_entropy_with_logits`, or of logarithms of probabilities that the script
+    has chosen), times constants; further terms of the same denominator, such as label smoothing, are allowed."""
     terms: list[_Term] = []
     for node in _roots(tensors):
         found = _terms(node, 0)
@@ -75,9 +81,8 @@ def of(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Denominator | None:
         terms += found
     if not any(term.counts for term in terms) or any(term.over is None for term in terms):
         return None
-    return Denominator(
-        [_later(term.over) for term in terms], [_later(term.least) for term in terms if term.least is not None]
-    )
+    least = [_later(term.least) for term in terms if term.least is not None]
+    return Denominator([_later(term.over) for term in terms], least, any(term.is_given for term in terms))
 
 
 def has_entropy(tensors: torch.Tensor | Sequence[torch.Tensor]) -> bool:
@@ -110,7 +115,7 @@ def _terms(node: Any, depth: int) -> list[_Term] | None:
         return None if None in branches else [term for branch in branches if branch for term in branch]
     if name == "MeanBackward0":
         count = float(node._saved_self_sym_numel)
-        return _terms(below[0], depth + 1) if count == 1 else [_Term(count, counts=False)]
+        return _terms(below[0], depth + 1) if count == 1 else [_Term(count, _are_entropies(below[0]))]
     if name in _SAME:
         return _terms(below[0], depth + 1)
     if name in _FACTORS and sum(each is not None for each in below) == 1:
@@ -125,10 +130,28 @@ def _quotient(node: Any, of_what: Any, depth: int) -> list[_Term] | None:
     over = node._saved_other
     if isinstance(over, torch.Tensor) and over.numel() != 1:
         return None
+    while of_what.name() in _SAME:
+        of_what = of_what.next_functions[0][0]
     if of_what.name() == "SumBackward0":
-        return [_Term(over, counts=False)]
+        return [_Term(over, _are_entropies(of_what.next_functions[0][0]), is_given=True)]
     terms = _terms(of_what, depth + 1)
-    return terms and [_Term(over, t.counts, t.least) if t.over is None else t for t in terms]
+    return terms and [_Term(over, t.counts, t.least, is_given=True) if t.over is None else t for t in terms]
+
+
+def _are_entropies(node: Any) -> bool:
+    """Whether the elements of a tensor are cross entropies of single targets, or zeros in place of some, times
+    constants."""
+    for _ in range(_DEEPEST):
+        name = node.name()
+        if name in _OF_CLASSES or name == _OF_LOGITS or "LogProb" in name:
+            return True
+        below = [each for each, _ in node.next_functions if each is not None]
+        if name == "GatherBackward0":
+            return bool(below[0].name() == "LogSoftmaxBackward0")
+        if len(below) != 1 or name not in _SELECTED:
+            return False
+        node = below[0]
+    return False
 
 
 def _of_entropy(node: Any, name: str) -> list[_Term] | None:

@@ -187,7 +187,7 @@ class Weighing:
             return by_samples
         if over is None:
             return by_samples * self._usual
-        self._usual = over / self._unit / by_samples
+        self._usual = over / self._unit / by_samples or self._usual
         return over / self._unit
 
     def _settle(self) -> None:
@@ -214,16 +214,15 @@ class Weighing:
         known = [each for each in read if each is not None]
         if not known or len(known) < len(read):
             return None
-        return known[0] if self._are_given and max(known) == min(known) else sum(known)
-
-    @property
-    def _are_given(self) -> bool:
-        return all(found is not None and found.is_given for found in self._found)
+        given = all(found is not None and found.is_given for found in self._found)
+        return known[0] if given and max(known) == min(known) else sum(known)
 
     def _density(self, over: float, by_samples: float) -> float:
-        if len(self._found) == 1 or not self._is_exact or self._are_given:
+        if len(self._found) == 1 or not self._is_exact:
             return over / by_samples
         each = [self._counted(i) for i in range(len(self._found))]
+        if all(c.is_given and c.over == over for c in each):
+            return over / by_samples
         some = next(c.over / c.fill for c in each if c.fill)  # in place of those that do not count on this rank
         return -1.0 - crc32(b"".join(struct.pack("<d", c.over / c.fill if c.fill else some) for c in each))
 
@@ -271,7 +270,12 @@ class Weighing:
         each = [c for every in backwards for c in every]
         if not each or any(isnan(c.over) for c in each):
             self._rule = Rule.SAMPLES
-        elif all(c.is_given for c in each):
+        elif all(
+            c.is_given and c.over == of_rank[0].over
+            for of_rank in zip(*self._told, strict=True)
+            for c in of_rank
+            if c.fill
+        ):
             self._judge([(c.fill, c.over) for c in backwards[0]])
         elif all(_equal([c.over / c.fill for c in every]) for every in backwards):
             self._rule = Rule.SAMPLES

@@ -42,6 +42,7 @@ TRAINING: dict[str, Any] = {
     "follows": False,
     "momentum": {"own": [torch.ones(2), None], "taken": [3, 0], "on_way": [None, None]},
     "algorithm": {"before": [1, None], "expected": [1], "pause": 1, "left": 0, "watches": True},
+    "weighing": {"rule": "STEPS", "unit": 8.0, "usual": 0.5},
 }
 """What an optimizer's training is."""
 

@@ -13,6 +13,8 @@ from dadt.train import denominator
 
 LABELS = torch.tensor([0, 1, 2, -100, 4, 1])
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0])
+MASK = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+TRUE = MASK.bool()[:, None]
 COUNTED = 0.5 + 1 + 2 + 8 + 1
 
 
@@ -45,6 +47,9 @@ def read(loss: Tensor | list[Tensor]) -> float | None:
         (lambda x: [F.cross_entropy(x, LABELS), F.cross_entropy(2 * x, LABELS)], 5),
         (lambda x: F.cross_entropy(x, LABELS, reduction="sum") / 12, 12),
         (lambda x: F.cross_entropy(x, LABELS, reduction="sum") / torch.tensor(12) / 4, 12),
+        (lambda x: (F.cross_entropy(x, LABELS, reduction="none") * MASK).sum() / MASK.sum(), 3),
+        (lambda x: F.cross_entropy(x, LABELS, reduction="none")[MASK.bool()].mean(), 3),
+        (lambda x: -x.log_softmax(1).gather(1, LABELS.clamp(0)[:, None]).masked_fill(~TRUE, 0).sum() / TRUE.sum(), 3),
     ],
 )
 def test_of_one_mean(loss: Callable[[Tensor], Tensor], expected: float) -> None:
@@ -62,6 +67,7 @@ def test_of_one_mean(loss: Callable[[Tensor], Tensor], expected: float) -> None:
         lambda x: 1 / F.cross_entropy(x, LABELS),
         lambda x: F.cross_entropy(x, LABELS) * nn.Parameter(torch.ones(())),
         lambda x: (F.cross_entropy(x, LABELS, reduction="none") ** 2).mean(),
+        lambda x: (F.cross_entropy(x, LABELS, reduction="none") ** 2).sum() / 5,
         lambda x: F.cross_entropy(x, torch.full((6, 5), 0.2)),
         lambda x: F.mse_loss(x, torch.ones(6, 5)),
         lambda x: torch.compile(F.cross_entropy, backend="aot_eager")(x, LABELS),

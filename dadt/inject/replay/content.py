@@ -198,6 +198,10 @@ def _is_factor(value: Any) -> bool:
     return type(value) in (int, float) or (_is_tensor(value) and value.numel() == 1)
 
 
+def _is_positive(value: Any) -> bool:
+    return type(value) is float and 0 < value < float("inf")
+
+
 def _is_rule(value: Any) -> bool:
     return isinstance(value, str) and value in Rule.__members__
 
@@ -247,7 +251,7 @@ _PREDICTION = _with(
 _IN_FLIGHT = _none_but(_with(not_finite=_is_numbers, learned=_numbered(_is_list)), "not_finite", "learned")
 _OWES = _with(scale=_or_none(_is_factor), forgets=_is_bool, owed=_or_none(_is_owed), bases=_is_rows)
 _MOMENTUM = _with(own=_is_rows, taken=_is_numbers, on_way=_is_rows)
-_WEIGHING = _with(rule=_is_rule, unit=_is_factor, usual=_is_factor)
+_WEIGHING = _with(rule=_is_rule, unit=_is_positive, usual=_is_positive)
 _ALGORITHM = _with(before=_is_numbers, expected=_is_numbers, pause=_is_step, left=_is_step, watches=_is_bool)
 
 
@@ -267,6 +271,7 @@ def _is_training(value: Any) -> bool:
         and _IN_FLIGHT(value["in_flight"])
         and _MOMENTUM(value["momentum"])
         and _WEIGHING(value["weighing"])
+        and {"rule", "unit", "usual"} <= value["weighing"].keys()
     )
 
 
