@@ -159,7 +159,8 @@ class Weighing:
         self._told.append(every)
         counting = [each for each in every if each.fill]
         total = sum(each.over for each in counting)
-        if not total or isnan(total) or (self._rule is Rule.OPEN and _equal([c.over / c.fill for c in counting])):
+        open_yet = self._rule is Rule.OPEN and not self._scaled
+        if not total or isnan(total) or (open_yet and _equal([each.over / each.fill for each in counting])):
             return 1.0
         self._scaled = True
         return mine.over * len(every) / total if mine.fill else 0.0

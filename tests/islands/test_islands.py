@@ -277,6 +277,7 @@ def test_a_checkpoint_is_written_once_and_loads_without_islands(launch, tmp_path
             ["-np", "4", "--island", "2", "--min-np", "1", "--redistribute"],
             "--island 2: --redistribute does not know islands",
         ),
+        (["-np", "4", "--island", "2", "--weigh", "tokens"], "--island 2: --weigh tokens does not know islands"),
     ],
 )
 def test_what_cannot_be_is_said(launch, options: list[str], text: str) -> None:

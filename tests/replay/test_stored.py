@@ -107,7 +107,11 @@ def test_each_member_is_needed_and_of_its_kind(tmp_path: Path, name: str) -> Non
 def test_each_part_of_a_ranks_training_is_needed_and_of_its_kind(tmp_path: Path, name: str) -> None:
     held = content()
     within = {"prediction": {"looks": "x"}, "owes": [{"owed": torch.zeros(4, dtype=torch.uint8)}]}
-    within |= {"in_flight": {"learned": 3}, "algorithm": {"pause": []}}
+    within |= {
+        "in_flight": {"learned": 3},
+        "algorithm": {"pause": []},
+        "weighing": {**TRAINING["weighing"], "unit": 0.0},
+    }
     for number, other in enumerate((None, "text", 7, torch.zeros(2), within.get(name, []))):
         (tmp_path / str(number)).mkdir()
         held["training"] = {0: {**TRAINING, name: other}}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import pytest
 import torch
-from harness.checks import assert_equal, assert_near
+from harness.checks import assert_equal, assert_near, assert_replicas_equal
 from harness.counted_losses import AS_BEFORE, EXACT
 
 ALL = """
@@ -47,3 +49,76 @@ def test_by_samples_differs(by_samples) -> None:
         one, ranks = train(), by_samples.ranks[0][name]
         assert max(float((one[key] - ranks[key]).abs().max()) for key in one) > 1e-3, name
     assert not any("--weigh" in line for line in by_samples.lines())
+
+
+def test_late_averages_leave_replicas_equal(dadt_run) -> None:
+    """Under `pipe`, which exchanges the first step again and later ones once."""
+    run = dadt_run(ALL, "--batch", "global", "--warmup-steps", "4")
+    for name in (*EXACT, *AS_BEFORE):
+        assert_equal(run.ranks[0][name], run.ranks[1][name], name)
+    assert any(WEIGHED in line for line in run.lines()) and " of them delayed by one" in run.output
+
+
+UNEVEN = """
+    from torch.nn import functional as F
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    # For each step, of each rank: how many targets count in each of its backwards.
+    steps = [[(2,), (3, 5)], [(4, 1), (2,)], [(2, 2, 7), (6, 3)], [(1,), (1,)]]
+    given = torch.Generator().manual_seed(1)
+    taken = []
+    for ranks in steps:
+        drawn = [[(torch.randn(n, 4, generator=given), torch.randint(0, 3, (n,), generator=given)) for n in counts]
+                 for counts in ranks]
+        taken.append(drawn)
+        for x, y in drawn[rank]:
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report({"state": model.state_dict(), "first": first, "taken": taken})
+"""
+
+
+def test_ranks_whose_steps_have_unequal_numbers_of_backwards(dadt_run) -> None:
+    """A backward that only some ranks have is one over their targets alone."""
+    run = dadt_run(UNEVEN, "--algorithm", "sync")
+    assert_replicas_equal(run)
+    model = torch.nn.Linear(4, 3)
+    model.load_state_dict(run.ranks[0]["first"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for drawn in run.ranks[0]["taken"]:
+        for backwards in zip_longest(*drawn):
+            x, y = (torch.cat(parts) for parts in zip(*(each for each in backwards if each), strict=True))
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_near(run.ranks[0]["state"], model.state_dict(), "one process")
+
+
+BY_ITSELF = """
+    import torch.distributed as dist
+    from harness import counted_losses
+    dist.init_process_group("gloo")
+    mine = slice(dist.get_rank(), 42, 2)
+    torch.manual_seed(0)
+    tokens, labels = counted_losses.padding()
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for x, y in zip(tokens[mine].split(4), labels[mine].split(4)):
+        counted_losses.mean(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report({"state": model.state_dict()})
+"""
+
+
+def test_a_script_that_has_a_process_group_is_left_as_it_is(dadt_run) -> None:
+    by_default = dadt_run(BY_ITSELF, "--algorithm", "sync")
+    assert not any("--weigh" in line for line in by_default.lines())
+    asked = dadt_run(BY_ITSELF, "--algorithm", "sync", "--weigh", "tokens")
+    assert_replicas_equal(by_default)
+    assert_replicas_equal(asked)
+    assert any("--weigh tokens: " in line and WEIGHED in line for line in asked.lines())
+    assert not torch.equal(asked.ranks[0]["state"]["1.bias"], by_default.ranks[0]["state"]["1.bias"])
