@@ -4,17 +4,21 @@ ranks."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dadt.comm import plain
+from dadt.comm.bucket import DTYPES
 from dadt.comm.shards import local, place
 from dadt.errors import Mismatch
 from dadt.train import optimizer_state
 from dadt.train.algorithm import Attached
+from dadt.train.digest import as_bytes
+from dadt.train.frozen import Digests, Part, Spared, chosen, digests_of, quantization, to_send
 from dadt.train.optimizers import Optimizers
 from dadt.train.param_groups import group_values, take_values
 from dadt.train.ranks import Ranks
@@ -38,6 +42,9 @@ class Replicas:
         self.given: list[Any] = []
         """On a rank that joins a running job: the received weights, buffers and optimizer state, by attachment's index.
         """
+        self.digests = WeakTensorKeyDictionary()
+        """Digests of what is not trained (frozen parameters, buffers), by parameter or buffer, as it was when it was
+        last found or made equal on all ranks."""
         self._own_numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
         """For each optimizer, paths of numbers in its attributes that differ between ranks, such as a rank's own
         number."""
@@ -53,10 +60,15 @@ class Replicas:
         parameters = [p for g in optimizer.param_groups for p in g["params"]]
         shapes = [(tuple(p.shape), place(p)) for p in parameters]
         first = self._ranks.group.rank == 0
+        if weights:
+            # The way that this rank's old weights moved does not predict rank 0's weights.
+            attachment.prediction.forget()
         state = optimizer_state.encode(optimizer) if first and weights else b""
-        mine = (shapes, group_values(optimizer, wait=True), state, optimizer_state.numbers(optimizer))
+        parts = self._parts(attachment) if weights else []
+        told = digests_of(parts, {id(p) for p in attachment.parameters})
+        mine = (shapes, group_values(optimizer, wait=True), state, optimizer_state.numbers(optimizer), told)
         theirs = self._ranks.collect(f"start{attachment.name}", mine)
-        for rank, (other, _, _, _) in zip(self._ranks.members, theirs, strict=True):
+        for rank, (other, *_) in zip(self._ranks.members, theirs, strict=True):
             if other != theirs[0][0]:
                 raise Mismatch(
                     f"rank {rank} trains {_count(other)} and rank {self._ranks.members[0]} {_count(theirs[0][0])}"
@@ -67,12 +79,19 @@ class Replicas:
         counts = [each[3].items() for each in theirs]
         self._own_numbers[optimizer] = {name for each in counts for name, _ in each ^ counts[0]}
         if weights:
-            # The way that this rank's old weights moved does not predict rank 0's weights.
-            attachment.prediction.forget()
-            for tensors, what in self._parts(attachment):
-                self._ranks.broadcast(tensors, f"{what}{attachment.name}")
+            self._take_parts(attachment, parts, [each[4] for each in theirs])
             if not first:
                 optimizer_state.load(optimizer, theirs[0][2], without=self._own_numbers[optimizer])
+
+    def _take_parts(self, attachment: Attached, parts: Sequence[Part], told: Sequence[Digests]) -> None:
+        """Set all parts to those of the first rank, which sends what other ranks need. told: each rank's digests."""
+        flags = to_send(told[0], told[1:])
+        for part in chosen(parts, flags):
+            self._broadcast(part.values, f"{part.what}{attachment.name}")
+        if text := Spared.of(parts, told[0], flags).sentence(attachment.name, self._ranks.members[0]):
+            self._ranks.say(text)
+        owners = [owner for part in parts for owner in part.owners]
+        self.digests.update({o: d for o, d in zip(owners, told[0], strict=False) if d is not None})
 
     def take_first_groups(self, attachment: Attached) -> None:
         """Set param_group values to the first rank's, if the script sets them on each rank in each step."""
@@ -90,44 +109,85 @@ class Replicas:
             state = self._state(attachment.optimizer) if gives else b""
             attachment.prediction.forget()
             parts = self._parts(attachment, self._common())
+            mine = digests_of(parts, {id(p) for p in attachment.parameters})
             if reads:
-                parts = [([t.clone() for t in tensors], what) for tensors, what in parts]
-        state = self._ranks.tell("state", state)[root]
+                parts = self._copied(parts, mine)
+        lanes = self._ranks.tell("state", plain.encode((state, mine, behind), "what a rank has"))
+        told = [plain.decode(lane) for lane in lanes]
+        flags = to_send(told[root][1], [digests for _, digests, is_behind in told if is_behind])
         came: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for tensors, what in parts:
-            places = tensors if gives else [torch.empty_like(t) for t in tensors]
-            self._ranks.broadcast(places, f"{what} of rank {self._ranks.members[root]}{attachment.name}", root)
-            came += zip(tensors, places, strict=True)
+        for part in chosen(parts, flags):
+            places = part.values if gives else [torch.empty_like(t) for t in part.values]
+            what = f"{part.what} of rank {self._ranks.members[root]}{attachment.name}"
+            self._broadcast(places, what, root)
+            came += zip(part.values, places, strict=True)
         if behind:
             with torch.no_grad():
                 for tensor, value in came:
                     tensor.copy_(value)
-            optimizer_state.load(attachment.optimizer, state)
+            optimizer_state.load(attachment.optimizer, told[root][0])
 
-    def give(self) -> bytes:
-        """Return weights, buffers, optimizer state and param_group values of all optimizers, encoded for a new rank."""
-        with self._ranks.reconnection.pause.still(self._ranks.config.timeout):
-            given = [
-                [
-                    *([t.cpu() for t in tensors] for tensors in self._all(a)),
-                    self._state(a.optimizer),
-                    group_values(a.optimizer, wait=True),
-                ]
-                for a in self._attachments
+    def _broadcast(self, values: Sequence[torch.Tensor], what: str, root: int = 0) -> None:
+        """Overwrite the values with those of the group's rank `root`. Dtypes that the engine does not know travel as
+        bytes."""
+        sent = [(value, value if value.dtype in DTYPES else as_bytes(value)) for value in values if value.numel()]
+        self._ranks.broadcast([each for _, each in sent], what, root)
+        for value, each in sent:
+            if each.data_ptr() != value.data_ptr():
+                value.copy_(each.view(value.dtype).view(value.shape))
+
+    def _copied(self, parts: Sequence[Part], digests: Digests) -> list[Part]:
+        """Return the parts with copies of all values that training may change: not of those that are not trained and
+        have not changed since the start."""
+        left, copied = iter(digests), []
+        for part in parts:
+            values = [
+                value if found is not None and owner in self.digests and self.digests[owner] == found else value.clone()
+                for (owner, value), found in zip(part.named, left, strict=False)
             ]
+            copied.append(Part(part.what, part.owners, values))
+        return copied
+
+    def known(self) -> list[list[list[int | None]]]:
+        """Return the digests of what a rank has before it joins, for each optimizer and part: `give` leaves that
+        out."""
+        return [[digests_of([part], ()) for part in self._every_part(optimizer)] for optimizer in self._optimizers]
+
+    def give(self, known: Sequence[Sequence[Sequence[Digests]]]) -> bytes:
+        """Return weights, buffers, optimizer state and param_group values of all optimizers, encoded for new ranks.
+        known: what `known` returned on each of them."""
+        with self._ranks.reconnection.pause.still(self._ranks.config.timeout):
+            given = []
+            for number, a in enumerate(self._attachments):
+                parts = [
+                    self._missing(part, {id(p) for p in a.parameters}, [every[number][place] for every in known])
+                    for place, part in enumerate(self._every_part(a.optimizer))
+                ]
+                given.append([parts, self._state(a.optimizer), group_values(a.optimizer, wait=True)])
             return plain.encode(given, "what a new rank is given")
+
+    def _missing(self, part: Part, trained: set[int], known: Sequence[Digests]) -> list[torch.Tensor | None]:
+        """Return the part's values, with None for those that are not trained and that all new ranks have. known: what
+        each of them has of this part, which may be fewer tensors if it does not know all modules yet."""
+        mine = digests_of([part], trained)
+        there = [[*digests, *[None] * (len(mine) - len(digests))] for digests in known]
+        needed = to_send(mine, [digests[: len(mine)] for digests in there])
+        return [value.cpu() if needs else None for value, needs in zip(part.values, needed, strict=True)]
 
     def take_given(self, attachment: Attached) -> None:
         """Start from the state that another rank has sent. Raises Mismatch if this rank trains another model."""
-        weights, buffers, state, values = self.given[attachment.index]
-        for mine, theirs in zip(self._all(attachment), (weights, buffers), strict=True):
-            if [t.shape for t in mine] != [t.shape for t in theirs[: len(mine)]]:
-                raise Mismatch(
-                    f"rank {self._ranks.world.rank} trains{attachment.name} another model than the job that it joins:"
-                    " every rank must build the same model"
-                )
-            with torch.no_grad():
-                for tensor, value in zip(mine, theirs, strict=False):
+        given, state, values = self.given[attachment.index]
+        mine = [part.values for part in self._every_part(attachment.optimizer)]
+        pairs = [pair for each, theirs in zip(mine, given, strict=True) for pair in zip(each, theirs, strict=False)]
+        fewer = any(len(each) > len(theirs) for each, theirs in zip(mine, given, strict=True))
+        if fewer or any(value is not None and tensor.shape != value.shape for tensor, value in pairs):
+            raise Mismatch(
+                f"rank {self._ranks.world.rank} trains{attachment.name} another model than the job that it joins:"
+                " every rank must build the same model"
+            )
+        with torch.no_grad():
+            for tensor, value in pairs:
+                if value is not None:
                     tensor.copy_(value)
         take_values(attachment.optimizer, values)
         optimizer_state.load(attachment.optimizer, state)
@@ -135,17 +195,8 @@ class Replicas:
     def tensors(self, attachment: Attached) -> dict[str, torch.Tensor]:
         """Return, by name, the tensors that are equal on all ranks after each step: weights that the optimizer trains,
         and untrained weights of the same modules; with `--verify-every` also the optimizer's state."""
-        optimizer = attachment.optimizer
-        others = {id(p) for o in self._optimizers if o is not optimizer for p in listed(o)}
-        beside = [p for m in self._optimizers.root_modules(optimizer) for p in m.parameters() if id(p) not in others]
-        names = self._optimizers.parameter_names()
-        common, found = self._common(), dict[str, Any]()
-        every = dict.fromkeys([*listed(optimizer), *beside])
-        # Parameters that the script has added, whose values were not copied from the first rank yet.
-        added = {id(p) for p in listed(optimizer) if p not in attachment.known}
-        for number, p in enumerate(p for p in every if id(p) not in added):
-            name = names.get(id(p)) or f"parameter {number}"
-            name = f"{name}, parameter {number}" if name in found else name
+        optimizer, common, found = attachment.optimizer, self._common(), dict[str, Any]()
+        for name, p in self._named(attachment):
             found[name] = common.get(id(p), local(p.data)).to(p.dtype)
             state = getattr(optimizer, "state", {}).get(p) if self._ranks.config.verify_every else None
             if isinstance(state, dict):
@@ -156,30 +207,55 @@ class Replicas:
         tensors = {name: local(t) for name, t in found.items() if isinstance(t, torch.Tensor)}
         return {name: t for name, t in tensors.items() if t.layout == torch.strided and t.device.type != "meta"}
 
-    def _all(self, attachment: Attached) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return weights and buffers, the optimizer's own weights first. A rank that has just begun may not know all
-        modules' tensors yet."""
-        modules = self._optimizers.root_modules(attachment.optimizer)
-        return self._parts(attachment)[0][0], [local(b.data) for m in modules for b in m.buffers()]
+    def untrained(self, attachment: Attached) -> dict[str, torch.Tensor]:
+        """Return the frozen parameters among `tensors`, by the same names."""
+        trained = {id(p) for p in attachment.parameters}
+        return {name: p for name, p in self._named(attachment) if id(p) not in trained and not p.requires_grad}
 
-    def _parts(
-        self, attachment: Attached, common: Mapping[int, torch.Tensor] | None = None
-    ) -> list[tuple[list[torch.Tensor], str]]:
-        """Return the true (not predicted) weights, and the buffers. common: tensors to use in place of parameters'
-        weights, by the parameter's id."""
+    def _named(self, attachment: Attached) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters that the optimizer trains, and untrained ones of the same modules, with names."""
+        optimizer = attachment.optimizer
+        others = {id(p) for o in self._optimizers if o is not optimizer for p in listed(o)}
+        beside = [p for m in self._optimizers.root_modules(optimizer) for p in m.parameters() if id(p) not in others]
+        names, given = self._optimizers.parameter_names(), set[str]()
+        every = dict.fromkeys([*listed(optimizer), *beside])
+        # Parameters that the script has added, whose values were not copied from the first rank yet.
+        added = {id(p) for p in listed(optimizer) if p not in attachment.known}
+        for number, p in enumerate(p for p in every if id(p) not in added):
+            name = names.get(id(p)) or f"parameter {number}"
+            name = f"{name}, parameter {number}" if name in given else name
+            given.add(name)
+            yield name, p
+
+    def _parts(self, attachment: Attached, common: Mapping[int, torch.Tensor] | None = None) -> list[Part]:
+        """Return the parts that `_every_part` does. After the first step, buffers that are not averaged may differ in
+        shape between ranks, so they are left out."""
+        weights, buffers, *others = self._every_part(attachment.optimizer, common)
+        if attachment.step:
+            averaged = [b for _, _, b in attachment.buffers()]
+            buffers = Part(buffers.what, averaged, [local(b.data) for b in averaged])
+        return [weights, buffers, *others]
+
+    def _every_part(
+        self, optimizer: torch.optim.Optimizer, common: Mapping[int, torch.Tensor] | None = None
+    ) -> list[Part]:
+        """Return the true (not predicted) weights, the optimizer's own first, the buffers, and what belongs to packed
+        weights. A rank that has just begun may not know all modules' tensors yet. common: tensors to use in place of
+        parameters' weights, by the parameter's id."""
         common = common or {}
         for other in self._attachments:  # root modules may contain other optimizers' parameters, too
             other.prediction.suspend()
         # The root modules also contain parameters that the optimizer does not train, such as a frozen part of the
         # model.
-        roots = self._optimizers.root_modules(attachment.optimizer)
-        parameters = [p for g in attachment.optimizer.param_groups for p in g["params"]]
-        every = dict.fromkeys([*parameters, *(p for m in roots for p in m.parameters())])
-        # After the first step, buffers that are not averaged may differ in shape between ranks, so they are left out.
-        averaged = [b for _, _, b in attachment.buffers()]
-        buffers = averaged if attachment.step else [b for m in roots for b in m.buffers()]
-        weights = [common.get(id(p), local(p.data)).to(p.dtype) for p in every]
-        return [(weights, "weights"), ([local(b.data) for b in buffers], "buffers")]
+        roots = self._optimizers.root_modules(optimizer)
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        every = list(dict.fromkeys([*parameters, *(p for m in roots for p in m.parameters())]))
+        buffers, beside = [b for m in roots for b in m.buffers()], quantization(every)
+        return [
+            Part("weights", every, [common.get(id(p), local(p.data)).to(p.dtype) for p in every]),
+            Part("buffers", buffers, [local(b.data) for b in buffers]),
+            Part("quantization", beside, [t.data for t in beside]),
+        ]
 
     def _common(self) -> dict[int, torch.Tensor]:
         return {key: value for a in self._attachments for key, value in a.algorithm.common().items()}

@@ -21,6 +21,10 @@ LOOK_AFTER = 2
 """Number of steps after which a comparison's result is read. The result has arrived by that step, even with algorithm
 `pipe`, whose second step waits for an exchange launched after the comparison."""
 
+TURNS = 8
+"""Number of comparisons within which each frozen parameter is read once; in those between, a frozen parameter counts
+as it was read last, unless the script has changed it since."""
+
 
 class Verdict(NamedTuple):
     """Result of a comparison: the ranks whose replicas differ, as indices in the group."""
@@ -48,6 +52,15 @@ class PendingComparison(NamedTuple):
     answer: Gathering
 
 
+class FrozenSum(NamedTuple):
+    """A frozen parameter's checksum."""
+
+    checksum: int
+    version: int
+    """The parameter's autograd version when it was read."""
+    address: int
+
+
 class Verification:
     """Comparisons of all optimizers' replicas. All ranks make the same comparisons in the same steps."""
 
@@ -56,6 +69,8 @@ class Verification:
         self._asked: WeakKeyDictionary[Attachment, PendingComparison] = WeakKeyDictionary()
         self._equal: WeakKeyDictionary[Attachment, int] = WeakKeyDictionary()
         """For each optimizer, the last step after which its replicas were found equal."""
+        self._frozen: WeakKeyDictionary[Attachment, dict[str, FrozenSum]] = WeakKeyDictionary()
+        """For each optimizer, the checksums of its modules' frozen parameters, by name."""
 
     def stepped(self, attachment: Attachment) -> None:
         """Called when the optimizer has stepped and its weights are true ones. Raises ConfigError if the algorithm
@@ -99,6 +114,7 @@ class Verification:
 
     def compare(self, attachment: Attachment) -> list[list[int]]:
         """Return the checksums of each rank's current replica. Waits for all ranks."""
+        self._frozen.pop(attachment, None)  # a rank that joins has read none, so all ranks read theirs anew
         mine = json.dumps(self._checksums(attachment)).encode()
         return [json.loads(lane) for lane in self._ranks.tell(f"replicas{attachment.name}", mine)]
 
@@ -109,6 +125,7 @@ class Verification:
         verdict = judge(every)
         if verdict.wrong:
             behind = self._ranks.group.rank in verdict.wrong
+            self._frozen.pop(attachment, None)
             self._replicas.catch_up(attachment, verdict.right, behind=behind)
             members = self._ranks.members
             self._report(attachment, every, f"{when}: it takes over that of rank {members[verdict.right]}")
@@ -134,4 +151,13 @@ class Verification:
         )
 
     def _checksums(self, attachment: Attachment) -> list[int]:
-        return [checksum(tensor) for tensor in self._replicas.tensors(attachment).values()]
+        every = self._replicas.tensors(attachment)
+        frozen = self._replicas.untrained(attachment)
+        before, turn = self._frozen.get(attachment, {}), attachment.step // (self._ranks.config.verify_every or 1)
+        kept = self._frozen[attachment] = {}
+        for number, (name, parameter) in enumerate(frozen.items()):
+            known, now = before.get(name), (parameter._version, parameter.data_ptr())
+            is_due = known is None or known[1:] != now or (turn + number) % TURNS == 0
+            if name in every:
+                kept[name] = FrozenSum(checksum(every[name]) if is_due or known is None else known.checksum, *now)
+        return [kept[name].checksum if name in kept else checksum(tensor) for name, tensor in every.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from harness.checks import assert_equal, assert_replicas_equal
 from dadt.config import Config
 from dadt.errors import ConfigError
 from dadt.train.replicas import checksum
-from dadt.train.verification import judge
+from dadt.train.verification import TURNS, judge
 
 # Gradients of a loss that is linear in the weights do not hang on these: what is repaired leaves no trace.
 TRAIN = """
@@ -83,6 +84,18 @@ def test_weights_and_state_of_a_deep_model(dadt_run, fault: str, name: str, opti
             assert_equal(mine, others)
     (warning,) = warnings(run)
     assert f"first in {name} (equal after 18 steps, not after 19): it takes over that of rank 0" in warning
+
+
+def test_a_frozen_parameter_is_found_in_its_turn(dadt_run) -> None:
+    """One value of a frozen matrix changes on one rank, without a sign: one of the next eight comparisons finds it."""
+    text = script(1, "model[0].weight.data.view(-1)[3] += 1", deep=True)
+    text = text.replace("    optimizer =", "    model[0].requires_grad_(False)\n    optimizer =", 1)
+    run = dadt_run(text, "--algorithm", "sync", "--verify-every", "1", np=3)
+    for other in run.ranks[1:]:
+        assert torch.equal(run.ranks[0]["state"]["0.weight"], other["state"]["0.weight"])
+    (warning,) = warnings(run)
+    found = re.search(r"step (\d+): the replica of rank 1 differs .* first in 0.weight .* over that of rank 0", warning)
+    assert found is not None and 18 < int(found[1]) <= 18 + TURNS + 1
 
 
 @pytest.mark.slow

@@ -74,15 +74,17 @@ def _mine(ranks: Ranks, attachments: Attachments) -> Position:
 
 
 def _welcome(ranks: Ranks, replicas: Replicas, told: Sequence[Position], root: int) -> None:
-    """Send the full training state from the rank `root` to all new ranks."""
-    gives = ranks.group.rank == root
-    state = replicas.give() if gives else b""
+    """Send the training state from the rank `root` to all new ranks, without what is not trained and they have."""
+    gives, joins = ranks.group.rank == root, told[ranks.group.rank].joins
+    mine = plain.encode(replicas.known() if joins else None, "what a new rank has")
+    every = [plain.decode(lane) for lane in ranks.tell("known", mine)]
+    state = replicas.give([each for each in every if each is not None]) if gives else b""
     length = int.from_bytes(ranks.tell("welcome", len(state).to_bytes(8, "little"))[root], "little")
     works = []
     if gives:
         given = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         works = [ranks.mail.send(given, rank, _TAG) for rank, position in enumerate(told) if position.joins]
-    elif told[ranks.group.rank].joins:
+    elif joins:
         given = torch.empty(length, dtype=torch.uint8, device="cpu")
         works = [ranks.mail.receive(given, root, _TAG)]
     for work in works:

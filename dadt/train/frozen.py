@@ -1,0 +1,111 @@
+"""Decides which of the ranks' tensors have to be sent: those that are trained, and of all others those that differ
+between ranks, as digests show.
+
+What an optimizer does not train (frozen parameters, buffers, a quantized model's packed weights and their scales) is
+often most of a model and the same file on every disk, so that sending it would cost far more than reading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dadt.train.digest import digests
+
+Digests = Sequence[int | None]
+"""A digest for each tensor of some parts, in their order; None for those that are trained, which are always sent."""
+SAID = 1 << 20
+"""Fewest bytes that are spared of which the user is told."""
+_DEEPEST = 2
+"""Most objects within each other in which `quantization` looks for tensors."""
+
+
+class Part(NamedTuple):
+    """Tensors of one kind that ranks should have in common."""
+
+    what: str
+    owners: list[torch.Tensor]
+    """The script's parameters or buffers."""
+    values: list[torch.Tensor]
+    """Their true (not predicted) values on this rank."""
+
+    @property
+    def named(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(self.owners, self.values, strict=True)
+
+
+def digests_of(parts: Iterable[Part], trained: Collection[int]) -> list[int | None]:
+    """Return the digests of all parts' tensors. trained: ids of the parameters that are trained."""
+    every = [(id(owner) not in trained and _is_plain(value), value) for part in parts for owner, value in part.named]
+    found = iter(digests(value for compared, value in every if compared))
+    return [next(found) if compared else None for compared, _ in every]
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return value.layout == torch.strided and not value.is_quantized and value.device.type != "meta"
+
+
+def to_send(ours: Digests, others: Iterable[Digests]) -> list[bool]:
+    """Return for each tensor of the rank that sends whether another rank needs it. All ranks decide alike, from the
+    same digests. ours: those of the rank that sends."""
+    every = list(others)
+    if any(len(each) != len(ours) for each in every):
+        return [True] * len(ours)  # of models that differ, which the broadcast then says
+    return [mine is None or any(each[i] != mine for each in every) for i, mine in enumerate(ours)]
+
+
+def chosen(parts: Iterable[Part], flags: Sequence[bool]) -> list[Part]:
+    """Return the parts with only those tensors for which the flag is set."""
+    left, found = iter(flags), []
+    for part in parts:
+        pairs = [pair for pair in part.named if next(left, True)]
+        found.append(Part(part.what, [owner for owner, _ in pairs], [value for _, value in pairs]))
+    return found
+
+
+class Spared(NamedTuple):
+    """Bytes that are not trained."""
+
+    equal: int
+    """Bytes that were equal on all ranks, and so not sent."""
+    sent: int
+
+    @classmethod
+    def of(cls, parts: Iterable[Part], ours: Digests, flags: Sequence[bool]) -> Spared:
+        sizes = [value.numel() * value.element_size() for part in parts for value in part.values]
+        compared = [(size, flag) for size, flag, mine in zip(sizes, flags, ours, strict=False) if mine is not None]
+        return cls(sum(s for s, flag in compared if not flag), sum(s for s, flag in compared if flag))
+
+    def sentence(self, name: str, first: int) -> str:
+        """Return a line for the user; empty if there is too little to speak of. name: names the optimizer. first: the
+        rank whose tensors are sent."""
+        if self.equal < SAID:
+            return ""
+        text = f"{readable(self.equal)} that are not trained{name} are equal on all ranks, so they are not sent"
+        return f"{text}; {readable(self.sent)} differ, and are those of rank {first} now" if self.sent else text
+
+
+def readable(count: int) -> str:
+    """Return a number of bytes for people, such as 13.5 GB."""
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, size = next(((unit, size) for unit, size in units if count >= size), ("bytes", 1))
+    return f"{count / size:.3g} {unit}" if size > 1 else f"{count} {unit}"
+
+
+def quantization(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that are attributes of packed (integer) parameters, without which their values mean nothing:
+    scales and code books, as bitsandbytes keeps them."""
+    packed = [p for p in parameters if not (p.is_floating_point() or p.is_complex())]
+    found = {id(t): t for p in packed for t in _attributes(p, 0) if t.data_ptr() != p.data_ptr()}
+    return list(found.values())
+
+
+def _attributes(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    for each in getattr(value, "__dict__", {}).values():
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif depth < _DEEPEST and not isinstance(each, nn.Module | type):
+            yield from _attributes(each, depth + 1)

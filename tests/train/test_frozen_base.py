@@ -1,0 +1,198 @@
+"""What a job does not train (a frozen base, buffers, packed weights) is compared at the start, and sent only where it
+differs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.checks import assert_replicas_equal
+from harness.job import joined
+
+from dadt.train.digest import digests
+from dadt.train.frozen import Part, chosen, quantization, readable, to_send
+
+COUNTED = """
+    import psutil, socket, struct
+    torch.manual_seed(0)
+    def sent():
+        "Bytes that this process has sent over TCP connections that are open, as the kernel counts them."
+        fds = {c.fd for c in psutil.Process().net_connections("tcp") if c.status == "ESTABLISHED"}
+        total = 0
+        for fd in fds:
+            with socket.socket(fileno=os.dup(fd)) as each:
+                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+                total += struct.unpack_from("Q", info, 200)[0]  # tcpi_bytes_sent
+        return total
+    class LoRA(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.lora_A = nn.Parameter(torch.randn(4, 1024) / 32)
+            self.lora_B = nn.Parameter(torch.zeros(1024, 4))
+        def forward(self, x):
+            return self.base(x) + x @ self.lora_A.T @ self.lora_B.T
+    class Packed(nn.Module):
+        "A base in 4 bits as bitsandbytes packs it, and one as GPTQ does."
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randint(0, 256, (512, 1024), dtype=torch.uint8), requires_grad=False)
+            self.weight.quant_state = type("QuantState", (), {})()
+            self.weight.quant_state.absmax = torch.rand(1024)
+            self.register_buffer("qweight", torch.randint(-2**31, 2**31 - 1, (128, 1024), dtype=torch.int32))
+            self.register_buffer("scales", torch.rand(8, 1024, dtype=torch.float16))
+            self.register_buffer("eight", torch.randn(64, 64).to(torch.float8_e4m3fn).t())
+            self.lora_A = nn.Parameter(torch.randn(4, 1024) / 32)
+        def forward(self, x):
+            return x * self.weight.quant_state.absmax + (x @ self.lora_A.T).sum()
+    def state(model):
+        packed = getattr(getattr(model, "weight", None), "quant_state", None)
+        found = {k: v.view(torch.uint8) if k == "eight" else v for k, v in model.state_dict().items()}
+        return {**found, **({} if packed is None else {"absmax": packed.absmax})}
+    def trained(model, steps=2, **more):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        begun = sent()
+        for step in range(steps):
+            torch.manual_seed(9 + rank + step)
+            model(torch.randn(2, 1024)).pow(2).mean().backward()
+            if not step:
+                first = sent() - begun
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"first": first, "state": {k: v.clone() for k, v in state(model).items()}, **more}
+"""
+EQUAL = (
+    COUNTED
+    + """
+    model = LoRA(nn.Linear(1024, 1024))
+    before = {k: v.clone() for k, v in model.state_dict().items() if "base" in k}
+    report(trained(model, before=before))
+"""
+)
+DIFFERS = (
+    COUNTED
+    + """
+    model = LoRA(nn.Linear(1024, 1024))
+    if rank:
+        with torch.no_grad():
+            model.base.bias[7] += 1.0
+    report(trained(model))
+"""
+)
+PACKED = (
+    COUNTED
+    + """
+    model = Packed()
+    report(trained(model))
+"""
+)
+PACKED_DIFFERS = (
+    COUNTED
+    + """
+    torch.manual_seed(3 + rank)
+    model = Packed()
+    report(trained(model))
+"""
+)
+TIED = (
+    COUNTED
+    + """
+    model = LoRA(nn.Linear(1024, 1024))
+    model.head = nn.Linear(1024, 1024, bias=False)
+    model.head.weight = model.base.weight
+    report(trained(model))
+"""
+)
+BASE = 4 * 1024 * 1024
+"""Bytes of the frozen matrix."""
+TRAINED = 2 * 4 * 4 * 1024
+
+
+@pytest.fixture(scope="module")
+def run(shared_run):
+    scripts = joined(equal=EQUAL, differs=DIFFERS, packed=PACKED, packed_differs=PACKED_DIFFERS, tied=TIED)
+    return shared_run(scripts, "--algorithm", "pipe", "--executor", "tcp")
+
+
+def test_a_frozen_base_that_all_ranks_have_is_not_sent(run) -> None:
+    """Beside it, a few hundred bytes of every layer travel, and what is trained."""
+    equal = run.of("equal")
+    assert_replicas_equal(equal)
+    assert equal.ranks[0]["first"] < TRAINED + BASE / 50
+    for name, value in equal.ranks[0]["before"].items():
+        assert torch.equal(value, equal.ranks[0]["state"][name])
+    assert "dadt: 4.2 MB that are not trained are equal on all ranks, so they are not sent" in run.lines()
+
+
+def test_what_differs_is_sent_and_nothing_else(run) -> None:
+    """One value of a bias: the bias travels, the matrix does not."""
+    differs = run.of("differs")
+    assert_replicas_equal(differs)
+    assert differs.ranks[0]["first"] < TRAINED + BASE / 50
+    assert torch.equal(differs.ranks[1]["state"]["base.bias"], run.of("equal").ranks[0]["state"]["base.bias"])
+
+
+def test_packed_weights_are_compared_with_their_scales(run) -> None:
+    packed, differs = run.of("packed"), run.of("packed_differs")
+    for found in (packed, differs):
+        assert_replicas_equal(found)
+    size = 512 * 1024 + 128 * 1024 * 4 + 8 * 1024 * 2
+    assert packed.ranks[0]["first"] < TRAINED + size / 50
+    assert differs.ranks[0]["first"] > size
+    assert not torch.equal(packed.ranks[0]["state"]["absmax"], differs.ranks[0]["state"]["absmax"])
+
+
+def test_a_tied_matrix_counts_once(run) -> None:
+    tied = run.of("tied")
+    assert_replicas_equal(tied)
+    assert tied.ranks[0]["first"] < TRAINED + BASE / 50
+    assert any(line.startswith("dadt: 4.2 MB that are not trained of optimizer #5 are") for line in run.lines())
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 524_288, 524_289, 1_600_011])
+def test_a_digest_tells_every_byte(count: int) -> None:
+    values = torch.randint(0, 255, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    (before,) = digests([values])
+    for place in {0, count // 2, count - 1}:
+        other = values.clone()
+        other[place] += 1
+        assert digests([other]) != [before]
+    assert digests([values.clone()]) == [before]
+    aside = torch.cat([values.new_zeros(3), values])[3:]
+    assert digests([aside]) == [before], "of memory at an odd address"
+
+
+def test_a_digest_tells_order_signs_shape_and_dtype() -> None:
+    values = torch.ones(64, 64, dtype=torch.float64)
+    values[3, 5], values[60, 1] = 2.0, -4.0
+    turned, negated = values.clone(), values.clone()
+    turned[3, 5], turned[60, 1] = -4.0, 2.0
+    negated[[7, 9], 11] *= -1  # the highest bit of two of its integers
+    each = [values, turned, negated, values.view(32, 128), values.view(torch.int64), values.t()]
+    assert len(set(digests(each))) == len(each)
+    assert digests([values.t()]) == digests([values.t().contiguous()])
+    kinds = [torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int8]
+    assert len(set(digests(torch.zeros(5, 3).to(kind) for kind in kinds))) == len(kinds)
+
+
+def test_the_decision_is_the_same_on_all_ranks() -> None:
+    """Trained tensors travel, and of the others what any rank has otherwise; models that differ are sent as a whole,
+    which the broadcast finds."""
+    ours = [None, 1, 2, 3]
+    assert to_send(ours, [[None, 1, 2, 3]]) == [True, False, False, False]
+    assert to_send(ours, [[None, 1, 2, 3], [None, 1, None, 4]]) == [True, False, True, True]
+    assert to_send(ours, [[None, 1]]) == [True] * 4
+    parts = [
+        Part("weights", [torch.zeros(1)], [torch.zeros(1)]),
+        Part("buffers", *[[torch.ones(k) for k in (1, 2)]] * 2),
+    ]
+    assert [[len(value) for value in part.values] for part in chosen(parts, [False, False, True])] == [[], [2]]
+    assert [readable(count) for count in (12, 4_198_400, 13_476_839_424)] == ["12 bytes", "4.2 MB", "13.5 GB"]
+
+
+def test_only_packed_weights_bring_their_attributes() -> None:
+    """A trained weight's attributes may be each rank's own."""
+    packed = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    plain = torch.nn.Parameter(torch.zeros(4))
+    packed.CB, packed.module, packed.SCB = packed.data, torch.nn.Linear(2, 2), torch.ones(2)
+    plain.main_grad = torch.ones(4)
+    assert [id(t) for t in quantization([packed, plain])] == [id(packed.SCB)]
