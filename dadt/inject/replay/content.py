@@ -39,7 +39,7 @@ def check(path: Path, content: Any, step: int, *, common: bool) -> dict[str, Any
     if not isinstance(content, dict):
         raise NotResumed(f"{path}: holds no state of a job: resume from another snapshot")
     _check_size(path, content)
-    apart = {name: kind for name, kind in APART.items() if name in content}
+    apart = {name: kind for name, kind in {**APART, **BASE}.items() if name in content}
     for name, kind in {**OWN, **apart, **(COMMON if common else {})}.items():
         if name not in content:
             raise NotResumed(f"{path}: {name!r} is missing in it: resume from another snapshot")
@@ -295,6 +295,8 @@ COMMON: Mapping[str, Kind] = {
     "scalers": _numbered(_is_state),
 }
 """The parts of a snapshot that all ranks have in common, by name, with a check for each."""
+BASE: Mapping[str, Kind] = {"base": _named(lambda value: type(value) is int and 0 <= value < 1 << 64)}
+"""What ranks have in common that is kept beside the snapshots, as digests by name; there only if there is any."""
 _OF_EACH_ELEMENT = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}
     | {"acc_delta", "prev", "step_size", "ax"}

@@ -23,6 +23,7 @@ from dadt.inject.replay.recorder import Recorder, goes_on
 from dadt.inject.replay.taken import Taken
 from dadt.inject.replay.values import ReadValues
 from dadt.train.approaches import Approach
+from dadt.train.digest import as_bytes, digests
 from dadt.train.runtime import Runtime
 
 PIECE = 16 << 20
@@ -30,7 +31,9 @@ PIECE = 16 << 20
 TRIES = 5
 """Maximum number of consecutive steps at which a new worker may fail to join before it is refused."""
 TAG = 91
-"""Tag of the point-to-point message with which a new worker receives the state."""
+"""Tag of the point-to-point messages with which a new worker receives the state."""
+Description = list[int | str]
+"""A frozen tensor's digest, dtype and sizes."""
 
 
 class Ready(NamedTuple):
@@ -43,6 +46,9 @@ class Ready(NamedTuple):
     """The encoded state, on the rank that sends it; empty on the others."""
     parts: dict[torch.optim.Optimizer, dict[str, Any]]
     """This rank's part of each optimizer's state, from which this rank itself continues, too."""
+    frozen: list[tuple[torch.Tensor, int]]
+    """Tensors that the state describes only, of which the new worker asks for those that it lacks; the script's own,
+    with digests."""
     begun: tuple[int, int]
     """Numbers of backwards and gatherings so far. If either has grown, the new worker would repeat them, so it cannot
     join at this step."""
@@ -107,12 +113,14 @@ class Handover:
         content = self._taken.take(sys._getframe(), common=self._gives)
         with r.checkpoints.by_all():
             parts = {o: part for o in r.optimizers if (part := r.checkpoints.save(o)) is not None}
+        frozen = content.pop("frozen", {})
+        content["frozen"] = {name: description_of(tensor, digest) for name, (tensor, digest) in frozen.items()}
         try:
             state = plain.encode(content, "what a new worker is given") if self._gives else b""
         except DadtError as error:  # the state contains other than plain values, such as a custom scheduler's
             self._refuse(approach, str(error))
             return None
-        return Ready(approach, bytearray(self._values.recorded), state, parts, self._begun)
+        return Ready(approach, bytearray(self._values.recorded), state, parts, [*frozen.values()], self._begun)
 
     @property
     def _begun(self) -> tuple[int, int]:
@@ -147,8 +155,27 @@ class Handover:
         lost = PeerLost(f"rank {approach.rank} does not come")
         self._runtime.recovery.connect_anew(lost, ranks.config.timeout, ready.parts)
         if gives and approach.rank in ranks.members:
-            state = torch.frombuffer(bytearray(ready.state), dtype=torch.uint8)
             with suppress(CommError):  # the next step of training notices a lost rank, too
-                message = ranks.mail.send(state, list(ranks.members).index(approach.rank), TAG)
-                ranks.await_message(message, f"giving the state to rank {approach.rank}")
+                self._send(ready, list(ranks.members).index(approach.rank))
         self._runtime.begin()
+
+    def _send(self, ready: Ready, place: int) -> None:
+        """Send the new worker, at this place in the group, the state and those frozen tensors for which it asks."""
+        what = f"giving the state to rank {ready.approach.rank}"
+        mail, wait = self._ranks.mail, self._ranks.await_message
+        wait(mail.send(torch.frombuffer(bytearray(ready.state), dtype=torch.uint8), place, TAG), what)
+        lacks = torch.zeros(len(ready.frozen), dtype=torch.uint8, device="cpu")
+        if ready.frozen:
+            wait(mail.receive(lacks, place, TAG), what)
+        for (tensor, digest), lack in zip(ready.frozen, lacks.tolist(), strict=True):
+            if lack:
+                values = tensor.detach().to("cpu")
+                is_same = digests([values]) == [digest]  # the script may have changed it since the state was taken
+                wait(mail.send(torch.tensor([is_same], dtype=torch.uint8, device="cpu"), place, TAG), what)
+                if not is_same:
+                    return
+                wait(mail.send(as_bytes(values), place, TAG), what)
+
+
+def description_of(tensor: torch.Tensor, digest: int) -> Description:
+    return [digest, str(tensor.dtype), *tensor.shape]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 
 from dadt.comm import plain
 from dadt.control import job_folder
-from dadt.errors import PeerLost
-from dadt.inject.replay.handover import TAG
+from dadt.errors import NotResumed, PeerLost
+from dadt.inject.replay.handover import TAG, Description, description_of
 from dadt.inject.replay.values import ReadValues
+from dadt.train.digest import digests
 from dadt.train.runtime import Runtime
 
 NEAR_SECONDS = 1.0
@@ -69,16 +71,15 @@ class Newcomer:
         self._values.recorded += told["values"]
         return bool(told["more"] and not self._last)
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Join the other ranks, which wait, and receive the state. Raises PeerLost if the rank that sends it was
-        lost."""
+    def state(self, mine: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Join the other ranks, which wait, and receive the state. mine: the tensors of the script's modules, of which
+        frozen ones are used as they are where they equal the others'. Raises PeerLost if the rank that sends the state
+        was lost, and NotResumed if this rank has built another model."""
         self._runtime.take_place()
         if self._giver not in self._ranks.members:
             raise PeerLost(f"rank {self._giver} was lost before it had given its state to this one")
-        given = torch.empty(self._size, dtype=torch.uint8, device="cpu")
-        message = self._ranks.mail.receive(given, list(self._ranks.members).index(self._giver), TAG)
-        self._ranks.await_message(message, f"giving the state to rank {self._ranks.world.rank}")
-        state = plain.decode(given.numpy().tobytes())
+        state = plain.decode(self._receive(self._size).numpy().tobytes())
+        state["tensors"] |= self._frozen(state.pop("frozen"), mine)
         if "shared" in state["random"]:
             del state["random"]["own"]  # the stream belongs to the rank that sent the state; this rank gets its own
         # If the script knows its rank, module attributes may differ between ranks, so the sending rank's values are not
@@ -86,3 +87,32 @@ class Newcomer:
         if self._runtime.script.knows_rank:
             del state["counts"]
         return state, state
+
+    def _frozen(self, told: Mapping[str, Description], mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the frozen tensors, of which those are received that this rank has not. told: the others', by name."""
+        if not told:
+            return {}
+        if any(name not in mine or description_of(mine[name], 0)[1:] != it[1:] for name, it in told.items()):
+            raise NotResumed("the script has built other modules than the other ranks")
+        have = digests(mine[name] for name in told)
+        lacks = [digest != it[0] for digest, it in zip(have, told.values(), strict=True)]
+        asked = self._ranks.mail.send(torch.tensor(lacks, dtype=torch.uint8, device="cpu"), self._place, TAG)
+        self._ranks.await_message(asked, "asking for frozen weights")
+        found = {name: mine[name] for name in told}
+        for (name, tensor), lack in zip(list(found.items()), lacks, strict=True):
+            if lack:
+                if not self._receive(1).item():
+                    raise PeerLost(f"the script has changed a frozen weight as rank {self._giver} was to give it")
+                received = self._receive(tensor.numel() * tensor.element_size())
+                found[name] = received.view(tensor.dtype).view(tensor.shape)
+        return found
+
+    def _receive(self, size: int) -> torch.Tensor:
+        given = torch.empty(size, dtype=torch.uint8, device="cpu")
+        message = self._ranks.mail.receive(given, self._place, TAG)
+        self._ranks.await_message(message, f"giving the state to rank {self._ranks.world.rank}")
+        return given
+
+    @property
+    def _place(self) -> int:
+        return list(self._ranks.members).index(self._giver)

@@ -21,10 +21,13 @@ class Own:
         self._states: list[tuple[torch.optim.Optimizer, dict[Any, Any]]] = []
         self._apart = False
         """Whether ranks have weights of their own, instead of common ones."""
+        self._names: set[str] = set()
+        """Names of this rank's own tensors."""
 
     def put_in_place(self, own: Mapping[str, Any]) -> None:
         r, tensors = self._runtime, dict(self._roster.tensors())
         self._apart = "weights" in own
+        self._names = {*own.get("weights", {}), *own["buffers"]}
         with torch.no_grad():
             for name, value in {**own.get("weights", {}), **own["buffers"]}.items():
                 if name in tensors:
@@ -62,8 +65,9 @@ class Own:
         self._before, self._states = [], []
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        for _, tensor in self._roster.tensors() if self._apart else self._roster.buffers():
-            yield tensor
+        for name, tensor in self._roster.tensors() if self._apart else self._roster.buffers():
+            if name in self._names:
+                yield tensor
 
 
 def on(module: torch.nn.Module, values: Mapping[str, torch.Tensor] | None) -> Any:

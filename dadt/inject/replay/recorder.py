@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from dadt.config.check import round_steps, snapshot_interval
 from dadt.control import snapshots
 from dadt.errors import CommError, DadtError
-from dadt.inject.replay import snapshot
+from dadt.inject.replay import base, snapshot
 from dadt.inject.replay.copies import CopyMemory
 from dadt.inject.replay.pace import MEASURED, Pace
 from dadt.inject.replay.snapshot_timing import SnapshotTiming
@@ -203,8 +203,9 @@ class Recorder:
             # Lowest priority, so that this thread uses only processor time that training leaves.
             with suppress(OSError):  # if a sandbox forbids setting the priority, the thread competes with training
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+            base.keep(self._root, rank, taken.content.base)
             sha256 = snapshot.write(folder, rank, taken.content.content)
-            snapshot.complete(folder, rank, sha256, taken.told)
+            snapshot.complete(folder, rank, sha256, {**taken.told, "base": [*taken.content.base]})
             if not self._is_proven:
                 # Read back once, so that values which cannot be loaded are found early, not when the snapshot is
                 # needed.
@@ -212,6 +213,7 @@ class Recorder:
                 self._is_proven = True
             if taken.told["common"]:
                 snapshots.drop_old(self._root)
+                base.drop_unused(self._root)
         except (OSError, RuntimeError, DadtError) as error:  # torch raises RuntimeError if the disk is full
             self._ranks.say(f"no snapshot: {str(error).splitlines()[0]}", "warning")
         finally:

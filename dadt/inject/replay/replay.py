@@ -219,7 +219,7 @@ class Replay:
         """Put the state of the snapshot in place, and end the replay. Raises NotResumed if the state does not fit."""
         if self._values.given != len(self._values.recorded):
             raise NotResumed("the script has read fewer values from tensors than before")
-        own, common = self.goal.state()
+        own, common = self.goal.state(dict(self._roster.tensors()))
         self._check(common)
         try:
             self._put_in_place(own, common)
@@ -236,7 +236,7 @@ class Replay:
         mine = dict(variables.held(sys._getframe(), tensors.values(), self._roster.attributes()))
         with torch.no_grad():
             for name, value in common["tensors"].items():
-                if name in tensors:
+                if name in tensors and tensors[name] is not value:
                     tensors[name].data.copy_(value)
             for name, value in own["variables"].items():
                 if name in mine and mine[name].shape == value.shape:

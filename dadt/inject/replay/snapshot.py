@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from os import mkdir
 from pathlib import Path
 from typing import Any
+
+import torch
 
 # Imported by name, before DADT replaces `torch.save`, which shows true weights and makes private copies of files.
 from torch import load, save
 
 from dadt.control import private_files, snapshot_parts, snapshots
 from dadt.errors import NotResumed
+from dadt.inject.replay import base
 from dadt.inject.replay.content import check as check_content
 from dadt.inject.replay.content import check_archive
 from dadt.inject.replay.values import ReadValues
+from dadt.train.frozen import readable
 from dadt.train.runtime import Runtime
 
 
@@ -40,10 +44,7 @@ def check(told: dict[str, Any]) -> None:
 def write(folder: Path, rank: int, content: dict[str, Any]) -> str:
     """Write a rank's content to a temporary file, and return its checksum. The file becomes part of the snapshot only
     by `complete`. Raises OSError, or RuntimeError from torch."""
-    for each in [*reversed(folder.parents), folder]:
-        if not each.is_dir():
-            with suppress(FileExistsError):  # another rank may create the folder at the same time
-                mkdir(each, private_files.PRIVATE)  # noqa: PTH102 (pathlib's is kept apart)
+    base.make_folders(folder)
     try:
         with private_files.open_file(_half(folder, rank), inner=True) as file:
             written = snapshots.Content(file)
@@ -99,6 +100,8 @@ class StoredSnapshot:
         there = snapshots.parts(folder)
         parts = {each: snapshots.about(folder, each) for each in there}
         source = snapshot_parts.source(parts, rank, runtime.ranks.world.world_size)
+        self._root = folder.parent
+        self._say = runtime.ranks.say
         self._common = read(folder, source.common)
         self._own = self._common
         if source.own is not None and source.own != source.common:
@@ -132,6 +135,13 @@ class StoredSnapshot:
         """Called when the script has reached the goal. Return whether the goal moves on."""
         return False
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return this rank's own state at the goal, and the state that all ranks have in common."""
-        return self._own, self._common
+    def state(self, mine: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return this rank's own state at the goal, and the state that all ranks have in common. mine: the tensors of
+        the script's modules, some of which may be used as they are. Raises NotResumed."""
+        found, size = base.complete(self._root, self._common.get("base", {}), mine)
+        if size:
+            self._say(
+                f"the script has built other frozen weights than before: {readable(size)} come from {self._root}",
+                "warning",
+            )
+        return self._own, {**self._common, "tensors": {**self._common["tensors"], **found}}

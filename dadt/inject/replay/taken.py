@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from dadt.errors import CommError
 from dadt.inject.data.seed import State, Streams
 from dadt.inject.replay import variables
+from dadt.inject.replay.base import Base
 from dadt.inject.replay.copies import Copies, CopyMemory
 from dadt.inject.replay.roster import Roster
 from dadt.inject.replay.values import ReadValues
@@ -26,13 +27,15 @@ class Taken:
     def __init__(self, runtime: Runtime, roster: Roster, values: ReadValues, streams: Streams) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
         self._built = -1
+        self._base = Base(runtime.replicas.digests)
         self.at_start: dict[str, Any] | None = None
         """The random state with which the script began, if nothing has seeded it; otherwise None."""
 
     def take(self, frame: FrameType, *, common: bool) -> dict[str, Any]:
         """Return a copy in host memory of this rank's own state and, with `common`, of the state that all ranks share,
-        for a new worker: values that differ between ranks are replaced by averages. frame: of the caller, below the
-        script's frames. If ranks are lost meanwhile, the remaining ranks collect again.
+        for a new worker: values that differ between ranks are replaced by averages, and `frozen` holds the script's own
+        tensors that stay as they are, with digests, by name. frame: of the caller, below the script's frames. If ranks
+        are lost meanwhile, the remaining ranks collect again.
         """
         while True:
             try:
@@ -48,10 +51,12 @@ class Taken:
         r.show_true_weights()
         content = self._own(frame)
         if common:
-            content |= {"tensors": dict(self._roster.tensors()), "optimizers": optimizers, **self._built_beside()}
+            every = dict(self._roster.tensors())
+            kept = self._base.steady(every)
+            content |= {"tensors": without(every, kept), "optimizers": optimizers, **self._built_beside()}
         copied = Copies(CopyMemory()).now(content)
         assert isinstance(copied, dict)
-        return copied
+        return {**copied, "frozen": {name: (every[name], d) for name, d in kept.items()}} if common else copied
 
     def _own(self, frame: FrameType) -> dict[str, Any]:
         """Return the part of a snapshot about this rank's script: its step, the values it has read from tensors, random
@@ -86,16 +91,21 @@ class Taken:
         if self._built != (built := self._roster.built):
             gc.collect()  # removes objects that have become garbage, so that the snapshot leaves them out
             self._built = built
-        return SeenSnapshot(
-            self._runtime, self._roster, self._own(frame), self._built_beside() if common else None, room
-        )
+        beside = self._built_beside() if common else None
+        return SeenSnapshot(self._runtime, self._roster, self._own(frame), beside, self._base, room)
 
 
 class SeenSnapshot:
     """One snapshot: begun after a step, and completed before the next step changes anything."""
 
     def __init__(
-        self, runtime: Runtime, roster: Roster, content: dict[str, Any], beside: dict[str, Any] | None, room: CopyMemory
+        self,
+        runtime: Runtime,
+        roster: Roster,
+        content: dict[str, Any],
+        beside: dict[str, Any] | None,
+        base: Base,
+        room: CopyMemory,
     ) -> None:
         """content: this rank's part about the script. beside: state of schedulers and scalers, which all ranks have in
         common; None if another rank writes it."""
@@ -105,15 +115,24 @@ class SeenSnapshot:
         with r.checkpoints.aside():
             states = {r.optimizers.number(optimizer): optimizer.state_dict() for optimizer in r.optimizers}
         self.content = copies.now(content)
-        self.content["buffers"] = copies.now(dict(roster.buffers()))
+        every, buffers = dict(roster.tensors()), dict(roster.buffers())
+        is_apart = not all(a.algorithm.identical for a in r.attachments)
+        shared = base.shared({**buffers, **(every if is_apart else {})})
+        self.content["buffers"] = copies.now(without(buffers, shared))
         self.content["averaged"] = copies.now(list(_averaged(r, roster)))
-        if not all(a.algorithm.identical for a in r.attachments):
-            self.content["weights"] = copies.now(dict(roster.tensors()))
+        if is_apart:
+            self.content["weights"] = copies.now(without(every, shared))
             self.content["states"] = copies.later(states)
         self._common = beside is not None
+        self.base: dict[int, torch.Tensor] = {}
+        """The frozen tensors that are kept beside the snapshots, by digest: the script's own, not copies."""
         if beside is not None:
             self.content |= copies.now(beside)
-            self.content["tensors"] = copies.now({**dict(roster.tensors()), **dict(_official(r, roster))})
+            official = dict(_official(r, roster))
+            if kept := base.common(without(every, official.keys())):
+                self.content["base"] = kept
+                self.base = {digest: every[name] for name, digest in kept.items()}
+            self.content["tensors"] = copies.now({**without(every, kept.keys()), **official})
             self.content["optimizers"] = copies.later(states)
             self._predictions = copies.now({number: each.prediction for number, each in self._training.items()})
         self.content["training"] = copies.later({number: each.own for number, each in self._training.items()})
@@ -139,6 +158,10 @@ class SeenSnapshot:
     def over(self) -> None:
         """Release the copies, once the snapshot is written or dropped."""
         self._copies.over()
+
+
+def without(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 def _averaged(runtime: Runtime, roster: Roster) -> Iterator[list[Any]]:
