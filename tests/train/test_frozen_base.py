@@ -10,6 +10,7 @@ from harness.job import joined
 
 from dadt.train.digest import digests
 from dadt.train.frozen import Part, chosen, quantization, readable, to_send
+from dadt.train.lora import trains_products
 
 COUNTED = """
     import psutil, socket, struct
@@ -102,6 +103,81 @@ TIED = (
     report(trained(model))
 """
 )
+SHAPES = (
+    COUNTED
+    + """
+    class Scaled(nn.Module):
+        "IA3, which trains a factor for each feature, and prompt tuning, which trains vectors before the text."
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(1024, 1024).requires_grad_(False)
+            self.ia3_l = nn.Parameter(torch.ones(1024))
+            self.prompt_embeddings = nn.Embedding(4, 1024)
+        def forward(self, x):
+            return self.base(torch.cat([self.prompt_embeddings.weight, x])) * self.ia3_l
+    report(trained(Scaled()))
+"""
+)
+THAWED = (
+    COUNTED
+    + """
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(1024, 1024)
+            self.later = nn.Linear(1024, 8)
+            self.head = nn.Linear(8, 1)
+        def forward(self, x):
+            return self.head(self.later(self.base(x)))
+    model = Layers()
+    model.base.requires_grad_(False)
+    model.later.requires_grad_(False)
+    if rank:
+        with torch.no_grad():
+            model.later.weight.add_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    before = model.later.weight.detach().clone()
+    moved = []
+    for step in range(12):
+        if step == 4:
+            model.later.requires_grad_(True)
+        if step == 7:
+            model.base.requires_grad_(True)
+        optimizer.zero_grad()
+        torch.manual_seed(9 + 2 * step + rank)
+        model(torch.randn(4, 1024)).pow(2).mean().backward()
+        optimizer.step()
+        moved.append([(before != model.later.weight).any().item(), model.base.weight.detach().sum().item()])
+    report({"state": {k: v.clone() for k, v in model.state_dict().items()}, "moved": moved})
+"""
+)
+APART = """
+    import gc
+    def train(names, frozen=()):
+        model = nn.Module()
+        for name in names:
+            part = model
+            *parents, last = name.split(".")
+            for parent in parents:
+                if not hasattr(part, parent):
+                    part.add_module(parent, nn.Module())
+                part = getattr(part, parent)
+            setattr(part, last, nn.Linear(4, 4, bias=False).requires_grad_(name not in frozen))
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        model.forward = lambda x: sum(m(x) for m in layers)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(2, 4)).pow(2).mean().backward()
+            optimizer.step()
+        del optimizer
+        gc.collect()
+    pair = ["q.lora_A.default", "q.lora_B.default"]
+    train(pair)
+    train(pair, frozen=pair[:1])
+    train(["base", "q.lora_A.default"])
+    report({"state": {}})
+"""
 BASE = 4 * 1024 * 1024
 """Bytes of the frozen matrix."""
 TRAINED = 2 * 4 * 4 * 1024
@@ -109,7 +185,9 @@ TRAINED = 2 * 4 * 4 * 1024
 
 @pytest.fixture(scope="module")
 def run(shared_run):
-    scripts = joined(equal=EQUAL, differs=DIFFERS, packed=PACKED, packed_differs=PACKED_DIFFERS, tied=TIED)
+    scripts = joined(
+        equal=EQUAL, differs=DIFFERS, packed=PACKED, packed_differs=PACKED_DIFFERS, tied=TIED, shapes=SHAPES
+    )
     return shared_run(scripts, "--algorithm", "pipe", "--executor", "tcp")
 
 
@@ -146,6 +224,42 @@ def test_a_tied_matrix_counts_once(run) -> None:
     assert_replicas_equal(tied)
     assert tied.ranks[0]["first"] < TRAINED + BASE / 50
     assert any(line.startswith("dadt: 4.2 MB that are not trained of optimizer #5 are") for line in run.lines())
+
+
+def test_other_adapters_travel_alone(run) -> None:
+    shapes = run.of("shapes")
+    assert_replicas_equal(shapes)
+    assert shapes.ranks[0]["first"] < 5 * 4 * 1024 + BASE / 50
+
+
+@pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
+def test_layers_that_are_thawed_later_are_averaged_from_then_on(dadt_run, algorithm: str) -> None:
+    """One was equal on all ranks from the beginning, one has been made so at the start."""
+    run = dadt_run(THAWED, "--algorithm", algorithm, "--warmup-steps", "2", "--verify-every", "1")
+    assert_replicas_equal(run)
+    first, second = (rank["moved"] for rank in run.ranks)
+    assert first[-1] == second[-1]
+    assert [moved for moved, _ in first[:4]] == [False] * 4 and first[7][0]
+    assert len({base for _, base in first[:7]}) == 1 and first[-1][1] != first[0][1]
+    assert "differs from that" not in run.output
+
+
+@pytest.mark.parametrize(
+    "options", [["local", "--sync-every", "2", "--warmup-steps", "2"], pytest.param(["gossip"], marks=pytest.mark.slow)]
+)
+def test_products_of_factors_that_are_averaged_apart_are_told_of(dadt_run, options: list[str]) -> None:
+    """Of both factors, not of one whose other is frozen, nor of one alone."""
+    run = dadt_run(APART, "--algorithm", *options)
+    told = [line for line in run.lines() if "LoRA" in line]
+    assert len(told) == 1 and told[0].startswith("dadt: LoRA: ranks that train apart average A and B each by itself")
+    assert "averages gradients, of 32 bytes a step" in told[0]
+
+
+def test_factors_are_known_by_the_names_of_peft() -> None:
+    peft = "base_model.model.layers.0.q_proj.lora_{}.default.weight"
+    assert trains_products([peft.format("A"), peft.format("B")])
+    assert trains_products(["lora_embedding_A", "lora_embedding_B"])
+    assert not trains_products([peft.format("A"), "other.lora_B.default.weight", "lora_Alpha", "lora_B"])
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 524_288, 524_289, 1_600_011])

@@ -17,6 +17,7 @@ from dadt.algorithms.gossip.pairing import Pairing
 from dadt.comm.compression import CODECS
 from dadt.comm.shards import local
 from dadt.errors import ConfigError
+from dadt.train import lora
 from dadt.train.algorithm import Algorithm
 from dadt.train.attachment import Attachment
 from dadt.train.ranks import Ranks
@@ -73,6 +74,9 @@ class Gossip(Algorithm):
     def exchanges(self) -> int:
         """The number of exchanges that have reached this rank's weights."""
         return sum(self._pairing.ages.values())
+
+    def started(self) -> None:
+        lora.tell(self.attachment)
 
     def before_step(self) -> None:
         ranks = self.attachment.ranks

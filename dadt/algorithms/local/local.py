@@ -15,6 +15,7 @@ from dadt.algorithms.local.outer import Fragment, Outer, parts
 from dadt.algorithms.local.pace import Pace
 from dadt.algorithms.sync import Sync
 from dadt.comm import plain
+from dadt.train import lora
 from dadt.train.attachment import Attachment
 from dadt.train.param_groups import groups_crc
 from dadt.train.restored import numbers_of
@@ -150,6 +151,7 @@ class Local(Sync):
         if not a.ranks.config.broadcast:
             self._settle(self._fragments.values())
         a.ranks.say(self._sentence())
+        lora.tell(a)
 
     def _divide(self) -> None:
         a = self.attachment
