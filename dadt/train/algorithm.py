@@ -15,6 +15,7 @@ from dadt.train.exchange.step_metadata import StepMetadata
 from dadt.train.in_flight import InFlight
 from dadt.train.prediction.base import Prediction
 from dadt.train.restored import RestoredExchange, Trained
+from dadt.train.trained import ParameterListing
 
 
 class Attached(Trained, Protocol):
@@ -26,6 +27,7 @@ class Attached(Trained, Protocol):
     step: int
     """Number of steps that the optimizer has taken."""
     warmup_steps: int
+    listing: ParameterListing
     known: WeakTensorKeyDictionary
     """Parameters whose values all ranks have copied from the first rank."""
 

@@ -70,7 +70,7 @@ class Attachment:
         self.measure = Measure(ranks.progress)
         self._modules = below(optimizers.root_modules(optimizer))
         self.changing_buffers = ChangingBuffers(optimizers.buffers, ranks, self.name)
-        self._listing = ParameterListing()
+        self.listing = ParameterListing()
         self.known = WeakTensorKeyDictionary()  # parameters whose values all ranks have from rank 0
         self._welcomed: list[torch.Tensor] = []  # parameters that `broadcast_new_parameters` saw last
         self.scale: torch.Tensor | None = None  # loss scale of this step, if the script has a GradScaler
@@ -109,7 +109,7 @@ class Attachment:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """The optimizer's trained parameters in registration order; empty once the optimizer is garbage-collected."""
-        return self._listing.trained(optimizer) if (optimizer := self._optimizer()) else []
+        return self.listing.trained(optimizer) if (optimizer := self._optimizer()) else []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -133,7 +133,7 @@ class Attachment:
     @property
     def trained(self) -> tuple[Any, ...]:
         """Token for the set of trained parameters, which changes when the script adds, freezes, moves or casts some."""
-        return (*self._token[0], self._listing.used)
+        return (*self._token[0], self.listing.used)
 
     @property
     def schema_is_current(self) -> bool:
@@ -161,7 +161,7 @@ class Attachment:
 
     def broadcast_new_parameters(self) -> None:
         """Copy rank 0's values of newly added parameters to all ranks. Returns at once if there are none."""
-        every = self._listing.every(self.optimizer)
+        every = self.listing.every(self.optimizer)
         if every is self._welcomed:
             return
         self._welcomed = every
@@ -235,7 +235,7 @@ class Attachment:
             self.changing_buffers.select()
         self._release_other_predictions()
         if self.algorithm.averages:
-            self._listing.use_frozen(self.optimizer, self._followed)
+            self.listing.use_frozen(self.optimizer, self._followed)
         parameters = self.parameters
         if len(self.prediction.given) != len(parameters):
             self.prediction.follow(parameters)
@@ -315,7 +315,7 @@ class Attachment:
         self.step += 1
         self.batch_weight.stepped()
         self._growth.forget()
-        self._listing.let_go()
+        self.listing.let_go()
         self.scale, self.consumed, self.stepping = None, False, False
 
     def loaded(self) -> None:
@@ -347,7 +347,7 @@ class Attachment:
 
     def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
         """Launch the exchange's remaining buckets with this rank's metadata. value: a number for all ranks."""
-        exchange.scale, exchange.frozen = self.scale, self._listing.used
+        exchange.scale, exchange.frozen = self.scale, self.listing.used
         exchange.close(
             StepMetadata(
                 layout=exchange.schema.crc,
@@ -384,7 +384,7 @@ class Attachment:
     def deliver(self, exchange: Exchange | RestoredExchange) -> None:
         self.momentum.delivering()
         averages = exchange.averaged_gradients()
-        self._listing.averaged(exchange.frozen, averages)
+        self.listing.averaged(exchange.frozen, averages)
         ratio = ratio_of(self.scale, exchange.scale)
         ratio = self.momentum.ratio(averages, exchange.square, ratio, exchange.scale)
         hand_out(exchange.parameters, averages, ratio, exchange.frozen, self._tables)

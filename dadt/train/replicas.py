@@ -163,7 +163,8 @@ class Replicas:
                     self._missing(part, {id(p) for p in a.parameters}, [every[number][place] for every in known])
                     for place, part in enumerate(self._every_part(a.optimizer))
                 ]
-                given.append([parts, self._state(a.optimizer), group_values(a.optimizer, wait=True)])
+                ever = [p in a.listing.ever for p in listed(a.optimizer)]
+                given.append([parts, self._state(a.optimizer), group_values(a.optimizer, wait=True), ever])
             return plain.encode(given, "what a new rank is given")
 
     def _missing(self, part: Part, trained: set[int], known: Sequence[Digests]) -> list[torch.Tensor | None]:
@@ -176,7 +177,7 @@ class Replicas:
 
     def take_given(self, attachment: Attached) -> None:
         """Start from the state that another rank has sent. Raises Mismatch if this rank trains another model."""
-        given, state, values = self.given[attachment.index]
+        given, state, values, ever = self.given[attachment.index]
         mine = [part.values for part in self._every_part(attachment.optimizer)]
         pairs = [pair for each, theirs in zip(mine, given, strict=True) for pair in zip(each, theirs, strict=False)]
         fewer = any(len(each) > len(theirs) for each, theirs in zip(mine, given, strict=True))
@@ -189,6 +190,8 @@ class Replicas:
             for tensor, value in pairs:
                 if value is not None:
                     tensor.copy_(value)
+        parameters = listed(attachment.optimizer)
+        attachment.listing.ever.update({p: True for p, trained in zip(parameters, ever, strict=False) if trained})
         take_values(attachment.optimizer, values)
         optimizer_state.load(attachment.optimizer, state)
 

@@ -9,6 +9,7 @@ from operator import attrgetter, is_, itemgetter
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 
@@ -31,6 +32,8 @@ class ParameterListing:
         self.used: frozenset[int] = frozenset()
         """Ids of frozen parameters whose gradients this step still uses."""
         self._idle: frozenset[int] = frozenset()
+        self.ever = WeakTensorKeyDictionary()
+        """The parameters that have been trained at any time, also those that are frozen now."""
 
     def every(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Return all parameters, each once, as the same list object while they do not change."""
@@ -47,6 +50,7 @@ class ParameterListing:
         if every is not before or wants != self._wants:
             self._wants = wants
             self._trained = [p for p, wanted in zip(every, wants, strict=True) if wanted or id(p) in self.used]
+            self.ever.update(dict.fromkeys(self._trained, True))
         return self._trained
 
     def use_frozen(self, optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor]) -> None:

@@ -178,6 +178,24 @@ APART = """
     train(["base", "q.lora_A.default"])
     report({"state": {}})
 """
+APART_BYTES = (
+    COUNTED
+    + """
+    model = LoRA(nn.Linear(1024, 1024))
+    later = nn.Linear(1024, 4)
+    model.later = later.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    begun = sent()
+    for step in range(30):
+        if step == 20:
+            later.requires_grad_(True)
+        torch.manual_seed(9 + rank + step)
+        (model(torch.randn(2, 1024)).pow(2).mean() + later(torch.randn(2, 1024)).pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report({"sent": sent() - begun})
+"""
+)
 BASE = 4 * 1024 * 1024
 """Bytes of the frozen matrix."""
 TRAINED = 2 * 4 * 4 * 1024
@@ -253,6 +271,14 @@ def test_products_of_factors_that_are_averaged_apart_are_told_of(dadt_run, optio
     told = [line for line in run.lines() if "LoRA" in line]
     assert len(told) == 1 and told[0].startswith("dadt: LoRA: ranks that train apart average A and B each by itself")
     assert "averages gradients, of 32 bytes a step" in told[0]
+
+
+@pytest.mark.parametrize("options", [["gossip"], ["local", "--sync-every", "4", "--warmup-steps", "2"]])
+def test_a_frozen_base_is_not_averaged_where_ranks_train_apart(dadt_run, options: list[str]) -> None:
+    """Though the optimizer lists it. Thirty steps send less than it would take once."""
+    run = dadt_run(APART_BYTES, "--algorithm", *options, "--executor", "tcp")
+    assert all(rank["sent"] < BASE for rank in run.ranks)
+    assert "left out" not in run.output
 
 
 def test_factors_are_known_by_the_names_of_peft() -> None:

@@ -7,6 +7,7 @@ import json
 import weakref
 import zlib
 from collections import Counter
+from collections.abc import Container
 from typing import cast
 
 import torch
@@ -100,8 +101,8 @@ class Gossip(Algorithm):
         for other in a.siblings:
             optimizer = other._optimizer() if other.index < a.index else None
             if optimizer is not None and cast("Gossip", other.algorithm)._is_busy:
-                taken.update(weights(optimizer))
-        return [p for place, p in weights(a.optimizer).items() if place not in taken]
+                taken.update(weights(optimizer, other.listing.ever))
+        return [p for place, p in weights(a.optimizer, a.listing.ever).items() if place not in taken]
 
     @property
     def _is_busy(self) -> bool:
@@ -129,7 +130,7 @@ class GossipFinalAverage:
         shared: list[torch.Tensor] = []
         if attachment is not None and optimizer is not None:
             self._pairing.publish(cast("Gossip", attachment.algorithm).weights())
-            shared = list(weights(optimizer).values())
+            shared = list(weights(optimizer, attachment.listing.ever).values())
         pairing = self._pairing
         kinds = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in shared]).encode())
         whole = all(bool(p.isfinite().all()) for p in shared)
@@ -191,13 +192,14 @@ def _has_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def weights(optimizer: torch.optim.Optimizer) -> dict[_Place, torch.Tensor]:
-    """Return the tensors to average, each once; of a sharded one, what lies on this rank. Frozen parameters are
-    included, so that all ranks average the same tensors even if they freeze at different times."""
+def weights(optimizer: torch.optim.Optimizer, trained: Container[torch.Tensor]) -> dict[_Place, torch.Tensor]:
+    """Return the tensors to average, each once; of a sharded one, what lies on this rank. Parameters that were trained
+    and are frozen now are included, so that all ranks average the same tensors even if they freeze at different times.
+    trained: the parameters that have been trained at any time."""
     return {
         (p.data_ptr(), p.numel()): p
         for group in optimizer.param_groups
-        for p in map(local, group["params"])
+        for p in (local(each) for each in group["params"] if each.requires_grad or each in trained)
         if (p.is_floating_point() or p.is_complex()) and p.layout == torch.strided and p.numel()
     }
 
