@@ -557,3 +557,23 @@ def test_values_are_recorded_while_another_thread_is_aside() -> None:
     ends.set()
     thread.join()
     assert values.recorded
+
+
+def test_a_thread_that_reads_does_not_end_the_step_under_way() -> None:
+    """What the step then reads itself is not recorded."""
+    values = ReadValues()
+    with patch.object(torch.Tensor, "item", torch.Tensor.item):
+        values._patch_reader("item")
+
+        def step() -> None:
+            values.step_begins(None, (), {})
+            thread = threading.Thread(target=torch.tensor(0.5).item)
+            thread.start()
+            thread.join()
+            assert torch.tensor(0.5).item() == 0.5
+
+        def called() -> None:  # the frame that `step_begins` takes for the caller of the optimizer's step
+            step()
+
+        called()
+        assert not values.recorded

@@ -8,6 +8,7 @@ import torch
 from harness.checks import assert_replicas_equal
 from harness.job import joined
 
+from dadt.train import digest
 from dadt.train.digest import digests
 from dadt.train.frozen import Part, chosen, quantization, readable, to_send
 from dadt.train.lora import trains_products
@@ -312,6 +313,14 @@ def test_a_digest_tells_order_signs_shape_and_dtype() -> None:
     assert digests([values.t()]) == digests([values.t().contiguous()])
     kinds = [torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int8]
     assert len(set(digests(torch.zeros(5, 3).to(kind) for kind in kinds))) == len(kinds)
+
+
+def test_every_device_adds_up_the_same_rows() -> None:
+    """A GPU adds up many at once, a CPU one after the other."""
+    numbers = torch.randint(-(2**62), 2**62, (digest._ROW * 3 + 17,), generator=torch.Generator().manual_seed(1))
+    weights = digest._weights(numbers.device)
+    one_by_one = [digest._sums_of_rows(row, weights) for row in numbers.split(digest._ROW)]
+    assert torch.equal(digest._sums_of_rows(numbers, weights), torch.cat(one_by_one))
 
 
 def test_the_decision_is_the_same_on_all_ranks() -> None:

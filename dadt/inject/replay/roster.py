@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dadt.inject.patch import replaces
+from dadt.train.frozen import quantization
 
 
 class Roster:
@@ -46,8 +47,8 @@ class Roster:
         return int(name.partition(".")[0]) < self._modules_built
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield parameters and buffers of all modules that exist, with names that are the same in each run of the
-        script."""
+        """Yield parameters and buffers of all modules that exist, and the scales of packed parameters, with names that
+        are the same in each run of the script."""
         given: set[int] = set()
         for number, module in self._numbered():
             own = itertools.chain(module._parameters.items(), module._buffers.items())
@@ -55,6 +56,8 @@ class Roster:
                 if tensor is not None and id(tensor) not in given:
                     given.add(id(tensor))
                     yield f"{number}.{name}", tensor
+                    for place, scales in enumerate(quantization([tensor])):
+                        yield f"{number}.{name}.{place}", scales
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers of all modules that exist, with the same names as `tensors`; buffers may differ between

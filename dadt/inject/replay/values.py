@@ -73,8 +73,8 @@ class ReadValues:
         return self._in_step()
 
     def _in_step(self) -> bool:
-        """Return whether a step is under way. Steps that have raised an error are removed here, as no hook reports
-        their end."""
+        """Return whether a step is under way, asked on the script's thread. Steps that have raised an error are removed
+        here, as no hook reports their end: they are no longer among the callers."""
         while self._steps and not is_caller(self._steps[-1], sys._getframe()):
             self._steps.pop()
         return len(self._steps) > 0
@@ -98,7 +98,7 @@ class ReadValues:
     def _patch_reader(self, name: str) -> None:
         @replaces(name, torch.Tensor)
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._aside or self._in_step() or self.is_elsewhere(sys._getframe(1)):
+            if self._aside or self.is_elsewhere(sys._getframe(1)) or self._in_step():
                 return read.__wrapped__(tensor, *args, **kwargs)
             with self.aside():  # torch's own methods for reading may call each other
                 if self.replaying:
@@ -120,7 +120,7 @@ class ReadValues:
 
         @replaces("load", torch, torch.serialization)
         def load(*args: Any, **kwargs: Any) -> Any:
-            if self._aside or self._in_step() or self.is_elsewhere(sys._getframe(1)):
+            if self._aside or self.is_elsewhere(sys._getframe(1)) or self._in_step():
                 return load.__wrapped__(*args, **kwargs)
             with self.aside():
                 content = load.__wrapped__(*args, **kwargs)
