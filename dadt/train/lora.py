@@ -28,6 +28,6 @@ def tell(attachment: Attachment) -> None:
         size = readable(sum(p.numel() for p in attachment.parameters))
         attachment.ranks.say(
             f"LoRA{attachment.name}: ranks that train apart average A and B each by itself, and the mean of A times"
-            " that of B is not the mean of their products. With A frozen it is; --algorithm pipe --compression int8"
-            f" averages gradients, of {size} a step, and has no such error"
+            " that of B is not the mean of their products (exact only where one of both is frozen). --algorithm pipe"
+            f" --compression int8 averages gradients, of {size} a step, and has no such error"
         )
