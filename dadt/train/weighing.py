@@ -90,7 +90,7 @@ class Weighing:
         """What all ranks have told each other of these backwards, if they do so."""
         self._scaled = False
         """Whether one of these backwards has been multiplied by its weight."""
-        self._wanted: bool | None = None
+        self._wanted: bool | None = False if self._config.weigh == "samples" else None
         self._is_on = False
         """Whether the denominators of this step are read."""
         self._has_looked = False
@@ -129,8 +129,7 @@ class Weighing:
         if self._found and not self._told and all(p.grad is None for p in self._attachment.parameters):
             self._found = []  # the script has thrown away what earlier backwards have left
         if not self._found:
-            self._is_on = self._is_wanted()
-            self.launches_early = not (self._is_on and self._tells())
+            self._begin_step()
         if not self._is_on:
             return 1.0
         found = denominator.of(losses)
@@ -142,6 +141,10 @@ class Weighing:
         if len(self._found) > len(self._told) + 1:
             self._scale(self._tell(self._counted(0)))
         return self._tell(self._counted(len(self._found) - 1))
+
+    def _begin_step(self) -> None:
+        self._is_on = self._is_wanted()
+        self.launches_early = not (self._is_on and self._tells())
 
     def _counted(self, index: int, *, is_last: bool = False) -> Counted:
         found = self._found[index]
@@ -176,6 +179,8 @@ class Weighing:
         tell each other of each backward do so until that holds on all of them. again: whether an exchange of the same
         gradient came before."""
         by_samples = self._attachment.batch_weight.value
+        if self._wanted is not False and not self._found:
+            self._begin_step()  # no backward was seen on this rank, though perhaps on others
         if not self._is_on:
             return by_samples
         if not again and not self.launches_early:

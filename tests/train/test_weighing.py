@@ -97,6 +97,29 @@ def test_ranks_whose_steps_have_unequal_numbers_of_backwards(dadt_run) -> None:
     assert_near(run.ranks[0]["state"], model.state_dict(), "one process")
 
 
+UNSEEN = """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        x, y = torch.randn(3 + rank, 4), torch.randint(0, 3, (3 + rank,))
+        loss = nn.functional.cross_entropy(model(x), y)
+        if rank == step % 2:
+            for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
+                p.grad = gradient
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report({"state": model.state_dict()})
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["sync", "pipe"])
+def test_ranks_agree_where_one_has_no_backward(dadt_run, algorithm) -> None:
+    assert_replicas_equal(dadt_run(UNSEEN, "--algorithm", algorithm, "--timeout", "30"))
+
+
 BY_ITSELF = """
     import torch.distributed as dist
     from harness import counted_losses
