@@ -197,17 +197,17 @@ class Weighing:
         return over / self._unit
 
     def _settle(self) -> None:
-        if self._rule is Rule.OPEN and len(self._found) == 1:
-            factor = self._tell(self._counted(0, is_last=True))
-            if _are_last(self._told):
-                self._judge([(each.fill, each.over) for each in self._told.pop()])
-                self._scaled = False
-                return
-            self._scale(factor)
+        untold = self._rule is Rule.OPEN and len(self._found) == 1
         while not _are_last(self._told):
-            self._tell(Counted())
-        if self._rule is Rule.OPEN:
+            factor = self._tell(self._counted(0, is_last=True) if untold else Counted())
+            if untold and not _are_last(self._told):
+                self._scale(factor)
+            untold = False
+        if self._rule is Rule.OPEN and len(self._told) > 1:
             self._judge_backwards()
+        elif self._rule is Rule.OPEN:
+            self._judge([(each.fill, each.over) for each in self._told.pop()])
+            self._scaled = False
 
     # The exchange ----------------------------------------------------------------------------------------------
 

@@ -44,8 +44,11 @@ class Program:
 PROGRAMS_TRIED = [
     Program("accelerate_loop"),
     Program("transformers_trainer"),
+    Program("transformers_tokens"),
+    Program("transformers_tokens", ("accumulating",)),
     Program("peft_lora"),
     Program("trl_sft"),
+    Program("trl_completions"),
     Program("sentence_transformers_fit", flags=("--batch", "global")),  # its schedule comes from the data set's size
     *(Program("lightning_trainer", (how,)) for how in ("automatic", "manual", "several", "accumulating", "clipping")),
     Program("lightning_trainer", ("bf16",), equals_alone=False),  # rounded to 8 bits

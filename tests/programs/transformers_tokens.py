@@ -1,4 +1,4 @@
-"""Prompts of several lengths do not count in the loss, as given by `accumulating` over two backwards a step."""
+"""Prompts of several lengths do not count in the loss; with the argument `accumulating`, of two backwards a step."""
 
 import sys
 
