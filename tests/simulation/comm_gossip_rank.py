@@ -20,6 +20,7 @@ from dadt.errors import CommError, CommTimeout, DadtError, PeerLost, StartTimeou
 from dadt.train.events import Events
 from dadt.train.loss.reconnection import Reconnection
 from dadt.train.loss.recovery import Recovery
+from dadt.train.trained import ParameterListing
 from dadt.world import World as RankWorld
 from simulation.comm_mail import SimulatedMail
 from simulation.comm_members import MemberLine
@@ -295,6 +296,8 @@ class GossipAttachment:
         self.ranks, self.events = rank.ranks, rank.events
         self.optimizer = GossipOptimizer(rank.parameters)
         self.changing_buffers = SimpleNamespace(select=lambda: None)
+        self.listing = ParameterListing()
+        self.listing.ever.update(dict.fromkeys(rank.parameters, True))
 
     def _optimizer(self) -> GossipOptimizer:
         return self.optimizer
