@@ -83,7 +83,8 @@ class Speeds:
     def _measure(self) -> None:
         """Tell the other ranks this rank's speed, and wait for theirs."""
         speed = 1 / max(median(self._seconds or [1.0]), 1e-9)
-        told = dict(zip(self._ranks.members, self._ranks.collect("speeds", [speed, self._divided]), strict=True))
+        lanes = self._ranks.collect("speeds", [self._ranks.world.rank, speed, self._divided])
+        told = {rank: own for rank, *own in lanes}
         size = self._ranks.world.world_size
         before = self._speeds or (sum(each[0] for each in told.values()) / len(told),) * size
         speeds = tuple(told[rank][0] if rank in told else before[rank] for rank in range(size))

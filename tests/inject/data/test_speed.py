@@ -167,3 +167,14 @@ def test_a_rank_without_enough_memory_trains_on_smaller_batches(dadt_run) -> Non
 def test_what_does_not_go_with_it_is_said(settings: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=f"--batch speed: {named} does not know parts of different sizes"):
         Config(batch="speed", **settings)
+
+
+@pytest.mark.slow
+def test_the_part_of_a_lost_rank_is_left_out(dadt_run) -> None:
+    step = "            optimizer.zero_grad()\n"
+    end = "            if epoch == 1 and os.environ['DADT_RANK'] == '1':\n                os._exit(1)\n"
+    script = SCRIPT.format(kind="plain").replace(step, end + step)
+    run = dadt_run(script, "--algorithm", "sync", "--batch", "speed", "--min-np", "1", np=3, code=None)
+    assert len(run.ranks) == 2, run.output
+    assert_equal(run.ranks[0]["model"], run.ranks[1]["model"], "replicas")
+    assert "2 of 3 workers train on" in run.output
