@@ -46,6 +46,8 @@ class Wrappers:
         self._undecided: weakref.WeakSet[DDP] = weakref.WeakSet()
         self._quiet: weakref.WeakSet[DDP] = weakref.WeakSet()
         """The DDP wrappers in whose place DADT averages."""
+        self._hybrid: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """The optimizers of hybrid sharding in whose place DADT averages."""
 
     def notice(self, modules: Iterable[nn.Module]) -> None:
         self._undecided.update(m for m in modules if isinstance(m, DDP) and m not in self._quiet)
@@ -60,6 +62,11 @@ class Wrappers:
         elif not self._ranks.world.island_size and self._takes_over(optimizer, modules):
             pass
         elif self._ranks.world.shard_size:
+            if hybrid.averages_some_within_rows(optimizer, modules):
+                raise DadtError(
+                    f"{type(optimizer).__name__} trains parameters of a model whose rows DADT averages, and others:"
+                    " give these an optimizer of their own, or run with --inject none"
+                )
             self._leave(optimizer, "the script shards other models, between whose parts DADT averages")
         elif not self._ranks.world.island_size and (sharding := list(filter(_is_sharding, modules))):
             if self._ranks.world.may_divide and not any(map(_spans_hosts, sharding)):
@@ -72,6 +79,8 @@ class Wrappers:
 
     def _takes_over(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> bool:
         """Whether DADT averages in place of hybrid sharding (FSDP2 on a mesh that repeats the model) throughout."""
+        if optimizer in self._hybrid:
+            return True
         world, others = self._ranks.world, [o for o in self._optimizers if o is not optimizer]
         size = hybrid.shard_size(optimizer, modules, world.world_size)
         if size == 0 or self._runtime.replay.possible or size != (world.shard_size or size):
@@ -86,6 +95,7 @@ class Wrappers:
                 f" --algorithm {self._ranks.config.algorithm} in its place"
             )
         hybrid.average_within_rows(modules)
+        self._hybrid.add(optimizer)
         return True
 
     def decide(self) -> None:

@@ -42,18 +42,33 @@ def average_within_rows(modules: Iterable[nn.Module]) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
     for group in _groups(modules):
-        group.mesh_info = FSDPMeshInfo(group.mesh_info.mesh, shard_mesh_dim=group.mesh_info.shard_mesh_dim)
+        if not _averages_within_rows(group):
+            group.mesh_info = FSDPMeshInfo(group.mesh_info.mesh, shard_mesh_dim=group.mesh_info.shard_mesh_dim)
+
+
+def averages_some_within_rows(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> bool:
+    """Whether FSDP averages gradients of this optimizer within rows only, so that DADT has to average between them."""
+    ids = {id(p) for group in _groups(modules) if _averages_within_rows(group) for p in _parameters(group)}
+    return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
 def _groups(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return FSDP2's groups of parameters that are reduced together and then averaged over the rows of a mesh."""
+    """Return FSDP2's groups of parameters that are reduced together, where a mesh has rows between which they are
+    averaged, be it by FSDP or by DADT in its place."""
     fsdp: list[Any] = [m for m in modules if any(b.__name__ == "FSDPModule" for b in type(m).__mro__)]
     states = [m._get_fsdp_state() for m in fsdp]
     groups: list[Any] = []
     for state in states:
         one = getattr(state, "_fsdp_param_group", None)
         groups += getattr(state, "_fsdp_param_groups", None) or ([] if one is None else [one])
-    return [g for g in groups if type(getattr(g, "mesh_info", None)).__name__ == "HSDPMeshInfo"]
+    return [g for g in groups if type(g.mesh_info).__name__ == "HSDPMeshInfo" or _averages_within_rows(g)]
+
+
+def _averages_within_rows(group: Any) -> bool:
+    """Whether DADT has the group averaged within rows only: FSDP by itself knows such a mesh with averages between rows
+    alone."""
+    info = group.mesh_info
+    return type(info).__name__ == "FSDPMeshInfo" and info.mesh.ndim > 1 and not getattr(info, "is_spmd_mesh", False)
 
 
 def _parameters(group: Any) -> list[nn.Parameter]:

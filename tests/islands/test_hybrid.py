@@ -66,3 +66,37 @@ def test_beside_a_model_that_is_not_sharded(launch, first: bool) -> None:
     torch.testing.assert_close(weights(found), alone(), rtol=1e-4, atol=1e-5)
     printed = [line for line in found.out.decode().splitlines() if "beside" in line]
     assert len({line.partition("beside")[2] for line in printed}) == 1
+
+
+@pytest.mark.parametrize("change", ["two optimizers", pytest.param("a wrapper", marks=pytest.mark.slow)])
+def test_each_part_of_the_model_is_averaged(launch, change: str) -> None:
+    """Also by an optimizer that is built second, and where the model becomes a part of another one afterwards."""
+    script = SCRIPT.format(steps=STEPS, optimizer=ADAMW)
+    build = script.index("optimizer = torch.optim.")
+    end = script.index("\n", build) + 1
+    if change == "two optimizers":
+        made = (
+            "one = torch.optim.AdamW(list(model.parameters())[:1], lr=0.01)\n"
+            "other = torch.optim.AdamW(list(model.parameters())[1:], lr=0.01)\n"
+        )
+        script = script[:build] + made + script[end:]
+        script = script.replace("optimizer.zero_grad()", "model.zero_grad()")
+        script = script.replace("optimizer.step()", "one.step()\n    other.step()")
+    else:
+        script = script[:end] + "model = torch.nn.Sequential(model)\n" + script[end:]
+    found = train(launch, script, "--algorithm", "sync")
+    assert TAKEN in found.err and "is left alone" not in found.err
+    torch.testing.assert_close(weights(found), alone(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_such_a_model_and_of_others_is_refused(launch) -> None:
+    script = SCRIPT.format(steps=STEPS, optimizer=ADAMW)
+    build = script.index("optimizer = torch.optim.")
+    end = script.index("\n", build) + 1
+    made = (
+        "optimizer = torch.optim.AdamW(list(model.parameters())[:1], lr=0.01)\n"
+        "other = torch.optim.SGD([*list(model.parameters())[1:], torch.nn.Parameter(torch.ones(2))], lr=0.01)\n"
+    )
+    found = train(launch, script[:build] + made + script[end:], "--algorithm", "sync")
+    assert found.code != 0 and "SGD trains parameters of a model whose rows DADT averages, and others" in found.err
