@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from harness import TESTS, job, leftover
 from harness.patience import FACTOR
-from harness.run import Result, Run, await_nothing_left, end, is_forked
+from harness.run import Result, Run, await_nothing_left, end
 
 STARTERS = {"subprocess", "multiprocessing", *(f"harness.{path.stem}" for path in (TESTS / "harness").glob("*.py"))} - {
     "harness.patience"
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.job)
         if place := shared(item):
             item.add_marker(pytest.mark.xdist_group(place))
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: neither the tests nor what they fork look through it for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def leave_for_slow(items: Sequence[pytest.Item]) -> None:
@@ -114,10 +121,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
     """start(script, *arguments, **env) -> a running `dadt run`. `-np 2 train.py` where no arguments are given."""
     runs: list[Run] = []
-    forked = is_forked(request.node)
+    alone = request.node.get_closest_marker("alone") is not None
 
     def begin(script: str, *arguments: str, **env: str) -> Run:
-        runs.append(Run(tmp_path, script, list(arguments) or ["-np", "2", "train.py"], env, forked))
+        runs.append(Run(tmp_path, script, list(arguments) or ["-np", "2", "train.py"], env, alone))
         return runs[-1]
 
     yield begin

@@ -166,7 +166,7 @@ void Links::wait(std::vector<Interest>& interests, Clock::time_point deadline) {
   std::vector<size_t> ends;  // of each one's sockets among those polled
   bool is_ready = false;
   for (const Interest& each : interests) {
-    is_ready = streams_[each.rank].add_to(polled, each.events) || is_ready;
+    is_ready = streams_[each.rank].add_to(polled, each.events) || is_gone(each.rank) || is_ready;
     ends.push_back(polled.size());
   }
   polled.push_back({bell_, POLLIN, 0});

@@ -8,8 +8,6 @@ import re
 import pytest
 from harness.survivors import CUT, KILL, KILL_ONCE_DELIVERED, lacks
 
-pytestmark = pytest.mark.forked
-
 TRAIN = """
 import hashlib, os, re, signal, sys, time, torch
 torch.set_num_threads(1)
@@ -116,7 +114,6 @@ def test_a_rank_that_lacks_an_average_takes_what_others_have_made_of_it(launch, 
 
 
 @pytest.mark.slow
-@pytest.mark.forked(False)
 def test_others_have_left_after_the_last_average(launch) -> None:
     result = train(launch, "2:60:gone", *LOCAL, late=60, fault=ONCE_DELIVERED)
     assert 0 in ends(result)

@@ -139,7 +139,6 @@ def test_an_optimizer_whose_step_is_not_known_goes_on_by_itself(dadt_run) -> Non
     assert "local: each rank divides by its own second moment, since AdamW has amsgrad" in run.output
 
 
-@pytest.mark.forked
 @pytest.mark.parametrize("late", [3, 55])  # the factors are measured, and v is shared
 def test_a_rank_is_lost_while_v_is_shared(launch, late: int) -> None:
     text = script(KILL_ONCE_DELIVERED).replace("\nstep = 0\n", lacks(late, "second") + "\nstep = 0\n")

@@ -13,8 +13,6 @@ from harness import SCRIPTS, forkserver
 from harness.patience import PATIENCE
 from harness.run import Result
 
-pytestmark = pytest.mark.forked
-
 BODY = """
 import hashlib, torch
 from torch import nn

@@ -13,8 +13,6 @@ import pytest
 from harness.patience import PATIENCE
 from harness.run import Result
 
-pytestmark = pytest.mark.forked
-
 HEAD = """
 import hashlib, os, sys
 os.environ["KERAS_BACKEND"] = "torch"

@@ -12,8 +12,6 @@ import pytest
 from frontends.test_keras import HEAD, told
 from harness.patience import PATIENCE
 
-pytestmark = pytest.mark.forked
-
 DADT = HEAD.replace("import keras, numpy as np, torch\n", "import keras, numpy as np, torch\nimport {module} as hvd\n")
 TRAIN = """
 hvd.init()

@@ -104,7 +104,8 @@ class Import(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         sys.meta_path.remove(self)
         module.__spec__ = self.spec
-        hook()
+        if os.environ.get("DADT_INJECT") != "none":
+            hook()
 
 
 def enter(there: int, here: int) -> None:

@@ -6,10 +6,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from harness import forkserver, lightened
 from harness.machine import Network
 from harness.patience import PATIENCE
-from harness.run import DADT, Run
+from harness.run import DADT, Run, write_script
 
 __all__ = ["PATIENCE", "HostRun"]
 
@@ -24,11 +23,10 @@ class HostRun(Run):
         script: str,
         arguments: list[str],
         env: dict[str, str],
-        forked: bool = False,
+        alone: bool = False,
     ) -> None:
-        """forked: as for Run. A rank lives in the namespaces of its host all the same."""
-        (folder / "train.py").write_text(script if forked else lightened(script))
-        python = {"DADT_PYTHON": forkserver.python()} if forked else {}
+        """alone: as for Run. A forked rank lives in the namespaces of its host all the same."""
+        python = write_script(folder, script, alone)
         self.folder = folder
         command = [*DADT, "run", "--ssh-config", network.config, *arguments]
         self.process = subprocess.Popen(

@@ -10,8 +10,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from harness import forkserver, lightened
 from harness.patience import PATIENCE, SETTLE_SECONDS, await_that
 
@@ -41,11 +39,10 @@ class Run:
     """A running `dadt run`; the script's text is given, and its file is called train.py."""
 
     def __init__(
-        self, folder: Path, script: str, arguments: list[str], env: dict[str, str], forked: bool = False
+        self, folder: Path, script: str, arguments: list[str], env: dict[str, str], alone: bool = False
     ) -> None:
-        """forked: ranks are forked off a process that has torch."""
-        (folder / "train.py").write_text(script if forked else lightened(script))
-        python = {"DADT_PYTHON": forkserver.python()} if forked else {}
+        """alone: Python is started for each rank, where those that need torch are forked off a process that has it."""
+        python = write_script(folder, script, alone)
         self.folder = folder
         self.process = subprocess.Popen(
             [*DADT, "run", *arguments],
@@ -81,10 +78,11 @@ class Run:
         return agents[0]
 
 
-def is_forked(test: pytest.Item) -> bool:
-    """Whether the ranks of the test's jobs are forked. `forked(False)` leaves out one test of a module."""
-    mark = test.get_closest_marker("forked")
-    return mark is not None and mark.args != (False,)
+def write_script(folder: Path, script: str, alone: bool = False) -> dict[str, str]:
+    """Writes train.py. Returns the variables by which its ranks are forked, where they are."""
+    is_forked = "torch" in script and "getppid" not in script and not alone  # a forked rank's parent is no agent
+    (folder / "train.py").write_text(script if is_forked else lightened(script))
+    return {"DADT_PYTHON": forkserver.python()} if is_forked else {}
 
 
 def end(runs: list[Run]) -> None:

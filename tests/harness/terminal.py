@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pyte
 
-from harness import lightened
 from harness.patience import PATIENCE, await_that
-from harness.run import DADT
+from harness.run import DADT, write_script
 
 
 def _become_first() -> None:
@@ -39,7 +38,7 @@ class Terminal:
         height: int = 40,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        (folder / "train.py").write_text(lightened(script))
+        python = write_script(folder, script)
         self.folder = folder
         self.text = b""
         """Everything that came, in order."""
@@ -51,7 +50,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [*DADT, "run", *arguments],
             cwd=folder,
-            env={**os.environ, "TERM": "xterm-256color", **(env or {})},
+            env={**os.environ, "TERM": "xterm-256color", **python, **(env or {})},
             stdin=slave,
             stdout=slave,
             stderr=slave,

@@ -10,7 +10,7 @@ import pytest
 from harness.host_run import HostRun
 from harness.machine import Network, missing
 from harness.patience import SETTLE_SECONDS, await_that
-from harness.run import end, is_forked
+from harness.run import end
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def start(
 ) -> Iterator[Callable[..., HostRun]]:
     """start(network, script, *arguments, **env) -> a running `dadt run`. Ends before the machines do."""
     runs: list[HostRun] = []
-    forked = is_forked(request.node)
+    alone = request.node.get_closest_marker("alone") is not None
 
     def begin(network: Network, script: str, *arguments: object, **env: str) -> HostRun:
-        runs.append(HostRun(network, tmp_path, script, list(map(str, arguments)), env, forked))
+        runs.append(HostRun(network, tmp_path, script, list(map(str, arguments)), env, alone))
         return runs[-1]
 
     yield begin

@@ -12,8 +12,6 @@ import torch
 from harness.host_run import HostRun
 from harness.patience import await_that
 
-pytestmark = pytest.mark.forked
-
 TRAIN = """
 import os, re, subprocess, sys, time, torch
 from pathlib import Path

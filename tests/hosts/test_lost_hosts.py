@@ -7,8 +7,6 @@ import re
 import pytest
 from harness.patience import await_that
 
-pytestmark = pytest.mark.forked
-
 TRAIN = """
 import hashlib, os, time, torch
 model = torch.nn.Linear(100, 10); optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

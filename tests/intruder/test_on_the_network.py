@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import lightened
 from harness.jobs import SEED, TRAIN, assert_flat, held, refusals, weights
 from harness.machine import Machine, Network
 from harness.patience import PATIENCE, await_that
-from harness.run import DADT
+from harness.run import DADT, write_script
 
 STRANGER = [sys.executable, Path(__file__).with_name("stranger.py")]
 SECRET = "0123456789abcdef" * 4
@@ -26,15 +25,15 @@ Begin = Callable[..., list["subprocess.Popen[str]"]]
 def begin(network: Network, tmp_path: Path) -> Iterator[Begin]:
     """begin(launcher, executor) -> its processes, node 0's first."""
     started: list[subprocess.Popen[str]] = []
+    python = write_script(tmp_path, TRAIN.format(""))
 
     def one(machine: Machine, *flags: object) -> None:
-        env = {**os.environ, "HOME": str(machine.home), "DADT_SECRET": SECRET}
+        env = {**os.environ, "HOME": str(machine.home), "DADT_SECRET": SECRET, **python}
         command = machine.enter([*DADT, "run", *SEED, *flags, "train.py"], tmp_path)
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(command, env=env, text=True, **pipes))
 
     def job(launcher: str, executor: str, where: str = "h0:29400") -> list[subprocess.Popen[str]]:
-        (tmp_path / "train.py").write_text(lightened(TRAIN.format("")))
         common = ("--executor", executor, "-np", "4" if executor.startswith("hierarchical") else "2")
         if launcher == "hand":
             for rank, meeting in ((0, "h0:29400"), (1, where)):

@@ -9,8 +9,6 @@ import torch
 from harness.run import Result
 from islands.test_islands import ADAMW, SCRIPT, SGD, STEPS, alone, run, weights
 
-pytestmark = pytest.mark.forked
-
 TAKEN = "averaged between the 2 rows by --algorithm"
 
 

@@ -11,7 +11,6 @@ SCRIPT = """
 import gc, json, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-pytestmark = pytest.mark.forked
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -10,8 +10,6 @@ import pytest
 from harness.run import Result
 from harness.sharded import SHARDED
 
-pytestmark = pytest.mark.forked
-
 SCRIPT = f"""{SHARDED}
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for step in range(int(sys.argv[1])):

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from harness.sharded import SHARDED
 
-pytestmark = pytest.mark.forked
-
 SCRIPT = f"""{SHARDED}
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 lost = dict(zip(sys.argv[1::2], map(int, sys.argv[2::2])))

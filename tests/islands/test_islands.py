@@ -231,7 +231,6 @@ import os, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-pytestmark = pytest.mark.forked
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)

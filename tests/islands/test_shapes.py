@@ -16,8 +16,6 @@ import torch
 from harness.patience import PATIENCE
 from harness.run import Result
 
-pytestmark = pytest.mark.forked
-
 SHAPES = Path(__file__).with_name("shapes.py")
 OF_FSDP2 = [
     *("plain", "bf16", "keep", "keep+eval", "eval", "look", "keep+look", "offload", "checkpoint", "wrapper+keep"),

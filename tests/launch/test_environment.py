@@ -9,6 +9,8 @@ import pytest
 
 from dadt.world import World
 
+pytestmark = pytest.mark.alone
+
 SHOW = "import os; print(*(os.environ.get(name) for name in {}))"
 TORCHRUN = "('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')"
 HOOKED = """\

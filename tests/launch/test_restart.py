@@ -15,8 +15,6 @@ from harness.run import DADT, Result, Run
 from dadt.config import Config
 from dadt.errors import ConfigError
 
-pytestmark = pytest.mark.forked
-
 TRAIN = """
 import os, signal, sys, time, torch
 torch.set_num_threads(1)
@@ -78,7 +76,6 @@ def test_a_killed_worker_restarts_the_job_from_its_checkpoint(launch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.forked(False)
 def test_a_lost_agent_restarts_the_job(launch) -> None:
     result = run(launch, KILL_AGENT, 1)
     assert result.code == 0, result.err
@@ -86,7 +83,6 @@ def test_a_lost_agent_restarts_the_job(launch) -> None:
     assert begins(result)[-1] == "[1] rank 1 begins at 10"
 
 
-@pytest.mark.forked(False)
 def test_a_host_whose_agent_was_lost_is_waited_for_where_slots_are_not_known(launch) -> None:
     two = ("-H", "localhost,127.0.0.1", "--max-restarts", "1")
     result = launch(TRAIN.replace("FAULT", KILL_AGENT), *OPTIONS[:-1], *two, "train.py")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 import pytest
-from harness import ROOT
+from harness import ROOT, forkserver
 from harness.patience import PATIENCE
 
 from dadt_cli import COMMANDS, dadt_command
@@ -154,6 +154,7 @@ def test_there_are_runnable_pages() -> None:
 def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    python = {} if page.name == "README.md" else {"DADT_PYTHON": forkserver.python()}
     for mark, value, text in blocks(page):
         if mark == "file":
             (tmp_path / value).write_text(text)
@@ -165,7 +166,7 @@ def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
                 re.sub(r"--epochs \d+", "--epochs 1", command.text),
                 shell=True,
                 cwd=tmp_path,
-                env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **python},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -20,8 +20,6 @@ from dadt.inject.replay import base
 from dadt.inject.replay.base import Base
 from dadt.train.digest import digests
 
-pytestmark = pytest.mark.forked
-
 MODEL = """
 class Adapted(nn.Module):
     def __init__(self):

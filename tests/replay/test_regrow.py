@@ -14,8 +14,6 @@ import pytest
 from harness.patience import PATIENCE, await_that
 from harness.replayed import HEAD
 
-pytestmark = pytest.mark.forked
-
 OPTIONS = ["--min-np", "1", "--warmup-steps", "5", "--snapshot-every", "1000steps", "--seed", "7"]
 
 # The loop ends 20 steps after as many new workers have joined as are to be lost: all ranks read the same number.

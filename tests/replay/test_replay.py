@@ -21,8 +21,6 @@ from harness.replayed import HEAD, SCRIPTS
 from dadt.control import snapshots
 from dadt.inject.replay.values import ReadValues
 
-pytestmark = pytest.mark.forked
-
 OPTIONS = ["-np", "2", "--warmup-steps", "5", "--snapshot-every", "10steps", "--seed", "7"]
 WITHOUT = ["-np", "2", "--warmup-steps", "5", "--seed", "7"]
 
@@ -126,7 +124,6 @@ tell(model, more=[best])
 """
 
 
-@pytest.mark.forked(False)
 def test_a_log_and_what_is_printed_are_as_if_nothing_had_been(launch, tmp_path) -> None:
     script = HEAD + LOGS
     options = [*OPTIONS, "--output", "rank0"]

@@ -26,7 +26,7 @@ from simulation.job import SimulatedJob
 from simulation.run import SimulatedRun
 from simulation.scenario import Scenario
 from simulation.simulated_victim import SimulatedVictim
-from simulation.worker_script import Script
+from simulation.worker_script import BATCH_SIZE, Script
 from simulation.world import EPOCH
 
 PAGE = ROOT / "docs" / "results" / "faults.md"
@@ -52,7 +52,7 @@ def struck(victim: SimulatedVictim, options: tuple[str, ...], size: int, steps: 
     knobs = {flag.removeprefix("--").replace("-", "_"): text for flag, text in pairs}
     script = Script(
         steps=steps, step_seconds=STEP_SECONDS, start_seconds=START_SECONDS, on_interrupt="end", on_terminate="end",
-        save_seconds=0.1, ends_when_saved=False, optimizers=1, samples=64 * steps * size, evaluate_every=0,
+        save_seconds=0.1, ends_when_saved=False, optimizers=1, samples=BATCH_SIZE * steps * size, evaluate_every=0,
         gathers_seldom=True, exit_seconds=EXIT_SECONDS,
     )  # fmt: skip
     hosts = len(victim.hosts)

@@ -8,8 +8,6 @@ import re
 import pytest
 from harness.survivors import CUT, OPTIONS, run, script, survivors
 
-pytestmark = pytest.mark.forked
-
 FAIL = """
     from dadt.inject import worker
     worker.runtime.ranks.engine.abort("broken for the test")

@@ -7,10 +7,7 @@ import re
 import pytest
 from harness.at_once import RANKS, Struck, drawn, strike
 
-pytestmark = pytest.mark.forked
 
-
-@pytest.mark.forked(False)
 def test_a_stopped_rank_and_a_killed_one(launch) -> None:
     job = Struck({1: ("stop", "forward"), 2: ("kill", "exchange")}, ("--algorithm", "pipe", "--executor", "gloo"))
     result = strike(launch, job)

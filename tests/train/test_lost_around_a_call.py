@@ -8,8 +8,6 @@ import pytest
 from harness.calls import CALLS, MOMENTS, SCRIPT
 from harness.survivors import survivors
 
-pytestmark = pytest.mark.forked
-
 RANKS = 5
 WITHIN = [("save", "within"), ("saved in the step", "within")]
 EVERY = [*((call, moment) for call in CALLS for moment in MOMENTS if (call, moment) != ("end", "told")), *WITHIN]
@@ -26,7 +24,6 @@ def train_on(launch, faults: list[tuple[str, str, int]], *options: str) -> None:
     assert "saved after a failure" not in result.err, (told, result.err)
 
 
-@pytest.mark.forked(False)
 def test_the_others_train_on(launch) -> None:
     faults = [("state", "after", 2), ("save", "within", 4), ("in the step", "told", 0)]
     train_on(launch, faults, "--algorithm", "pipe", "--executor", "shm")

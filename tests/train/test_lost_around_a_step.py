@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from harness.survivors import survivors
 
-pytestmark = pytest.mark.forked
-
 SCRIPT = """
 import hashlib, os, re, signal, subprocess, sys, time, torch
 from torch import nn

@@ -15,8 +15,6 @@ from harness.survivors import KILL_ONCE_DELIVERED, OPTIONS, lacks, run, script, 
 from dadt.config import Config
 from dadt.errors import ConfigError
 
-pytestmark = pytest.mark.forked
-
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("algorithm", ["pipe", pytest.param("sync", marks=pytest.mark.slow)])
@@ -112,7 +110,6 @@ def test_the_report_has_who_was_lost(launch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.forked(False)  # it looks for its agent
 def test_a_host_is_lost_and_the_others_train_on(launch) -> None:
     fault = "os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)"
     hosts = ["-np", "4", "--simulate-hosts", "2", "--min-np", "2"]
