@@ -193,7 +193,7 @@ def test_workers_measure_the_link_between_them(tmp_path):
     made = adviser.figures_of(ranks, dict.fromkeys(cost.ALGORITHMS, sum(ranks[0].parts)), sync_every=32)
     assert 0.6 * 25 * MB < made.network.bandwidth < 1.15 * 25 * MB
     assert 0 < made.network.alpha < 0.02
-    assert ranks[0].executor == "gloo"
+    assert ranks[0].executor == "tcp"
     (bucket,) = made.buckets
     assert bucket.bytes == 4 * ranks[0].parameters
     assert bucket.low_rank is not None
