@@ -1,4 +1,4 @@
-"""Typed face of the C++ core. It knows pointers, counts and dtypes; never torch."""
+"""Type annotations of the C++ core, which knows memory addresses, counts and dtypes, but not torch."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -10,7 +10,7 @@ simd: Final[str]
 """Instruction set picked at run time: avx512, avx2, neon or scalar."""
 
 class DType:
-    """Element types. Sums of float16 and bfloat16 are made in float32."""
+    """Element types. Sums of float16 and bfloat16 are computed in float32."""
 
     float32: DType
     float64: DType
@@ -27,7 +27,7 @@ class DType:
     def itemsize(self) -> int: ...
 
 class Reduction:
-    """What an allreduce makes of the ranks' values."""
+    """How an allreduce combines the ranks' values."""
 
     mean: Reduction
     sum: Reduction
@@ -38,10 +38,10 @@ class Reduction:
     def name(self) -> str: ...
 
 BLOCK: Final[int]
-"""Values that are compressed together."""
+"""Number of values in a block, which are compressed together."""
 
 class Codec:
-    """How a block of BLOCK values travels. int8, int4, bits2, bits1: with one float32 scale, its first four
+    """How a block of BLOCK values is sent. int8, int4, bits2 and bits1 begin with one float32 scale in the first four
     bytes."""
 
     none: Codec
@@ -56,10 +56,10 @@ class Codec:
     @property
     def block_bytes(self) -> int: ...
     def wire_bytes(self, values: int) -> int:
-        """Of so many values, the filling of the last block left out."""
+        """Return the bytes that this number of values takes, without the padding of the last block."""
 
 class Layout:
-    """Which tensors make up one bucket: element counts in order, one dtype. The same on all ranks."""
+    """The tensors of one bucket: their element counts in order, and their dtype. Equal on all ranks."""
 
     def __init__(self, dtype: DType, counts: Sequence[int]) -> None: ...
     @property
@@ -68,121 +68,127 @@ class Layout:
     def counts(self) -> list[int]: ...
     @property
     def total(self) -> int:
-        """Elements in all."""
+        """Number of elements of all tensors together."""
 
 class Executor:
-    """Moves bytes between ranks. Made by one thread, then owned and used by an Engine."""
+    """Moves bytes between ranks. Created by one thread, then owned and used by an Engine."""
 
     @property
     def name(self) -> str: ...
     def endpoint(self) -> bytes:
-        """What the peers need to reach this rank; opaque."""
+        """Return the opaque bytes with which the peers can reach this rank."""
     def connect(self, endpoints: Sequence[bytes], timeout: float) -> None:
-        """All ranks' endpoints, by rank. Raises CommTimeout naming the ranks that did not come."""
+        """Connect with all peers. endpoints: those of all ranks, ordered by rank. Raises CommTimeout, naming the
+        missing ranks."""
 
 class ShmExecutor(Executor):
-    """Shared memory between the ranks of one host. The segment has no name, so nothing can be left behind."""
+    """Executor over shared memory between the ranks of one host. The segment has no name, so no file can remain."""
 
     def __init__(self, rank: int, world_size: int) -> None: ...
 
 class LinkCounts:
-    """What the kernel counts for the connections with one rank."""
+    """The kernel's counts for all connections with one rank."""
 
     @property
     def sent(self) -> int:
-        """Bytes that have arrived at the other rank."""
+        """Number of bytes that have arrived at the other rank."""
     @property
     def received(self) -> int: ...
     @property
     def resent(self) -> int:
-        """Bytes that were sent again; 0 before Linux 4.19."""
+        """Number of bytes that were sent again; 0 before Linux 4.19."""
     @property
     def busy(self) -> float:
         """Seconds in which bytes were under way and the other rank had room for more."""
     @property
     def round_trip(self) -> float:
-        """Seconds, at the last reading."""
+        """Seconds of a round trip, at the last reading."""
     @property
     def queued(self) -> int:
-        """Bytes that waited to be sent, at the last reading."""
+        """Number of bytes that waited to be sent, at the last reading."""
     @property
     def at(self) -> float:
         """Time of the last reading, in seconds of the monotonic clock."""
 
 class TcpExecutor(Executor):
-    """TCP between ranks.
+    """Executor over TCP.
 
-    data, notices: file descriptors of connected sockets by rank, which then belong to the executor: one or more for
-    data, none at this rank's own place, and one for the reasons of failures, -1 there. Both ends must have proved
-    themselves. silence: seconds after which a connection without an acknowledgment counts as broken, and somebody
-    replaces what breaks; 0: a rank whose connections break is gone.
+    data, notices: file descriptors of connected sockets, by rank; the executor takes them over. For each other rank
+    there are one or more for data, and one for notices, which carry the reasons of failures; at this rank's own index,
+    none for data and -1 for notices. Both ends must have proved themselves. silence: seconds without an acknowledgment
+    after which a connection counts as broken, if somebody replaces broken connections; 0: a rank whose connections
+    break counts as lost.
     """
 
     def __init__(
         self, rank: int, data: Sequence[Sequence[int]], notices: Sequence[int], silence: float = 0.0
     ) -> None: ...
     def await_break(self) -> int | None:
-        """Wait until the connections with a rank break, and detach them. None once this rank is closed or aborted."""
+        """Wait until the connections with a rank break, detach them, and return the rank. Returns None once this
+        executor is closed or aborted."""
     def detach(self, rank: int) -> int | None:
-        """Give up the connections with a rank, unless that is done. Returns how many bytes of its data have come; None
-        if either rank has ended."""
+        """Give up the connections with a rank, unless this was done already. Returns how many bytes of the rank's data
+        have arrived; None if either rank has ended."""
     def is_detached(self, rank: int) -> bool:
-        """Whether the connections are given up, and others may still take their place."""
+        """Return whether the connections with the rank were given up and can still be replaced."""
     def has_left(self, rank: int) -> bool:
-        """Whether the rank has ended the connection for notices, too."""
+        """Return whether the rank has also ended the connection for notices."""
     def attach(self, rank: int, data: Sequence[int], notices: int, received: int) -> bool:
-        """Put other sockets in the place of those given up; the descriptors stay the caller's. received: how many bytes
-        of this rank's data have come to the other. Waits until what is missing there of earlier operations is on its
-        way. Returns False if no others are needed, or what is missing is not known any more."""
+        """Replace the given-up connections with a rank; the caller keeps the ownership of the descriptors. received:
+        how many bytes of this rank's data the other rank has received. Waits until this rank has sent what the other
+        rank lacks of earlier operations. Returns False if no connections are needed, or if the missing bytes are no
+        longer known."""
     def give_up(self, rank: int) -> None:
-        """The rank is gone: nothing takes the connections' place."""
+        """Count the rank as lost: its connections are not replaced."""
     def counts(self) -> list[LinkCounts]:
-        """What the kernel has counted for the connections for data with each rank, by rank; read five times a second at
-        most, while operations run."""
+        """Return the kernel's counts for the data connections with each rank, by rank. They are read at most five times
+        a second, while operations run."""
 
 class NullExecutor(Executor):
-    """Moves nothing: delivers the rank's own values. The limit that everything is measured against."""
+    """Executor that moves nothing and delivers the rank's own values: the fastest that any executor can be."""
 
     def __init__(self, rank: int, world_size: int) -> None: ...
 
 class Work:
-    """Handle to one operation."""
+    """Handle of one operation."""
 
     @property
     def name(self) -> str: ...
     @property
     def done(self) -> bool: ...
     def wait(self, timeout: float) -> None:
-        """Block without the GIL until done. Raises the engine's first error (a dadt.errors.CommError),
-        or CommTimeout after `timeout` seconds; the operation then still runs. Ctrl-C is seen within 0.1 s."""
+        """Block without the GIL until the operation is done. Raises the engine's first error (a dadt.errors.CommError),
+        or CommTimeout after `timeout` seconds, while the operation still runs. Ctrl-C is noticed within 0.1 s."""
     @property
     def lanes(self) -> list[bytes]:
-        """After wait: every rank's lane (allreduce) or bytes (allgather), by rank."""
+        """Every rank's lane (of an allreduce) or bytes (of an allgather), by rank; known after `wait`."""
     @property
     def received(self) -> list[Buffer]:
-        """After wait: what each rank has sent (exchange with receives None), by rank; a writable buffer of bytes
-        that may be kept as long as one likes."""
+        """The bytes that each rank has sent (in an exchange with receives None), by rank; known after `wait`. Writable
+        buffers, which may be kept for any time."""
     @property
     def weight_sum(self) -> float:
-        """After wait: sum of all ranks' weights (allreduce)."""
+        """Sum of all ranks' weights in an allreduce; known after `wait`."""
     @property
     def seconds(self) -> float:
-        """After wait: time from the moment that the last rank arrived until done, on this rank."""
+        """Seconds from the arrival of the last rank until this rank was done; known after `wait`."""
 
 class Job:
-    """One operation pulled by a Python executor's thread; finish or fail it exactly once. One that is dropped fails."""
+    """One operation for a Python executor's thread, which must finish or fail it exactly once. A job that is dropped
+    fails."""
 
     @property
     def kind(self) -> str:
-        """allreduce | broadcast | allgather | exchange"""
+        """Kind of operation: allreduce, broadcast, allgather or exchange."""
     @property
     def name(self) -> str: ...
     @property
     def layout(self) -> Layout | None:
-        """None in an allgather. In an exchange: bytes that go to each rank."""
+        """Layout of the tensors; in an exchange, the numbers of bytes for each rank; None in an allgather."""
     @property
     def receives(self) -> Layout | None:
-        """In an exchange: bytes that come from each rank; None: as many as they send, see `allocate`."""
+        """In an exchange, the numbers of bytes from each rank; None if they are whatever the ranks send, see
+        `allocate`."""
     @property
     def inputs(self) -> list[int]: ...
     @property
@@ -193,78 +199,83 @@ class Job:
     def weight(self) -> float: ...
     @property
     def participants(self) -> int:
-        """Ranks whose weight is 1 where the others' is 0; 0: not known beforehand."""
+        """Number of ranks of weight 1, if all others have weight 0; 0 if it is not known beforehand."""
     @property
     def root(self) -> int: ...
     @property
     def lane(self) -> bytes: ...
     def pack(self, destination: int, factor: float | None = None, spread: bool = False) -> None:
-        """Write the inputs, times factor (None: their weight), to the address: one after the other (layout.total
-        elements), or, spread, as the outputs lie in the flat buffer. Zeros where a tensor has no input. Releases the
-        GIL."""
+        """Write the inputs, times `factor` (None: their weight), to the address `destination`: one after the other
+        (layout.total elements), or with `spread` as the outputs lie in the flat buffer. Tensors without an input become
+        zeros. Releases the GIL."""
     def unpack(self, source: int, scale: float, spread: bool = False) -> None:
-        """Write source times scale to the outputs; nothing where these are the source, and scale is 1. Releases the
-        GIL."""
+        """Write the values at the address `source`, times `scale`, to the outputs. Does nothing if the outputs are the
+        source and `scale` is 1. Releases the GIL."""
     @property
     def flat(self) -> int:
-        """As given to `allreduce`."""
+        """The argument `flat` of `Engine.allreduce`."""
     @property
     def room(self) -> int:
-        """As given to `allreduce`."""
+        """The argument `room` of `Engine.allreduce`."""
     @property
     def spread_count(self) -> int:
-        """Elements of the flat buffer up to the end of the last output; 0 without one."""
+        """Number of elements of the flat buffer up to the end of the last output; 0 without a flat buffer."""
     @property
     def apart(self) -> bool:
         """Whether no input lies in the flat buffer."""
     def allocate(self, bytes: Sequence[int]) -> list[int]:
-        """Addresses of memory for what each rank sends, which becomes Work.received at `finish`."""
+        """Allocate memory for what each rank sends, and return the addresses. The memory becomes Work.received at
+        `finish`."""
     @property
     def codec(self) -> Codec: ...
     @property
     def owed(self) -> int:
-        """As given to `allreduce`."""
+        """The argument `owed` of `Engine.allreduce`."""
     @property
     def keep(self) -> float: ...
     @property
     def plain(self) -> int:
-        """Bytes of what it stands for."""
+        """The argument `plain` of `Engine.allreduce`, or the bytes of the values."""
     def compress(self, begin: int, end: int, wire: int) -> None:
-        """Write blocks [begin, end) of the inputs and what is owed; fewer where there are fewer. Releases the GIL."""
+        """Write the blocks [begin, end) of the inputs plus their residuals to the address `wire`; fewer blocks if there
+        are fewer. Releases the GIL."""
     def decompress(self, wires: Sequence[int], weights: Sequence[float] | None, divisor: float) -> None:
-        """outputs = sum(weight * wire) / divisor, in float32. Releases the GIL."""
+        """Compute outputs = sum(weight * wire) / divisor, in float32. Releases the GIL."""
     def finish(
         self, lanes: Sequence[bytes], weight_sum: float, seconds: float, waited: float, sent: int = 0, plain: int = 0
     ) -> None:
-        """sent: bytes that went to peers, of an allreduce; plain: that would have, uncompressed."""
+        """Complete the operation. sent: bytes sent to peers in an allreduce. plain: bytes that would have been sent
+        uncompressed."""
     @property
     def unsure(self) -> bool:
-        """The ranks may differ in what they submit, and must then all be told."""
+        """Whether ranks may submit different operations, so that all ranks have to be told about a difference."""
     def fail(self, error: str, mismatch: bool = False) -> None:
-        """The engine's sticky error becomes CommError(error), or Mismatch(error)."""
+        """Fail the operation. The engine's permanent error becomes CommError(error), or Mismatch(error)."""
 
 class Timeline:
-    """What one rank did when, as events of Chrome's trace format. Any thread adds, one drains; memory is bounded.
-    Times are those of time.perf_counter."""
+    """Records the operations of one rank as events of Chrome's trace format, with times of time.perf_counter. Any
+    thread adds events, one thread drains them, and memory is bounded."""
 
     def __init__(self, rank: int, origin: float) -> None:
-        """origin: what is time 0 in the events."""
+        """origin: the time that becomes 0 in the events."""
     def step(self, number: int, begin: float, end: float, waits: Sequence[tuple[str, float, float]]) -> None:
-        """waits: (for what, begin, end), in their order, in which the training thread stood still."""
+        """Record a step of the training thread. waits: its waits in order, each with what it waited for, begin and
+        end."""
     def drain(self, timeout: float) -> bytes:
-        """Events since the last call, each a line that ends with a comma. Waits, without the GIL, until there are
-        many, for `timeout` seconds at most, or until closed."""
+        """Return the events since the last call, each as a line that ends with a comma. Waits, without the GIL, until
+        there are many events, for at most `timeout` seconds, or until `close`."""
     def close(self) -> None:
-        """No drain waits from now on."""
+        """Let `drain` return at once from now on."""
     @property
     def dropped(self) -> int:
-        """Events that were too many to keep until the next drain."""
+        """Number of events that were discarded because too many came before the next drain."""
 
 class Engine:
-    """One thread, one FIFO, one executor. The first error sticks: every pending and later Work fails with it.
+    """One thread with a queue of operations, which run in order on one executor. The first error is permanent: every
+    pending and later Work fails with it.
 
-    With an Executor, a C++ thread runs the operations and never takes the GIL. With None, a Python thread pulls
-    them with `pull`. Inert in a forked child: no destructor joins, and submitting raises RuntimeError.
+    With an Executor, a C++ thread runs the operations and never takes the GIL. With None, a Python thread takes them by
+    `pull`. In a forked child the engine is inert: no destructor joins a thread, and submitting raises RuntimeError.
     """
 
     def __init__(self, executor: Executor | None, rank: int, world_size: int, timeout: float) -> None:
@@ -287,32 +298,33 @@ class Engine:
         flat: int = 0,
         room: int = 0,
     ) -> Work:
-        """Weighted mean over ranks: outputs = sum(weight_r * input_r) / sum(weight_r), in rank order, the same bits
-        on every rank; or another reduction: sum of weight_r * input_r, or min, max or product of the inputs of the
-        ranks whose weight is not 0. Addresses of contiguous memory, one per tensor of the layout; input 0: this
-        rank has none (zeros); output 0: not delivered. An input may be the same address as its output. The caller
-        keeps the memory alive, and the inputs unchanged, until the work is done. Lanes have equal length on all ranks.
-        With integers a mean is truncated. If all weights are 0 they count as equal. Where all but some outputs are
-        0 this is a reduce or a reduce-scatter: what is delivered nowhere on a rank is not computed there.
+        """Start a weighted mean over ranks: outputs = sum(weight_r * input_r) / sum(weight_r), in rank order, with the
+        same bits on every rank; or another reduction: the sum of weight_r * input_r, or the min, max or product of the
+        inputs of the ranks whose weight is not 0. inputs, outputs: addresses of contiguous memory, one per tensor of
+        the layout. Input 0: this rank has no value (zeros); output 0: the result is not delivered. An input may have
+        the same address as its output. The caller keeps the memory alive, and the inputs unchanged, until the work is
+        done. Lanes have equal length on all ranks. Means of integers are truncated. If all weights are 0, they count as
+        equal. With 0 for some outputs this is a reduce or a reduce-scatter: values that a rank does not deliver are not
+        computed there.
 
-        codec: a mean or sum of floats travels so, and is summed in float32. owed: address of
-        layout.total values of float32, zeros at first, kept alive as the inputs: what was lost so far, which is
-        added, times `keep`, to what is sent, and becomes what is lost now.
-        plain: bytes of what this stands for, where that is more; only counted.
-        held: it has its place in the order, but neither it nor what comes after it begins before `release`; until
-        then its inputs may still be written.
-        flat: address of a buffer of `room` elements in which all outputs lie, in order, at the same places on all
-        ranks, and nothing else does: an executor may reduce there, and use what is left of it.
+        codec: compression of a mean or sum of floats, which is summed in float32. owed: address of layout.total float32
+        values, kept alive like the inputs: the residual (compression error) so far, zeros at first. It is added, times
+        `keep`, to the values that are sent, and overwritten by the error that this causes. plain: number of bytes of
+        the values for which the inputs stand, if that is more; only counted. held: the operation has its place in the
+        order, but neither it nor later ones begin before `release`; until then its inputs may still be written. flat:
+        address of a buffer of `room` elements that contains exactly the outputs, in order, at the same places on all
+        ranks: an executor may reduce there, and use the rest of the buffer.
 
-        Without an executor of the core's, weights other than 1 need a lane, and a lane a mean or a sum.
+        Without a C++ executor, weights other than 1 require a lane, and lanes require a mean or a sum.
 
-        unsure: the ranks may differ in what they submit. Shared memory always compares that; other executors
-        spend a round trip on it where they are asked to."""
+        unsure: whether ranks may submit different operations. Shared memory always compares them; other executors spend
+        a round trip on the comparison if `unsure` is set.
+        """
     def release(self, work: Work) -> None:
-        """Let a held operation begin. Any thread; does not block."""
+        """Let a held operation begin. May be called from any thread; does not block."""
     def broadcast(self, layout: Layout, tensors: Sequence[int], root: int, name: str, unsure: bool = False) -> Work: ...
     def allgather(self, data: bytes, name: str) -> Work:
-        """Every rank's bytes, which may differ in length, in Work.lanes."""
+        """Start to gather every rank's bytes, which may differ in length, in Work.lanes."""
     def exchange(
         self,
         sends: Sequence[tuple[int, int]],
@@ -320,55 +332,61 @@ class Engine:
         name: str,
         unsure: bool = False,
     ) -> Work:
-        """Send bytes to each rank and receive some from each: (address, bytes) by rank, this one included.
+        """Start to send bytes to each rank and receive some from each: pairs of address and length, by rank, this rank
+        included.
 
-        Sends may overlap one another. What a rank sends to another and what that one expects must be as long:
-        Mismatch on every rank otherwise. receives None: as long as they are sent; Work.received. With it this is
-        allgather, gather, scatter and alltoall, of equal or unequal lengths."""
+        Sends may overlap one another. If a rank sends another number of bytes than the receiver expects, every rank
+        raises Mismatch. receives None: any number, which arrives in Work.received; this serves allgather, gather,
+        scatter and alltoall, of equal or unequal lengths.
+        """
     def pull(self, timeout: float) -> Job | None:
-        """Next operation, for a Python executor; None after timeout or at close (then `closed` is true). Waits
-        without the GIL. RuntimeError while the job before is neither finished nor failed."""
+        """Return the next operation, for a Python executor; None after `timeout` seconds, or when the engine is closed
+        (then `closed` is true). Waits without the GIL. Raises RuntimeError while the previous job is neither finished
+        nor failed."""
     def abort(self, reason: str, lost: bool = False) -> None:
-        """Fail everything pending and to come with Aborted(reason), here and (shm) on the peers; lost: with
-        PeerLost(reason). Any thread. In pull mode the job that was pulled fails at once, and its pack and unpack raise
-        from then on."""
+        """Fail all pending and later operations with Aborted(reason), on this rank and (with shared memory) on its
+        peers; with `lost`, with PeerLost(reason). May be called from any thread. A job that was pulled fails at once,
+        and its `pack` and `unpack` raise from then on."""
     def close(self, timeout: float) -> None:
-        """Wait for what is pending, then stop the thread. Idempotent. CommTimeout if that took longer than
-        `timeout`: the rest was aborted, then, and the engine is closed all the same."""
+        """Wait for pending operations, then stop the thread. May be called again. Raises CommTimeout if this takes
+        longer than `timeout` seconds; the remaining operations were aborted then, and the engine is closed
+        nevertheless."""
     def record(self, timeline: Timeline, track: int) -> None:
-        """From now on, when which operation ran goes to the timeline, on the track (its thread's number). Once."""
+        """Record in the timeline when operations run, from now on. track: number of the track. Call it once."""
     @property
     def sent(self) -> tuple[int, int]:
-        """Bytes that this rank has sent in allreduces so far, and would have sent uncompressed."""
+        """Bytes that this rank has sent in allreduces so far, and bytes that it would have sent without compression."""
     @property
     def closed(self) -> bool: ...
     @property
     def error(self) -> str | None:
-        """The sticky error, if any."""
+        """Text of the permanent error, or None."""
 
 class Ticket:
-    """Handle to one named tensor."""
+    """Handle of the operation on one named tensor."""
 
     @property
     def name(self) -> str: ...
     @property
     def done(self) -> bool: ...
     def wait(self, timeout: float) -> None:
-        """As Work.wait. Also raises Mismatch, for this tensor alone, where the ranks have submitted different ones."""
+        """Wait as Work.wait does. Also raises Mismatch, for this tensor only, if ranks have submitted different
+        operations."""
     def tell_that_it_is_waited_for(self) -> None:
-        """What `wait` tells rank 0 before it blocks."""
+        """Report to rank 0 that a thread waits for this tensor, as `wait` does before it blocks."""
     @property
     def operation(self) -> str | None:
-        """The name of the operation that it went with; None before that is decided."""
+        """Name of the operation with which the tensor was fused; None before this is decided."""
     @property
     def received(self) -> list[Buffer]:
-        """As Work.received."""
+        """What Work.received is for the operation."""
     @property
     def seconds(self) -> float:
-        """As Work.seconds, of the operation that it went with."""
+        """What Work.seconds is for the operation with which the tensor was fused."""
     @property
     def last_joined(self) -> int:
-        """After wait, of a join: the rank that joined last; the same on all ranks."""
+        """The rank that joined last, of the ticket that `join` returns; the same on all ranks, and known after
+        `wait`."""
 
 class Stall:
     """A tensor that some ranks have submitted and others have not."""
@@ -386,14 +404,15 @@ class Stall:
         """The last step known of each rank."""
     @property
     def group(self) -> str:
-        """Of a tensor that all ranks have submitted: its group, not all of which they have. Else empty."""
+        """Name of the tensor's group, if all ranks have submitted the tensor but not the whole group; otherwise
+        empty."""
     @property
     def group_has(self) -> int: ...
     @property
     def group_size(self) -> int: ...
 
 class Notice:
-    """On rank 0 a stall; elsewhere an order of rank 0's."""
+    """A notice for one rank: on rank 0 a stall, on other ranks an order of rank 0."""
 
     @property
     def stall(self) -> Stall | None: ...
@@ -401,16 +420,16 @@ class Notice:
     def order(self) -> str: ...
 
 class ToldTime:
-    """The time as whoever simulates ranks tells it."""
+    """A clock that tests set, in place of the real one."""
 
     def set(self, seconds: float) -> None: ...
 
 class Negotiation:
-    """Named tensors in any order, from any thread: brings them into one order on all ranks, fuses allreduces and
-    gives them to an engine that has no other user.
+    """Collectives on named tensors, submitted in any order and from any thread: brings them into one order on all
+    ranks, fuses allreduces, and gives them to an engine that has no other user.
 
-    One thread, without the GIL, which sleeps while there is nothing to do. A mismatch fails that tensor alone; any
-    other error sticks, and reaches all ranks. Inert in a forked child.
+    One thread, without the GIL, which sleeps while there is nothing to do. A mismatch fails the tensor concerned only;
+    any other error is permanent and reaches all ranks. Inert in a forked child.
     """
 
     def __init__(
@@ -427,10 +446,11 @@ class Negotiation:
         time: ToldTime | None = None,
         cache_capacity: int = 4096,
     ) -> None:
-        """broadcaster: for broadcasts; the same engine, or another. sockets: descriptors of connected streams, taken
-        over: on rank 0 of each rank (its own: -1), elsewhere of rank 0. cycle: seconds that a ready tensor waits for
-        company; buffer_bytes: of a fused operation, 0: none. time: if given, there is no thread, and whoever simulates
-        ranks calls `turn`. cache_capacity: names that rank 0 remembers."""
+        """broadcaster: engine for broadcasts, which may be the same one. sockets: descriptors of connected streams,
+        which this object takes over: on rank 0 one for each rank (-1 for itself), on other ranks the one to rank 0.
+        cycle: seconds that a ready tensor waits to be fused with others. buffer_bytes: largest size of a fused
+        operation; 0: none is fused. time: if given, there is no thread, and the caller, which simulates ranks, calls
+        `turn`. cache_capacity: number of names that rank 0 remembers."""
     def allreduce(
         self,
         name: str,
@@ -442,8 +462,9 @@ class Negotiation:
         group: str = "",
         group_size: int = 0,
     ) -> Ticket:
-        """As Engine.allreduce. signature: text that must be equal on all ranks. Does not block. ValueError if the
-        name is pending. group: its group_size members are decided together."""
+        """Start an allreduce like Engine.allreduce, without blocking. signature: text that must be equal on all
+        ranks. Raises ValueError if the name is pending. group: name of a set of group_size tensors that are started
+        together."""
     def broadcast(
         self,
         name: str,
@@ -464,83 +485,89 @@ class Negotiation:
         group_size: int = 0,
     ) -> Ticket: ...
     def join(self) -> Ticket:
-        """This rank submits no more: it gives nothing to the others' allreduces, until all have joined."""
+        """Announce that this rank submits no more tensors: it adds nothing to the allreduces of the other ranks until
+        all ranks have joined."""
     def set_step(self, step: int) -> None: ...
     def abort(self, reason: str, lost: bool = False) -> None:
-        """Fail everything pending and to come with Aborted(reason), on all ranks and in the engines; lost: with
-        PeerLost(reason). Any thread."""
+        """Fail all pending and later operations with Aborted(reason), on all ranks and in the engines; with `lost`,
+        with PeerLost(reason). May be called from any thread."""
     def notices(self, timeout: float) -> list[Notice] | None:
-        """Block without the GIL until there are some, or `timeout` seconds; None once closed."""
+        """Return new notices. Blocks without the GIL until there are some, for at most `timeout` seconds; None once
+        closed."""
     def order(self, text: str) -> None:
-        """On rank 0: a notice for all other ranks."""
+        """Send a notice with this text to all other ranks; only on rank 0."""
     def close(self, timeout: float) -> None:
-        """Wait until what is pending is decided, then take leave of the peers. Idempotent. CommTimeout if that took
-        longer: the rest was aborted, then. The engine stays as it is."""
+        """Wait until all pending tensors are decided, then say goodbye to the peers. May be called again. Raises
+        CommTimeout if this takes longer than `timeout` seconds; the rest was aborted then. Does not change the
+        engine."""
     def leave(self) -> None:
-        """Take leave of the peers once what is pending is decided; does not block."""
+        """Say goodbye to the peers once all pending tensors are decided; does not block."""
     def turn(self) -> float | None:
-        """Without a thread: do what there is to do now. Returns the seconds until there is more, unless a socket or a
-        call comes first; None at the end."""
+        """Do what is due now, if there is no thread. Returns the seconds until more is due, unless a socket or a call
+        comes first; None at the end."""
     def forsake(self) -> None:
-        """In a forked child: close the connections."""
+        """Close the connections in a forked child."""
     @property
     def closed(self) -> bool: ...
     @property
     def error(self) -> str | None: ...
 
 class P2PWork:
-    """A message under way."""
+    """A message being sent or received."""
 
     @property
     def done(self) -> bool: ...
     def wait(self, timeout: float) -> None:
-        """Until the memory may be used again, without the GIL. Raises CommTimeout, naming the rank, after `timeout`
-        seconds (the message is still under way, then), PeerLost, Mismatch where the lengths differ, and Aborted. Ctrl-C
-        is seen within 0.1 s."""
+        """Wait, without the GIL, until the message's memory may be used again. Raises CommTimeout, naming the rank,
+        after `timeout` seconds (the message is still under way then), PeerLost, Mismatch if the lengths differ, and
+        Aborted. Ctrl-C is noticed within 0.1 s."""
     @property
     def source(self) -> int:
-        """After wait, of a receive: the rank that has sent it."""
+        """The rank that sent a received message; known after `wait`."""
 
 class Mailbox:
-    """Messages between two ranks of a host through shared memory. Any thread; many may be under way.
+    """Messages between two ranks of a host through shared memory. Methods may be called from any thread, and many
+    messages may be under way.
 
-    One pair and tag keeps its order, tags do not block one another. A thread of its own, started at the first use,
-    moves what cannot go at once; it never takes the GIL. Inert in a forked child: sending raises RuntimeError.
+    Messages of one pair of ranks and tag keep their order; tags do not block one another. A thread, started at the
+    first use, moves what cannot be moved at once; it never takes the GIL. Inert in a forked child, where sending raises
+    RuntimeError.
     """
 
     def __init__(self, rank: int, world_size: int) -> None: ...
     def endpoint(self) -> bytes:
-        """What the peers need to reach this rank; opaque."""
+        """Return the opaque bytes with which the peers can reach this rank."""
     def connect(self, endpoints: Sequence[bytes], timeout: float) -> None:
-        """All ranks' endpoints, by rank. Raises CommTimeout naming the ranks that did not come."""
+        """Connect with all peers. endpoints: those of all ranks, ordered by rank. Raises CommTimeout, naming the
+        missing ranks."""
     def send(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork:
-        """The memory must live, unchanged, until the transit is done. A short message (32 KB) is done before it is
-        received. peer may be this rank."""
+        """Start to send memory, which must stay alive and unchanged until the work is done. A short message (32 KB) is
+        done before it is received. peer: may be this rank."""
     def receive(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork:
-        """As many bytes as are sent. The memory must live until the transit is done. peer -1: from whoever sends with
-        this tag first."""
+        """Start to receive as many bytes as are sent, into memory that must stay alive until the work is done. peer:
+        the sending rank; -1 takes the first message with this tag."""
     def abort(self, reason: str, lost: bool = False) -> None:
-        """Fail everything pending and to come with Aborted(reason), here and on the peers; lost: with
-        PeerLost(reason). Any thread."""
+        """Fail all pending and later messages with Aborted(reason), on this rank and its peers; with `lost`, with
+        PeerLost(reason). May be called from any thread."""
     def close(self) -> None:
-        """Fail what is pending here, and stop the thread. Idempotent."""
+        """Fail this rank's pending messages, and stop the thread. May be called again."""
 
 class TcpMailbox:
-    """Messages between two ranks over TCP; see Mailbox.
+    """Messages between two ranks over TCP, with the methods of Mailbox.
 
-    sockets: file descriptors of connected sockets by rank, -1 at this rank's own place, which then belong to the
-    mailbox. Both ends must have proved themselves.
+    sockets: file descriptors of connected sockets by rank, -1 at this rank's own index; the mailbox takes them over.
+    Both ends must have proved themselves.
     """
 
     def __init__(self, rank: int, sockets: Sequence[int]) -> None: ...
     def counts(self) -> list[LinkCounts]:
-        """What the kernel has counted for the connections with each rank; see TcpExecutor."""
+        """Return the kernel's counts for the connections with each rank, as TcpExecutor.counts does."""
     def send(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork: ...
     def receive(self, address: int, bytes: int, peer: int, tag: int) -> P2PWork: ...
     def abort(self, reason: str, lost: bool = False) -> None: ...
     def close(self) -> None:
-        """Wait up to 5 seconds until what was sent has gone out, fail what is pending here, and stop the thread.
-        Idempotent."""
+        """Wait up to 5 seconds until sent messages have left, fail this rank's pending ones, and stop the thread. May
+        be called again."""
 
 def reduce(
     dtype: DType,
@@ -551,18 +578,20 @@ def reduce(
     divisor: float,
     count: int,
 ) -> None:
-    """destination = what `reduction` makes of the sources (addresses of `count` elements each), in their order.
+    """Write the reduction of the sources (addresses of `count` elements each), in their order, to `destination`.
 
-    A mean is sum(weights_r * source_r) / divisor, a sum the same with divisor 1; the others take no weights."""
+    A mean is sum(weights_r * source_r) / divisor; a sum is the same with divisor 1; other reductions take no weights.
+    """
 
 def predict(
     dtype: DType, counts: Sequence[int], parameters: Sequence[int], displacements: Sequence[int], factor: float
 ) -> None:
-    """Pairwise, in one pass: displacement = parameter + factor * displacement; by -1, how far a parameter has moved."""
+    """Overwrite each displacement with parameter + factor * displacement, in one pass over memory. With factor -1,
+    weights before a step become the distance that the step has moved them."""
 
 class NextStep:
-    """The next step of SGD or Adam, as factors. With g = expected + w * decay it leads the weights w to
-    w * keep + (m * momentum + g * gradient) / (sqrt(v * square + g * g * squared) * root + epsilon)."""
+    """Factors of the next step of SGD or Adam. With g = expected + w * decay, the step changes the weights w to w *
+    keep + (m * momentum + g * gradient) / (sqrt(v * square + g * g * squared) * root + epsilon)."""
 
     def __init__(
         self,
@@ -588,17 +617,19 @@ def foresee(
     sources: Sequence[Sequence[int]],
     weights: Sequence[float],
 ) -> None:
-    """Pairwise, in one pass over memory: ahead = parameter after a step with the gradient
-    sum(weights_s * sources_s); without sources with the one that is in `ahead`.
+    """Write each parameter's weights after a step to `ahead`, in one pass over memory. The step uses the gradient
+    sum(weights_s * sources_s); without sources, the one that is in `ahead`.
 
-    momenta, squares: 0 where there is none; without a square nothing is divided. sources: columns of addresses; 0,
-    but not in all, where a tensor has none."""
+    momenta, squares: addresses of the optimizer's state, 0 if there is none; without a square nothing is divided.
+    sources: one list of addresses per source, 0 if that source lacks the tensor. At least one source must have it.
+    """
 
 def compress(codec: Codec, source: int, count: int, wire: int, owed: int = 0, keep: float = 1.0) -> None:
-    """`count` values of float32 to the wire, in whole blocks; owed as of Engine.allreduce. Releases the GIL."""
+    """Compress `count` float32 values to the address `wire`, in whole blocks. owed: as for Engine.allreduce. Releases
+    the GIL."""
 
 def decompress(codec: Codec, wire: int, destination: int, count: int) -> None:
-    """And back. Releases the GIL."""
+    """Write the float32 values of compressed blocks to `destination`. Releases the GIL."""
 
 def combine(
     codec: Codec,
@@ -612,5 +643,6 @@ def combine(
     owed: int,
     share: float,
 ) -> None:
-    """wire = sum(weight * wires) / divisor, compressed again, of blocks that begin at value `first` of `total`. What
-    that loses, times `share`, is added to what is owed (address of `total` values; 0: nowhere). Releases the GIL."""
+    """Compute sum(weight * wires) / divisor and compress it again to the address `wire`, for `blocks` blocks that begin
+    at value `first` of `total`. The compression's error, times `share`, is added to the residual (`owed`: address of
+    `total` values, or 0). Releases the GIL."""

@@ -52,7 +52,7 @@ class World:
     share it."""
     island_size: int = 0
     """Number of ranks of each island: consecutive ranks that the script's own torch.distributed connects, and that are
-    averaged with their equals in other islands; 0 without islands."""
+    averaged with the ranks at the same place in other islands; 0 without islands."""
     may_divide: bool = False
     """Whether the job begins again in islands if the script shards its model over all hosts (`--island auto`)."""
     shard_size: int = 0

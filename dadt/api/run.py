@@ -141,7 +141,7 @@ def _picklable(error: Exception) -> Exception | None:
 
     try:
         copy: Exception = pickle.loads(cloudpickle.dumps(error))
-    except Exception:  # noqa: BLE001 (whatever a class of the user's raises: then its text goes alone)
+    except Exception:  # noqa: BLE001 (a user's class may raise anything here; then only the error's text is sent)
         return None
     return copy
 

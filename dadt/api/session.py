@@ -251,7 +251,7 @@ class _Rounds:
         which ranks they wait for."""
 
     def say(self, text: str) -> None:
-        """Does nothing: the connections of all ranks have told of their links."""
+        """Does nothing: the connections between all ranks have reported their links already."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Send `blob` under this key, and wait for the values that all ranks of the set send under the same key.

@@ -68,7 +68,7 @@ class _Later:
     def _run(self, action: Callable[[], Tensor]) -> None:
         try:
             self._future.set_result(action())
-        except BaseException as error:  # noqa: BLE001 (raised where the caller waits, who else waits for ever)
+        except BaseException as error:  # noqa: BLE001 (raised in `wait`, whose caller would otherwise wait forever)
             self._future.set_exception(error)
 
 

@@ -13,8 +13,8 @@ class HorovodInternalError(RuntimeError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Exception of Horovod's for changed hosts. DADT never raises it, since the hosts of a DADT job change only when
-    the job starts again."""
+    """Horovod's exception for changed hosts. DADT never raises it, since the hosts of a DADT job change only when the
+    job starts again."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def hook() -> None:
 
 
 def install(runtime: Runtime) -> KerasTraining:
-    """Patch keras on TensorFlow so that it trains data-parallel."""
+    """Patch Keras, once, so that it trains data-parallel on its backend. Returns the hooks of the backend."""
     if not _installed:
         keras = importlib.import_module("keras")
         order.install()

@@ -63,8 +63,9 @@ class Mirror:
         """Average gradients over all ranks. given: eager tensors, first the variables' values, then the gradients.
         Returns whether there are averages, whether the next ones will come late, and the averages.
 
-        The values are given by the graph, which reads them once true weights are back: it does not order a call of
-        Python, which would read variables itself, after an assignment to these."""
+        The graph passes the values, since it reads them only after the true weights are back. If Python read the
+        variables itself, the graph would not order this after assignments to them.
+        """
         averages: list[torch.Tensor] = []
         count = len(self._parameters)
         for parameter, value, gradient in zip(self._parameters, given[:count], given[count:], strict=True):

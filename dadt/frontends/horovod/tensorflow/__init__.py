@@ -16,7 +16,7 @@ from dadt.frontends.tensorflow import operations, tape
 
 
 def __getattr__(name: str) -> Any:
-    """Return an attribute that this module does not define from Horovod's API for Keras, where it is the same."""
+    """Look up a name that this module does not define in Horovod's API for Keras, where it is the same."""
     return getattr(_keras, name)
 
 
