@@ -177,7 +177,7 @@ class Auto(Algorithm):
     # Choosing an algorithm and compression ---------------------------------------------------------------------
 
     def _choose(self, every: Sequence[Times], sizes: Sequence[int]) -> None:
-        """every: each rank's times. sizes: bytes of each bucket on rank 0; other places of islands have others."""
+        """Choose by each rank's times, and by `sizes`, the bytes of each of rank 0's buckets."""
         a = self.attachment
         times = choice.slowest(every)
         config = a.ranks.config
@@ -361,7 +361,7 @@ def compressions(a: Attachment) -> Sequence[str]:
 
 
 def costs_nothing(a: Attachment, way: Choice) -> bool:
-    """Whether this choice costs the optimizer no accuracy, as far as it is DADT's."""
+    """Whether this choice costs the optimizer no accuracy, apart from what the user has asked for."""
     shown = SHOWN[kind(a)]
     allowed = [given_compression(a), *shown.compressions, *(shown.synchronous if way.algorithm == "sync" else ())]
     return way.compression in allowed

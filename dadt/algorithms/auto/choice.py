@@ -44,7 +44,7 @@ class HarmlessSettings(NamedTuple):
     """Largest number of steps between two averages of `local` without loss of accuracy; 0: `local` always loses
     accuracy."""
     synchronous: tuple[str, ...] = ()
-    """Further compressions that cost none with `sync`, but with late averages."""
+    """Further compressions that cost no accuracy with `sync`, but do with late averages."""
 
 
 SHOWN = {

@@ -193,8 +193,8 @@ def _has_group() -> bool:
 
 
 def weights(optimizer: torch.optim.Optimizer, trained: Container[torch.Tensor]) -> dict[_Place, torch.Tensor]:
-    """Return the tensors to average, each once; of a sharded one, what lies on this rank. Parameters that were trained
-    and are frozen now are included, so that all ranks average the same tensors even if they freeze at different times.
+    """Return the tensors to average, each once; of a sharded tensor, this rank's part. Parameters that were trained and
+    are frozen now are included, so that all ranks average the same tensors even if they freeze at different times.
     trained: the parameters that have been trained at any time."""
     return {
         (p.data_ptr(), p.numel()): p
@@ -214,8 +214,7 @@ def describe(exchanges: int, in_vain: int, ages: Counter[int]) -> str:
 
 
 def _median(ages: Counter[int]) -> int:
-    """Return the median of the ages, of two in the middle the greater one, without listing as many ages as there were
-    exchanges."""
+    """Return the median of the ages (of two in the middle, the greater one), without listing one age per exchange."""
     left = ages.total() // 2
     for age in sorted(ages):
         left -= ages[age]

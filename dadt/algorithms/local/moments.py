@@ -1,8 +1,9 @@
-"""Adam's moments where ranks take steps of their own: v is the same on all ranks, and momentum is read from progress.
+"""Adam's moments in `local`: all ranks have the same v, and the momentum follows from the progress of a round.
 
-Each rank would divide by its own gradients' v, which is larger and noisier than that of their mean, and drift off by
-its own momentum. So v is shared (`Momentum.share`), and after a round of progress p(i) from the anchor a, momentum
-becomes what would have led to the ranks' mean progress P, which comes D steps later. Nothing is sent for that:
+Left alone, each rank would divide by the v of its own gradients, which is larger and noisier than that of their mean,
+and drift off by its own momentum. So v is shared (`Momentum.share`), and after a round of progress p(i) from the anchor
+a, momentum becomes what would have led to the ranks' mean progress P, which arrives D steps later. Nothing is sent for
+that:
 
     at the end of a round:   m(i) = -k (p(i) + decay a sum(lr))
     D steps later:           m(i) = m(i) - beta1^D k (P - p(i))
@@ -27,21 +28,22 @@ from dadt.train.momentum import REFRESH
 
 
 class RoundMoments:
-    """The moments of one optimizer whose ranks take steps of their own. Changes none where v is not shared."""
+    """Updates the moments of one optimizer whose ranks train alone. Does nothing for parameters whose v is not
+    shared."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self._steps = 0
-        """Steps that this rank has taken alone."""
+        """Number of steps that this rank has taken alone."""
         self._shared = 0
-        """The number of these steps when v was last shared."""
+        """Value of `_steps` when v was last shared."""
         self._rates: list[float] = []
-        """Sum of these steps' learning rates, for each param_group."""
+        """For each param_group, the sum of the learning rates of these steps."""
         self._begun: dict[str, list[float]] = {}
-        """The same where each fragment's round began, by the fragment's name."""
+        """Value of `_rates` when the current round of each fragment began, by the fragment's name."""
         self._sent: dict[str, tuple[int, list[float]]] = {}
-        """Steps at the end of the round whose progress is under way, and its sums of learning rates, by the fragment's
-        name."""
+        """For each fragment whose progress is under way, by name: the value of `_steps` at the end of that round, and
+        the round's sums of learning rates."""
 
     def begin(self, fragment: Fragment) -> None:
         """Called when a round of the fragment begins."""
@@ -50,7 +52,8 @@ class RoundMoments:
     def stepped(self) -> None:
         """Called after each step that this rank takes alone."""
         self._steps += 1
-        if self._attachment.stepping and is_adam(self._attachment.optimizer):  # else the script has skipped it
+        # otherwise the script has skipped the step
+        if self._attachment.stepping and is_adam(self._attachment.optimizer):
             rates = [rate for *_, rate in moments_of(self._attachment.optimizer)]
             self._rates = [sum(each) for each in zip_longest(self._rates, rates, fillvalue=0.0)]
 
@@ -70,7 +73,8 @@ class RoundMoments:
         return [now - before for now, before in zip_longest(self._rates, begun, fillvalue=0.0)]
 
     def restart(self, fragment: Fragment) -> None:
-        """Called at the end of a round, before its progress is sent."""
+        """Called at the end of a round: replace the momentum by the one that follows from the round's progress, before
+        the progress is sent."""
         rates = self._since(fragment.name)
         self._sent[fragment.name] = self._steps, rates
         self.begin(fragment)
@@ -79,7 +83,8 @@ class RoundMoments:
             m.copy_(progress.add_(row.anchor, alpha=decay).mul_(scale).neg_())
 
     def tell(self, fragment: Fragment) -> None:
-        """Called when the mean progress has come, before it is merged."""
+        """Called when the mean progress has arrived, before it is merged: correct the momentum by the difference to
+        it."""
         ended, rates = self._sent.pop(fragment.name, (0, []))
         found = {id(row.parameter): (own, mean) for row, own, mean in fragment.progress()}
         rows = [row for key, row in fragment.rows.items() if key in found]
@@ -116,6 +121,6 @@ class RoundMoments:
             state = optimizer.state[row.parameter]
             steps = float(state["step"])
             root = (wide(state["exp_avg_sq"]) / (1 - moment.beta2**steps)).sqrt_().add_(float(group["eps"]))
-            # What is not added to gradients is taken off the weights directly.
+            # Weight decay that is not added to gradients is subtracted from the weights directly.
             decay = (float(group["weight_decay"]) - moment.decay) * rate
             yield row, state["exp_avg"], root.mul_((1 - moment.old**steps) / rate), decay, moment.old

@@ -38,7 +38,7 @@ class Told(NamedTuple):
     overlap: int
     """Steps that the exchange before this one took on this rank."""
     every: int
-    """Steps that this rank would give to the round that now begins."""
+    """Number of steps that this rank proposes for the round that now begins."""
 
 
 class Outer:
@@ -67,7 +67,7 @@ class OuterRow(NamedTuple):
 
     parameter: torch.Tensor
     part: torch.Tensor
-    """What of the parameter lies on this rank."""
+    """The part of the parameter that this rank stores: all of it, unless the script shards the parameter."""
     anchor: torch.Tensor
     velocity: torch.Tensor | None
 
@@ -105,7 +105,8 @@ class Fragment(BucketExchange):
         self.since = 0
         """Steps since the last exchange began."""
         self.every = self.next_every = 1
-        """Steps of the round under way, equal on all ranks; and steps that this rank would give to the next one."""
+        """Number of steps of the current round, equal on all ranks; and the number that this rank proposes for the next
+        one."""
         self.overlap = self.took = 0
         """Steps that the next exchange may run in the background, equal on all ranks; and steps that the last exchange
         took on this rank."""

@@ -1,4 +1,5 @@
-"""How many steps a round of `local` takes, and during how many of the next its exchange may run in the background."""
+"""How many steps a round of `local` takes, and during how many steps of the next round its exchange may run in the
+background."""
 
 from __future__ import annotations
 
@@ -9,19 +10,22 @@ from dadt.config.check import round_steps
 from dadt.train.attachment import Attachment
 
 WAITED = 0.02
-"""Share of the time of training for which ranks rather wait for a mean than train on without it."""
+"""If waiting for an exchange takes less than this share of the training time, ranks wait for it instead of training on
+without its result."""
 
 
 class Pace:
-    """Decides for one optimizer. With `--sync-every auto` a round has no more steps than hide its exchange."""
+    """Chooses the lengths of one optimizer's rounds and exchanges. With `--sync-every auto` a round has only as many
+    steps as are needed to hide its exchange."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         config = attachment.ranks.config
         self.every = round_steps(config.sync_every)
-        """Steps of a round, if these are not measured."""
+        """Number of steps of a round, unless it is measured."""
         self._fixed = None if config.overlap_steps == "auto" else int(config.overlap_steps)
-        """Steps for which each exchange may run in the background; None for as many as the one before has taken."""
+        """Number of steps for which each exchange may run in the background; None: as many as the previous exchange
+        took."""
 
     @property
     def measured(self) -> bool:
@@ -57,7 +61,8 @@ class Pace:
 
 
 def steps_of(exchange: float, step: float) -> int:
-    """Return the smallest number of steps of which half hide an exchange. exchange, step: their seconds."""
+    """Return the smallest number of steps of a round such that half of the round hides an exchange. exchange, step:
+    their seconds."""
     return max(1, 2 * math.ceil(exchange / step) - 1)
 
 
