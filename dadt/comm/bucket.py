@@ -49,7 +49,7 @@ class Bucket:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], direct: bool = False, turns: int = 2) -> None:
-        """tensors: of a sharded one, what lies on this rank travels. direct: whether the executor moves the tensors'
+        """tensors: of a sharded tensor, only this rank's part is sent. direct: whether the executor moves the tensors'
         device memory itself, so that the flat buffers are allocated on the device. turns: number of flat buffers."""
         self.tensors = list(tensors)
         first = self.tensors[0]
@@ -60,7 +60,7 @@ class Bucket:
         self.turns = turns
         self.dtype = first.dtype
         self.parts = [local(t) for t in self.tensors]
-        """What of each tensor lies on this rank, and travels."""
+        """The part of each tensor that this rank stores and sends."""
         self.strides = [_dense_strides(t) for t in self.parts]
         parts = 2 if first.dtype.is_complex else 1
         self.layout = _core.Layout(DTYPES[first.dtype], [t.numel() * parts for t in self.parts])

@@ -1,4 +1,4 @@
-"""Counts what a rank's TCP connections with other hosts carry."""
+"""Counts the bytes that a rank's TCP connections with other hosts carry."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dadt._core import LinkCounts
 TELL_SECONDS = 1.0
 """Least seconds between two reports of links."""
 MOST_TOLD = 8
-"""Most links in a report: those that have carried most since they were last reported."""
+"""Largest number of links in a report, which has those that carried most since they were last reported."""
 MOST_AT_END = 256
-"""Most links in a rank's last report."""
+"""Largest number of links in a rank's last report."""
 
 
 class LinkTotals(NamedTuple):
-    """What connections with ranks of one other host have carried so far."""
+    """Totals of all connections with the ranks of one other host so far."""
 
     sent: int = 0
-    """Bytes of this rank that have arrived there."""
+    """Bytes that this rank has sent and the other host has received."""
     received: int = 0
     resent: int = 0
     """Bytes that were sent again."""
     busy: float = 0.0
     """Seconds in which bytes were under way and the other host had room for more."""
     round_trip: float = 0.0
-    """Seconds, at the last reading."""
+    """Seconds of a round trip, at the last reading."""
     queued: int = 0
     """Bytes that waited in the kernel to be sent, at the last reading."""
     at: float = 0.0
@@ -37,31 +37,32 @@ class LinkTotals(NamedTuple):
         return self.sent + self.received
 
     def beside(self, other: LinkTotals) -> LinkTotals:
-        """Return the totals of both, which are used at the same time: their busy seconds may overlap."""
+        """Return the sum of two totals of connections that are used at the same time, so that their busy seconds may
+        overlap."""
         most = max(self, other, key=lambda totals: totals.sent)
         sums = (self.sent + other.sent, self.received + other.received, self.resent + other.resent)
         queued, at = self.queued + other.queued, max(self.at, other.at)
         return LinkTotals(*sums, max(self.busy, other.busy), most.round_trip, queued, at)
 
     def after(self, before: LinkTotals) -> LinkTotals:
-        """Return the totals of both, of which this one has taken the place of the other."""
+        """Return the sum of these totals and those of earlier connections, which these connections have replaced."""
         sums = (self.sent + before.sent, self.received + before.received, self.resent + before.resent)
         return LinkTotals(*sums, self.busy + before.busy, self.round_trip, self.queued, max(self.at, before.at))
 
 
 class Counting(Protocol):
-    """What counts its connections, by place of the other rank."""
+    """Interface of an object that counts the bytes of its connections, by the other rank's index."""
 
     def counts(self) -> list[LinkCounts]: ...
 
 
 Links = Callable[[], Mapping[int, LinkTotals]]
-"""Function that returns the totals for each other host, by a rank that stands for the host."""
+"""Function that returns the totals for each other host, by one rank of that host."""
 
 
 def by_host(counting: Sequence[Counting], stands: Sequence[int | None]) -> Links:
-    """Return the Links of these connections. stands: for each place the rank that stands for its host; None for places
-    on this host."""
+    """Return a function for the totals of these connections. stands: for each rank of the group, the rank under which
+    its host is listed; None for ranks on this host."""
 
     def read() -> Mapping[int, LinkTotals]:
         counts = [zip(stands, each.counts(), strict=True) for each in counting]
@@ -71,7 +72,7 @@ def by_host(counting: Sequence[Counting], stands: Sequence[int | None]) -> Links
 
 
 def together(links: Iterable[tuple[int, LinkTotals]]) -> dict[int, LinkTotals]:
-    """Sum links that are used at the same time, by the ranks that stand for their hosts."""
+    """Add up the totals of links that are used at the same time. links: pairs of totals and the rank of their host."""
     sums: dict[int, LinkTotals] = {}
     for rank, totals in links:
         sums[rank] = sums[rank].beside(totals) if rank in sums else totals
@@ -79,7 +80,8 @@ def together(links: Iterable[tuple[int, LinkTotals]]) -> dict[int, LinkTotals]:
 
 
 def renumbered(read: Links, ranks: Sequence[int]) -> Links:
-    """Return Links by the numbers that ranks have in the whole job, in place of their places in `ranks`."""
+    """Return the same function with hosts listed by ranks' numbers in the whole job. ranks: these numbers, by index in
+    the group."""
     return lambda: {ranks[place]: totals for place, totals in read().items()}
 
 
@@ -89,7 +91,7 @@ def _after(now: Mapping[int, LinkTotals], before: Mapping[int, LinkTotals]) -> d
 
 
 def _told(totals: LinkTotals) -> dict[str, Any]:
-    """Return what the launcher is told of a link; the time would be that of another host's clock."""
+    """Return the totals to report to the launcher, without the time, which is that of another host's clock."""
     return {name: value for name, value in totals._asdict().items() if name != "at"}
 
 
@@ -98,36 +100,36 @@ def _totals(counts: LinkCounts) -> LinkTotals:
 
 
 class LinkRecord:
-    """What one rank's links with other hosts have carried since the job began, over all connections so far."""
+    """Totals of one rank's links with other hosts since the job began, over all connections so far."""
 
     def __init__(self) -> None:
         self._told: dict[int, LinkTotals] = {}
         self._due = float("-inf")
         self._counted: tuple[Mapping[int, LinkTotals], Mapping[object, Links]] = {}, {}
-        """Totals of connections that have ended, and what reads those of each open one; replaced at once, as another
-        thread may read."""
+        """Totals of connections that have ended, and the functions that return those of open ones. Both are replaced at
+        once, as another thread may read them."""
 
     def begin(self, name: object, read: Links) -> None:
-        """Count what a connection carries, in place of an earlier one of this name."""
+        """Count the bytes of a connection, which takes the place of an earlier one of the same name."""
         self.end(name)
         ended, open = self._counted
         self._counted = ended, {**open, name: read}
 
     def end(self, name: object) -> None:
-        """Let go of a connection that has been closed; what it has carried stays counted."""
+        """Forget a closed connection; its totals stay counted."""
         ended, open = self._counted
         if name in open:
             others = {each: read for each, read in open.items() if each != name}
             self._counted = _after(open[name](), ended), others
 
     def totals(self) -> Mapping[int, LinkTotals]:
-        """Return the totals for each other host, by a rank that stands for the host."""
+        """Return the totals for each other host, by one rank of that host."""
         ended, open = self._counted
         return _after(together(link for read in open.values() for link in read().items()), ended)
 
     def news(self, now: float, last: bool = False) -> list[dict[str, Any]]:
-        """Return what the launcher is to be told; empty if it was told less than a second ago, so that the amount is
-        bounded. now: seconds of a monotonic clock. last: whether this is the rank's last report."""
+        """Return the links to report to the launcher; none if the last report is less than TELL_SECONDS old, which
+        bounds the amount. now: seconds of a monotonic clock. last: whether this is the rank's last report."""
         if now < self._due and not last:
             return []
         self._due = now + TELL_SECONDS

@@ -1,5 +1,5 @@
-"""What of a tensor lies on this rank: of one that the script shards over several ranks (torch's DTensor) a part, of any
-other one all of it."""
+"""Finds the part of a tensor that this rank stores: a shard if the script shards the tensor over several ranks (torch's
+DTensor), otherwise all of it."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import torch
 
 _gradient = attrgetter("grad")
 PART = "_local_tensor"
-"""Attribute of a sharded tensor: what of it lies on this rank."""
+"""Name of the attribute in which a sharded tensor stores this rank's part."""
 
 
 def is_sharded(tensor: torch.Tensor | None) -> bool:
-    # Not by its class, whose module is slow to import.
+    # The class is not tested, since its module is slow to import.
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part that lies on this rank, in the memory of the tensor itself: the same object at each call, which
-    `to_local` of a parameter does not return."""
+    """Return this rank's part, in the memory of the tensor itself: the same object at each call, which `to_local` of a
+    parameter does not return."""
     return cast(torch.Tensor, getattr(tensor, PART, tensor))
 
 
 def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the part of the parameter's gradient that lies on this rank; None without a gradient."""
+    """Return this rank's part of the parameter's gradient; None without a gradient."""
     return None if parameter.grad is None else local(parameter.grad)
 
 
 def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return `gradient` of each parameter."""
+    """Return this rank's part of each parameter's gradient; None for a parameter without one."""
     every = list(map(_gradient, parameters))
-    # Without a call for each, as this runs several times in a step.
+    # All gradients are tested without a Python call for each, as this runs several times in a step.
     sharded = any(map(hasattr, every, repeat("to_local")))
     return [None if g is None else local(g) for g in every] if sharded else every
 
 
 def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is sharded as the parameter is. part: what of it lies on this rank, whose memory it uses."""
+    """Return a tensor that is sharded like the parameter. part: this rank's part, whose memory the result uses."""
     if not is_sharded(parameter):
         return part
     sharded = cast(Any, parameter)
@@ -50,7 +50,7 @@ def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def place(tensor: torch.Tensor) -> str:
-    """Return which part of the tensor lies on this rank, as text that equal parts have in common."""
+    """Return a text about the part of the tensor that this rank stores; equal on ranks with equal parts."""
     if not is_sharded(tensor):
         return ""
     sharded = cast(Any, tensor)
@@ -58,8 +58,9 @@ def place(tensor: torch.Tensor) -> str:
 
 
 def gather_anew(modules: Iterable[Any]) -> None:
-    """Let FSDP gather the weights of these modules again when it next needs them, as those on this rank change. It
-    keeps some from a forward that no backward follows. All ranks of an island have to call this alike."""
+    """Make FSDP gather the weights of these modules again when it next needs them, since this rank's parts are about to
+    change. FSDP keeps gathered weights after a forward that no backward follows. All ranks of an island must make the
+    same calls."""
     for module in modules:
         names = {base.__name__ for base in type(module).__mro__}
         if "FSDPModule" in names:

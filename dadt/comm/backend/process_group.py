@@ -226,7 +226,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> BackendWork:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # as NCCL's does, also for what the stream has yet to do
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # like NCCL's barrier, wait for queued work too
             torch.cuda.current_stream().synchronize()
         return self._run([], opts, [operation.barrier(self._size)])
 

@@ -54,7 +54,7 @@ class GroupRendezvous:
         """Do nothing: a process group reports no waits to a launcher."""
 
     def say(self, text: str) -> None:
-        """Do nothing, for the same reason."""
+        """Do nothing: a process group has no launcher that could tell the user."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Publish this rank's `blob` and return every rank's, ordered by rank. Each key may be used once. Raises

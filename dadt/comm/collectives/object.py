@@ -66,7 +66,7 @@ def _dumped(value: Any) -> tuple[bytes, Exception | None]:
 
     try:
         return cloudpickle.dumps(value), None
-    except Exception as error:  # noqa: BLE001 (whatever a class of the user's raises)
+    except Exception as error:  # noqa: BLE001 (a user's class may raise anything)
         return b"", error
 
 

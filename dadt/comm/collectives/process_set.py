@@ -140,7 +140,7 @@ class ProcessSet:
 
     @property
     def links(self) -> Links:
-        """Returns what the set's connection carries, by ranks of the whole job."""
+        """Function that returns the totals of the set's connection, by the ranks' numbers in the whole job."""
         return renumbered(self.named.connection.links, self.ranks)
 
     def number_of(self, rank: int, what: str) -> int:

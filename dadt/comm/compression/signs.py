@@ -25,7 +25,7 @@ class Signs:
         self._low, self._cut, self._high, self._most = low, cut, high, most
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        # The sum of halves of halves has a fixed order, so that CPU and GPU get the same bits.
+        # Halves are added pairwise, in a fixed order, so that CPU and GPU get the same bits.
         sums = values.abs() * (1 / BLOCK)
         while sums.shape[1] > 1:
             half = sums.shape[1] // 2

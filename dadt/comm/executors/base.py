@@ -81,10 +81,10 @@ class Compressing(Protocol):
 
 @runtime_checkable
 class Measured(Protocol):
-    """An executor that knows what its connections with other hosts carry."""
+    """An executor that counts the bytes of its connections with other hosts."""
 
     def links(self) -> Mapping[int, LinkTotals]:
-        """Return the totals for each other host, by a rank that stands for the host."""
+        """Return the totals for each other host, by one rank of that host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Connection:
     """Device that averages tensors in its own memory; None if tensors travel through host memory."""
 
     links: Links = dict
-    """Returns what the connections with other hosts have carried; nothing where that is not known."""
+    """Function that returns the totals of the connections with other hosts; an empty mapping if nothing counts them."""
 
     told: bool = True
     """Whether ranks that call different operations get an error that says so; some libraries end the process instead.
@@ -135,8 +135,8 @@ class Connection:
 
 
 def renumbered(text: str, ranks: Sequence[int]) -> str:
-    """Return the text of an error of a group, in which the places of ranks are replaced by their numbers in the world,
-    `ranks`."""
+    """Return a group's error text, with each rank's index in the group replaced by its number in the world. ranks:
+    these numbers, by index."""
     return re.sub(r"\brank (\d+)\b", lambda found: f"rank {ranks[int(found[1])]}", text)
 
 

@@ -37,7 +37,7 @@ class Meet(Protocol):
         library."""
 
     def say(self, text: str) -> None:
-        """Have the user told this, if somebody can."""
+        """Show this text to the user, if the ranks have a launcher or store that can do so."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Publish this rank's `blob` and return every rank's, ordered by rank. Raises StartTimeout."""
@@ -130,13 +130,13 @@ class AllRanks:
 
 @dataclass(frozen=True, slots=True)
 class Equals:
-    """A rendezvous (Meet) of some of the ranks of another one: those with the same place in their islands."""
+    """A rendezvous (Meet) among some ranks of a larger one, such as those with the same place in their islands."""
 
     meet: Meet
     ranks: Sequence[int]
-    """Their numbers in the whole job, in the order of this rendezvous."""
+    """Numbers of these ranks in the whole job, in the order of this rendezvous."""
     place: int
-    """This rank's place among them."""
+    """Index of this rank in `ranks`."""
 
     @property
     def secret(self) -> bytes:

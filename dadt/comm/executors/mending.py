@@ -1,4 +1,4 @@
-"""Replaces TCP connections between two ranks that break while both live."""
+"""Replaces TCP connections between two ranks that break while both ranks are alive."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dadt.control.connection import Listener, Reach, Refused, SealedConnection, 
 from dadt.control.priority import set_urgent
 
 MENDED = "mended"
-"""The use of a connection that takes the place of another one."""
+"""Value of `use` in the greeting of a connection that replaces a broken one."""
 BROKEN = "broken"
-"""The use of one by which a rank asks to be dialled again."""
+"""Value of `use` in the greeting by which a rank asks another one to dial it again."""
 USES = (MENDED, BROKEN)
 _NOTICES = 0
-"""The number of the connection for notices; those for data follow."""
+"""Number of the connection for notices; the connections for data have the numbers after it."""
 _PAUSE = 0.1
 """Seconds between two tries, as no event tells when the other rank can be reached again."""
 
@@ -34,7 +34,7 @@ def _forget() -> None:
         each.forget()
 
 
-# A child that holds a listening socket would make a dead rank look as if it lived.
+# A forked child that keeps a listening socket open would make a dead rank look alive.
 os.register_at_fork(after_in_child=_forget)
 
 
@@ -44,7 +44,7 @@ def _is_count(value: object) -> bool:
 
 @dataclass(slots=True)
 class _Coming:
-    """What has come of another rank's attempt to replace the connections."""
+    """The connections that have arrived so far in another rank's attempt to replace the broken ones."""
 
     received: int
     deadline: float
@@ -53,14 +53,15 @@ class _Coming:
 
 
 class Mender:
-    """Replaces the broken connections of an executor, until that is closed or aborted: all of those between two ranks
-    together, by the one of the higher place, as at the start. Each side tells how much it has received before."""
+    """Replaces an executor's broken connections until the executor is closed or aborted. All connections between two
+    ranks are replaced together; the rank with the higher index in the group dials, as at the start. Each side reports
+    how many bytes it has received, so that the other one continues from there."""
 
     def __init__(
         self, own: int, name: str, ranks: Sequence[int], reaches: Sequence[Reach], listener: Listener, seconds: float
     ) -> None:
-        """own: this rank's place in `ranks`. name: of the group. reaches: where each listens. seconds: how long to try
-        before a rank counts as gone."""
+        """own: this rank's index in `ranks`. name: the group's name. reaches: where each rank listens. seconds: how
+        long to try before a rank counts as gone."""
         self._own, self._name, self._ranks, self._reaches = own, name, ranks, reaches
         self._listener, self._seconds = listener, seconds
         _listeners.add(listener)
@@ -69,15 +70,16 @@ class Mender:
         self._silence, self._rate = 0.0, 0.0
         self._lock = threading.Lock()
         self._mending: set[int] = set()
-        """Places for which a thread is at work."""
+        """Indices of the ranks whose connections a thread is replacing."""
         self._attempts = [0] * len(ranks)
-        """The latest attempt to dial, by place: this rank's, or the other's where that dials."""
+        """Number of the latest attempt to connect with each rank, counted by whichever of the two ranks dials."""
         self._coming: dict[int, _Coming] = {}
-        """What has come of the latest attempt of another rank, by place, until it is complete."""
+        """Connections that have arrived in each rank's latest attempt, by the rank's index, until all have arrived."""
         self._ended = threading.Event()
 
     def start(self, executor: _core.TcpExecutor, counts: Sequence[int], silence: float, rate: float) -> None:
-        """counts: connections for data, by place. silence: see `connection.guard`. rate: see `pacing.pace`; 0: none."""
+        """counts: number of data connections with each rank. silence: seconds for `connection.guard`. rate: limit for
+        `pacing.pace`; 0: no limit."""
         self._executor, self._counts, self._silence, self._rate = executor, counts, silence, rate
         threading.Thread(target=self._run, args=(executor,), name="dadt-tcp-mend", daemon=True).start()
 
@@ -115,7 +117,7 @@ class Mender:
                 if error.nobody_listens and executor.has_left(place):  # its process has ended
                     deadline = 0.0
             except Refused:
-                pass  # it has ended, or awaits another attempt
+                pass  # the other rank has ended, or expects another attempt
             if monotonic() >= deadline:
                 executor.give_up(place)
             else:
@@ -138,7 +140,7 @@ class Mender:
             return self._attach(executor, place, sockets, answer["received"])
 
     def _ask(self, executor: _core.TcpExecutor, place: int) -> bool:
-        """Have a rank that does not know of the break dial this one."""
+        """Ask a rank that has not noticed the break to dial this rank."""
         with self._lock:
             coming = self._coming.get(place)
             hello = self._hello(BROKEN, place)
@@ -162,7 +164,7 @@ class Mender:
                 pacing.pace(each, self._rate)
         notices, *data = [each.fileno() for each in sockets]
         attached = executor.attach(place, data, notices, received)
-        if not attached and executor.is_detached(place):  # what the other rank lacks is not known any more
+        if not attached and executor.is_detached(place):  # this rank no longer has the bytes that the other rank lacks
             executor.give_up(place)
         return attached
 

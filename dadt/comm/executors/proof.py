@@ -110,7 +110,7 @@ class Proof:
         """Exchange the proofs with all peers, then set `ended`. Exceptions are stored in `error`, not raised."""
         try:
             self._run()
-        except Exception as error:  # noqa: BLE001 (whatever the library raises; told by who waits)
+        except Exception as error:  # noqa: BLE001 (a library may raise anything; `prove` reports it)
             self.error = error
         self.ended.set()
 

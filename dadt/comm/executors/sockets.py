@@ -25,7 +25,7 @@ from dadt.world import World, ranked
 
 KEY_BYTES = 32
 DATA = "data"
-"""The use that may have several connections between two ranks."""
+"""Use of the connections that carry data, of which two ranks may have several."""
 NOTICES = "notices"
 MENDED_USES = (DATA, NOTICES)
 """Uses whose connections are replaced when they break."""
@@ -38,9 +38,9 @@ class Connected:
     """The connections of one rank with the others of a group."""
 
     sockets: Mapping[str, list[list[socket.socket]]]
-    """For each use, by place in the group; none at this rank's own."""
+    """The connections of each use, by the other rank's index in the group; an empty list at this rank's own index."""
     mender: Mender | None
-    """Replaces those that break, once it is started; None if the rank is alone."""
+    """Replaces broken connections, once it is started; None if the group has one rank only."""
 
     def close(self) -> None:
         if self.mender is not None:
@@ -60,13 +60,14 @@ def connect(
 ) -> Connected:
     """Connect these ranks of the world with each other.
 
-    uses: what the connections are for, one connection each between two ranks, but for DATA, which has as many as the
-    configuration says or the link needs. name: prefix of the group's keys in the rendezvous. Raises StartTimeout,
-    naming the ranks that are not reached in time.
+    uses: purposes of the connections; two ranks get one connection for each, but for DATA as many as the configuration
+    says or the link needs. name: prefix of the group's keys in the rendezvous. Raises StartTimeout, naming the ranks
+    that are not reached in time.
     """
     if len(ranks) == 1:
         return Connected({use: [[]] for use in uses}, None)
-    # A rank sends to all others at once, and its link is one.
+    # A rank sends to all others at the same time over one network link, so each connection gets an equal part of its
+    # rate.
     with paced(pace_of(config.link) / (len(ranks) - 1)), _Entry(uses, name, meet, world, ranks, config) as entry:
         found = entry.connect(monotonic() + config.start_timeout)
     by_place = {use: [_in_order(found.get((use, place), {})) for place in range(len(ranks))] for use in uses}
@@ -78,7 +79,8 @@ def _in_order(found: Mapping[int, socket.socket]) -> list[socket.socket]:
 
 
 class _Entry:
-    """One rank's listening socket. As the ranks connect, each dials those before it and is dialled by the rest."""
+    """One rank's part in connecting a group: dials the ranks before it, and accepts the connections of those after
+    it."""
 
     def __init__(
         self, uses: Sequence[str], name: str, meet: Meet, world: World, ranks: Sequence[int], config: Config
@@ -91,13 +93,13 @@ class _Entry:
         self.mender: Mender | None = None
         self._streams, self._verbose = config.streams, config.verbose
         self._found: dict[tuple[str, int], dict[int, socket.socket]] = {}
-        """The connections so far, by use and place, and then by number."""
+        """The connections so far: by use and the other rank's index, and then by the connection's number."""
         self._counts: dict[tuple[str, int], int] = {}
-        """How many connections there will be, by use and place."""
+        """Number of connections to expect, by use and the other rank's index."""
         self._errors: list[StartTimeout] = []
         self._news = threading.Condition()
         self._address = world.address or "127.0.0.1"
-        # Without a secret of the job, whoever sees what the ranks tell each other at the start may connect.
+        # If the job has no secret, anyone who sees what ranks exchange at the start may connect.
         self._key = meet.secret or secrets.token_bytes(KEY_BYTES)
         self._listener = Listener(self._key, self._silence, self._greet, self._take, address=self._address)
 
@@ -169,7 +171,7 @@ class _Entry:
             return _in_order(found)
 
         def wanted(known: socket.socket) -> int:
-            """How many connections for data there are to be."""
+            """Return the number of connections to make for data."""
             seconds = streams.round_trip(known)
             if self._streams or not streams.is_far(seconds):
                 return self._streams or 1
@@ -226,8 +228,8 @@ class _Entry:
 
 
 def _at_once(calls: Sequence[Callable[[], None]]) -> None:
-    """Make the calls in a thread each, and wait for them."""
-    # no pool, as pools refuse work once the interpreter ends, which is when ranks may still connect anew
+    """Run each call in a thread of its own, and wait for all of them."""
+    # Not a thread pool: pools refuse work while the interpreter exits, when ranks may still have to reconnect.
     threads = [threading.Thread(target=call, name="dadt-dial", daemon=True) for call in calls]
     for each in threads:
         each.start()

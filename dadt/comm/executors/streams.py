@@ -1,6 +1,6 @@
-"""How many TCP connections two ranks have for data: one for every 128 KiB that the link between them holds, which is
-its bandwidth times its round trip. Each connection that loses a packet halves what it has under way, and takes many
-round trips to come back; so on a long link one alone cannot fill it."""
+"""Decides how many TCP connections two ranks use for data: one for every 128 KiB of the link's bandwidth-delay product.
+A connection that loses a packet halves its window and needs many round trips to recover, so a single one cannot fill a
+long link."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from math import ceil
 from time import monotonic, sleep
 
 MOST = 16
-"""Most connections that are chosen."""
+"""Largest number of data connections between two ranks."""
 PROBES = 4
-"""Connections that measure a link."""
+"""Number of connections with which a link is measured."""
 _BYTES = 128 << 10
 _NEAR = 2e-3
-"""Seconds of a round trip up to which one connection fills any link."""
+"""Seconds of a round trip up to which a single connection fills any link."""
 _ROUNDS = 24
-"""Most round trips of a measurement."""
+"""Largest number of round trips that a measurement takes."""
 _CALM = 4
-"""Round trips without a higher rate, after which it ends. A rate is of as many: where a packet is lost, what came after
-it is acknowledged at once, a round trip late."""
+"""A measurement ends after this number of round trips without a higher rate. A rate is an average over as many round
+trips, because after a lost packet all later data is acknowledged at once, a round trip late."""
 _GROWTH = 1.1
 _INFO = struct.Struct("=68xI48xQ20xI")
 """Fields of Linux's struct tcp_info: smoothed round trip in microseconds, bytes acknowledged, shortest round trip."""
@@ -41,13 +41,14 @@ def is_far(seconds: float) -> bool:
 
 
 def count(rate: float, seconds: float) -> int:
-    """Return how many connections suit a link. rate: bytes per second. seconds: of a round trip."""
+    """Return how many connections suit a link. rate: bytes per second. seconds: duration of a round trip."""
     return max(1, min(MOST, ceil(rate * seconds / _BYTES)))
 
 
 def measure(connections: Sequence[socket.socket], seconds: float) -> float:
-    """Send over the connections until their rate grows no more. Returns the highest one, in bytes per second. The other
-    side reads what comes (`drain`), and the connections are good for nothing else. seconds: of a round trip."""
+    """Send on the connections until their total rate stops growing. Returns the highest rate, in bytes per second. The
+    other side has to call `drain`, and the connections cannot be used for anything else. seconds: duration of a round
+    trip."""
     data = bytes(1 << 18)
     for each in connections:
         each.setblocking(False)
@@ -57,7 +58,7 @@ def measure(connections: Sequence[socket.socket], seconds: float) -> float:
         end = seen[-1][1] + seconds
         while monotonic() < end:
             for each in connections:
-                with suppress(OSError):  # it is full, or the other side has gone
+                with suppress(OSError):  # its buffer is full, or the other side has closed it
                     each.send(data)
             sleep(seconds / 16)
         seen.append((_acknowledged(connections), monotonic()))
@@ -71,8 +72,8 @@ def measure(connections: Sequence[socket.socket], seconds: float) -> float:
 
 
 def drain(connection: socket.socket, silence: float) -> None:
-    """Read what `measure` sends on the other side, until that closes the connection. silence: seconds after which a
-    silent connection is given up."""
+    """Read what the other side sends by `measure`, until it closes the connection. silence: seconds without data after
+    which this side gives up."""
     connection.settimeout(silence)
     memory = bytearray(1 << 18)
     with connection, suppress(OSError):
@@ -81,7 +82,7 @@ def drain(connection: socket.socket, silence: float) -> None:
 
 
 def drop(connection: socket.socket) -> None:
-    """Close a connection without sending what waits in it."""
+    """Close a connection at once, discarding data that was not sent yet."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 

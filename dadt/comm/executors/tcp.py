@@ -21,7 +21,8 @@ from dadt.errors import CommError
 from dadt.world import World
 
 USES = (sockets.NOTICES, "mail", sockets.DATA)
-"""Data comes last, since what is known of the link by then says over how many connections."""
+"""Uses of the connections, in the order in which they are made. Data comes last, as the earlier connections show how
+many of them the link needs."""
 CLOSE_SECONDS = 5.0
 
 
@@ -48,8 +49,8 @@ def _connect(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> 
 
 
 def _stands(sockets: Sequence[Sequence[socket.socket]], ranks: Sequence[int]) -> list[int | None]:
-    """Return for each place the first rank on the same host; None for those on this host. sockets: connections by
-    place, none at this rank's own."""
+    """Return, for each rank of the group, the first rank on its host; None for ranks on this host. sockets: connections
+    by the rank's index in the group, none at this rank's own index."""
     here = {each.getsockname()[0] for those in sockets for each in those}
     addresses = [those[0].getpeername()[0] if those else None for those in sockets]
     first = dict(zip(reversed(addresses), reversed(ranks), strict=True))

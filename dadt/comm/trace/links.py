@@ -1,4 +1,4 @@
-"""Shows in the timeline what a rank's links with other hosts carry, as counters."""
+"""Shows the traffic of a rank's links with other hosts in the timeline, as counters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from time import perf_counter
 from dadt.comm.link_totals import LinkTotals
 
 LEAST_SECONDS = 0.2
-"""Least seconds between two readings for a rate that means something: acknowledgments come in bursts."""
+"""Least seconds between the two readings from which a rate is computed, as acknowledgments arrive in bursts."""
 REST_SECONDS = 0.5
-"""A link that was not read for so long carries nothing: those in use are read at least as often."""
+"""Seconds without a new reading after which a link counts as idle; links in use are read more often."""
 MOST_LINKS = 8
-"""Most links that are shown at a time: those that have carried most since they were last looked at."""
+"""Largest number of links shown at a time: those that carried most since the last look."""
 
 
 class LinkCounters:
@@ -28,8 +28,8 @@ class LinkCounters:
         self._begin = perf_counter()
 
     def drain(self) -> bytes:
-        """Return lines of a trace with what the links have carried since they were last looked at; one with zeros where
-        a link has come to rest."""
+        """Return lines of a trace with the rates of the links since the last call; a line with zeros where a link
+        became idle."""
         totals, now = dict(self._totals()), perf_counter()
         read = {peer: each for peer, each in totals.items() if each.at - self._earlier(peer).at >= LEAST_SECONDS}
         moved = {peer: each.moved - self._earlier(peer).moved for peer, each in read.items()}

@@ -92,7 +92,8 @@ class Timeline:
             self._tracks += 1
 
     def count(self, totals: Callable[[], Mapping[int, LinkTotals]]) -> None:
-        """Show what links with other hosts carry, which `totals` returns by a rank on each host."""
+        """Show the traffic with other hosts in the timeline. totals: returns the totals for each host, by one of its
+        ranks."""
         from dadt.comm.trace.links import LinkCounters
 
         self._links = LinkCounters(totals, self.world.rank, self.clock.origin)
