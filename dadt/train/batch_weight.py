@@ -58,7 +58,8 @@ class BatchWeight:
         return sum(fills) / len(fills) if fills else self._last
 
     def fill(self, backward: int) -> float:
-        """Weight of one of the coming step's backwards, by number, if each is of one batch: how full that is."""
+        """Return the weight of one backward of the coming step: how full its batch is, if each backward is of one
+        batch. backward: the backward's number in the step."""
         now = self._backwards()
         batches = [due for each, drawn in self._passes.items() if (due := drawn.due(each, now))]
         return batches[0][backward] if len(batches) == 1 and backward < len(batches[0]) else self.value

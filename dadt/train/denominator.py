@@ -1,5 +1,5 @@
-"""What the loss of a backward is a mean over, as its autograd graph tells: the number of targets that count in a cross
-entropy, with their class weights, or the number by which a script has divided a sum of them."""
+"""Finds the number by which the loss of a backward divides its sum over targets, from its autograd graph: in a cross
+entropy the number of targets, or the sum of their class weights; or the number by which a script has divided a sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from dadt.train.later import Later
 
 _DEEPEST, _MOST_LOOKED_AT = 64, 200
-"""Nodes in a row, and in all, that are looked at."""
+"""Largest depth of the graph, and largest number of its nodes, that are examined."""
 _MEAN, _SUM = 1, 2
 _OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _OF_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
@@ -31,7 +31,7 @@ _SELECTED = frozenset(
         *("IndexBackward0", "MaskedSelectBackward0", "SliceBackward0", "SelectBackward0", "TransposeBackward0"),
     ]
 )
-"""Nodes of which each element is one of the elements below them, times a constant."""
+"""Nodes whose elements are each one of the elements below them, times a constant."""
 _PASSED = frozenset((*_FACTORS, *_SUMS, *_SAME, "MeanBackward0"))
 
 
@@ -42,7 +42,8 @@ class Denominator:
     parts: Sequence[Later]
     """The number, once for each term of the loss. Terms of different numbers have no common denominator."""
     least: Sequence[Later] = ()
-    """What the targets of this loss alone add up to, as far as known where the script has divided by a number."""
+    """Sums of the weights of this loss's own targets, as far as they are known, if the script has divided by a
+    number."""
     is_given: bool = False
     """Whether the script has divided by a number of its own, which may count all targets of several losses."""
 
@@ -60,8 +61,8 @@ class Denominator:
 
 @dataclass(frozen=True, slots=True)
 class _Term:
-    """One term of a loss. over: what it is divided by, None if it is a sum. counts: whether it is a cross entropy.
-    least: what the targets of a sum add up to. is_given: whether the script has divided it by a number."""
+    """One term of a loss. over: number by which it is divided; None for a sum. counts: whether it is a cross entropy.
+    least: sum of the weights of its targets. is_given: whether the script has divided it by a number."""
 
     over: Any
     counts: bool
@@ -70,7 +71,7 @@ class _Term:
 
 
 def of(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Denominator | None:
-    """Return what the losses of a backward are a mean over. None if they are not a mean of one cross entropy (by
+    """Return the denominator of a backward's losses. None if they are not a mean of one cross entropy (by
     `cross_entropy`, `nll_loss` or `binary_cross_entropy_with_logits`, or of logarithms of probabilities that the script
     has chosen), times constants; further terms of the same denominator, such as label smoothing, are allowed."""
     terms: list[_Term] = []
@@ -126,7 +127,7 @@ def _terms(node: Any, depth: int) -> list[_Term] | None:
 
 
 def _quotient(node: Any, of_what: Any, depth: int) -> list[_Term] | None:
-    """Return the terms of a quotient with a constant, which is the denominator where a sum is divided."""
+    """Return the terms of a quotient with a constant. If a sum is divided, the constant is its denominator."""
     over = node._saved_other
     if isinstance(over, torch.Tensor) and over.numel() != 1:
         return None
@@ -159,7 +160,7 @@ def _of_entropy(node: Any, name: str) -> list[_Term] | None:
         return None
     try:
         total = float(node._saved_self.numel()) if name == _OF_LOGITS else node._saved_total_weight
-    except RuntimeError:  # the graph's tensors are gone after its first backward, and this one will raise for it
+    except RuntimeError:  # an earlier backward has freed the graph's tensors, and this one will raise an error for that
         return None
     return [_Term(total, counts=True) if node._saved_reduction == _MEAN else _Term(None, counts=True, least=total)]
 

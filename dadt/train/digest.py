@@ -41,7 +41,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the products, on the tensor's device. values: bytes."""
+    """Return the digest of these bytes, on their device: the sum of all 64-bit integers times the factors of their
+    positions."""
     if len(values) % 8 or values.storage_offset() % 8:
         values = torch.cat([values, values.new_zeros(-len(values) % 8)])
     numbers = values.view(torch.int64)
@@ -55,7 +56,7 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
 
 def _sums_of_rows(numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the sum of the products of each row of `_ROW` integers, the last of which may be shorter."""
-    # The upper half is added to the lower one, as of an integer's highest bit a product keeps only the highest.
+    # The upper half is added to the lower one, since of an integer's highest bit a product keeps only the highest bit.
     mixed = (numbers >> 32).add_(numbers)
     whole = len(mixed) // _ROW * _ROW
     rest = mixed[whole:].mul_(weights[: len(mixed) - whole]).sum(0, keepdim=True)

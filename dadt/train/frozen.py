@@ -18,9 +18,9 @@ from dadt.train.digest import digests
 Digests = Sequence[int | None]
 """A digest for each tensor of some parts, in their order; None for those that are trained, which are always sent."""
 SAID = 1 << 20
-"""Fewest bytes that are spared of which the user is told."""
+"""Least number of bytes not sent for which the user gets a message."""
 _DEEPEST = 2
-"""Most objects within each other in which `quantization` looks for tensors."""
+"""Depth to which `quantization` searches nested objects for tensors."""
 
 
 class Part(NamedTuple):
@@ -49,11 +49,11 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def to_send(ours: Digests, others: Iterable[Digests]) -> list[bool]:
-    """Return for each tensor of the rank that sends whether another rank needs it. All ranks decide alike, from the
-    same digests. ours: those of the rank that sends."""
+    """Return for each tensor whether it has to be sent, because another rank needs it. All ranks compute the same from
+    the same digests. ours: digests of the rank that sends."""
     every = list(others)
     if any(len(each) != len(ours) for each in every):
-        return [True] * len(ours)  # of models that differ, which the broadcast then says
+        return [True] * len(ours)  # the ranks' models differ, which the broadcast reports
     return [mine is None or any(each[i] != mine for each in every) for i, mine in enumerate(ours)]
 
 
@@ -67,7 +67,7 @@ def chosen(parts: Iterable[Part], flags: Sequence[bool]) -> list[Part]:
 
 
 class Spared(NamedTuple):
-    """Bytes that are not trained."""
+    """Number of bytes of tensors that are not trained."""
 
     equal: int
     """Bytes that were equal on all ranks, and so not sent."""

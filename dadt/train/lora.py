@@ -22,7 +22,7 @@ def trains_products(names: Iterable[str]) -> bool:
 
 
 def tell(attachment: Attachment) -> None:
-    """Tell the user that averages of the weights of ranks that train apart are not those of a LoRA's products."""
+    """Warn the user if the optimizer trains a LoRA: averaging its factors does not average their products."""
     names = attachment.optimizers.parameter_names()
     if trains_products(names.get(id(p), "") for p in attachment.parameters):
         size = readable(sum(p.numel() for p in attachment.parameters))

@@ -19,13 +19,13 @@ class Moment(NamedTuple):
     old: float
     new: float
     sign: float
-    """-1 with `maximize`, which turns the gradient around."""
+    """-1 with `maximize`, which inverts the sign of the gradient."""
     decay: float
     """Factor of the weights that the optimizer adds to the gradient."""
     first: str
     """Name of the momentum in the optimizer's state."""
     beta2: float
-    """Factor of v in its update; 0 if the optimizer has none."""
+    """Factor of the second moment v in its update; 0 if the optimizer has none."""
 
 
 def unsuited(optimizer: torch.optim.Optimizer) -> str:

@@ -71,7 +71,7 @@ class Momentum:
         self._on_way: dict[torch.Tensor, torch.Tensor] = {}
         """This rank's part of the momentum that is under way, with late averages."""
         self._sizes: list[dict[torch.Tensor, float]] = []
-        """Sums of v so far, of the newest decisions whether the beginning ends."""
+        """For each of the newest decisions whether the beginning ends: the sum of v of each tensor."""
         self._rates: list[float] = []
         adaptive = any("betas" in group for group in attachment.optimizer.param_groups)
         self._shares = attachment.algorithm.shares and adaptive and not attachment.ranks.alone
@@ -95,7 +95,7 @@ class Momentum:
         return self._active or (self._shares and not self._attachment.has_closure)
 
     def shares(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter's v is the same on all ranks, though each takes steps of its own."""
+        """Whether all ranks have the same v for this parameter, although each takes steps of its own."""
         return self._shares and self._watches and parameter in self._factors
 
     @property
@@ -155,7 +155,8 @@ class Momentum:
         self, gradients: list[torch.Tensor], parameters: Sequence[torch.Tensor], moment: Moment, scale: Any
     ) -> list[torch.Tensor]:
         """Return the gradients as the optimizer adds them to its momentum: without loss scale, clipped, with decay."""
-        if scale is not None:  # a GradScaler meets infinities, after which the rank's own v would be infinite for good
+        # with a GradScaler, infinities occur, which would make this rank's own v infinite forever
+        if scale is not None:
             gradients = [(g / scale.to(g.device)).nan_to_num_(0.0, 0.0, 0.0) for g in gradients]
         if self.shown.early and self._attachment.algorithm.averages:
             gradients = [g * beside(self.shown.clip, g) for g in gradients]
@@ -234,7 +235,8 @@ class Momentum:
                 gradients = list(torch._foreach_add(gradients, there, alpha=moment.sign * moment.decay))
             if moment.sign < 0:
                 gradients = list(torch._foreach_neg(gradients))
-            # The optimizer divides v by 1 - beta2^t: what v was divided by before must stay.
+            # The optimizer divides v by 1 - beta2^t, which grows with each step; v grows along, so that the quotient
+            # stays.
             rest = [1 - moment.beta2 ** (s["step"] + 1) for s in states]
             before = [1 - moment.beta2 ** s["step"] for s in states]
             after = list(torch._foreach_lerp([s[moment.first] for s in states], gradients, moment.new))
@@ -321,7 +323,7 @@ class Momentum:
                 continue
             state = self._state(p)
             rest = beside(1 - moment.beta2 ** state["step"], mean)
-            # What is too small beside its block for 8 bits keeps its v.
+            # Where 8 bits round a value to 0, because it is small compared to others in its block, v stays as it was.
             fresh = torch.where(mean > 0, mean * self._factors[p], before)
             state["exp_avg_sq"].copy_(fresh * rest)
 

@@ -211,7 +211,7 @@ def _loadable(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _parts(values: Any) -> Any:
-    """Return one parameter's state with what of each tensor lies on this rank."""
+    """Return one parameter's state with each tensor replaced by the part that this rank stores."""
     if not isinstance(values, dict):
         return values
     return {name: shards.local(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()}

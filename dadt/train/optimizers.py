@@ -164,8 +164,8 @@ class Optimizers:
         self._schedulers.append((weakref.ref(scheduler), built.scheduler(scheduler)))
 
     def progress(self, optimizer: torch.optim.Optimizer) -> float:
-        """Return the share of the training that is over by the optimizer's learning rate schedulers which know its
-        length; 0 if none does."""
+        """Return the share of the training that is over, according to those of the optimizer's learning rate schedulers
+        that know its length; 0 if none does."""
         over = [each for ref, _ in self._schedulers if (each := ref()) is not None and each.optimizer is optimizer]
         ends = [(each, vars(each).get(name)) for each in over for name in _LENGTHS]
         return max((each.last_epoch / end for each, end in ends if isinstance(end, int) and end > 0), default=0.0)

@@ -261,7 +261,8 @@ class Ranks:
         return gathering
 
     def gather_from_all(self, name: str, data: bytes) -> Gathering:
-        """The same with all ranks of the job, also those with other parts of the model, for whom the call waits."""
+        """Gather bytes from all ranks of the job, also from those that hold other parts of the model; if there are such
+        ranks, the call waits for all."""
         if self.world.parts == 1:
             return self.allgather(name, data)
         gathering = Gathering(name, data, self.gatherings.count, perf_counter(), lambda lanes: None)

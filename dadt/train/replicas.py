@@ -137,8 +137,8 @@ class Replicas:
                 value.copy_(each.view(value.dtype).view(value.shape))
 
     def _copied(self, parts: Sequence[Part], digests: Digests) -> list[Part]:
-        """Return the parts with copies of all values that training may change: not of those that are not trained and
-        have not changed since the start."""
+        """Return the parts with copies of all values that training may change; values that are not trained and have not
+        changed since the start are not copied."""
         left, copied = iter(digests), []
         for part in parts:
             values = [
@@ -149,8 +149,8 @@ class Replicas:
         return copied
 
     def known(self) -> list[list[list[int | None]]]:
-        """Return the digests of what a rank has before it joins, for each optimizer and part: `give` leaves that
-        out."""
+        """Return digests of the tensors that a rank has before it joins, for each optimizer and part. `give` leaves out
+        tensors with these digests."""
         return [[digests_of([part], ()) for part in self._every_part(optimizer)] for optimizer in self._optimizers]
 
     def give(self, known: Sequence[Sequence[Sequence[Digests]]]) -> bytes:
@@ -242,9 +242,9 @@ class Replicas:
     def _every_part(
         self, optimizer: torch.optim.Optimizer, common: Mapping[int, torch.Tensor] | None = None
     ) -> list[Part]:
-        """Return the true (not predicted) weights, the optimizer's own first, the buffers, and what belongs to packed
-        weights. A rank that has just begun may not know all modules' tensors yet. common: tensors to use in place of
-        parameters' weights, by the parameter's id."""
+        """Return the true (not predicted) weights, the optimizer's own first, the buffers, and the quantization data of
+        packed weights. A rank that has just begun may not know all modules' tensors yet. common: tensors to use in
+        place of parameters' weights, by the parameter's id."""
         common = common or {}
         for other in self._attachments:  # root modules may contain other optimizers' parameters, too
             other.prediction.suspend()

@@ -21,9 +21,9 @@ class Scaled(Attached, Protocol):
 
 
 class ShownGradients:
-    """Gives averages the norm that uncompressed ones would have, as well as ranks can tell from their own gradients,
-    until the optimizer steps; and learns how the script clips them. Does nothing until the script uses averages before
-    the step."""
+    """Scales averages to the norm that uncompressed ones would have, as far as ranks can tell it from their own
+    gradients, until the optimizer steps; and learns how the script clips them. Does nothing until the script uses
+    averages before the step."""
 
     def __init__(self, attachment: Scaled) -> None:
         self._attachment = attachment
@@ -39,8 +39,8 @@ class ShownGradients:
         """Norm of the gradients that the script sees, before it changes them."""
 
     def measure(self, factors: Mapping[torch.Tensor, float]) -> None:
-        """Called while `.grad` holds this rank's own gradients. factors: of each parameter, how much smaller the square
-        of an averaged gradient is."""
+        """Called while `.grad` holds this rank's own gradients. factors: for each parameter, the ratio of the squared
+        norm of an averaged gradient to that of one rank's gradient."""
         self.square = 0.0
         rows = [(p.grad, f) for p, f in factors.items() if p.grad is not None] if self.early else []
         if rows:
@@ -81,7 +81,7 @@ class ShownGradients:
             return
         now = together(norms(gradients))
         if (scaled := getattr(self._attachment.optimizer, "grad_scale", None)) is not None:
-            now = now / beside(scaled, now)  # a fused optimizer takes the scale away itself
+            now = now / beside(scaled, now)  # a fused optimizer removes the loss scale itself
         clip = now / beside(self._norm, now)
         self.clip = torch.where(torch.isfinite(clip), clip, 1.0)
         if self._factor is not None:

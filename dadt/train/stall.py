@@ -51,7 +51,7 @@ class Stall:
         """
         config, rank = self._config, self._rank
         peers = self._peers()
-        if work.done:  # meanwhile, as after a pause of this machine
+        if work.done:  # the work was completed meanwhile, for example after this machine was suspended
             return
         who = _standing(peers)
         ended = [p for p in peers if str(p["said"]).startswith("has ended")]

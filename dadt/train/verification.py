@@ -22,8 +22,8 @@ LOOK_AFTER = 2
 `pipe`, whose second step waits for an exchange launched after the comparison."""
 
 TURNS = 8
-"""Number of comparisons within which each frozen parameter is read once; in those between, a frozen parameter counts
-as it was read last, unless the script has changed it since."""
+"""Each frozen parameter is read once in this number of comparisons. In the others its last checksum is used, unless the
+script has changed the parameter."""
 
 
 class Verdict(NamedTuple):
@@ -114,7 +114,7 @@ class Verification:
 
     def compare(self, attachment: Attachment) -> list[list[int]]:
         """Return the checksums of each rank's current replica. Waits for all ranks."""
-        self._frozen.pop(attachment, None)  # a rank that joins has read none, so all ranks read theirs anew
+        self._frozen.pop(attachment, None)  # a rank that joins has read none, so all ranks read theirs again
         mine = json.dumps(self._checksums(attachment)).encode()
         return [json.loads(lane) for lane in self._ranks.tell(f"replicas{attachment.name}", mine)]
 

@@ -1,4 +1,5 @@
-"""How much each rank's gradient counts in the mean: by what its losses are means over, or by its samples."""
+"""Computes the weight of each rank's gradient in the mean over ranks: from the denominators of its losses, or from its
+number of samples."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Rule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What one rank tells all others of one backward."""
+    """Report of one rank to all others about one backward."""
 
     fill: float = 0.0
     """The rank's weight in this backward by its samples; 0 if none of them counts."""
@@ -71,10 +72,11 @@ _FORMAT = struct.Struct("<ddB")
 class Weighing:
     """Weighs one optimizer's gradient on this rank.
 
-    A gradient of a mean over D targets is a D-th of that of their sum. So the mean over ranks is that of all ranks'
-    targets together if each rank has the weight D. Where backwards add up to a step, each has a D of its own, which all
-    ranks must know before it runs: they tell it each other. All other steps tell it with the exchange. As long as D is
-    in proportion to the samples on all ranks, these are the weights, with which the mean has the same bits.
+    The gradient of a mean over D targets is a D-th of the gradient of their sum. So the mean over ranks equals that of
+    all ranks' targets together if each rank has the weight D. If several backwards add up to a step, each has a D of
+    its own, which ranks report to each other before it runs. In all other steps D is sent with the exchange. As long as
+    D is in proportion to the number of samples on all ranks, ranks are weighed by samples, which gives the same bits as
+    without denominators.
     """
 
     def __init__(self, attachment: Weighed) -> None:
@@ -83,25 +85,25 @@ class Weighing:
         self._unit = 1.0
         """Denominator that gives the weight 1: a power of two, so that it changes no bit of a mean."""
         self._usual = 1.0
-        """This rank's last known weight by denominator, for each unit of its weight by samples."""
+        """Last known ratio of this rank's weight by denominators to its weight by samples."""
         self._found: list[Denominator | None] = []
         """Denominators of the backwards since the last exchange."""
         self._told: list[list[Counted]] = []
-        """What all ranks have told each other of these backwards, if they do so."""
+        """All ranks' reports about each of these backwards; empty if ranks do not report them."""
         self._scaled = False
         """Whether one of these backwards has been multiplied by its weight."""
         self._wanted: bool | None = False if self._config.weigh == "samples" else None
         self._is_on = False
         """Whether the denominators of this step are read."""
         self._has_looked = False
-        """Whether it has been looked whether to say that a loss is not known."""
+        """Whether the check was made whether the user has to be told that a denominator is not known."""
         self.launches_early = True
-        """Whether parts of the gradient may be sent during a backward: not while ranks tell each other of each, as
-        another one may add to it."""
+        """Whether parts of the gradient may be sent during a backward. Not while ranks report each backward to each
+        other, since a later one may add to the gradient."""
         self.density = nan
-        """For all ranks, to compare: the denominator of the coming exchange's gradient, for each unit of weight by
-        samples. Where several losses add up, which each have one, a negative number that depends on all of them; NaN if
-        one is not known."""
+        """Denominator of the coming exchange's gradient for each unit of weight by samples, which all ranks compare. If
+        losses with different denominators add up, a negative number that depends on all of them; NaN if one is not
+        known."""
 
     def _is_wanted(self) -> bool:
         """Whether denominators are read. A script that averages or divides by itself may have accounted for them."""
@@ -114,20 +116,20 @@ class Weighing:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether ranks can tell each other of each backward, which would wait for an exchange in flight, and for a
-        rank that is lost."""
+        """Whether ranks can report each backward to each other: this would wait for an exchange in flight, and for a
+        lost rank."""
         return self._attachment.algorithm.in_flight == 0 and not self._config.min_np
 
     def _tells(self) -> bool:
-        """Whether ranks tell each other the denominator of each backward."""
+        """Whether ranks report the denominator of each backward to each other."""
         return self._rule in (Rule.OPEN, Rule.BACKWARDS) and self._is_exact and self._attachment.optimizers.trains_one
 
     # Backwards -------------------------------------------------------------------------------------------------
 
     def backward_begins(self, losses: torch.Tensor | Sequence[torch.Tensor]) -> float:
-        """Called before a backward of these losses. Returns by what its gradients are to be multiplied."""
+        """Called before a backward of these losses. Returns the factor by which its gradients have to be multiplied."""
         if self._found and not self._told and all(p.grad is None for p in self._attachment.parameters):
-            self._found = []  # the script has thrown away what earlier backwards have left
+            self._found = []  # the script has discarded the gradients of earlier backwards
         if not self._found:
             self._begin_step()
         if not self._is_on:
@@ -137,7 +139,7 @@ class Weighing:
         if found is None and not self._has_looked:
             self._say_unknown(losses)
         if self.launches_early or (self._rule is Rule.OPEN and len(self._found) == 1):
-            return 1.0  # most steps have no other backward, and need not be told
+            return 1.0  # most steps have no other backward, so no report is needed
         if len(self._found) > len(self._told) + 1:
             self._scale(self._tell(self._counted(0)))
         return self._tell(self._counted(len(self._found) - 1))
@@ -153,8 +155,8 @@ class Weighing:
         return Counted(self._attachment.batch_weight.fill(index), nan if over is None else over, is_last, given)
 
     def _tell(self, mine: Counted) -> float:
-        """Tell all ranks of a backward. Returns this rank's part in the sum of all gradients, times the ranks; 1 if it
-        is not known, or nothing but what it is by samples."""
+        """Report a backward to all ranks. Returns this rank's part in the sum of all gradients, times the number of
+        ranks; 1 if the part is not known or equals that by samples."""
         a = self._attachment
         gathering = a.ranks.allgather(f"denominator {len(self._told)} of step {a.step}{a.name}", mine.pack())
         a.ranks.wait(gathering)
@@ -175,9 +177,9 @@ class Weighing:
                     p.grad.mul_(factor)
 
     def settle(self, *, again: bool = False) -> float:
-        """Called before an exchange: no further backward adds to this rank's gradient. Returns its weight. Ranks that
-        tell each other of each backward do so until that holds on all of them. again: whether an exchange of the same
-        gradient came before."""
+        """Called before an exchange, when no further backward adds to this rank's gradient. Returns the rank's weight.
+        Ranks that report each backward go on reporting until all ranks have made their last one. again: whether the
+        same gradient was exchanged before."""
         by_samples = self._attachment.batch_weight.value
         if self._wanted is not False and not self._found:
             self._begin_step()  # no backward was seen on this rank, though perhaps on others
@@ -212,8 +214,8 @@ class Weighing:
     # The exchange ----------------------------------------------------------------------------------------------
 
     def _over(self) -> float | None:
-        """Denominator of this step's gradient; None if it is not known. Where losses with denominators of their own add
-        up, their sum."""
+        """Return the denominator of this step's gradient; None if it is not known. If losses with different
+        denominators add up, it is their sum."""
         if len(self._found) == 1:
             return None if self._found[0] is None else self._found[0].read()
         read = [None if found is None else found.read() for found in self._found]
@@ -229,7 +231,7 @@ class Weighing:
         each = [self._counted(i) for i in range(len(self._found))]
         if all(c.is_given and c.over == over for c in each):
             return over / by_samples
-        some = next(c.over / c.fill for c in each if c.fill)  # in place of those that do not count on this rank
+        some = next(c.over / c.fill for c in each if c.fill)  # stands in for backwards that do not count on this rank
         return -1.0 - crc32(b"".join(struct.pack("<d", c.over / c.fill if c.fill else some) for c in each))
 
     def agree(self, lanes: Sequence[StepMetadata]) -> bool:
@@ -271,7 +273,7 @@ class Weighing:
                 self._say("are in proportion to its samples so far, and these are its weight")
 
     def _judge_backwards(self) -> None:
-        """Choose a rule by what all ranks have told each other of the first step's backwards."""
+        """Choose a rule from all ranks' reports about the backwards of the first step."""
         backwards = [[each for each in every if each.fill] for every in self._told]
         each = [c for every in backwards for c in every]
         if not each or any(isnan(c.over) for c in each):
@@ -289,7 +291,7 @@ class Weighing:
             self._begin(Rule.BACKWARDS, sum(c.over for c in each) / len(each))
 
     def _begin(self, rule: Rule, usual: float) -> None:
-        """Weigh by denominators from here on. usual: about what they are."""
+        """Weigh ranks by denominators from now on. usual: a typical denominator."""
         self._rule, self._unit = rule, 2.0 ** round(log2(usual)) if usual > 0 else 1.0
         more = ", in each backward of a step" if rule is Rule.BACKWARDS else ""
         self._say(f"are not in proportion to its samples: they are its weight{more}")
@@ -320,5 +322,5 @@ def _equal(numbers: Sequence[float]) -> bool:
 
 
 def _are_last(told: Sequence[Sequence[Counted]]) -> bool:
-    """Whether all ranks have told of their last backward."""
+    """Whether all ranks have reported their last backward."""
     return bool(told) and all(each.is_last for each in told[-1])

@@ -160,7 +160,7 @@ class Exchange(BucketExchange):
         """Ids of parameters that were frozen between the backward and the closing of the exchange."""
         self.waited = 0.0  # seconds spent in `receive`
         self.square = 0.0
-        """Squared norm of the averaged gradients if momentum is sent, as well as ranks know it; 0 if they do not."""
+        """Squared norm of the averaged gradients, if momentum is sent and ranks know the norm; otherwise 0."""
         schema.next_turn()
         self._turn, self._buffer_turn = schema.turn, schema.buffer_turn
         self._ahead: dict[int, Staged] = {}

@@ -76,7 +76,7 @@ class MomentumExchange(Exchange):
 
     def averaged_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if self.schema.late:
-            self.norm()  # before the memory changes
+            self.norm()  # the norm is computed before the memory changes
         averages = super().averaged_gradients()
         fresh = {id(t): bucket for bucket in self.schema.buckets if bucket not in self._changed for t in bucket.tensors}
         self._momentum.to_gradients([(p, mean) for p, mean in averages if id(p) in fresh], self.scale)

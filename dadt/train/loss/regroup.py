@@ -74,7 +74,8 @@ def _mine(ranks: Ranks, attachments: Attachments) -> Position:
 
 
 def _welcome(ranks: Ranks, replicas: Replicas, told: Sequence[Position], root: int) -> None:
-    """Send the training state from the rank `root` to all new ranks, without what is not trained and they have."""
+    """Send the training state from the rank `root` to all new ranks, except for untrained values that they already
+    have."""
     gives, joins = ranks.group.rank == root, told[ranks.group.rank].joins
     mine = plain.encode(replicas.known() if joins else None, "what a new rank has")
     every = [plain.decode(lane) for lane in ranks.tell("known", mine)]

@@ -65,7 +65,7 @@ class Prediction:
         self.owners = _apart(parameters)
         """The optimizer's parameters that are predicted."""
         self.parameters = list(map(local, self.owners))
-        """What of each lies on this rank: of a parameter that is not sharded, itself."""
+        """This rank's part of each predicted parameter; the parameter itself if it is not sharded."""
         self.sharded = any(map(is_sharded, self.owners))
         self._holds = Holds.NOTHING
         self._buffers: list[torch.Tensor] = []

@@ -213,7 +213,7 @@ class Expectation(Prediction):
         return {id(p) for p, _, g in rows if g is None}
 
     def _changed(self) -> bool:
-        """Whether the script has clipped or otherwise changed the averages; of sharded ones versions do not tell."""
+        """Whether the script has clipped or otherwise changed the averages, as sharded ones are taken to be."""
         (came, versions), self._came = self._came, ([], [])
         if len(came) != len(self.parameters):
             return False
