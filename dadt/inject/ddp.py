@@ -183,17 +183,17 @@ class Wrappers:
 
 
 def outlived_by_group(ddp: DDP) -> None:
-    """Let the DDP's process group end after the DDP's parts in C++.
+    """Keep the DDP's process group alive until the DDP's C++ objects are destroyed.
 
-    Where one of these is the group's last owner, torch waits for Gloo's threads with Python's lock, which a thread that
-    frees an operation needs: a script that ends its process group before its model may never end.
+    If one of these were the group's last owner, torch would wait for Gloo's threads while it holds Python's lock, which
+    a thread that frees an operation needs. A script that ends its process group before its model might then never end.
     """
     for part in (ddp.reducer, ddp.logger):
         weakref.finalize(part, _release, ddp.process_group).atexit = False
 
 
 def _release(group: object) -> None:
-    """Called when what has used the process group is gone."""
+    """Does nothing: as a finalizer, it only keeps a reference to the process group."""
 
 
 def _is_sharding(module: nn.Module) -> bool:

@@ -1,4 +1,5 @@
-"""Has FSDP gather weights again once they have changed: it keeps some where no backward follows."""
+"""Makes FSDP gather weights again after they have changed: FSDP keeps gathered weights after a forward that no backward
+follows."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from dadt.train.runtime import Runtime
 
 
 class GatheredWeights:
-    """Decides by the steps taken, which ranks of one model count alike, and not by what one rank has predicted."""
+    """Decides by the number of steps when FSDP gathers weights again. All ranks that hold one model in parts have the
+    same number, while predictions may differ between them."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

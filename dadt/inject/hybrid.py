@@ -1,5 +1,5 @@
-"""Takes the place of hybrid sharding (HSDP) between the rows of its mesh: FSDP averages within each, and DADT between
-them, as between islands."""
+"""Replaces the averages of hybrid sharding (HSDP) between the rows of its mesh: FSDP averages within each row, and DADT
+between the rows, as between islands."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def shard_size(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module], w
 
 
 def divide(ranks: Ranks, size: int) -> None:
-    """Let each rank exchange with those only that hold the same part of the model. Call before they connect. size:
-    number of consecutive ranks that hold it together."""
+    """Make each rank exchange only with ranks that hold the same part of the model. Call it before ranks connect. size:
+    number of consecutive ranks that hold the model together."""
     ranks.world = replace(ranks.world, shard_size=size)
     ranks.members = ranks.world.equals
     ranks.group = ranks.world.among(ranks.members, 0)
 
 
 def average_within_rows(modules: Iterable[nn.Module]) -> None:
-    """Have FSDP average the gradients of these modules within the rows of its mesh only."""
+    """Make FSDP average the gradients of these modules only within the rows of its mesh."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
     for group in _groups(modules):
@@ -53,8 +53,7 @@ def averages_some_within_rows(optimizer: torch.optim.Optimizer, modules: Iterabl
 
 
 def _groups(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return FSDP2's groups of parameters that are reduced together, where a mesh has rows between which they are
-    averaged, be it by FSDP or by DADT in its place."""
+    """Return FSDP2's parameter groups on meshes with rows between which FSDP, or DADT in its place, averages."""
     fsdp: list[Any] = [m for m in modules if any(b.__name__ == "FSDPModule" for b in type(m).__mro__)]
     states = [m._get_fsdp_state() for m in fsdp]
     groups: list[Any] = []
@@ -65,8 +64,8 @@ def _groups(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def _averages_within_rows(group: Any) -> bool:
-    """Whether DADT has the group averaged within rows only: FSDP by itself knows such a mesh with averages between rows
-    alone."""
+    """Whether DADT has made FSDP average this group within rows only: FSDP itself uses such a mesh only for averages
+    between rows."""
     info = group.mesh_info
     return type(info).__name__ == "FSDPMeshInfo" and info.mesh.ndim > 1 and not getattr(info, "is_spmd_mesh", False)
 

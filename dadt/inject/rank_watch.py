@@ -125,7 +125,8 @@ def _watch_making(runtime: Runtime) -> None:
 
 
 def _watch_checkpoints(runtime: Runtime, module: ModuleType) -> None:
-    """A checkpoint of torch.distributed has a file of each rank."""
+    """Note that a script knows its rank if it writes a checkpoint of torch.distributed, which has a file of each
+    rank."""
 
     @replaces("__init__", module.FileSystemWriter)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Looks at the losses of each backward for what they are means over, by which ranks are weighed."""
+"""Finds out by which denominators the losses of each backward are divided, so that ranks can be weighed by these."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dadt.train.runtime import Runtime
 
 
 def install(runtime: Runtime) -> None:
-    """Patch `torch.autograd.backward`, which `Tensor.backward` calls. Its gradients are multiplied where each backward
-    of a step has a weight of its own."""
+    """Patch `torch.autograd.backward`, which `Tensor.backward` calls. If each backward of a step has a weight of its
+    own, its gradients are multiplied by the weight."""
 
     @replaces("backward", torch.autograd)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        # A backward within another one, as of a checkpointed layer, is a part of that.
+        # A backward within another one, as of a checkpointed layer, is a part of the outer one.
         seen = not runtime.prediction_scope.in_backward and runtime.script.on_training_thread
         if seen and not runtime.replay.under_way:
             for attachment in runtime.attachments:

@@ -46,7 +46,8 @@ def spare(shares: int) -> Division:
 
 def begun(rank: Runtime, *, by_island: bool = False) -> Division:
     """Return the division with which the job began: each rank reads its own share, and the shares of lost ranks are
-    left out. by_island: the script divides the data among the ranks of an island, or gives them the same."""
+    left out. by_island: whether shares are those of islands, since the script divides the data among the ranks of an
+    island, or gives all of them the same data."""
     if by_island:
         islands = len(rank.ranks.world.equals)
         return Division(rank.ranks.world.island, islands, islands)
@@ -54,8 +55,8 @@ def begun(rank: Runtime, *, by_island: bool = False) -> Division:
 
 
 def alike(optimizers: Optimizers) -> bool:
-    """Whether the ranks of an island need the same data, as what shards their tensors is not FSDP (but, say, tensor
-    parallelism)."""
+    """Whether the ranks of an island need the same data, because their tensors are sharded by something other than
+    FSDP, such as tensor parallelism."""
     every = list(optimizers)
     modules = [m for each in every for root in optimizers.root_modules(each) for m in root.modules()]
     sharded = any(is_sharded(p) for each in every for group in each.param_groups for p in group["params"])

@@ -157,7 +157,8 @@ class Loaders:
         return kind
 
     def _alone(self, loader: Loader, role: LoaderRole) -> bool:
-        """Whether the script may divide the loader's data itself; each island then gets a share of what is a rank's."""
+        """Return whether the script may divide the loader's data itself. Also decides whether each island, instead of
+        each rank, gets a share."""
         script = self.runtime.script
         alone = has_distributed_sampler(loader) or (not self.asked(role) and script.is_distributed)
         role.by_island = self._islands and (alone or alike(self._optimizers))
@@ -216,7 +217,7 @@ class Loaders:
             self._ranks.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")
             division = left_out(self.runtime)
         if division.is_spare and isinstance(loader.dataset, IterableDataset):
-            division = begun(self.runtime)  # a stream is read to its end by whoever has no part of it
+            division = begun(self.runtime)  # a rank without a part of a stream would read it to its end in vain
         if division != role.division:
             role.division, role.feed = division, None
             role.views.pop(False, None)

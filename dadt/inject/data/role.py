@@ -31,8 +31,8 @@ class LoaderRole:
         self.kind = ""
         """TRAINS, EVALUATES or ALONE; empty until the role is final."""
         self.by_island = False
-        """Whether each island gets its share, as the script divides data among its ranks, or all of them need the same.
-        """
+        """Whether each island gets a share, instead of each rank: the script divides the data among the ranks of an
+        island, or all of these need the same data."""
         self.gives_all = False
         """Whether the loader's latest pass gives every rank all data, instead of giving each rank its share."""
         self.drawn: Drawn | None = None

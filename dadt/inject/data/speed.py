@@ -11,21 +11,21 @@ from dadt.inject.data.share import Fractions, StepShare
 from dadt.train.runtime import Runtime
 
 FIRST, STEPS = 3, 20
-"""Steps that are not measured, as they begin slowly, and steps that are, at least."""
+"""Number of first steps that are not measured, as they are slow, and least number of steps that are measured."""
 RECENT = 200
-"""Steps whose median counts: a few that also save or evaluate do not matter."""
+"""Number of steps over which the median is taken: a few that also save or evaluate do not matter."""
 CHANGE = 0.1
 """A rank's speed has changed if it differs by more than this part of what it was."""
 LISTED = 8
-"""Maximum number of ranks whose samples are told one by one."""
+"""Largest number of ranks whose shares are listed one by one."""
 
 
 class Speeds:
-    """The samples that each rank trains on in a second, from which all ranks compute the same parts of a step: once
-    STEPS steps are measured, and at the beginning of later passes.
+    """Measures how many samples each rank trains on per second, from which all ranks compute the same division of a
+    step: once STEPS steps are measured, and at the beginning of later passes.
 
-    Only time in which a rank waits for no other one counts. Each step has as many samples as with equal parts, so each
-    sample weighs in the average what it does in one process.
+    Only time in which a rank does not wait for others counts. Each step has as many samples as with equal parts, so
+    each sample has the same weight in the average as in one process.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -34,21 +34,22 @@ class Speeds:
         self._is_wanted = runtime.ranks.config.batch == "speed"
         self._speeds: tuple[float, ...] = ()  # by rank of the job; empty until measured
         self._fractions: Fractions = ()
-        self._later: tuple[int, Fractions] = (0, ())  # parts from a later step of the running pass on, and which
+        # a later step of the running pass, and the parts that apply from then on
+        self._later: tuple[int, Fractions] = (0, ())
         self._divided = 0  # steps of the running pass whose samples are divided
         self._steps = -FIRST  # steps since parts have changed; equal on all ranks
-        self._seconds: deque[float] = deque(maxlen=RECENT)  # that a sample took in each of them
+        self._seconds: deque[float] = deque(maxlen=RECENT)  # seconds per sample in each of these steps
         self._last: tuple[int, float] | None = None  # samples of the step under way, and when it began
 
     def leaves_equal(self, loader: str) -> None:
-        """Say that all ranks get as many samples of this loader."""
+        """Tell the user that this loader's samples are divided equally among all ranks."""
         if self._is_wanted:
             self._ranks.say(
                 f"{loader}: --batch speed divides no streams and single items: ranks get as many", "warning"
             )
 
     def fractions(self) -> Fractions:
-        """Return the parts of the next step whose samples are divided. Call once for each."""
+        """Return each rank's part of the next step's samples. Call it once for each step."""
         step, fractions = self._later
         if fractions and self._divided >= step:
             self._fractions, self._later = fractions, (0, ())

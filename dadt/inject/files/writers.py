@@ -29,7 +29,8 @@ class Mode(Enum):
     SCRIPT = auto()
     """The script has a process group and knows its rank, or calls `dadt.init`."""
     COPY = auto()
-    """The same, on an island that writes the same files as the first one."""
+    """The script has a process group on each island, and this rank's island writes the same files as the first
+    island."""
 
 
 class WriteRole(Enum):

@@ -1,9 +1,9 @@
-"""Keeps what training does not change of a model (frozen weights, large constant buffers) once beside a job's
-snapshots, in one file for each tensor, so that no snapshot copies it.
+"""Stores the tensors of a model that training does not change (frozen weights, large constant buffers) once beside a
+job's snapshots, in one file for each tensor, so that no snapshot copies them.
 
 A script that runs again builds these tensors again, from a file or by its seed, and mostly finds the same values; a
-snapshot holds their digests, which shows whether it has. Where it has not, as with a file that is gone or numbers that
-nobody has seeded, the values come from here, so that no work is lost.
+snapshot holds their digests, which show whether it has. If it has not, because a file is gone or numbers were not
+seeded, the values are read from here, so that no work is lost.
 
 <the job's folder>/snapshots/base/0123456789abcdef.pt     a tensor with this digest
 """
@@ -27,7 +27,7 @@ from dadt.train.digest import as_bytes, digests
 
 FOLDER = "base"
 LEAST = 1 << 20
-"""Fewest bytes of a tensor that is kept apart."""
+"""Least number of bytes of a tensor that is stored beside the snapshots."""
 _UNUSED_SECONDS = 3600.0
 """Seconds after which a file that no snapshot needs is removed. It may be younger than the snapshot that needs it,
 which another rank has not completed yet."""
@@ -81,8 +81,8 @@ class Base:
 
 
 def keep(root: Path, rank: int, tensors: Mapping[int, torch.Tensor]) -> None:
-    """Write those tensors that are not there yet, by their digests. Raises OSError, and DadtError if a tensor has
-    changed since its digest was computed."""
+    """Write the tensors that are not stored yet, in files named by their digests. Raises OSError, and DadtError if a
+    tensor has changed since its digest was computed."""
     for digest, tensor in tensors.items():
         path = path_of(root, digest)
         if path.exists():

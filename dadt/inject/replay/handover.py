@@ -47,8 +47,8 @@ class Ready(NamedTuple):
     parts: dict[torch.optim.Optimizer, dict[str, Any]]
     """This rank's part of each optimizer's state, from which this rank itself continues, too."""
     frozen: list[tuple[torch.Tensor, int]]
-    """Tensors that the state describes only, of which the new worker asks for those that it lacks; the script's own,
-    with digests."""
+    """Tensors that the state only describes, each with its digest; the new worker asks for those that it lacks. They
+    are the script's own tensors, not copies."""
     begun: tuple[int, int]
     """Numbers of backwards and gatherings so far. If either has grown, the new worker would repeat them, so it cannot
     join at this step."""

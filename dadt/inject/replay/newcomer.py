@@ -89,7 +89,8 @@ class Newcomer:
         return state, state
 
     def _frozen(self, told: Mapping[str, Description], mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the frozen tensors, of which those are received that this rank has not. told: the others', by name."""
+        """Return the frozen tensors; those that this rank lacks are received. told: descriptions of the other ranks'
+        tensors, by name."""
         if not told:
             return {}
         if any(name not in mine or description_of(mine[name], 0)[1:] != it[1:] for name, it in told.items()):

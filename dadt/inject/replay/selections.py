@@ -41,7 +41,7 @@ class Selections:
 
     def __init__(self, values: ReadValues) -> None:
         self._values = values
-        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # with it go its kernels
+        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # its kernels go when it is freed
         self._given: dict[int, int] = {}
         """In a replay, the number of elements that each mask selects, by the mask's memory address, because a backward
         counts the elements of its forward's mask again."""

@@ -6,7 +6,7 @@ import sys
 
 
 class SnapshotTiming:
-    """The steps with snapshots: every `steps` steps, or later where none could be taken, and again soon where one was
+    """Chooses the steps with snapshots: every `steps` steps, later if none can be taken, and soon again if one is
     dropped."""
 
     def __init__(self, steps: int) -> None:
