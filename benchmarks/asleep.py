@@ -1,8 +1,9 @@
-"""Models that compute elsewhere: their host waits for them, as for a GPU, and the processor is free meanwhile.
+"""Models whose computation leaves the processor free: each layer sleeps, like the host of a GPU that waits for it.
 
-For trying what communication costs on a machine that has no cores to spare: each layer waits in its forward and twice
-as long in its backward, and has real gradients. `dadt bench advise benchmarks.asleep:model --link 1gbit --check`, from
-the root; further factories have 100 MB of weights, and say how long their exchange takes beside a step's computation.
+They show what communication costs on a machine without spare cores. Each layer waits in its forward and twice as long
+in its backward, and has real gradients. Use `dadt bench advise benchmarks.asleep:model --link 1gbit --check`, from the
+root of the repository. The last factories have 100 MB of weights, and say how long their exchange takes compared with a
+step's computation.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ WIDTH = 1000
 LAYERS = 25
 """Number of layers, each with weights of 4 MB."""
 EXCHANGE = 0.84
-"""Seconds that two hosts need for 100 MB each over 1 Gbit/s, with the headers of their packets."""
+"""Seconds that two hosts need to exchange 100 MB each over 1 Gbit/s, with the headers of their packets."""
 PRODUCTS = 0.05
-"""Seconds in which a forward and a backward of one sample do use the processor, about."""
+"""Approximate seconds in which a forward and a backward of one sample do use the processor."""
 
 
 class Wait(torch.autograd.Function):
@@ -46,7 +47,7 @@ class Layer(nn.Linear):
 
 
 def regression(model: nn.Module, width: int) -> tuple[Any, ...]:
-    """A workload of `dadt bench`: the model learns random vectors of this width from random ones."""
+    """Return a workload of `dadt bench`: the model learns random vectors of this width from random ones."""
 
     def batch(size: int) -> tuple[torch.Tensor, ...]:
         return torch.randn(size, width), torch.randn(size, width)
@@ -58,35 +59,36 @@ def regression(model: nn.Module, width: int) -> tuple[Any, ...]:
 
 
 def asleep(layers: int, seconds: float, width: int = WIDTH) -> tuple[Any, ...]:
-    """A workload of `layers` layers, whose forward and backward together wait `seconds` seconds."""
+    """Return a workload of `layers` layers, whose forward and backward together wait `seconds` seconds."""
     return regression(nn.Sequential(*(Layer(width, seconds / layers / 3) for _ in range(layers))), width)
 
 
 def model() -> tuple[Any, ...]:
-    """32 MB of weights, 120 ms."""
+    """Return a workload of 32 MB of weights and 120 ms per step."""
     return asleep(8, 0.12)
 
 
 def medium() -> tuple[Any, ...]:
-    """8 MB, 120 ms."""
+    """Return a workload of 8 MB of weights and 120 ms per step."""
     return asleep(8, 0.12, 500)
 
 
 def small() -> tuple[Any, ...]:
-    """1 MB, 120 ms."""
+    """Return a workload of 1 MB of weights and 120 ms per step."""
     return asleep(8, 0.12, 180)
 
 
 def even() -> tuple[Any, ...]:
-    """An exchange over 1 Gbit/s takes as long as a backward with its forward."""
+    """Return a workload whose exchange over 1 Gbit/s takes as long as a forward and backward."""
     return asleep(LAYERS, EXCHANGE - PRODUCTS)
 
 
 def half() -> tuple[Any, ...]:
-    """An exchange over 1 Gbit/s takes half as long as a backward with its forward."""
+    """Return a workload whose exchange over 1 Gbit/s takes half as long as a forward and backward."""
     return asleep(LAYERS, 2 * EXCHANGE - PRODUCTS)
 
 
 def fourfold() -> tuple[Any, ...]:
-    """An exchange over 1 Gbit/s takes as long as four backwards with their forwards, which a step may have."""
+    """Return a workload whose exchange over 1 Gbit/s takes as long as four forwards and backwards, which a step may
+    have."""
     return asleep(LAYERS, EXCHANGE / 4 - PRODUCTS)

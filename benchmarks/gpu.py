@@ -1,8 +1,8 @@
-"""What DADT adds to a step on one GPU: python -m benchmarks.gpu [resnet50] [gpt2-small]
+"""Measures what DADT adds to a step on one GPU: python -m benchmarks.gpu [resnet50] [gpt2-small]
 
-Contenders are processes on the same GPU, up at once, that train in turn: the script by itself, under `dadt run -np 1`,
-and with DADT where the rank exchanges with itself, so that nothing is added but DADT's own work (over NCCL, which moves
-nothing then; over `null`, where gradients go through the host's memory). At the end each one's steps are profiled.
+Contenders are processes on the same GPU that run at the same time and train in turn: the script by itself, under `dadt
+run -np 1`, and with DADT where the rank exchanges with itself, so that only DADT's own work is added (over NCCL, which
+moves nothing then; over `null`, gradients go through host memory). At the end the steps of each are profiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dadt_cli.bench.party import accept, end, failure
 
 HERE = Path(__file__).resolve()
 WARMUP = 30
-"""Steps before the first that counts: the first gradients of each rank are compared on the host."""
+"""Number of steps before the first one that counts, since the host compares the first gradients of each rank."""
 PROFILED = 5
 ITSELF = "itself"
 HOW = {
@@ -36,7 +36,7 @@ HOW = {
     "pipe": [ITSELF, "pipe", "nccl"],
     "pipe, staged": [ITSELF, "pipe", "null"],
 }
-"""Contenders, and how each is run."""
+"""The contenders, and how each is run."""
 LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"}
 WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 def resnet50(device: str, small: bool) -> Case:
-    """channels_last, bfloat16 autocast, SGD with momentum; 128 images of 224 x 224."""
+    """Return a case: channels_last, bfloat16 autocast, SGD with momentum; 128 images of 224 x 224."""
     import torch
 
     from dadt_cli.bench import models
@@ -67,7 +67,7 @@ def resnet50(device: str, small: bool) -> Case:
 
 
 def gpt2_small(device: str, small: bool) -> Case:
-    """Compiled, bfloat16 autocast, fused AdamW, clipped gradients; 16 times 1,024 tokens."""
+    """Return a case: compiled, bfloat16 autocast, fused AdamW, clipped gradients; 16 times 1,024 tokens."""
     import torch
     from torch import nn
 
@@ -119,7 +119,7 @@ class GpuTraining:
         return (perf_counter() - begun) / steps
 
     def about(self) -> dict[str, Any]:
-        """Memory, and what a step launches."""
+        """Return memory, and the launches of a step."""
         import torch
 
         gpu = self._device == "cuda"
@@ -132,7 +132,7 @@ class GpuTraining:
         with torch.profiler.profile(activities=activities) as profiler:
             self.seconds(PROFILED)
         events = profiler.events() or []
-        # What a span of the host's launched is shown on the GPU once more, under the span's name.
+        # The profiler repeats each host span on the GPU, under the span's name.
         spans = {e.name for e in events if e.device_type.name == "CPU"}
         on_gpu = [e for e in events if e.device_type.name == "CUDA" and e.name not in spans]
         copies = [e for e in on_gpu if e.name.startswith(("Memcpy", "Memset"))]
@@ -154,13 +154,14 @@ class GpuTraining:
             "longest": [(name, each(us)) for name, us in times.most_common(12)],
             "gpu_ms": each(sum(e.time_range.elapsed_us() for e in on_gpu) / 1e3),
             "launches": each(sum(e.name in LAUNCHES for e in events)),
-            # Those of `finish`, before and behind all steps, are not the steps'.
+            # The waits of `finish`, before and after all steps, are not part of the steps.
             "waits": each(sum(e.name in WAITS for e in events) - 2 * gpu),
         }
 
 
 def train(asked: argparse.Namespace) -> None:
-    """Train as one contender, in its own process: the number of steps of each turn comes through the connection."""
+    """Train as one contender, in its own process, which receives the number of steps of each turn over the
+    connection."""
     import torch
 
     if asked.itself:
@@ -188,16 +189,16 @@ class GpuRow:
     model: str
     name: str
     seconds: Any
-    """The interval of the seconds that a step takes."""
+    """Interval of the seconds that a step takes."""
     per_first: Any
-    """The interval of these seconds over those of the first contender, taken round by round."""
+    """Interval of these seconds divided by those of the first contender, round by round."""
     about: dict[str, Any]
 
 
 def start(
     reception: Reception, model: str, names: Sequence[str], asked: argparse.Namespace, stack: ExitStack
 ) -> list[Connection]:
-    """Start the contenders. Returns once all are ready."""
+    """Start the contenders. Returns their connections once all are ready."""
     place = stack.enter_context(folder())
     said: IO[bytes] = stack.enter_context((place / "said").open("w+b"))
     path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -220,13 +221,13 @@ def start(
             came[line.recv()] = line
         except EOFError:
             while all(process.poll() is None for process in processes):
-                sleep(0.1)  # its last words come before its end
+                sleep(0.1)  # waits for the last output of the contender, which comes before its end
             raise failure(model, "a contender ended", said) from None
     return [came[name] for name in names]
 
 
 def dismiss(line: Connection) -> None:
-    with suppress(OSError):  # it has ended already, and whoever waited for it says why
+    with suppress(OSError):  # it has ended already, and whoever waited for it reports why
         line.send(None)
 
 

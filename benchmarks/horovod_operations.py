@@ -1,7 +1,8 @@
-"""Operations of Horovod's API here and in Horovod itself: python -m benchmarks.horovod_operations --horovod BIN
+"""Compares operations of Horovod's API in DADT and in Horovod itself: python -m benchmarks.horovod_operations --horovod
+BIN
 
-The same script runs by `dadt run` and by Horovod's own launcher, two workers on this host, in turn. BIN is the folder
-of an environment's python that has Horovod 0.28, built with Gloo.
+The same script runs by `dadt run` and by Horovod's own launcher, with two workers on this host, in turn. BIN is the
+`bin` folder of a Python environment that has Horovod 0.28, built with Gloo.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A rank that exchanges with itself: all that DADT does in a step, and no peer to wait for.
+"""Makes a rank exchange with itself, to measure all that DADT does in a step without a peer to wait for.
 
-A job of one exchanges nothing, and one GPU takes one rank over NCCL. So the rank is told here that it is not alone.
+A job of one rank exchanges nothing, and NCCL takes only one rank per GPU. So the rank here does not know that it is
+alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dadt.train.ranks import Ranks
 
 
 class LoneRendezvous:
-    """A Meet of one rank."""
+    """A Meet (rendezvous) of one rank."""
 
     secret = b""
     outdated = None
@@ -52,12 +53,12 @@ def _connected(self: recovery.Recovery) -> Connection:
 
 
 def exchange_alone() -> None:
-    """Have every Runtime that is made from now on exchange with itself, though it is the only rank."""
+    """Make every Runtime that is created from now on exchange with itself, although it is the only rank."""
     runtime.Ranks, recovery.Recovery._connected = Exchanging, _connected  # type: ignore[misc, method-assign]
 
 
 def hook(**settings: str) -> None:
-    """Hook DADT into this process as into a worker of `dadt run`, with these settings."""
+    """Hook DADT into this process, as into a worker of `dadt run`, with these settings."""
     from dadt.inject import worker
     from dadt.world import World
 

@@ -14,7 +14,8 @@ PROGRAM = Path(__file__).with_name("long_link.c")
 
 
 class LongLink:
-    """`hosts` are words that run a command on a host, `addresses` where the other one reaches it."""
+    """Two simulated hosts with a long link. hosts: words that run a command on each host. addresses: where the other
+    host reaches each."""
 
     addresses = ("10.78.0.1", "10.78.0.2")
 
@@ -28,8 +29,8 @@ class LongLink:
         mtu: int = 1500,
         congestion: str = "cubic",
     ) -> None:
-        """folder: for the program that is the link. round_trip, queue: in seconds; what would wait longer than `queue`
-        is dropped. loss: share of packets."""
+        """folder: for the program that simulates the link. round_trip, queue: seconds; packets that would wait longer
+        than `queue` are dropped. loss: share of packets that are lost."""
         self._network = Network(SimulatedLink())
         self.hosts = [self._network.add() for _ in range(2)]
         program = folder / "long_link"

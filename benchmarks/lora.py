@@ -28,7 +28,7 @@ BATCH, RANK = 16, 8
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer and beside it two thin ones that train, named as in PEFT."""
+    """A frozen linear layer, and beside it two thin ones that are trained, named as in PEFT."""
 
     def __init__(self, base: nn.Linear, rank: int = RANK, alpha: float = 16.0) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class LoRA(nn.Module):
 
 
 def text(*, capitals: bool) -> tuple[Letters, Letters]:
-    """Shakespeare for training and for the verdict, with the alphabet of both writings."""
+    """Return Shakespeare's text for training and for the verdict, both with the same alphabet. capitals: whether all
+    letters are capitals."""
     raw = gzip.decompress((FOLDER / "tinyshakespeare" / "input.txt.gz").read_bytes())
     numbers = {letter: i for i, letter in enumerate(sorted(set(raw)))}
     coded = torch.tensor([numbers[letter] for letter in (raw.upper() if capitals else raw)])
@@ -104,13 +105,14 @@ def adapters(model: nn.Module) -> list[LoRA]:
 
 
 def share(step: int, steps: int) -> float:
-    """The learning rate rises for a twentieth of the steps, and falls to 0 along a cosine."""
+    """Return the factor of the learning rate, which rises for a twentieth of the steps and falls to 0 along a
+    cosine."""
     rises = steps // 20
     return (step + 1) / rises if step < rises else (1 + math.cos(math.pi * (step - rises) / (steps - rises))) / 2
 
 
 def local(model: GPT, options: argparse.Namespace, data: Letters) -> tuple[GPT, list[float]]:
-    """Train `options.ranks` copies that average every `options.every` steps. Returns the model and, of each average,
+    """Train `options.ranks` copies that average every `options.every` steps. Returns the model and, for each average,
     how far the mean of the products is from the product of the means, in units of the products' mean movement."""
     copies = [copy.deepcopy(model) for _ in range(options.ranks)]
     optimizers = [torch.optim.AdamW((p for p in c.parameters() if p.requires_grad), lr=options.rate) for c in copies]

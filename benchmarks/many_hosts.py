@@ -1,8 +1,8 @@
 """As root: python -m benchmarks.many_hosts --json docs/results/many-hosts.json --write docs/results/speed.md
 
-Averaging among 4, 8 and 16 simulated hosts beside the least time that it can take, and beside Gloo, which goes round a
-ring: through one switch, in two racks with a thin link between them, and where one host's link is slower. Rates are
-such that the cores of this machine are not the limit.
+Measures averages among 4, 8 and 16 simulated hosts, compared with the least time that is possible, and with Gloo, which
+uses a ring: at one switch, in two racks with a thin link between them, and with one slower host. The rates are so low
+that this machine's cores are not the limit.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PATIENCE = 300.0
 
 @dataclass(frozen=True)
 class Scene:
-    """Hosts and the links between them."""
+    """A number of hosts, and the links between them."""
 
     hosts: int
     mbit: float
     uplink: float = 0.0
-    """Mbit/s between the two racks in which the hosts are; 0: they are at one switch."""
+    """Mbit/s between the two racks of hosts; 0: all hosts are at one switch."""
     slow: float = 0.0
-    """Mbit/s of the last host, if its link is slower."""
+    """Mbit/s of the last host, if its link is slower; otherwise 0."""
 
     @property
     def title(self) -> str:
@@ -55,7 +55,7 @@ class Scene:
 
     @property
     def least(self) -> float:
-        """Seconds that no algorithm beats: what each host, and the slow one, has to send and receive."""
+        """Least seconds that any algorithm needs: for what each host, and the slow one, has to send and receive."""
         return 8e-6 * BYTES * max(2 * (self.hosts - 1) / self.hosts / self.mbit, 1 / self.slow if self.slow else 0)
 
 
@@ -72,7 +72,8 @@ SCENES = (
 
 
 def averages(scene: Scene, contenders: Sequence[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender's averages, of the slowest rank. In the first one nothing is known of the links."""
+    """Return the seconds of each contender's averages on the slowest rank. In the first average nothing is known of the
+    links."""
     network = Network(SimulatedLink(1e6 * scene.mbit))
     try:
         hosts = [network.add()[1].removeprefix("--net=") for _ in range(scene.hosts)]
@@ -116,7 +117,7 @@ def _shape(scene: Scene, switch: str, hosts: Sequence[str]) -> None:
 
 
 def _run(rank: int, host: str, scene: Scene, contenders: Sequence[str], rounds: int, folder: Path) -> None:
-    """One rank, in a forked process, which ends here."""
+    """Run one rank in a forked process, and end the process."""
     code = 1
     try:
         library = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Tables of Markdown, and the sections of docs/results that commands write."""
+"""Writes Markdown tables, and the sections of docs/results that are made by commands."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
 
 
 def spread(middle: float, low: float, high: float, form: str = ".2f") -> str:
-    """A figure with its interval: 1.02 (0.98 to 1.13)."""
+    """Return a figure with its interval, such as 1.02 (0.98 to 1.13)."""
     return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def put(page: Path, section: str, text: str) -> None:
-    """Write the section of this name between its two comments on the page, in place of what stood there. A page that
-    does not exist becomes one of this section.
+    """Replace the section of this name, between its two comments on the page. A page that does not exist is created
+    with this section.
 
-    Raises ValueError where the page has no such section.
+    Raises ValueError if the page has no such section.
     """
     begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
     old = page.read_text() if page.exists() else f"{begin}{end}\n"
@@ -34,7 +34,8 @@ def put(page: Path, section: str, text: str) -> None:
 
 
 def publish(study: Any, text: str, section: str, json_file: Path | None, page: Path | None) -> None:
-    """Print the text of a study, write the study to a file of JSON, and the text to a page's section; None: not."""
+    """Print the text of a study, write the study to a JSON file, and put the text into a page's section; None for no
+    file or page."""
     if json_file:
         json_file.write_text(json.dumps(study, indent=1) + "\n")
     print(text)
@@ -43,7 +44,8 @@ def publish(study: Any, text: str, section: str, json_file: Path | None, page: P
 
 
 def read(page: Path, section: str) -> list[list[dict[str, str]]]:
-    """The tables in the section of this name: each line's cells by the words of the head, the first of equal ones."""
+    """Return the tables in the section of this name: for each line its cells, by the words of the head; of equal words
+    the first counts."""
     begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
     tables = re.findall(r"(?:^\|.*\n)+", page.read_text().partition(begin)[2].partition(end)[0], re.MULTILINE)
     cells = [[[cell.strip() for cell in row[1:-1].split("|")] for row in each.splitlines()] for each in tables]

@@ -1,4 +1,4 @@
-"""Pictures of benchmarks, by matplotlib: panels side by side."""
+"""Draws pictures of benchmarks with matplotlib: panels side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def panels(path: Path, size: tuple[float, float], count: int = 1, dpi: int = 110) -> Iterator[list[Any]]:
-    """Axes to draw on; the picture is written when the block is left. size: in inches."""
+    """Context manager that yields axes to draw on, and writes the picture at the end. size: in inches."""
     import matplotlib
 
     matplotlib.use("Agg")

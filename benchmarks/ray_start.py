@@ -1,10 +1,11 @@
-"""How long a job takes to start in a Ray cluster: `dadt run --launcher ray` and ray.train.TorchTrainer, in turn.
+"""Measures how long a job takes to start in a Ray cluster, by `dadt run --launcher ray` and ray.train.TorchTrainer, in
+turn.
 
     RAY_ADDRESS=head:6379 python -m benchmarks.ray_start -np 4 --rounds 5
 
-Both run the same script, which changes for neither: TorchTrainer's driver runs it in its loop. Counted are the seconds
-from the start of the command to the last worker's first optimizer step, and to the command's end. All nodes have to see
-the folder for temporary files: TMPDIR=/shared where they have disks of their own.
+Both run the same unmodified script; TorchTrainer's driver runs it in its loop. Counted are the seconds from the start
+of the command to the last worker's first optimizer step, and to the command's end. All nodes have to see the folder for
+temporary files: set TMPDIR=/shared if they have disks of their own.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ TorchTrainer(
 
 
 def seconds(command: list[str], folder: Path, workers: int) -> tuple[float, float]:
-    """The seconds until the last worker has taken its first step, and until the end."""
+    """Return the seconds until the last worker has taken its first step, and until the end."""
     begin = time.time()
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
     end = time.time()
@@ -84,7 +85,7 @@ def main() -> None:
                     "TorchTrainer": [sys.executable, str(trainer), str(script), str(folder), workers],
                 }[name]
                 took = seconds(command, folder, args.np)
-                if number:  # the first round warms files up
+                if number:  # the first round only loads files into the cache
                     times.append(took)
                     print(
                         f"round {number}: {name} {took[0]:.1f} s to the first step, {took[1]:.1f} s in all", flush=True

@@ -1,4 +1,4 @@
-"""Models of many small tensors, whose step is little but Python's and torch's own calls, and DADT's hooks."""
+"""Models of many small tensors, whose steps consist mostly of Python's and torch's own calls, and of DADT's hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 4
 
 
 class ManyLayers(nn.Module):
-    """Small layers side by side."""
+    """A model of small layers side by side."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__()

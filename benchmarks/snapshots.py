@@ -1,4 +1,4 @@
-"""What a snapshot costs the training: python -m benchmarks.snapshots
+"""Measures what a snapshot costs the training: python -m benchmarks.snapshots
 
 Two workers train a perceptron of 25 million weights with Adam: 300 MB of weights and state. Steps with and without
 snapshots are of the same job, so they differ in nothing else.
@@ -38,7 +38,7 @@ def timed(kind, name):
     setattr(kind, name, call)
 if taken is not None:
     timed(taken.Taken, "observe")
-    timed(taken.Seen, "complete")
+    timed(taken.SeenSnapshot, "complete")
 ends = []
 for step in range(int(sys.argv[1])):
     x = torch.randn(32, 2048)
@@ -67,7 +67,7 @@ def main() -> None:
     found = dict(re.findall(r"(ends|spent) (\[.*\])", done.stdout))
     ends, spent = json.loads(found["ends"]), json.loads(found["spent"])
     times = [after - before for before, after in itertools.pairwise(ends)]
-    # Seen behind step N, complete when step N + 1 begins, and written while the next ones run.
+    # A snapshot is begun after step N, completed when step N + 1 begins, and written during the following steps.
     parts = [times[start : start + options.every] for start in range(options.every - 2, steps - 2, options.every)]
     parts = [part for part in parts[options.warmup // options.every :] if len(part) == options.every]
     usual = statistics.median(time for part in parts for time in part[options.every // 2 :])

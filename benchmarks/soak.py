@@ -1,8 +1,8 @@
-"""A long training that keeps losing workers, and what its processes hold meanwhile: python -m benchmarks.soak
+"""Trains for a long time while workers are lost, and samples what the processes hold: python -m benchmarks.soak
 
-Four workers train a tiny model with `--min-np 2`; one of them is killed every so often, and the job starts again once
-fewer than two are left. Memory, threads, descriptors and shared segments of each process are sampled over its life, and
-may not grow between the first and the last third of it, but for the first seconds.
+Four workers train a tiny model with `--min-np 2`. One of them is killed at regular intervals, and the job starts again
+once fewer than two are left. Memory, threads, descriptors and shared segments of each process are sampled, and must not
+grow between the first and the last third of its life, the first seconds excepted.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ SHARE, MEBIBYTES = 0.05, 2.0
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process holds."""
+    """Resources that a process holds at one time."""
 
     pss: float
-    """MiB of memory, shared pages by their share."""
+    """MiB of memory, with shared pages counted by their share."""
     uss: float
-    """MiB of memory that is its alone."""
+    """MiB of memory that no other process shares."""
     threads: float
     descriptors: float
     segments: float
-    """Mappings of shared memory."""
+    """Number of mappings of shared memory."""
 
 
 MEASURES = [each.name for each in fields(Sample)]
@@ -84,7 +84,7 @@ class Life:
 
     role: str
     began: float | None = None
-    """When it took its first step; of others than workers, when one of these did."""
+    """Time of its first step; for launcher and agent, of any worker's first step. None before."""
     samples: list[tuple[float, Sample]] = field(default_factory=list)
 
     @property
@@ -93,20 +93,20 @@ class Life:
         return [sample for at, sample in self.samples if at >= since]
 
     def thirds(self, measure: str) -> tuple[float, float]:
-        """Medians of the first and the last third."""
+        """Return the medians of the first and the last third of the samples."""
         values = [getattr(sample, measure) for sample in self.counted]
         third = len(values) // 3
         return statistics.median(values[:third]), statistics.median(values[-third:])
 
     def grows(self, measure: str) -> bool:
         first, last = self.thirds(measure)
-        if measure == "pss":  # of the pages that processes share, each has more when another has ended
+        if measure == "pss":  # shared pages count more for each process once another one has ended
             return False
         return last - first > (first * SHARE + MEBIBYTES if measure == "uss" else 0.0)
 
 
 def sampled(process: psutil.Process) -> Sample:
-    """What the process holds now. Raises psutil.Error if it has ended."""
+    """Return what the process holds now. Raises psutil.Error if it has ended."""
     memory = process.memory_full_info()
     with process.oneshot():
         threads, descriptors = process.num_threads(), process.num_fds()
@@ -116,13 +116,13 @@ def sampled(process: psutil.Process) -> Sample:
 
 
 def processes(launcher: psutil.Process) -> Iterator[tuple[str, psutil.Process]]:
-    """The processes of the job, each with its role: launcher, agent or worker."""
+    """Yield the processes of the job, each with its role: launcher, agent or worker."""
     yield "launcher", launcher
     for process in launcher.children(recursive=True):
         try:
             command = " ".join(process.cmdline())
         except psutil.Error:
-            continue  # it has just ended
+            continue  # the process has just ended
         if "dadt.launch.agent" in command and not command.startswith("sh"):
             yield "agent", process
         elif "soak.py" in command:
@@ -131,10 +131,10 @@ def processes(launcher: psutil.Process) -> Iterator[tuple[str, psutil.Process]]:
 
 @dataclass
 class Soak:
-    """What has been seen of a job."""
+    """Observations of a job."""
 
     lives: dict[tuple[int, float], Life] = field(default_factory=dict)
-    """What was seen of each process, by its pid and when it began, as pids come again."""
+    """The life of each process, by its pid and start time, since pids are used again."""
     losses: int = 0
     restarts: int = 0
     seconds: float = 0.0
@@ -142,7 +142,7 @@ class Soak:
     """Why the job did not end well; empty if it did."""
 
     def look(self, launcher: psutil.Process, logs: str) -> None:
-        """logs: what the workers have printed so far."""
+        """Sample all processes of the job. logs: what the workers have printed so far."""
         training = set(map(int, re.findall(r"trains as (\d+)", logs)))
         found = list(processes(launcher))
         job_trains = any(process.pid in training for _, process in found)
@@ -153,14 +153,14 @@ class Soak:
                     life.began = time.monotonic()
                 life.samples.append((time.monotonic(), sampled(process)))
             except psutil.Error:
-                continue  # it has just ended
+                continue  # the process has just ended
 
     def long_enough(self, role: str) -> list[Life]:
         return [life for life in self.lives.values() if life.role == role and len(life.counted) >= SAMPLES]
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong; empty if nothing is."""
+        """Texts about what is wrong; empty if nothing is."""
         found = [self.end] if self.end else []
         for role in ("launcher", "agent", "worker"):
             lives = self.long_enough(role)
@@ -173,7 +173,7 @@ class Soak:
 
 
 def soak(steps: int, every: float, options: Sequence[str], interval: float = 2.0) -> Soak:
-    """every: seconds between two losses. interval: seconds between two samples."""
+    """Run the job and observe it. every: seconds between two losses. interval: seconds between two samples."""
     found, begin = Soak(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dadt-soak-") as name:
         folder = Path(name)

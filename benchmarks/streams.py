@@ -29,8 +29,8 @@ BUCKET = 50 << 20
 
 
 def rank(number: int, streams: Sequence[int], store: str, address: str) -> None:
-    """One of two ranks: connected with so many connections in turn, it averages by those it is told on stdin, and
-    answers with the Mbit/s each way."""
+    """Run one of two ranks, which is connected by each of these numbers of connections: for each number that it reads
+    from stdin, it averages over that many connections, and prints the Mbit/s each way."""
     import torch
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -57,7 +57,7 @@ def rank(number: int, streams: Sequence[int], store: str, address: str) -> None:
         go_on = True
         while go_on or works:
             while go_on and len(works) < 2:
-                # all ranks do as many: what rank 0's clock says travels with each
+                # all ranks do as many: each operation carries whether rank 0's time is over
                 lane = bytes([number == 0 and time.perf_counter() - begun > seconds])
                 at = [tensors[done % 2].data_ptr()]
                 works.append(engine.allreduce(layout, at, at, f"{count} {done}", lane=lane))
@@ -77,7 +77,7 @@ def rank(number: int, streams: Sequence[int], store: str, address: str) -> None:
 
 
 def iperf(link: LongLink, streams: int) -> float:
-    """Mbit/s each way of as many connections of iperf3's; the slower way."""
+    """Return the Mbit/s each way of this number of connections of iperf3; that of the slower direction."""
     server = [*link.hosts[0], "iperf3", "--server", "--one-off", "--forceflush"]
     with subprocess.Popen(server, stdout=subprocess.PIPE, text=True) as serving:
         while "listening" not in said(serving.stdout):

@@ -1,1 +1,2 @@
-"""Whether training under DADT ends where training without it does: `python -m benchmarks.convergence --help`."""
+"""Measures whether training under DADT reaches the same accuracy as training without it: `python -m
+benchmarks.convergence --help`."""

@@ -1,4 +1,5 @@
-"""python -m benchmarks.convergence: trainings that are not in the file of results yet, then tables and pictures."""
+"""python -m benchmarks.convergence: runs the trainings that the file of results does not have yet, then writes tables
+and pictures."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, deadline: float) -> bool:
-    """False where time ran out."""
+    """Run the missing trainings. Returns False if time ran out."""
     for family in (family.name for family in options.families):
         rate: float | None = options.rate
         if not rate:

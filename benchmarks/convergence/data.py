@@ -1,4 +1,4 @@
-"""The data that is learned: 10,000 handwritten digits, and 1.1 MB of Shakespeare by letters."""
+"""The training data: 10,000 handwritten digits, and 1.1 MB of Shakespeare as single letters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils.data import Dataset, TensorDataset
 
 FOLDER = Path(__file__).parents[2] / "examples" / "data"
 CONTEXT = 64
-"""Letters that the language models see."""
+"""Number of letters that the language models see at a time."""
 
 Pairs = Dataset[tuple[torch.Tensor, ...]]
 
 
 @cache
 def digits(name: str) -> Pairs:
-    """`train` (8,000) or `t10k` (2,000): images of 1x28x28 with mean 0 and deviation 1, and labels."""
+    """Return images of 1x28x28, with mean 0 and deviation 1, and labels. name: `train` (8,000) or `t10k` (2,000)."""
     folder = FOLDER / "mnist"
     images = gzip.decompress((folder / f"{name}-images-idx3-ubyte.gz").read_bytes())[16:]
     labels = gzip.decompress((folder / f"{name}-labels-idx1-ubyte.gz").read_bytes())[8:]
@@ -27,7 +27,7 @@ def digits(name: str) -> Pairs:
 
 
 class Letters(Pairs):
-    """Windows of CONTEXT letters as numbers, each with the letters that follow them."""
+    """Windows of CONTEXT letters as numbers, each with the letters that follow."""
 
     def __init__(self, text: torch.Tensor, stride: int) -> None:
         self.text = text
@@ -43,7 +43,7 @@ class Letters(Pairs):
 
 @cache
 def shakespeare() -> tuple[Pairs, Pairs]:
-    """The first nine tenths in windows that overlap, for training; of the rest each letter once."""
+    """Return the first nine tenths in overlapping windows, for training, and the rest with each letter once."""
     text = gzip.decompress((FOLDER / "tinyshakespeare" / "input.txt.gz").read_bytes())
     numbers = {letter: i for i, letter in enumerate(sorted(set(text)))}
     coded = torch.tensor([numbers[letter] for letter in text])

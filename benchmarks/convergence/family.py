@@ -1,4 +1,4 @@
-"""What is trained and how: model, data, optimizer, batch and number of steps, the same for every algorithm."""
+"""Describes a training, the same for every algorithm: model, data, optimizer, batch size and number of steps."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of training. `batch` is the joint batch of all ranks."""
+    """One kind of training. batch: number of samples in the joint batch of all ranks."""
 
     name: str
     model: Callable[[], nn.Module]
     optimizer: Callable[[Any, float], torch.optim.Optimizer]
     data: Callable[[], tuple[Dataset[Any], Dataset[Any]]]
-    """Makes the data for training, and the data for the verdict."""
+    """Returns the data for training, and the data for the verdict."""
     batch: int
     steps: int
     rates: tuple[float, ...]
     """Learning rates of the sweep."""
     counts: bool
-    """The verdict is accuracy; else loss."""
+    """Whether trainings are judged by accuracy; if not, by loss."""
     rises: float = 0.0
     """Share of the steps in which the learning rate rises from 0."""
 
     def loader(self, seed: int) -> DataLoader[Any]:
-        """Batches in an order that the seed fixes alone."""
+        """Return the loader of the training data, whose order depends on the seed only."""
         order = torch.Generator().manual_seed(seed)
         return DataLoader(self.data()[0], batch_size=self.batch, shuffle=True, drop_last=True, generator=order)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """One for each step."""
+        """Return one batch for each step."""
         return islice(endless(self.loader(seed)), self.steps)
 
     def begin(self, seed: int, rate: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        """Model, optimizer and schedule: the learning rate falls to 0 along a cosine, where it has risen."""
+        """Return model, optimizer and schedule: the learning rate rises if `rises` is set, then falls to 0 along a
+        cosine."""
         torch.manual_seed(seed)
         model = self.model()
         optimizer = self.optimizer(model.parameters(), rate)
@@ -68,7 +69,7 @@ class Family:
         return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
     def verdict(self, model: nn.Module, most: int = 0) -> dict[str, float]:
-        """Loss and accuracy on data that no training sees; of the first `most` samples, if that is not 0."""
+        """Return loss and accuracy on data that is not used for training. most: number of samples to use; 0 for all."""
         model.eval()
         loss, right, total = 0.0, 0, 0
         loader = DataLoader(self.data()[1], batch_size=50)

@@ -1,4 +1,4 @@
-"""Means of paired differences with 95 % intervals (Student's t)."""
+"""Computes means of paired differences with 95 % intervals (Student's t)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ QUANTILES = [
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 ]
-"""Student's t at 97.5 % with 1, 2, ... degrees of freedom. Beyond 30 the last one serves, which is a little too
-wide."""
+"""Student's t at 97.5 % with 1, 2, ... degrees of freedom. Beyond 30 the last value is used, which is slightly too
+large."""
 
 
 class MeanInterval(NamedTuple):
@@ -25,7 +25,7 @@ class MeanInterval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> MeanInterval:
-    """The mean of the values and its 95 % interval, which is infinite for one value alone."""
+    """Return the mean of the values and its 95 % interval, which is infinite for a single value."""
     count = len(values)
     mean = statistics.fmean(values)
     if count < 2:
@@ -36,5 +36,5 @@ def interval(values: Sequence[float]) -> MeanInterval:
 
 
 def shown(found: MeanInterval, form: str = ".4f") -> str:
-    """The mean, and the interval if there are more values than one."""
+    """Return the mean as text, with the interval if there are several values."""
     return spread(*found[:3], form) if found.pairs > 1 else f"{found.mean:{form}}"

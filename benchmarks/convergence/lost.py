@@ -1,6 +1,6 @@
-"""Four workers, two of which are killed on the way: python -m benchmarks.convergence.lost
+"""Four workers, two of which are killed during the training: python -m benchmarks.convergence.lost
 
-Accuracy against that of four workers without losses, which see as many samples in fewer steps.
+Compares their accuracy with that of four workers without losses, which see as many samples in fewer steps.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from benchmarks.convergence.study import Run, save
 METHODS = {"pipe": [], "sync": ["--algorithm", "sync"]}
 STEPS = 400
 FALLS = {1: STEPS // 3, 3: 2 * STEPS // 3}
-"""For each rank that is killed, the number of steps after which it is."""
+"""For each rank that is killed, the number of steps that it makes before."""
 UNDISTURBED = (sum(FALLS.values()) + (RANKS - len(FALLS)) * STEPS) // RANKS
-"""Number of steps in which four workers see as many samples as those of whom two are killed."""
+"""Number of steps in which four workers see as many samples as four workers of which two are killed."""
 
 
 def accuracy(method: str, family: str, rate: float, seed: int, lost: bool) -> float:
-    """The accuracy, in per cent, of the weights that all remaining ranks end with. lost: two of the ranks are
-    killed."""
+    """Return the accuracy, in per cent, of the final weights, which are equal on all remaining ranks. lost: whether two
+    ranks are killed."""
     flags = [*METHODS[method], *(["--min-np", "2"] if lost else [])]
     falls = ",".join(f"{rank}:{step}" for rank, step in FALLS.items())
     script = ["--steps", STEPS, "--falls", falls] if lost else ["--steps", UNDISTURBED]

@@ -1,4 +1,4 @@
-"""How the ranks learn from each other in the simulator, written as one word: sync, plain, pipe, pipe:c=1.5."""
+"""Parses the names of the simulator's training methods: sync, plain, pipe, or with options as in pipe:c=1.5."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from dadt.train.prediction.expectation import DAMPING, share_of
 
 @dataclass(frozen=True)
 class Method:
-    """`sync`; `plain`, the delay alone; `pipe` as DADT does it for SGD and Adam; and changes of `pipe` by key=value."""
+    """One training method: `sync`; `plain`, which only delays gradients; `pipe` as DADT does it for SGD and Adam; and
+    variants of `pipe` with options key=value."""
 
     name: str
     delayed: bool = True
     warmup: int = 50
     fall_back: int = 1
-    """1: fall back to synchronous steps if gradients blow up; 0: never."""
+    """1: return to synchronous steps if gradients blow up; 0: never."""
     c: float | None = None
-    """Predict by the last displacements in place of the optimizer's own step: the factor of the last one."""
+    """Factor of the last displacement, by which weights are predicted in place of the optimizer's own step."""
     c2: float = 0.0
-    """The factor of the displacement before the last one."""
+    """Factor of the displacement before the last one."""
     ramp: int = 0
-    """Delayed steps over which the factors grow from 0."""
+    """Number of delayed steps over which the factors grow from 0."""
     rise: int = 0
-    """Delayed steps over which the size of the steps rises from 0 again."""
+    """Number of delayed steps over which the size of steps grows from 0 again."""
     own: float | None = None
-    """Predict by the optimizer's own step, as if this share of the rank's own gradient in flight, and else the last
-    average that has arrived, were what it will be given. None: DADT's share."""
+    """Share of the rank's own gradient in flight in the gradient that is expected for the optimizer's own step; the
+    rest is the last average that has arrived. None: DADT's share."""
     back: float | None = None
-    """The share of the last known gap between the rank's gradient and the average that is added to that. None:
-    DADT's."""
+    """Share of the last known gap between the rank's gradient and the average that is added to the expected gradient.
+    None: DADT's share."""
     mix: float = 0.0
-    """Apply (1 + mix) updates less mix times the update before: error feedback for delayed updates."""
+    """Factor by which the change between two updates is added to the newer one: error feedback for delayed updates."""
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """The method of this text. Raises ValueError if it is none."""
+        """Return the method with this name. Raises ValueError if there is none."""
         base, _, more = text.partition(":")
         if base not in ("sync", "plain", "pipe"):
             raise ValueError(f"{text}: begin with sync, plain or pipe")
@@ -56,7 +57,8 @@ class Method:
         return cls(text, delayed=base != "sync", **given)  # type: ignore[arg-type]
 
     def share(self, ranks: int) -> float | None:
-        """The weight of a rank's own gradient in its prediction; None if the last displacements predict."""
+        """Return the weight of a rank's own gradient in its prediction; None if weights are predicted from
+        displacements."""
         if self.c is not None:
             return None
         return share_of(ranks) if self.own is None else self.own
@@ -69,7 +71,8 @@ class Method:
 
 
 def own_step(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Where SGD or Adam would put the weights with these gradients; it and the weights stay as they are."""
+    """Return the weights after a step of SGD or Adam with these gradients. Changes neither the optimizer nor the
+    weights."""
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     ahead = []
     for (p, group), gradient in zip(parameters, gradients, strict=True):
@@ -94,6 +97,6 @@ def adam_step(w: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], st
     elif decay:
         gradient = gradient + w * decay
     square = state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
-    # By numpy: torch's own root may be off by a bit.
+    # The root is computed by NumPy, since torch's own root may be off by one bit.
     root = torch.from_numpy(np.sqrt(square.numpy())) * (1 / math.sqrt(1 - beta2 ** (taken + 1))) + group["eps"]
     return (state["exp_avg"] * (-size * beta1) + gradient * (-size * (1 - beta1))) / root + w

@@ -1,4 +1,4 @@
-"""The models that learn: a CNN with BatchNorm, a multilayer perceptron, and a GPT of 0.8 million parameters."""
+"""The models that are trained: a CNN with BatchNorm, a multilayer perceptron, and a GPT of 0.8 million parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def perceptron() -> nn.Module:
 
 
 class TransformerBlock(nn.Module):
-    """Attention to what came before, and a perceptron; each beside a shortcut, behind a norm (as in GPT-2)."""
+    """Causal attention and a perceptron, each with a norm before it and a shortcut beside it (as in GPT-2)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class TransformerBlock(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (batch, letters, width)."""
+        """Return the block's output. x: tensor of (batch, letters, width)."""
         batch, letters, width = x.shape
         parts = self.attention(self.norms[0](x)).view(batch, letters, 3, self.heads, width // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -54,7 +54,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Letters to logits of the letters that follow."""
+    """Language model that maps letters to logits of the letters that follow."""
 
     def __init__(self, width: int = 128, heads: int = 4, depth: int = 4) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What has no simulator: gossip, local and each compression, by `dadt run` with four workers."""
+"""Trains by the methods that the simulator does not have (gossip, local and each compression): `dadt run` with four
+workers."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ FLAGS = {
 
 
 def checked(name: str) -> str:
-    """The name itself. Raises ValueError if there is no such method."""
+    """Return the name itself. Raises ValueError if there is no such method."""
     if name not in FLAGS:
         raise ValueError(f"--others {name}: unknown; choose of {', '.join(FLAGS)}")
     return name
@@ -73,7 +74,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def averaged(run: Run, folder: Path) -> torch.nn.Module:
-    """A model with the mean of the ranks' weights and buffers, which a job of `gossip` or `local` ends with."""
+    """Return a model with the mean of all ranks' weights and buffers, with which a job of `gossip` or `local` ends."""
     files = [np.load(folder / f"rank{rank}.npz") for rank in range(run.ranks)]
     model = FAMILIES[run.family].begin(run.seed, run.rate)[0]
     model.load_state_dict({k: torch.as_tensor(np.mean([file[k] for file in files], axis=0)) for k in files[0]})
@@ -83,8 +84,8 @@ def averaged(run: Run, folder: Path) -> torch.nn.Module:
 def workers(
     run: Run, flags: list[str], folder: Path, *script: object, left: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-    """What each rank of `dadt run` has found; `script`: further arguments of the training; `left`: ranks that train to
-    the end, where not all do."""
+    """Run a training by `dadt run`, and return each rank's outcome. script: further arguments of the training. left:
+    the ranks that train to the end, if not all do."""
     dadt = [sys.executable, "-m", "dadt_cli", "run", "-np", run.ranks, "--batch", "global", "--log-dir", folder]
     what = ["--family", run.family, "--rate", run.rate, "--seed", run.seed, "--out", folder, "--rank", "{rank}"]
     command = [*dadt, *flags, "-m", "benchmarks.convergence.train", *what, *script]

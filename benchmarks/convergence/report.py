@@ -1,4 +1,4 @@
-"""Tables of paired differences with intervals, and pictures of loss against steps, from the file of results."""
+"""Writes tables of paired differences with intervals, and pictures of loss against steps, from the file of results."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SHOWN = (
     *("pipe", "gossip", "local", "local-32", "diloco-0.5"),
     *("bf16", "fp16", "int8", "int4", "sync-int4", "powersgd"),
 )
-"""Methods of which the page has rows; the CSV has all."""
+"""Methods that have rows on the page; the CSV file has all."""
 WIDE = {"linewidth": 5, "alpha": 0.35}
-"""How a curve is drawn on which others may lie."""
+"""Style of a curve that other curves may cover."""
 COLORS = {"sync": "#1f3b57", "plain": "#c8553d", "pipe": "#2a9d8f"}
 OTHER_COLORS = {
     "sync": "#1f3b57",
@@ -39,14 +39,14 @@ OTHER_COLORS = {
 }
 LOOSE = ("gossip", "gossip-sqrt", "local", "local-32", "local-sqrt", "diloco", "diloco-8", "diloco-0.5")
 AVERAGED = ", averaged"
-"""The mean of the ranks' weights in place of each rank's own."""
+"""Suffix for the mean of the ranks' weights, in place of each rank's own weights."""
 EXACT = ("bf16", "fp16", "int8")
-"""Against `pipe` without compression nothing may be lost beyond noise: both intervals reach 0."""
+"""Methods that may lose nothing beyond noise against `pipe` without compression: both intervals must contain 0."""
 
 Key = tuple[str, float, int, str]
-"""Family, rate, workers, method."""
+"""Key of a group of trainings: family, learning rate, number of workers, method."""
 Outcomes = dict[int, dict[str, Any]]
-"""What each training of one method has reached, by its seed."""
+"""Outcomes of all trainings of one method, by seed."""
 
 
 class StudyRow(NamedTuple):
@@ -56,9 +56,9 @@ class StudyRow(NamedTuple):
     method: str
     outcomes: Outcomes
     lost: MeanInterval | None
-    """Accuracy lost against another method with the same seeds; None where there is nothing to compare with."""
+    """Accuracy lost against another method with the same seeds; None if there is nothing to compare with."""
     added: MeanInterval | None
-    """Loss added, against the same other method; None where there is nothing to compare with."""
+    """Loss added against the same other method; None if there is nothing to compare with."""
 
     @property
     def met(self) -> str:
@@ -72,7 +72,7 @@ class StudyRow(NamedTuple):
 
     @property
     def diverged(self) -> int:
-        """Trainings that ended no better than chance."""
+        """Number of trainings that ended no better than chance."""
         chance = 0.2 if FAMILIES[self.family].counts else -math.log(65)
         return sum(goodness(self.family, outcome) <= chance for outcome in self.outcomes.values())
 
@@ -82,7 +82,7 @@ def goodness(family: str, outcome: dict[str, Any]) -> float:
 
 
 def allowed(family: str, method: str) -> float:
-    """Accuracy that may be lost, or loss that may be added, at the bad end of the interval."""
+    """Return the accuracy that may be lost, or the loss that may be added, at the bad end of the interval."""
     if method in EXACT:
         return 0.0
     if FAMILIES[family].counts:
@@ -91,12 +91,12 @@ def allowed(family: str, method: str) -> float:
 
 
 def against(method: str) -> str:
-    """What the method is compared with."""
+    """Return the method with which this method is compared."""
     return "pipe" if method in EXACT else "sync"
 
 
 def groups(results: Results) -> dict[Key, Outcomes]:
-    """All trainings but the sweep's."""
+    """Return all trainings except those of the sweep."""
     found: dict[Key, Outcomes] = {}
     for run, outcome in sorted(results.items(), key=lambda item: item[0]):
         if run.seed not in SWEEP_SEEDS:
@@ -123,7 +123,7 @@ def difference(values: Sequence[float]) -> MeanInterval | None:
 
 
 def table(results: Results) -> tuple[list[str], list[list[str]]]:
-    """The head and the lines of the table of all trainings."""
+    """Return the head and the lines of the table of all trainings."""
     head = [
         *("family", "rate", "workers", "method", "accuracy", "loss", "seeds", "against"),
         *("accuracy lost (95 %)", "loss added (95 %)", "target", "met", "diverged"),
@@ -143,7 +143,8 @@ def table(results: Results) -> tuple[list[str], list[list[str]]]:
 
 
 def chance(results: Results) -> str:
-    """What another order of summation makes of the same training: `sync` against itself with the fewest workers."""
+    """Return a table that compares `sync` with itself at the smallest number of workers: only the order of summation
+    differs."""
     lines = []
     scores = {
         key[:3]: {seed: goodness(key[0], outcome) for seed, outcome in outcomes.items()}
@@ -162,13 +163,13 @@ def chance(results: Results) -> str:
 
 
 def normalizes(family: str) -> bool:
-    """Whether the model has BatchNorm, with which the number of ranks changes the training: each normalizes its own
-    part."""
+    """Return whether the model has BatchNorm, with which the number of ranks changes the training, since each rank
+    normalizes its own part."""
     return any(isinstance(module, nn.BatchNorm2d) for module in FAMILIES[family].begin(0, 1.0)[0].modules())
 
 
 def sweeps(results: Results) -> str:
-    """What `sync` reaches at each learning rate."""
+    """Return a table of the results of `sync` at each learning rate."""
     lines = []
     for family in FAMILIES.values():
         for rate in family.rates:
@@ -189,7 +190,7 @@ class Panel(NamedTuple):
 
 
 def panels(family: str, found: dict[Key, Outcomes]) -> Iterator[Panel]:
-    """Each learning rate with the fewest workers, and the methods that real workers train by."""
+    """Yield each learning rate with the smallest number of workers, and the methods that real workers train by."""
     here = [(rate, ranks, method) for name, rate, ranks, method in found if name == family]
     simulated = [(rate, ranks) for rate, ranks, method in here if method in COLORS]
     for rate in sorted({rate for rate, _ in simulated}):
@@ -199,10 +200,8 @@ def panels(family: str, found: dict[Key, Outcomes]) -> Iterator[Panel]:
 
 
 def picture(family: str, results: Results, path: Path) -> bool:
-    """Training loss against steps, mean over seeds; where there are few methods, with a band from least to most.
-
-    False where there is nothing to show.
-    """
+    """Draw training loss against steps, as the mean over seeds; if there are few methods, with a band from the least to
+    the largest loss. Returns False if there is nothing to show."""
     found = groups(results)
     all_panels = list(panels(family, found))
     if not all_panels:
@@ -236,8 +235,8 @@ def draw(axis: Any, outcomes: Sequence[dict[str, Any]], method: str, color: str,
 
 
 def write(path: Path, page: Path | None) -> None:
-    """Print the tables, write the one of all trainings as CSV beside the results, put the others and its rows of SHOWN
-    into the page, and draw the pictures."""
+    """Print the tables, write the table of all trainings as CSV beside the results, put the other tables and the rows
+    of SHOWN into the page, and draw the pictures."""
     results = load(path)
     head, lines = table(results)
     print(markdown(head, lines))

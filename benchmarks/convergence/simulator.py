@@ -1,7 +1,8 @@
-"""All ranks of a training in one process, from the algorithms' definitions: no line of DADT's runtime takes part.
+"""Simulates all ranks of a training in one process, from the algorithms' definitions, without DADT's runtime.
 
 Batches, weights, optimizer state and BatchNorm statistics have the bits that `dadt run --batch global` gives (see
-tests/benchmarks/test_convergence.py): each rank computes the gradient of its part of the batch, sums go in rank order.
+tests/benchmarks/test_convergence.py): each rank computes the gradient of its part of the batch, and sums are in rank
+order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dadt.algorithms.pipe.divergence import Divergence
 
 Tensors = list[torch.Tensor]
 EVERY = 25
-"""Steps whose mean loss makes a point of a curve."""
+"""Number of steps whose mean loss is one point of a curve."""
 
 
 class Simulation:
@@ -34,24 +35,24 @@ class Simulation:
         self.share = method.share(ranks)
         self.factor, self.older = method.factors(self.optimizer)
         self.buffers = [b for b in self.model.buffers() if b.is_floating_point()]
-        """BatchNorm's statistics: each rank has its own, and reads their mean."""
+        """BatchNorm's statistics. Each rank has its own, and a script reads their mean."""
         self.counts = [b for b in self.model.buffers() if not b.is_floating_point()]
         self.own = [[b.clone() for b in self.buffers] for _ in range(ranks)]
         self.official = [b.clone() for b in self.buffers]
         self.pending: deque[tuple[Tensors, Tensors, bool]] = deque()
-        """Averages under way: of gradients and of buffers, and whether gradients blew up when they were launched."""
+        """Averages under way: of gradients, of buffers, and whether gradients had blown up when they were launched."""
         self.divergence = Divergence() if method.delayed and method.fall_back else None
         self.norm: float | None = None
-        """The norm of the averages of gradients that came last; None before, and once it has been looked at."""
+        """Norm of the averaged gradients that arrived last; None before the first, and once the norm was checked."""
         self.late = method.delayed
-        """Gradients are late, once the warm-up is over: unless they blow up."""
+        """Whether gradients are late after the warm-up; False once they have blown up."""
         self.displacements: deque[Tensors] = deque(maxlen=2)
-        """How far the last two updates moved the weights, the last one first."""
+        """Displacements of the weights by the last two updates, the last one first."""
         self.applied: Tensors | None = None
         self.fresh: list[Tensors] = []
         """Each rank's own gradients of the last step."""
         self.previous: list[Tensors] = []
-        """Each rank's own gradients of the step before, once averages are late: the last average is made of them."""
+        """Each rank's own gradients of the step before, from which the last average was made, if averages are late."""
         self.step = 0
 
     def run(self) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class Simulation:
         return loss
 
     def predict(self) -> None:
-        """Put the weights where the gradient that is computed now will be applied."""
+        """Set the weights to those to which the gradient of this step will be applied, predicted from displacements."""
         if not self.predicts or not self.displacements or self.share is not None:
             return
         late = self.step - self.method.warmup
@@ -98,14 +99,14 @@ class Simulation:
         return len(self.pending) == 1
 
     def predict_for(self, rank: int, true: Tensors) -> None:
-        """The same by what this rank alone knows of the gradients in flight."""
+        """Set the weights to those predicted from what this rank alone knows of the gradients in flight."""
         if not self.predicts or self.share is None or self.applied is None:
             return
         put(self.parameters, true)
         put(self.parameters, own_step(self.optimizer, self.expected(rank, self.applied, self.share)))
 
     def expected(self, rank: int, applied: Tensors, share: float) -> Tensors:
-        """What this rank takes for the gradients in flight."""
+        """Return the gradients that this rank expects as the average in flight."""
         own = [g * share for g in self.fresh[rank]]
         if not self.previous:
             return [a * (1 - share) + g for a, g in zip(applied, own, strict=True)]
@@ -114,7 +115,7 @@ class Simulation:
         return [g + a * (1 - share - back) for a, g in zip(applied, own, strict=True)]
 
     def average(self, batch: Batch, true: Tensors) -> tuple[float, Tensors, Tensors]:
-        """Mean loss, gradients and buffers of all ranks, each on its part of the batch."""
+        """Return the mean loss, gradients and buffers of all ranks, each computed on its part of the batch."""
         size = len(batch[0]) // self.ranks
         assert size * self.ranks == len(batch[0]), "the batch must be divisible among the ranks"
         losses, gradients, statistics = 0.0, [], []
@@ -134,7 +135,7 @@ class Simulation:
         return losses / self.ranks, mean(gradients), mean(statistics)
 
     def exchange(self, gradients: Tensors, statistics: Tensors) -> Tensors | None:
-        """What arrives in this step; None where nothing has yet."""
+        """Return the averages that arrive in this step; None if none has arrived yet."""
         blown_up = self.blows_up()
         if not self.late or self.step < self.method.warmup:
             self.official = statistics
@@ -144,7 +145,7 @@ class Simulation:
         if len(self.pending) <= 1:
             return None
         arrived, averages, blown_up = self.pending.popleft()
-        if blown_up:  # synchronous from here on, for good
+        if blown_up:  # all later steps are synchronous
             self.late, self.divergence = False, None
             self.pending.clear()
             arrived, averages = gradients, statistics
@@ -153,7 +154,7 @@ class Simulation:
         return arrived
 
     def blows_up(self) -> bool:
-        """What DADT's own watch says of the averages that came last."""
+        """Return whether DADT's own detection finds that the last averages blow up."""
         last, self.norm = self.norm, None
         if self.divergence is None or last is None:
             return False
@@ -163,7 +164,7 @@ class Simulation:
         return self.divergence.see(last)
 
     def shorten(self, true: Tensors) -> None:
-        """Go only a part of the way, in the first delayed steps."""
+        """Take only a part of the step, in the first delayed steps."""
         late = self.step - self.method.warmup
         if not self.late or not 0 < late < self.method.rise:
             return
@@ -179,7 +180,7 @@ class Simulation:
         self.displacements.appendleft(moved)
 
     def read(self) -> None:
-        """Put the buffers that a script reads into the model."""
+        """Set the model's buffers to those that a script reads."""
         put(self.buffers, self.official)
 
 
@@ -193,7 +194,7 @@ def part(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def mean(ranks: list[Tensors]) -> Tensors:
-    """The means over ranks, whose tensors are summed in the order of ranks."""
+    """Return the means over ranks, summed in rank order."""
     means = []
     for values in zip(*ranks, strict=True):
         total = values[0].detach().clone()

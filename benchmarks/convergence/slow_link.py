@@ -1,8 +1,9 @@
-"""Two simulated hosts on a slow link: seconds to the same loss. As root: python -m benchmarks.convergence.slow_link
+"""Measures the seconds to the same loss on two simulated hosts with a slow link. As root: python -m
+benchmarks.convergence.slow_link
 
-DDP over Gloo sets the loss: 5 % above what it ends with, as looks near its end differ by about as much. Each method,
-DDP as well, gets the shortest schedule with which it comes there, since many cheap steps may be worth more than few
-dear ones. Seconds count from the first step, looks at the loss included.
+DDP over Gloo sets the target: 5 % above its final loss, since validation losses near the end differ by about as much.
+Each method, DDP included, gets the shortest schedule with which it reaches the target, since many cheap steps may be
+worth more than few expensive ones. Seconds count from the first step and include the validations.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ sys.path.append(str(ROOT / "tests"))
 from harness.machine import Network  # type: ignore[import-not-found] # noqa: E402
 
 WARMUP = 10
-"""Number of synchronous steps at the beginning, with each method: on such a link each takes as long as many others."""
+"""Number of synchronous steps at the beginning, for each method. On such a link, each of them takes as long as many
+others."""
 LOCAL = ["--algorithm", "local", "--sync-every", "32"]
 DILOCO = [*LOCAL, "--outer-lr", "0.7", "--outer-momentum"]
 METHODS = {
@@ -47,14 +49,14 @@ METHODS = {
 TRAIN = ["-m", "benchmarks.convergence.train"]
 PORT = 29481
 ABOVE = 1.05
-"""The loss that is to be reached, as a multiple of the loss with which DDP ends."""
+"""The loss to reach, as a multiple of DDP's final loss."""
 SECONDS = 3600.0
 Outcome = dict[str, Any]
-"""What rank 0 reports of a training, and how many steps it took."""
+"""What rank 0 reports about a training, and the number of steps."""
 
 
 class LinkedHosts:
-    """Two hosts, and a training of two ranks on them."""
+    """Two simulated hosts, and a training of two ranks on them."""
 
     def __init__(self, network: Network, script: Sequence[object], folder: Path) -> None:
         self.network = network
@@ -68,7 +70,8 @@ class LinkedHosts:
         return {**self._dadt(flags, ["--steps", steps]), "steps": steps}
 
     def alone(self) -> Outcome:
-        """Each host on its own at the same time, with a rank's part of the batch: what a step computes."""
+        """Train on each host alone, at the same time and with a rank's part of the batch, to measure the computation of
+        a step."""
         return self._by_hand(["--steps", 40])
 
     def _by_hand(self, flags: list[object]) -> Outcome:
@@ -88,7 +91,7 @@ class LinkedHosts:
         return self._ended([started(self.network.launcher.enter(command, ROOT), home)])
 
     def _ended(self, processes: list[subprocess.Popen[str]]) -> Outcome:
-        """What rank 0 has found."""
+        """Wait for the processes, and return what rank 0 has found."""
         try:
             said = [process.communicate(timeout=SECONDS)[0] for process in processes]
             if any(process.returncode for process in processes):
@@ -112,18 +115,18 @@ def started(command: Sequence[object], env: dict[str, str]) -> subprocess.Popen[
 
 
 def step_seconds(outcome: Outcome) -> float:
-    """Median, so without the steps at which the script looks at its loss."""
+    """Return the median seconds of a step, which leaves out steps with a validation."""
     times: list[float] = outcome["times"]
     return statistics.median(b - a for a, b in pairwise(times))
 
 
 def reached(outcome: Outcome, loss: float) -> float | None:
-    """Seconds until a look found this loss or less."""
+    """Return the seconds until a validation found this loss or less; None if none did."""
     return next((float(seconds) for _, seconds, seen in outcome["looks"] if seen <= loss), None)
 
 
 def measure(network: Network, options: argparse.Namespace, seed: int, folder: Path) -> dict[str, Any]:
-    """What each method has found with one seed."""
+    """Return the figures of each method, for one seed."""
     batch = options.batch or FAMILIES[options.family].batch
     script = ["--family", options.family, "--rate", options.rate, "--every", options.every, "--seed", seed]
     alone = step_seconds(LinkedHosts(network, [*script, "--batch", batch // 2], folder).alone())
@@ -138,8 +141,8 @@ def measure(network: Network, options: argparse.Namespace, seed: int, folder: Pa
 
 
 def shortest(link: LinkedHosts, name: str, target: float, lengths: Sequence[int]) -> Outcome | None:
-    """The outcome of the first of these schedules that reaches the target loss; None if none does. lengths: in
-    steps."""
+    """Return the outcome of the first of these schedules that reaches the target loss; None if none does. lengths:
+    numbers of steps."""
     for steps in lengths:
         outcome = link.train(name, steps)
         if reached(outcome, target) is not None:
@@ -148,7 +151,7 @@ def shortest(link: LinkedHosts, name: str, target: float, lengths: Sequence[int]
 
 
 def compared(computed: float, target: float, outcomes: dict[str, Outcome]) -> dict[str, Any]:
-    """computed: seconds that a step computes. All but DDP's outcome are compared with it."""
+    """Compare all outcomes with DDP's. computed: seconds of a step's computation."""
     step = step_seconds(outcomes["DDP"])
     ratio = (step - computed) / computed
     print(f"a step computes {1e3 * computed:.0f} ms and DDP's exchange takes {1e3 * (step - computed):.0f} ms more:")
@@ -175,7 +178,8 @@ def compared(computed: float, target: float, outcomes: dict[str, Outcome]) -> di
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Means over seeds, and how many times as fast as DDP with an interval, where all seeds have reached the loss."""
+    """Return a table of means over seeds, and each method's speed relative to DDP with an interval, if all seeds have
+    reached the loss."""
     lines = []
     for name in found[0]["rows"]:
         rows = [each["rows"][name] for each in found]
@@ -189,11 +193,11 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def picture(figures: dict[str, Any], path: Path) -> None:
-    """Loss on other data against seconds, of one seed."""
+    """Draw validation loss against seconds, for one seed."""
     colors = ("#9dbbd6", "#1f3b57", "#2a9d8f", "#e9b44c", "#c8553d", "#7b4b94", "#5a5a5a", "#d98cb3", "#b5a642")
     with panels(path, (7.0, 3.4)) as (panel,):
         for color, (name, looks) in zip(colors, figures["looks"].items(), strict=False):
-            # DDP and pipe, which moves as many bytes, take the same course here: one lies on the other.
+            # The curves of DDP and pipe, which sends as many bytes, cover each other.
             width = 4.0 if name == "DDP" else 1.5
             seconds, losses = [each[1] for each in looks], [each[2] for each in looks]
             panel.plot(seconds, losses, color=color, label=name, linewidth=width)

@@ -1,7 +1,7 @@
-"""Four workers, one of them three times as slow: python -m benchmarks.convergence.straggler
+"""Trains with four workers, one of them three times as slow: python -m benchmarks.convergence.straggler
 
-Throughput of the other three, against the same training without a straggler; loss against time. A step mostly waits,
-rather than computes, because four workers share the cores that there are.
+Shows the throughput of the other three, relative to the same training without a straggler, and loss against time. A
+step mostly waits instead of computing, because four workers share this machine's cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Ranks = list[dict[str, Any]]
 
 
 def train(flags: list[str], family: str, rate: float, steps: int, wait: float, straggles: bool) -> Ranks:
-    """Rank 0 straggles, if any does. A batch of each rank's own: what one is late with, no other is to do."""
+    """Run a training. If `straggles`, rank 0 is slow. Each rank has batches of its own, so that no rank does another's
+    work."""
     run = Run(family, "", RANKS, rate, 0)
     waits = f"{SLOWER * wait}" if straggles else f"{wait}"
     with tempfile.TemporaryDirectory(prefix="dadt-straggler-") as folder:
@@ -31,13 +32,13 @@ def train(flags: list[str], family: str, rate: float, steps: int, wait: float, s
 
 
 def throughput(ranks: Ranks) -> float:
-    """Steps per second of all but rank 0, once all are under way."""
+    """Return the steps per second of all ranks except rank 0, once all have started."""
     times: list[list[float]] = [rank["times"] for rank in ranks[1:]]
     return sum((len(each) - 1) / (each[-1] - each[0]) for each in times)
 
 
 def picture(found: dict[str, Ranks], path: Path) -> None:
-    """Mean loss of the three fast ranks against seconds."""
+    """Draw the mean loss of the three fast ranks against seconds."""
     with panels(path, (5.6, 3.4)) as (panel,):
         for color, (name, ranks) in zip(("#1f3b57", "#c8553d", "#8fa3b5", "#2a9d8f"), found.items(), strict=False):
             smooth = 10

@@ -1,4 +1,5 @@
-"""Which trainings the proof consists of, and the file of those that are done: a line of JSON each."""
+"""Lists the trainings of the study, and reads and writes the file of finished ones, which has one line of JSON for
+each."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from benchmarks.convergence.family import FAMILIES
 from benchmarks.convergence.simulator import simulate
 
 SWEEP_SEEDS = (1000, 1001, 1002)
-"""Seeds of the trainings that choose the learning rate. The trainings that are compared have other seeds."""
+"""Seeds of the trainings that choose the learning rate; the trainings that are compared have other seeds."""
 SWEEP_RANKS = 2
 
 
@@ -37,7 +38,7 @@ Results = dict[Run, dict[str, Any]]
 
 
 def load(path: Path) -> Results:
-    """What the file holds; of two lines of one run the last."""
+    """Return the results in the file; of two lines for one run, the last counts."""
     lines = path.read_text().splitlines() if path.exists() else []
     results: Results = {}
     for line in map(json.loads, lines):
@@ -53,13 +54,13 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def conditions(command: str) -> dict[str, Any]:
-    """What the lines that follow depend on."""
+    """Return the conditions under which the following lines are made."""
     machine = {"cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
     return {"command": command, "torch": str(torch.__version__), **machine, "when": time.strftime("%Y-%m-%d %H:%M")}
 
 
 def save(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write the figures with the command and its conditions as JSON, if there is a path."""
+    """Write the figures, with the command and its conditions, as JSON. Does nothing if the path is None."""
     if path is not None:
         module = Path(sys.argv[0]).stem
         command = " ".join([f"python -m benchmarks.convergence.{module}", *sys.argv[1:]])
@@ -67,21 +68,22 @@ def save(path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def cpu() -> str:
-    """The name of this host's processor; empty if the kernel does not say."""
+    """Return the name of this host's processor; empty if the kernel does not say."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def score(family: str, outcome: dict[str, Any]) -> float:
-    """Accuracy or loss, as the family is judged; the worst there is where the loss is no number."""
+    """Return the accuracy or loss by which the family is judged; the worst possible value if the loss is not a
+    number."""
     counts = FAMILIES[family].counts
     value = float(outcome["accuracy" if counts else "loss"])
     return value if math.isfinite(value) else (0.0 if counts else math.inf)
 
 
 def best_rate(family: str, results: Results) -> float | None:
-    """The rate that `sync` liked best in the sweep; None while one of its trainings is missing."""
+    """Return the learning rate at which `sync` was best in the sweep; None while a training of the sweep is missing."""
     found: dict[float, float] = {}
     for rate in FAMILIES[family].rates:
         runs = [Run(family, "sync", SWEEP_RANKS, rate, seed) for seed in SWEEP_SEEDS]
@@ -99,7 +101,7 @@ def sweep(family: str) -> list[Run]:
 def pairs(
     family: str, rate: float, methods: Sequence[str], ranks: Sequence[int], seeds: int, twice: bool = True
 ) -> list[Run]:
-    """Seed by seed, so that what is done when time runs out can be compared."""
+    """Return the runs ordered by seed, so that finished ones can be compared if time runs out."""
     rates = (rate, 2 * rate) if twice else (rate,)
     return [Run(family, m, p, r, seed) for seed in range(seeds) for p in ranks for r in rates for m in methods]
 
@@ -111,7 +113,8 @@ def simulated(run: Run) -> dict[str, Any]:
 def perform(
     runs: Iterable[Run], path: Path, jobs: int, deadline: float, train: Callable[[Run], dict[str, Any]] = simulated
 ) -> bool:
-    """Train what is not in the file, and add it. False where the deadline (of time.monotonic) came first."""
+    """Run the trainings that are not in the file, and add them. Returns False if the deadline (of time.monotonic) came
+    first."""
     missing = [run for run in dict.fromkeys(runs) if run not in load(path)]
     for run, outcome in trained(missing, jobs, deadline, train):
         append(path, {**run._asdict(), **outcome})
@@ -123,7 +126,7 @@ def trained(
     runs: Sequence[Run], jobs: int, deadline: float, train: Callable[[Run], dict[str, Any]]
 ) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Run the trainings, `jobs` at a time, until the deadline, and yield each with its outcome. With one job they run
-    in this process, so that whoever stops it stops all."""
+    in this process, so that stopping it stops all."""
     if jobs == 1:
         for run in runs:
             if time.monotonic() > deadline:

@@ -23,7 +23,7 @@ from benchmarks.convergence.family import FAMILIES, Batch
 
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Hashes of the bits of each weight, buffer and tensor of the optimizer's state, by name."""
+    """Return hashes of the bits of each weight, buffer and tensor of the optimizer's state, by name."""
     states = {"model": model.state_dict(), **optimizer.state_dict()["state"]}
     return {
         f"{of} {name}": hashlib.blake2b(value.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
@@ -34,7 +34,7 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
 
 
 def mine(batch: Batch) -> Batch:
-    """This rank's part, where the script itself shares out the data."""
+    """Return this rank's part of the batch, if the script itself divides the data."""
     size = len(batch[0]) // torch.distributed.get_world_size()
     own = slice(torch.distributed.get_rank() * size, (torch.distributed.get_rank() + 1) * size)
     return batch[0][own], batch[1][own]
@@ -99,7 +99,7 @@ def main() -> None:
         outcome = {**verdict, "digests": digests(model, optimizer), "seconds": seconds, "losses": losses}
         outcome |= {"times": times, "looks": looks}
         (options.out / f"rank{options.rank}.json").write_text(json.dumps(outcome))
-        # Not by torch.save, which under DADT is left to one rank.
+        # Not by torch.save, which under DADT only one rank would do.
         np.savez(options.out / f"rank{options.rank}.npz", **{k: v.numpy() for k, v in model.state_dict().items()})
 
 

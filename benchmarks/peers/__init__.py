@@ -1,1 +1,1 @@
-"""How fast DADT is beside its peers at their best, and which of the targets of its speed are reached."""
+"""Compares the speed of DADT with that of its peers at their best, and checks which targets are reached."""

@@ -42,13 +42,14 @@ def main() -> None:
 
 
 def _slow(folder: Path) -> dict[str, dict[str, Any]]:
-    """What other commands have put into it."""
+    """Return the measurements that other commands have put into the folder."""
     files = {name: folder / f"{name}.json" for name in SLOW_LINKS}
     return {name: slow_link(json.loads(file.read_text())["seeds"]) for name, file in files.items() if file.exists()}
 
 
 def _made(name: str, study: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Puts what it has found into the file at once. False where it could not be measured: the others still can."""
+    """Make a measurement, and put it into the file at once. Returns False if it could not be made; others can still
+    be."""
     asked, begun = MEASUREMENTS[name], time.monotonic()
 
     def tell(what: str) -> None:

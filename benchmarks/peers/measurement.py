@@ -1,4 +1,4 @@
-"""What is measured: each by the code of `dadt bench MODEL`, all of its contenders in turn in one run."""
+"""Lists the measurements: each uses the code of `dadt bench MODEL`, with all its contenders in turn in one run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from dadt_cli.bench.training import Contender, Measured, Task, alone, copies, li
 
 LINK = ("--link", "1gbit")
 LINK_BYTES = 1e9 / 8 * 1448 / 1514
-"""Bytes of data a second: the speed of a link includes the headers of its packets."""
+"""Bytes of data per second. The speed of a link includes the headers of its packets."""
 LOOK = 2.0
-"""Seconds in which the machine is looked at before anything starts."""
+"""Seconds for which the machine's load is measured before a measurement begins."""
 EVERY = 16
-"""Steps between two averages of `local` beside `auto`, and in each of their turns."""
+"""Number of steps between two averages of `local` in measurements of `auto`, and number of steps in each turn."""
 PAIR, MANY = "plain ddp ddp-view pipe", "plain ddp ddp-view ddp-bf16 pipe pipe+bf16"
 BYTES = "plain ddp-bf16 bare-bf16 pipe+bf16"
 SHARED = "plain null ddp ddp-view pipe sync auto"
 CHOICES = "auto sync pipe pipe+bf16 pipe+int8 local local+bf16 local+int8"
-"""`auto`, and what could be chosen by hand: a compressed `sync` is never faster than `pipe` with the same."""
+"""`auto`, and what a user could choose instead: a compressed `sync` is never faster than `pipe` with the same
+compression."""
 PLACES = {
     "10mbit": ("small", ("--link", "10mbit")),
     "100mbit": ("medium", ("--link", "100mbit")),
@@ -38,8 +39,8 @@ PLACES = {
     "10gbit": ("medium", ("--link", "10gbit")),
     "shm": ("medium", ()),
 }
-"""Where `auto` chooses: the model of benchmarks/asleep.py, and how workers are connected. A step on the slowest link
-would take minutes with large weights."""
+"""The places where `auto` is measured: the model of benchmarks/asleep.py, and how workers are connected. With large
+weights, a step on the slowest link would take minutes."""
 
 
 class Measurement(NamedTuple):
@@ -47,13 +48,13 @@ class Measurement(NamedTuple):
     title: str
     task: Task
     contenders: str
-    """Names of contenders: those of `dadt bench`, or an algorithm of DADT's, with + and a compression."""
+    """Names of contenders: those of `dadt bench`, or an algorithm of DADT, with + and a compression."""
     options: tuple[str, ...] = LINK
     ranks: int = 2
     steps: int = 2
     rounds: int = 5
     every: int = 0
-    """Steps between two averages of `local` and `auto`; 0: the default."""
+    """Number of steps between two averages of `local` and `auto`; 0: the default."""
 
 
 GBIT, SHM, FREE = "on two hosts, 1 Gbit/s", "on one host, shared memory", "A free processor: the exchange takes"
@@ -119,11 +120,11 @@ ALL = [
 ]
 MEASUREMENTS = {each.name: each for each in ALL}
 USUAL = [each.name for each in ALL if not each.name.startswith(("auto-", "tensors-"))]
-"""Measurements that are made where none is named."""
+"""Measurements that are made if none is named."""
 
 
 def contender(name: str, ranks: int, *options: str) -> Contender:
-    """options: of `dadt run`, for those of DADT's."""
+    """Return the contender of this name. options: further ones of `dadt run`, for DADT's own contenders."""
     if name in ("alone", "plain"):
         return alone() if name == "alone" else copies(ranks)
     if name == "null":
@@ -138,7 +139,8 @@ def contender(name: str, ranks: int, *options: str) -> Contender:
 
 
 def found(asked: Measurement, rounds: int, picture: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Figures and conditions of a measurement, for a line of JSON. Raises DadtError where it cannot be made."""
+    """Make a measurement, and return its figures and conditions for a line of JSON. Raises DadtError if it cannot be
+    made."""
     missing = {name: why for name in asked.contenders.split() if (why := absent(name))}
     names = [name for name in asked.contenders.split() if name not in missing]
     before = {**conditions(), "cpu": cpu(), "busy": psutil.cpu_percent(LOOK)}
@@ -172,7 +174,7 @@ def found(asked: Measurement, rounds: int, picture: Path, tell: Callable[[str], 
 
 
 def _choice(logs: Path) -> str:
-    """The last line in which auto says what it has chosen, of the job's journal."""
+    """Return the last line in the job's journal in which `auto` reports its choice."""
     (journal,) = logs.glob("*/events.jsonl")
     return str(re.findall(r'"((?:warm-up done|after) [^"]* chooses [^"]*)"', journal.read_text())[-1])
 
@@ -191,6 +193,6 @@ def _model(task: Task, measured: Measured, asked: Measurement) -> dict[str, Any]
 
 
 def exchange(size: int, ranks: int, options: Sequence[str]) -> float:
-    """The least seconds in which hosts of one worker each can average `size` bytes over their links; 0 without
+    """Return the least seconds in which hosts of one worker each can average `size` bytes over their links; 0 without
     links."""
     return 2 * (ranks - 1) / ranks * size / LINK_BYTES if tuple(options) == LINK else 0.0

@@ -1,4 +1,4 @@
-"""The section of docs/results/speed.md about peers: targets, whether they are reached, and all figures."""
+"""Writes the section of docs/results/speed.md about peers: targets, whether they are reached, and all figures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dadt_cli.bench.ratio import Interval, interval
 
 Found = Mapping[str, Mapping[str, Any]]
 QUIET = 10.0
-"""Per cent of the processors that others may use before a measurement."""
+"""Percentage of the processors that other programs may use before a measurement."""
 KNOWN = {DDP: "DDP's", HOROVOD: "Horovod's", PLAIN: "plain's", BY_HAND: "the best choice's by hand"}
 AGAINST = {"/ plain": PLAIN, "/ DDP": DDP, "/ Horovod": HOROVOD, **{f"/ {bare[0]}": bare for bare in BARE.values()}}
 
 
 def page(found: Found, slow: Found) -> str:
-    """slow: what `benchmarks.convergence.slow_link` has found."""
+    """Return the text of the section. slow: figures of `benchmarks.convergence.slow_link`."""
     return "\n".join(filter(None, [_busy(found), _targets({**found, **slow}), _slow(slow), _figures(found)]))
 
 
@@ -86,7 +86,7 @@ def _told(value: Interval | None) -> str:
 
 
 def _figures(found: Found) -> str:
-    """A line for each contender of each measurement."""
+    """Return a table with a line for each contender of each measurement."""
     lines = []
     for name in filter(found.__contains__, MEASUREMENTS):
         measurement = found[name]

@@ -1,4 +1,4 @@
-"""What the speed of DADT is to reach, and whether measurements say that it does."""
+"""Lists the targets for DADT's speed, and checks whether measurements reach them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from dadt.algorithms.auto.choice import CLOSE
 from dadt_cli.bench.ratio import Interval, ratio
 
 DDP = ("ddp", "ddp-view")
-"""DDP without compression; the faster of them is compared with."""
+"""Contenders that train by DDP without compression; the faster one is compared with."""
 PLAIN, HOROVOD = ("plain",), ("horovod",)
 BY_HAND = tuple(name for name in CHOICES.split() if name != "auto")
 BARE = {"pipe": ("bare",), "pipe+bf16": ("bare-bf16",)}
-"""What these have to pay at least for what Gloo does."""
+"""For each contender, the one that does nothing but the same bare exchange over Gloo, whose cost is the least
+possible."""
 SLOW_LINKS = ("slow-link-sgd", "slow-link-adam")
-"""Results of `benchmarks.convergence.slow_link` over 100 Mbit/s, as measurements: seconds to the same loss, seed by
-seed."""
+"""Results of `benchmarks.convergence.slow_link` over 100 Mbit/s, as measurements of the seconds to the same loss, seed
+by seed."""
 
 
 class Target(NamedTuple):
     measurement: str
     others: tuple[str, ...]
     least: float
-    """How many times the speed of the fastest of these it is to have."""
+    """Least factor by which the contender has to be faster than the fastest of `others`."""
     mine: str = "pipe"
     limited: bool = False
-    """The others can be no faster than the link."""
+    """Whether the others cannot be faster than the link allows."""
     forgiving: bool = False
     """The target counts as reached if the upper end of the interval reaches it."""
     optional: bool = False
-    """A measurement that is made only where it is named is not missed."""
+    """Whether the measurement is made only if it is named, so that it may be missing."""
 
 
 BF16 = ("ddp-bf16",)
@@ -69,25 +70,27 @@ TARGETS = (
 
 
 def slow_link(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What that command has found, as a measurement. A loss that is not reached takes for ever."""
+    """Return the figures of that command in the form of a measurement. If a loss is not reached, its seconds are
+    infinite."""
     names = seeds[0]["rows"]
     found = {name: {"seconds": [each["rows"][name]["seconds"] or math.inf for each in seeds]} for name in names}
     return {"contenders": found, "ratios": [each["ratio"] for each in seeds]}
 
 
 def seconds(measurement: Mapping[str, Any], name: str) -> list[float]:
-    """The seconds of the contender in each round."""
+    """Return the contender's seconds in each round."""
     return list(measurement["contenders"][name]["seconds"])
 
 
 def fastest(measurement: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """The measured one of these contenders with the least median of seconds; None if none was measured."""
+    """Return the one of these contenders with the smallest median of seconds; None if none was measured."""
     there = [name for name in names if name in measurement["contenders"]]
     return min(there, key=lambda name: statistics.median(seconds(measurement, name)), default=None)
 
 
 def speed(measurement: Mapping[str, Any], mine: str, others: Sequence[str], limited: bool = False) -> Interval | None:
-    """How many times the speed of the fastest of the others it has, round by round. None where one is missing."""
+    """Return how many times as fast as the fastest of the others the contender is, round by round. None if one is
+    missing."""
     other = fastest(measurement, others)
     if other is None or mine not in measurement["contenders"]:
         return None
