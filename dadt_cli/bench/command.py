@@ -6,7 +6,7 @@ import re
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,9 +20,6 @@ from dadt_cli.bench.models import MODELS, SHARDED
 from dadt_cli.bench.peer import PEERS, absent, parse_peers
 from dadt_cli.bench.place import WHERE, check_hosts, location_of, network_of, notes_on, ranks_of
 from dadt_cli.terminal.options import Brief, config_of, some_knobs
-
-if TYPE_CHECKING:
-    pass
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 HOW = ("algorithm", "executor", "compression")
@@ -50,7 +47,7 @@ class Bench(click.Group):
             from dadt_cli.bench.advise import advise
 
             return advise
-        if name in SHARDED:  # likewise
+        if name in SHARDED:  # imported only when needed, for the same reason
             from dadt_cli.bench.fsdp import fsdp
 
             return fsdp

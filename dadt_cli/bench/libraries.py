@@ -36,7 +36,7 @@ class Plain:
         """Shard the modules and then the model, by FSDP2. Without modules each worker holds the whole model."""
         if not modules:
             return
-        from torch.distributed.fsdp import fully_shard  # of torch 2.6 or later
+        from torch.distributed.fsdp import fully_shard  # exists from torch 2.6 on
 
         first = next(model.parameters())
         join(first)

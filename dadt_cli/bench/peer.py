@@ -9,7 +9,7 @@ from dadt.errors import ConfigError
 PEERS = ("ddp", "ddp-view", "ddp-bf16", "ddp-powersgd", "bare", "bare-bf16", "horovod", "sync")
 """Names that --against accepts: `sync` is DADT's own algorithm, the others are classes in libraries.py."""
 SHARDING = ("hsdp", "fsdp")
-"""The peers of `dadt bench fsdp`, likewise."""
+"""Names of the peers that `dadt bench fsdp` compares with; each is a class in libraries.py."""
 
 
 def parse_peers(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dadt.config import Config
 from dadt.config.check import flag
-from dadt.config.link import PACED, pace_of, simulates_hosts
+from dadt.config.link import PACED, pace_of
 from dadt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,25 +40,20 @@ def _flags(given: dict[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def location_of(config: Config, given: dict[str, Any]) -> Location:
+    from dadt.launch.hosts import simulated
     from dadt.launch.start import plan
     from dadt_cli.bench.party import Location
 
-    remote = not simulates(config) and not all(
-        host.is_here for host in plan.hosts_of(replace(config, np=config.np or 1))
-    )
-    return Location(_flags(given, WHERE), remote)
+    hosts = [] if simulated.wanted(config) else plan.hosts_of(replace(config, np=config.np or 1))
+    return Location(_flags(given, WHERE), remote=not all(host.is_here for host in hosts))
 
 
 def check_hosts(config: Config, ranks: int) -> None:
     """Check, before anything starts, that the simulated hosts can run `ranks` workers. Raises ConfigError if not."""
     from dadt.launch.hosts import simulated
 
-    if simulates(config):
+    if simulated.wanted(config):
         simulated.hosts_and_slots(replace(config, np=ranks))
-
-
-def simulates(config: Config) -> bool:
-    return simulates_hosts(config.link, config.latency, config.simulate_hosts)
 
 
 def network_of(config: Config) -> str:

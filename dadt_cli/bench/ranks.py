@@ -17,7 +17,7 @@ TIMEOUT = 120.0
 """Seconds that a rank waits for another rank."""
 Target = Callable[..., None]
 """The function that each process runs: called with its rank, the number of ranks, its pipe, the path of a file for
-torch's FileStore, and any further arguments of Ranks."""
+torch's FileStore, and any further arguments of BenchRanks."""
 
 
 def take_turns(
@@ -46,7 +46,7 @@ def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[fl
 
 
 class BenchRanks:
-    """Processes that run one function each and are killed at the end of the block: `with Ranks(2, target, ...) as
+    """Processes that run one function each and are killed at the end of the block: `with BenchRanks(2, target, ...) as
     ranks`."""
 
     def __init__(self, count: int, target: Target, *arguments: Any) -> None:

@@ -22,7 +22,7 @@ from dadt_cli.terminal.table import duration
 LEAST_ROUNDS = 6
 """Minimum number of rounds, even if the time limit has passed: fewer rounds give no 95 % interval."""
 LEAD = 1
-"""Number of uncounted steps at the start of each turn: they use up an exchange that was launched before the pause
+"""Number of uncounted steps at the start of each turn; they use up an exchange that was launched before the pause
 between turns."""
 WARMUP = 6
 WARMUP_STEPS = {"auto": 10}
@@ -125,7 +125,8 @@ class Measured:
     cpu: list[list[float]] = field(default_factory=list)
     """For each row, the processor seconds of a step in every round, on the rank that needs the most."""
     transport: list[list[float]] = field(default_factory=list)
-    """The same of the threads that move data between ranks; empty for a row without such threads."""
+    """For each row, the processor seconds of a step that threads spend on moving data between ranks, in every round;
+    empty for a row without such threads."""
 
 
 Progress = Callable[[str], None]
@@ -272,7 +273,8 @@ def _processor(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
 
 
 def _transport(turns: Sequence[Sequence[Worked]], steps: int) -> list[float]:
-    """Return the processor seconds of a step in threads that move data, likewise; empty if there are none."""
+    """Return the processor seconds of a step in threads that move data, on the rank that needs the most, by round;
+    empty if there are no such threads."""
     known = [[worked.transport for worked in turn if worked.transport is not None] for turn in turns]
     return [max(each) / steps for each in known] if all(known) else []
 

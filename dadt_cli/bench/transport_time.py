@@ -1,4 +1,4 @@
-"""Processor time that a process spends on moving data between ranks, as far as it has threads for that."""
+"""Measures the processor time that a process spends on moving data between ranks, if it has threads for that."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from dadt.config.extensions import EXECUTORS
 
 NAMES = {
-    # of DADT: C++ engines, messages between two ranks, and the threads of executors in Python
+    # threads of DADT: C++ engines, messages between two ranks, and executors in Python
     *("dadt", "dadt-mail", "dadt-hierarchical", *(f"dadt-{name}" for name in EXECUTORS)),
-    # of Gloo, as torch starts it
+    # threads of Gloo, as torch starts it
     *("gloo_tcp_loop", "pt_gloo_runloop"),
 }
-"""Names of threads that do nothing but move data, and add it up, between ranks."""
+"""Names of threads that only move data between ranks, and add it up."""
 TASKS = Path("/proc/self/task")
 
 
 class TransportThreads:
-    """Tells the threads of this process that move data between ranks from those that compute."""
+    """Measures the threads of this process that move data between ranks, apart from those that compute."""
 
     def __init__(self) -> None:
         self._others: set[int] = set()

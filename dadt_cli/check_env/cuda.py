@@ -177,7 +177,7 @@ def _built_for() -> str | None:
 def _torch(built_for: str) -> Iterator[Check]:
     try:
         import torch
-    except Exception:  # noqa: BLE001 (reported by the subject torch)
+    except Exception:  # noqa: BLE001 (the checks of the subject `torch` report it)
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -201,7 +201,7 @@ def _why(warning: str) -> str:
     if not warning:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        except Exception as error:  # noqa: BLE001 (of whatever type: it is shown)
+        except Exception as error:  # noqa: BLE001 (an error of any type is shown)
             warning = str(error)
     return f" ({warning.strip().splitlines()[0][:200]})" if warning.strip() else ""
 
@@ -220,7 +220,7 @@ def _each() -> Iterator[Check]:
             continue
         try:
             total = float((torch.ones(1024, device=f"cuda:{index}") * 2).sum())
-        except Exception as error:  # noqa: BLE001 (of whatever type: it is shown)
+        except Exception as error:  # noqa: BLE001 (an error of any type is shown)
             yield fail(name, said(error), "another process may hold it, or it needs a reset: see nvidia-smi and dmesg")
             continue
         if total != 2048.0:

@@ -23,7 +23,7 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
     begin = time.monotonic()
     try:
         import torch
-    except Exception as error:  # noqa: BLE001 (whatever a broken installation raises is what is reported)
+    except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
         hint = "pip install --force-reinstall torch; if that is not the torch you mean, look into PYTHONPATH"
         yield fail("import", f"{said(error)} (in {spec.origin})", hint)
         return

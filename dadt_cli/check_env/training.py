@@ -77,7 +77,7 @@ def _job(name: str, function: Any, np: int, hosts: str, settings: dict[str, Any]
             return run(function, np=np, hosts=hosts, log_dir=logs, **{**SETTINGS, **settings})
         except DadtError as error:
             return refused(name, str(error).strip().splitlines()[0], HINT)
-        except Exception as error:  # noqa: BLE001 (a worker's own, as from a torch that cannot be imported)
+        except Exception as error:  # noqa: BLE001 (the worker's own exception, such as a failed import of torch)
             return fail(name, said(error), HINT)
 
 

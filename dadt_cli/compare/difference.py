@@ -112,7 +112,7 @@ def _between_tensors(a: Tensor, b: Tensor, what: str, tolerance: float) -> Diffe
         gap = _gap(x, y)
         if gap is None:
             continue
-        # written with ~, so that nan counts: nan is never within the tolerance
+        # Written as ~(gap <= tolerance), so that nan counts as different: no comparison with nan is true.
         count += int((~(gap <= tolerance)).sum())
         if not math.isnan(largest):
             # If any element is nan, max() of the whole tensor is nan, too.

@@ -123,7 +123,7 @@ def _check_archive(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             parts = {name.partition("/")[2] for name in archive.namelist()}
             packed = any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist())
-    # ValueError is raised, among others, for names that are not UTF-8
+    # The library raises ValueError, for example, for names that are not UTF-8.
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise ConfigError(f"{path}: is damaged or cut short ({error})") from error
     if "constants.pkl" in parts:

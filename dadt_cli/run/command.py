@@ -170,7 +170,7 @@ def _find_module(name: str, config: Config) -> None:
     try:
         installed = find_spec(top) is not None
     except ValueError:
-        # find_spec() raises ValueError for __main__, which is this command itself, and for relative names
+        # Function find_spec() raises ValueError for __main__, which is this command itself, and for relative names.
         installed = False
     if not (installed or Path(top).exists() or Path(f"{top}.py").exists() or config.workdir):
         raise ConfigError(f"-m {name}: there is no module {top}, neither installed nor in {here()}")
