@@ -5,9 +5,10 @@
 
 namespace dadt {
 
-// How numbers travel: in blocks of kBlock values, the last one filled up with zeros. 16-bit floats, or one
-// float32 scale for the block and then integers: from -127 to 127, one a byte, or from -7 to 7, two a byte,
-// or one or two bits a value: a sign, after which of two magnitudes. The first value is in the lowest bits.
+// How numbers are encoded for sending: in blocks of kBlock values; the last block is filled up with zeros. A
+// block consists of 16-bit floats, or of one float32 scale followed by small integers: from -127 to 127 in
+// one byte each, from -7 to 7 two in a byte, or one or two bits each, namely a sign, and with two bits one of
+// two magnitudes. The first value is in the lowest bits.
 enum class Codec : uint32_t { kNone = 0, kBFloat16, kFloat16, kInt8, kInt4, kBits2, kBits1 };
 inline constexpr int kCodecs = 7;
 inline constexpr const char* kCodecNames[kCodecs] = {"none", "bf16",  "fp16", "int8",
@@ -22,7 +23,7 @@ inline size_t block_bytes(Codec codec) {
 }
 inline size_t block_count(size_t values) { return (values + kBlock - 1) / kBlock; }
 
-// Bytes of so many values on the wire, without the padding of the last block.
+// Bytes of `values` values in encoded form, without the padding of the last block.
 inline size_t wire_bytes(Codec codec, size_t values) {
   const size_t padding = block_count(values) * kBlock - values;
   return block_count(values) * block_bytes(codec) - padding * kBitsOfAValue[static_cast<int>(codec)] / 8;

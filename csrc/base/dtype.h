@@ -17,7 +17,7 @@ enum class DType : uint8_t {
   kUInt8,
 };
 inline constexpr int kDTypes = 9;
-inline constexpr int kFloatDTypes = 4;  // the first ones
+inline constexpr int kFloatDTypes = 4;  // the first kFloatDTypes entries of DType are floating-point types
 
 inline constexpr size_t kItemSizes[kDTypes] = {4, 8, 2, 2, 8, 4, 2, 1, 1};
 inline constexpr const char* kDTypeNames[kDTypes] = {"float32", "float64", "float16", "bfloat16", "int64",

@@ -15,7 +15,7 @@ namespace dadt {
 
 using Clock = std::chrono::steady_clock;
 
-// At most a year, which stands for "for ever": larger values would overflow the clock.
+// Converts seconds to a duration of at most a year, since larger values would overflow the clock.
 inline Clock::duration duration(double seconds) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 3.2e7)));
 }
@@ -36,23 +36,25 @@ inline void spin_pause() {
 #endif
 }
 
-// Sleeping until something changes: an event count on a futex. Works between processes in shared memory,
-// holds no lock, needs no destructor (so a forked child may forget it). Conditions must be sequentially
-// consistent atomics.
+// Lets threads sleep until something changes: an event count on a futex. It works between processes in shared
+// memory, holds no lock and needs no destructor, so a forked child may ignore it. Conditions must be
+// sequentially consistent atomics.
 class EventCount {
  public:
-  // Wakes everybody who waits, to look again. Any thread, any process, never blocks.
+  // Wakes all waiting threads, so that they check their conditions again. May be called from any thread and
+  // process; never blocks.
   void notify() {
     count_.fetch_add(1);
     if (sleepers_.load() != 0) futex(FUTEX_WAKE, INT_MAX, nullptr);
   }
 
-  // As notify, for a caller that has just changed the condition: one load where nobody sleeps.
+  // Like notify, for a caller that has just changed the condition. Costs one load if nobody sleeps.
   void notify_if_waiting() {
     if (sleepers_.load() != 0) notify();
   }
 
-  // Sleeps until ready() or the deadline; true if ready. Returns early, with what ready() says, on a signal.
+  // Sleeps until ready() returns true or the deadline passes. Returns whether ready() was true. A signal ends
+  // the sleep early, with the current result of ready().
   template <typename Ready>
   bool wait(Ready&& ready, Clock::time_point deadline) {
     sleepers_.fetch_add(1);

@@ -9,7 +9,7 @@
 
 namespace dadt {
 
-// Which tensors make up one bucket: element counts in order, one dtype. Immutable.
+// The tensors that make up one bucket: their element counts in order, and their common dtype. Immutable.
 class Layout {
  public:
   Layout() : Layout(DType::kUInt8, {}) {}
@@ -17,7 +17,8 @@ class Layout {
   Layout(DType dtype, std::vector<size_t> counts)
       : dtype_(dtype), counts_(std::move(counts)), ends_(counts_) {
     for (size_t i = 1; i < ends_.size(); ++i) ends_[i] += ends_[i - 1];
-    for (size_t count : counts_) hash_ = (hash_ ^ count) * 0x100000001b3ull;  // FNV-1a, a count at a time
+    // FNV-1a hash, which takes one count at a time
+    for (size_t count : counts_) hash_ = (hash_ ^ count) * 0x100000001b3ull;
   }
 
   DType dtype() const { return dtype_; }
@@ -26,8 +27,8 @@ class Layout {
   size_t bytes() const { return total() * item_size(dtype_); }
   uint64_t hash() const { return hash_; }
 
-  // Calls piece(tensor, offset inside the tensor, offset inside the range, count), all in elements, for each
-  // tensor that has a part in elements [begin, end) of the bucket.
+  // Calls piece(tensor, offset in the tensor, offset in the range, count), all in elements, for each tensor
+  // that overlaps elements [begin, end) of the bucket.
   template <typename Piece>
   void pieces(size_t begin, size_t end, Piece&& piece) const {
     size_t tensor = std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin();
@@ -43,7 +44,7 @@ class Layout {
   // Constant after construction.
   DType dtype_;
   std::vector<size_t> counts_;
-  std::vector<size_t> ends_;  // ends_[i]: elements in tensors 0..i
+  std::vector<size_t> ends_;  // ends_[i] is the number of elements in tensors 0 to i
   uint64_t hash_ = 0xcbf29ce484222325ull;
 };
 

@@ -16,7 +16,8 @@ uint64_t start_time(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text;
   if (!std::getline(file, text)) return 0;
-  // "pid (name) state ...": the name may hold anything, so read on from the last parenthesis.
+  // The file contains "pid (name) state ...". The name may contain any characters, so parsing starts after
+  // the last parenthesis.
   std::istringstream fields(text.substr(text.rfind(')') + 1));
   std::string field;
   fields >> field;
@@ -27,7 +28,8 @@ uint64_t start_time(pid_t pid) {
 
 Watch::Watch(pid_t pid, uint64_t start)
     : pid_(pid), start_(start), fd_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {
-  // Compared after pidfd_open, so that the descriptor is known to mean this process and not a later one.
+  // The start time is compared after pidfd_open, so that the descriptor is known to refer to this process and
+  // not to a later one with the same pid.
   if (start_time(pid) != start) {
     if (fd_ >= 0) ::close(fd_);
     throw Error(Code::kPeerLost, "process " + std::to_string(pid) + " is gone");

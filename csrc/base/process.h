@@ -7,14 +7,14 @@
 
 namespace dadt {
 
-// When a process started, in clock ticks since boot; 0 if it is gone or a zombie. With the pid it names a
-// process for good: pids are used again.
+// Returns when a process started, in clock ticks since boot; 0 if it has ended or is a zombie. The pid and
+// this time together identify a process permanently, since pids are reused.
 uint64_t start_time(pid_t pid);
 
-// Tells whether another process lives. Holds a pidfd where the kernel has them.
+// Reports whether another process is alive. Uses a pidfd if the kernel supports pidfds.
 class Watch {
  public:
-  // Throws Error(kPeerLost) if that process is gone already.
+  // Throws Error(kPeerLost) if the process has already ended.
   Watch(pid_t pid, uint64_t start);
   ~Watch();
   Watch(Watch&& other) noexcept;
@@ -27,7 +27,7 @@ class Watch {
   // Constant after construction.
   pid_t pid_;
   uint64_t start_;
-  int fd_;  // -1: ask /proc instead
+  int fd_;  // pidfd of the process; -1 if the kernel has no pidfds, so that /proc is read instead
 };
 
 }  // namespace dadt

@@ -4,8 +4,8 @@
 
 namespace dadt {
 
-// The reductions of an allreduce. A rank of weight 0 is left out of all of them, unless all
-// are.
+// The reductions of an allreduce. A rank with weight 0 is left out of every reduction, unless all ranks have
+// weight 0.
 enum class Reduction : uint32_t { kMean = 0, kSum, kMin, kMax, kProduct };
 inline constexpr int kReductions = 5;
 inline constexpr const char* kReductionNames[kReductions] = {"mean", "sum", "min", "max", "product"};

@@ -8,8 +8,8 @@
 
 namespace dadt {
 
-// A thread that no signal is delivered to, as they are Python's main thread's, but for its own faults: of
-// those a handler prints where it was. name: 15 characters at most.
+// Starts a thread that receives no signals, since signals belong to Python's main thread. The exceptions are
+// faults of the thread itself, for which a handler prints where it was. name: at most 15 characters.
 template <typename Body>
 std::thread start_thread(const char* name, Body&& body) {
   sigset_t all;

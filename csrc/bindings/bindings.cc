@@ -1,5 +1,5 @@
-// The Python face of the core: dadt/_core.pyi. Nothing else here knows Python, and no thread of ours ever
-// does.
+// The Python bindings of the core, described in dadt/_core.pyi. No other code here uses Python, and no thread
+// of the core ever takes the GIL.
 #include "bindings/bindings.h"
 
 #include "engine/engine.h"
@@ -101,7 +101,7 @@ void finish(Job& job, std::vector<std::string> lanes, double weight_sum, double 
               .waited = waited});
 }
 
-// One tensor of float32, there and back.
+// Returns an operation on a single float32 tensor, for encoding or decoding it.
 Operation flat(Codec codec, const void* input, void* output, size_t count) {
   return {.layout = Layout(DType::kFloat32, {count}),
           .inputs = {input},

@@ -1,4 +1,4 @@
-// Shared by the parts of the core's Python face.
+// Helpers that all parts of the Python bindings share.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,10 +13,11 @@ namespace py = pybind11;
 using namespace py::literals;
 
 using Addresses = std::vector<uintptr_t>;
-using Pieces = std::vector<std::pair<uintptr_t, size_t>>;  // address, bytes
+using Pieces = std::vector<std::pair<uintptr_t, size_t>>;  // address and number of bytes of each piece
 
-// As py::gil_scoped_release, for threads that may outlive the interpreter, too: what would end such a thread
-// in the middle of C++ is to take the GIL then, so it sleeps until the process is gone.
+// Like py::gil_scoped_release, but safe for threads that may outlive the interpreter. Taking the GIL during
+// finalization would end such a thread in the middle of C++ code, so the thread sleeps until the process
+// ends.
 class Unlock {
  public:
   Unlock() : ends_it_(is_finalizing()), state_(PyEval_SaveThread()) {}
@@ -36,7 +37,7 @@ class Unlock {
 #endif
   }
 
-  const bool ends_it_;  // this is the thread that finalizes
+  const bool ends_it_;  // whether this thread itself finalizes the interpreter
   PyThreadState* const state_;
 };
 using Unlocked = py::call_guard<Unlock>;
@@ -54,7 +55,8 @@ std::vector<Pointer> pointers(const Addresses& addresses) {
   return result;
 }
 
-// Errors come from any rank, cut to what had room: what is no UTF-8 in them must not hide them.
+// Converts an error message to a Python string. Messages from other ranks may be cut in the middle of a
+// character, so invalid UTF-8 is replaced instead of hiding the message behind another error.
 inline py::str text(const std::string& bytes) {
   PyObject* decoded = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
   if (decoded == nullptr) throw py::error_already_set();
@@ -66,21 +68,22 @@ py::object text_of(const std::optional<Error>& error) {
   return error ? py::object(text(error->what())) : py::none();
 }
 
-// The other way: a file's name may hold what UTF-8 has not.
+// Converts a Python string to UTF-8. Characters that UTF-8 cannot represent, as in some file names, are
+// escaped.
 inline std::string utf8(const py::str& text) {
   PyObject* encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace");
   if (encoded == nullptr) throw py::error_already_set();
   return std::string(py::reinterpret_steal<py::bytes>(encoded));
 }
 
-// The bytes that a rank has sent, as a buffer of Python's.
+// The bytes that a rank has sent, exposed as a Python buffer.
 struct Received {
   std::shared_ptr<Work> work;
   size_t rank;
 };
 std::vector<Received> received(const std::shared_ptr<Work>& work);
 
-// Deletes what joins a thread: without the GIL.
+// Deletes an object without holding the GIL, since its destructor joins a thread.
 struct DeleteUnlocked {
   template <typename Owner>
   void operator()(Owner* owner) const {
@@ -89,7 +92,7 @@ struct DeleteUnlocked {
   }
 };
 
-// The result of a Work or Ticket that went well; else its error is raised again.
+// Returns the result of a Work or Ticket, or throws the error with which it ended.
 template <typename Handle>
 const Result& good(const Handle& handle) {
   const Result& result = handle.result();
@@ -97,7 +100,7 @@ const Result& good(const Handle& handle) {
   return result;
 }
 
-// The `abort(reason, lost=False)` of what has an abort(Error).
+// Implements the Python method `abort(reason, lost=False)` for classes with a method abort(Error).
 template <typename Owner>
 void abort_unlocked(Owner& owner, const py::str& reason, bool lost) {
   const Error error(lost ? Code::kPeerLost : Code::kAborted, utf8(reason));
@@ -105,7 +108,8 @@ void abort_unlocked(Owner& owner, const py::str& reason, bool lost) {
   owner.abort(error);
 }
 
-// Waits without the GIL and looks for Ctrl-C every 0.1 s. False if that took longer than `timeout` seconds.
+// Waits without the GIL, and checks for Ctrl-C every 0.1 s. Returns false if the wait took longer than
+// `timeout` seconds.
 template <typename Handle>
 bool wait_unlocked(Handle& handle, double timeout) {
   const auto deadline = deadline_after(timeout);
@@ -121,7 +125,7 @@ bool wait_unlocked(Handle& handle, double timeout) {
   }
 }
 
-// Waits for a Work or Ticket. Throws its error, or one that says that `title` was not done in time.
+// Waits for a Work or Ticket. Throws its error, or a timeout error that names it by `title`.
 template <typename Handle>
 void wait_for(Handle& handle, double timeout, const std::string& title) {
   if (!wait_unlocked(handle, timeout)) {

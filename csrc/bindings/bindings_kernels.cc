@@ -1,4 +1,4 @@
-// The loops' part of the core's Python face.
+// Python bindings of the loops over memory.
 #include <numeric>
 
 #include "bindings/bindings.h"
@@ -50,7 +50,7 @@ void foresee_all(DType dtype, const std::vector<size_t>& counts, const Addresses
     from.clear();
     by.clear();
     for (size_t s = 0; s < sources.size(); ++s) {
-      if (sources[s][i] == 0) continue;  // nothing to add
+      if (sources[s][i] == 0) continue;  // a null source adds nothing
       from.push_back(reinterpret_cast<const void*>(sources[s][i]));
       by.push_back(weights[s]);
     }

@@ -1,4 +1,4 @@
-// The mailbox's part of the core's Python face.
+// Python bindings of the mailboxes.
 #include "bindings/bindings.h"
 #include "shm/mailbox.h"
 #include "tcp/tcp_mailbox.h"
@@ -16,7 +16,7 @@ int source(const Transit& transit) {
   return transit.source();
 }
 
-// What all mailboxes can.
+// Binds the methods that all kinds of mailboxes have.
 template <typename Class>
 void bind_messages(Class& bound) {
   using Owner = typename Class::type;

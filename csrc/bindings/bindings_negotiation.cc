@@ -1,4 +1,4 @@
-// The part of the core's Python face for named tensors.
+// Python bindings of the negotiation of named tensors.
 #include "bindings/bindings.h"
 #include "negotiation/negotiation.h"
 

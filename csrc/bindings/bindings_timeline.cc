@@ -1,4 +1,4 @@
-// The timeline's part of the core's Python face: times are seconds of time.perf_counter, the same clock.
+// Python bindings of the timeline. Times are in seconds of time.perf_counter, which is the same clock.
 #include <tuple>
 
 #include "bindings/bindings.h"

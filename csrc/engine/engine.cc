@@ -9,7 +9,7 @@
 
 namespace dadt {
 
-// The next operation, which becomes the current one; null if there is none, or it is held.
+// Makes the next operation the current one and returns it; null if there is none, or it is held back.
 std::shared_ptr<Work> EngineState::take() {
   const std::lock_guard lock(mutex);
   if (!may_begin()) return nullptr;
@@ -28,8 +28,9 @@ void EngineState::settled(const Work& work) {
   event.notify();
 }
 
-// Makes `reason` the sticky error, unless there is one, and fails what is pending. An operation that a C++
-// executor is in is left to it: abort makes it return, and only then is the memory free.
+// Makes `reason` the sticky error, unless there is one already, and fails all pending operations. The
+// operation that a C++ executor is running is left to the executor: its abort makes the operation return, and
+// only then may the memory be freed.
 void EngineState::fail(const Error& reason) {
   std::deque<std::shared_ptr<Work>> failed;
   Error first = reason;
@@ -48,7 +49,7 @@ void EngineState::fail(const Error& reason) {
   event.notify();
 }
 
-// One operation, on the executor.
+// Runs one operation on the executor.
 void EngineState::run(Work& work) {
   Marks marks{.submitted = work.submitted(), .started = Clock::now()};
   Result result;
@@ -61,7 +62,7 @@ void EngineState::run(Work& work) {
     result.error = Error(Code::kInternal, work.operation().title() + ": " + reason.what());
     fail(*result.error);
   }
-  if (result.error) {  // the engine's first one counts
+  if (result.error) {  // the engine's first error is reported
     const std::lock_guard lock(mutex);
     result.error = error;
   }
@@ -112,7 +113,7 @@ void check_flat(const std::string& title, const Operation& operation) {
   for (size_t i = 0; i < operation.outputs.size() && i < operation.layout.counts().size(); ++i) {
     const auto* const output = static_cast<const uint8_t*>(operation.outputs[i]);
     const size_t bytes = operation.layout.counts()[i] * item;
-    if (bytes == 0) continue;  // an empty tensor has no address
+    if (bytes == 0) continue;  // an empty tensor has no address to check
     if (output < at || output > end || bytes > static_cast<size_t>(end - output)) {
       throw std::invalid_argument(title + ": output " + std::to_string(i) +
                                   " does not lie in the flat buffer, behind those before it");
@@ -168,7 +169,8 @@ Engine::Engine(std::shared_ptr<Executor> executor, int rank, int world_size, dou
 
 Engine::~Engine() {
   if (inert()) {
-    // The thread does not exist here, and what it held may be half done: leave all of it alone.
+    // In a forked child the thread does not exist, and its data may be half written, so all of it is left
+    // alone.
     new std::shared_ptr<EngineState>(std::move(state_));
     return;
   }
@@ -255,7 +257,7 @@ void Engine::close(double timeout) {
     first = !state.closing;
     state.closing = true;
   }
-  if (!first) {  // another thread closes, or has
+  if (!first) {  // another thread is closing the engine, or has closed it
     state.event.wait([&] { return state.is_closed.load(); }, deadline);
     return;
   }

@@ -13,52 +13,59 @@ namespace dadt {
 
 struct EngineState;
 
-// One thread, one FIFO, one executor: no statics, and several engines in a process are fine.
+// Runs operations one after the other on one executor. There is no static state, so a process may have
+// several engines.
 //
-// 1. Only the engine's thread uses the executor after construction, but for abort. It never takes the GIL.
-// 2. Without an executor there is no thread: somebody pulls the operations.
-// 3. The first error sticks. Every pending and later Work fails with it. Recover by making a new engine.
-// 4. In a forked child the engine is inert: submit and pull throw, all else does nothing.
+// 1. After construction only the engine's thread uses the executor, except for abort. The thread never takes
+// the GIL.
+// 2. Without an executor there is no thread, and the caller pulls the operations.
+// 3. The first error is permanent: every pending and later Work fails with it. To recover, create a new
+// engine.
+// 4. In a forked child the engine is inert: submit and pull throw, and all other methods do nothing.
 class Engine {
  public:
-  // executor: connected; null for pull mode. timeout: seconds an operation may wait for a peer.
+  // executor: must be connected; null if operations are pulled. timeout: seconds that an operation may wait
+  // for a peer.
   Engine(std::shared_ptr<Executor> executor, int rank, int world_size, double timeout);
-  // Aborts what is pending and joins the thread.
+  // Aborts all pending operations and joins the thread.
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Any thread; does not block. Throws std::invalid_argument, and std::runtime_error once closed.
-  // held: it has its place in the order, but neither it nor what comes after it begins before `release`.
-  // Until then its inputs may still be written.
+  // May be called from any thread; does not block. Throws std::invalid_argument, and std::runtime_error once
+  // the engine is closed. held: the operation takes its place in the queue, but neither it nor later ones
+  // begin before `release`. Until then its inputs may still be written.
   std::shared_ptr<Work> submit(Operation operation, bool held = false);
 
-  // Any thread; does not block. Nothing for a work that is not held.
+  // May be called from any thread; does not block. Does nothing if the work is not held back.
   void release(Work& work);
 
-  // The error that submit throws for an operation that makes no sense.
+  // Throws the error that submit would throw for an invalid operation.
   void check(const Operation& operation) const;
 
-  // The next operation; null after `timeout` seconds, or at close. The previous one must be finished.
+  // Returns the next operation; null after `timeout` seconds, or if the engine is closed. The previous
+  // operation must be finished.
   std::shared_ptr<Job> pull(double timeout);
 
-  // Any thread; does not block.
+  // May be called from any thread; does not block.
   void abort(const Error& error);
 
-  // Blocks until what is pending is done or failed, then stops the thread. Idempotent. Error(kTimeout) if
-  // that took longer than `timeout` seconds; the rest was aborted, then, and the engine is closed all the
-  // same.
+  // Blocks until all pending operations are done or failed, then stops the thread. Idempotent. If that takes
+  // longer than `timeout` seconds, aborts the remaining operations, closes the engine all the same, and
+  // throws Error(kTimeout).
   void close(double timeout);
 
   bool closed() const;
   std::optional<Error> error() const;
 
-  // Bytes that this rank has sent in allreduces so far, and would have sent uncompressed.
+  // Returns the bytes that this rank has sent in allreduces so far, and the bytes that it would have sent
+  // uncompressed.
   std::pair<uint64_t, uint64_t> sent() const;
 
-  // Any thread: from now on, when which operation ran goes to the timeline, on that track. Once.
+  // Records from now on the times of all operations in the timeline, on this track. May be called once, from
+  // any thread.
   void record(std::shared_ptr<Timeline> timeline, int track);
-  // Null unless recorded.
+  // Returns the timeline in which operations are recorded; null if there is none.
   Timeline* timeline() const;
 
  private:

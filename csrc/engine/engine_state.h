@@ -14,36 +14,37 @@
 
 namespace dadt {
 
-// What an engine, its thread and the operations that were pulled from it share.
+// The state that an engine shares with its thread and with operations pulled from it.
 struct EngineState {
   // Constant after construction.
-  std::shared_ptr<Executor> executor;  // null: pull mode
+  std::shared_ptr<Executor> executor;  // null if operations are pulled
   int rank = 0;
   int world_size = 1;
   double timeout = 0;
 
-  // Any thread. Rung after each change of what mutex guards; the flags repeat it for those who sleep.
+  // Any thread. The event is notified after each change of what the mutex guards; the flags repeat that state
+  // for threads that sleep on it.
   EventCount event;
-  std::atomic<bool> has_next{false};  // the queue's first may begin
-  std::atomic<bool> is_idle{true};    // nothing is queued or runs
+  std::atomic<bool> has_next{false};  // whether the first operation of the queue may begin
+  std::atomic<bool> is_idle{true};    // whether no operation is queued or running
   std::atomic<bool> has_error{false};
   std::atomic<bool> is_stopping{false};
   std::atomic<bool> is_closed{false};
   std::atomic<Timeline*> timeline{nullptr};
   std::atomic<uint64_t> sent{0};
   std::atomic<uint64_t> plain{0};
-  int track = 0;  // written before timeline
+  int track = 0;  // track in the timeline; written before `timeline` is set
 
   // Guarded by mutex.
   std::mutex mutex;
-  std::shared_ptr<Timeline> recorded;  // what `timeline` points to
+  std::shared_ptr<Timeline> recorded;  // owner of the object that `timeline` points to
   std::deque<std::shared_ptr<Work>> queue;
-  std::set<const Work*> held;  // of the queue
+  std::set<const Work*> held;  // the operations of the queue that are held back
   std::shared_ptr<Work> current;
   std::optional<Error> error;
   bool closing = false;
 
-  // Whoever closes.
+  // Used only by the thread that closes the engine.
   std::thread thread;
 
   std::shared_ptr<Work> take();

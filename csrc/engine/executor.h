@@ -7,45 +7,46 @@
 
 namespace dadt {
 
-// Moves bytes between ranks. Life: construct, endpoint, connect (one thread), then run and close (the
-// engine's thread) and abort (any thread). A destructor in a forked child touches nothing.
+// Moves bytes between ranks. The order of calls: construction, endpoint and connect in one thread, then run
+// and close in the engine's thread, while any thread may call abort. In a forked child the destructor does
+// nothing.
 class Executor {
  public:
   virtual ~Executor() = default;
 
   virtual const char* name() const = 0;
 
-  // The endpoint by which peers reach this rank; empty if it needs none, as it does not connect to them, or
-  // was connected before. Does not block.
+  // Returns the endpoint by which peers reach this rank; empty if no endpoint is needed, because the executor
+  // does not connect to peers or was connected before. Does not block.
   virtual std::string endpoint() { return {}; }
 
-  // All ranks' endpoints, by rank. Blocks until every rank has connected; Error(kTimeout) names those that
-  // have not.
+  // Connects to all ranks, given their endpoints by rank. Blocks until every rank has connected;
+  // Error(kTimeout) names the ranks that have not.
   virtual void connect(const std::vector<std::string>&, double /*timeout*/) {}
 
   // Called once on the engine's thread, before the first operation.
   virtual void settle_thread(int rank, int world_size);
 
-  // Runs one operation, blocking; no wait for a peer is longer than `timeout` seconds. Throws Error; after
-  // that the executor is good for abort and close only.
+  // Runs one operation and blocks until it is done; no wait for a peer takes longer than `timeout` seconds.
+  // Throws Error, after which only abort and close may be called.
   virtual Result run(const Operation& operation, double timeout) = 0;
 
-  // Makes a running `run` here and on the peers throw `error`, now; peers that arrive later, too. Never
-  // blocks.
+  // Makes a call of `run` in progress here and on the peers throw `error` now, and on peers that begin the
+  // operation later as well. Never blocks.
   virtual void abort(const Error& error) = 0;
 
-  // Tells the peers that this rank has come to its orderly end. Idempotent.
+  // Informs the peers that this rank ends normally. Idempotent.
   virtual void close() = 0;
 };
 
-// Runs an operation on a rank that is alone; the null executor does so on each of `world_size`.
+// Runs an operation on a rank without peers. The null executor calls this on each of `world_size` ranks.
 Result run_alone(const Operation& operation, int world_size);
 
-// What to say of a peer that has died, or has closed though it lives. who: as in "rank 2 (pid 7)". title:
-// what it was waited for in.
+// Returns the error for a peer that has died, or has closed its connection while it lives. who: the peer,
+// such as "rank 2 (pid 7)". title: the operation in which this rank waited for it.
 Error lost_error(const std::string& who, bool lives, const std::string& title);
 
-// What to say of ranks that have not come to it in time.
+// Returns the error for ranks that did not begin the operation in time.
 Error late_error(const std::vector<int>& ranks, const std::string& title, double timeout);
 
 // Throws std::invalid_argument unless 0 <= rank < world_size.

@@ -9,7 +9,7 @@ namespace {
 
 bool is(const Head& head, Kind kind) { return head.kind == static_cast<uint32_t>(kind); }
 
-// Moved data has the same shape on all ranks.
+// Returns whether the operation's data has the same shape on all ranks.
 bool is_uniform(const Head& head) { return is(head, Kind::kAllreduce) || is(head, Kind::kBroadcast); }
 
 std::string describe(const Head& head) {
@@ -56,7 +56,7 @@ std::string difference(int rank, const Head& one, int peer, const Head& other) {
   std::string a = describe(one);
   std::string b = describe(other);
   if (a != b) {
-    // It says it all.
+    // The two descriptions already differ, so nothing is added.
   } else if (one.reduction != other.reduction) {
     a += std::string(" by ") + reduction_name(static_cast<Reduction>(one.reduction));
     b += std::string(" by ") + reduction_name(static_cast<Reduction>(other.reduction));
@@ -86,7 +86,7 @@ Shares::Shares(const Operation& operation, std::vector<double> all) : weights(st
     if (equal || weights[rank] > 0) ranks.push_back(static_cast<int>(rank));
   }
   divisor = equal ? static_cast<double>(weights.size()) : sum;
-  // A sum counts a weight that all have; where it is 0, as where it is 1.
+  // In a sum, a weight that all ranks have counts; a weight of 0 counts like 1.
   const bool plain = operation.reduction != Reduction::kSum || weights[0] == 0 || weights[0] == 1;
   if (equal && plain) {
     weights.clear();

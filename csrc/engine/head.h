@@ -7,42 +7,44 @@
 
 namespace dadt {
 
-// What a rank tells the others of the operation that it is in, before its data. Its layout is the same on all
-// ranks.
+// The header that a rank sends to the other ranks before the data of an operation. Its memory layout is the
+// same on all ranks.
 struct Head {
   uint32_t kind;
   uint32_t dtype;
   uint32_t reduction;
   int32_t root;
   uint32_t codec;
-  uint32_t number;  // of the operations on this executor, modulo 2^32
-  uint64_t total;   // elements
+  uint32_t number;  // number of the operation on this executor, modulo 2^32
+  uint64_t total;   // number of elements
   uint64_t layout;  // hash of the tensors' sizes
-  uint64_t lane;    // bytes
+  uint64_t lane;    // number of bytes of the lane
   double weight;
-  uint64_t rate;       // bytes per second that its link can carry; 0: not known
-  uint64_t name_hash;  // of all of the name
-  char name[440];      // its beginning
+  uint64_t rate;       // bytes per second that the rank's link can carry; 0 if unknown
+  uint64_t name_hash;  // hash of the whole name
+  char name[440];      // beginning of the name
 };
 static_assert(sizeof(Head) == 512);
 
-// total: elements, of an exchange bytes. lane: bytes that follow.
+// Returns the header of an operation. total: number of elements, or of bytes in an exchange. lane: number of
+// bytes that follow the header.
 Head head_of(const Operation& operation, size_t total, size_t lane);
 
-// Whether a peer that is well may have sent it.
+// Returns whether the values are valid, so that a correct peer may have sent the header.
 bool is_sound(const Head& head);
 
-// Empty if the heads of two ranks are of one operation; else a sentence that names what both are in.
+// Returns an empty text if the headers of two ranks describe the same operation, otherwise a sentence that
+// names both operations.
 std::string difference(int rank, const Head& one, int peer, const Head& other);
 
-// How the ranks count in an allreduce.
+// The weights with which the ranks take part in an allreduce.
 struct Shares {
-  // weights: of each rank. Ranks of weight 0 are left out, as what they have may be no number, unless all
-  // are.
+  // weights: the weight of each rank. Ranks with weight 0 are left out, since their values may not be finite,
+  // unless all ranks have weight 0.
   Shares(const Operation& operation, std::vector<double> weights);
 
-  std::vector<int> ranks;       // that count, in order
-  std::vector<double> weights;  // of those; empty: all count the same
+  std::vector<int> ranks;       // the ranks that take part, in order
+  std::vector<double> weights;  // weights of the ranks that take part; empty if they are equal
   double divisor = 1;
   double sum = 0;
 };

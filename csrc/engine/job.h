@@ -14,7 +14,8 @@ namespace dadt {
 
 struct EngineState;
 
-// One operation pulled by a Python executor's thread. Finish or fail it once; one that is dropped fails.
+// One operation, pulled by the thread of a Python executor, which must finish or fail it once. If the Job is
+// destroyed before that, the operation fails.
 class Job {
  public:
   Job(std::shared_ptr<EngineState> state, std::shared_ptr<Work> work);
@@ -24,26 +25,27 @@ class Job {
 
   const Operation& operation() const { return work_->operation(); }
 
-  // Write the inputs, times factor (none: their weight), to `destination`, and `source`, times scale, to the
-  // outputs: one after the other, or, `spread`, as they lie in the flat buffer. Nothing is written where an
-  // output is the source and the scale 1. Throw Error if the engine has failed since: the tensors' memory may
-  // be gone.
+  // Write the inputs, times `factor` (by default their weight), to `destination`, or `source`, times `scale`,
+  // to the outputs: one tensor after the other, or with `spread` at the same offsets as in the flat buffer.
+  // Nothing is written if an output is the source itself and the scale is 1. Throw Error if the engine has
+  // failed meanwhile, since the tensors' memory may be freed.
   void pack(void* destination, std::optional<double> factor = {}, bool spread = false) const;
   void unpack(const void* source, double scale, bool spread = false) const;
 
-  // Elements of the flat buffer up to the end of the last output; 0 without one.
+  // Returns the number of elements of the flat buffer up to the end of the last output; 0 without a flat
+  // buffer.
   size_t spread_count() const;
-  // Whether no input lies in the flat buffer.
+  // Returns whether no input lies in the flat buffer.
   bool apart() const;
 
-  // Write blocks [begin, end) of the inputs to `wire`, compressed. Throws Error if the engine has failed
-  // since.
+  // Writes blocks [begin, end) of the inputs to `wire`, compressed. Throws Error if the engine has failed
+  // meanwhile.
   void compress(size_t begin, size_t end, void* wire) const;
-  // Write the sum of all blocks of `wires` to the outputs. Throws Error if the engine has failed since.
+  // Writes the sum of all blocks of `wires` to the outputs. Throws Error if the engine has failed meanwhile.
   void decompress(const Wires& wires) const;
 
-  // Memory for what each rank sends, in an exchange that does not say where to; Result::received after
-  // finish.
+  // Allocates memory for the bytes from each rank, for an exchange that does not say where to put them. After
+  // finish, this memory is in Result::received.
   std::vector<void*> allocate(const std::vector<size_t>& bytes);
 
   void finish(Result result);
@@ -58,7 +60,7 @@ class Job {
   const std::shared_ptr<Work> work_;
   const pid_t pid_;
 
-  // The thread that pulled it.
+  // Used only by the thread that pulled the operation.
   std::vector<Buffer> received_;
   mutable Marks marks_;
 };

@@ -4,7 +4,8 @@
 
 namespace dadt {
 
-// Moves nothing: every rank gets its own values back. The limit that everything is measured against.
+// An executor that transfers nothing: every rank gets its own values back. Benchmarks use it as the limit of
+// fast communication.
 class NullExecutor final : public Executor {
  public:
   NullExecutor(int rank, int world_size) : world_size_(world_size) { check_rank(rank, world_size); }

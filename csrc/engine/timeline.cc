@@ -5,7 +5,8 @@
 namespace dadt {
 namespace {
 
-// Microseconds; no floats, whose point is a comma in some scripts' locales.
+// Formats a time in microseconds. Floats are not used, since some scripts' locales print a comma as the
+// decimal point.
 std::string microseconds(Clock::duration time) {
   const long long ns = std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
   const long long size = ns < 0 ? -ns : ns;
@@ -59,7 +60,7 @@ void Timeline::operation(int track, const Operation& operation, const Marks& mar
     from = to;
   };
   if (marks.packed != none) stage("pack", marks.packed);
-  // For the last rank to arrive, where the executor knows it.
+  // The stage "wait" is the wait for the last rank to arrive, if the executor measures it.
   if (result.waited > 0) {
     stage("wait", marks.started + std::chrono::duration_cast<Clock::duration>(
                                       std::chrono::duration<double>(result.waited)));
@@ -133,7 +134,7 @@ void Timeline::add(std::vector<Event> events) {
   event_.notify();
 }
 
-// Spans of a thread must lie within one another, and these need not.
+// Adds a span that may partly overlap other spans, which the trace format allows only for spans with an id.
 void Timeline::overlapping(std::vector<Event>& events, const char* category, const std::string& name,
                            Clock::time_point begin, Clock::time_point end) {
   const uint64_t id = next_id_++;

@@ -10,56 +10,56 @@
 
 namespace dadt {
 
-// When an operation came where; the clock's zero: not known.
+// The times at which an operation reached each stage; a time that is unknown is the clock's zero.
 struct Marks {
   Clock::time_point submitted{};
   Clock::time_point started{};
-  Clock::time_point packed{};     // of all that is packed before anything is sent
-  Clock::time_point exchanged{};  // nothing is left but to write the outputs
+  Clock::time_point packed{};     // end of packing, if all data is packed before anything is sent
+  Clock::time_point exchanged{};  // end of the transfer; after it, only the outputs are written
   Clock::time_point done{};
 };
 
-// A part of a step in which the training thread stood still for an operation.
+// A part of a step in which the training thread waited for an operation.
 struct Wait {
   std::string name;
   Clock::time_point begin;
   Clock::time_point end;
 };
 
-// A record of one rank's work, as events of Chrome's trace format. Any thread adds, one drains. Events that
-// are not drained in time are counted instead of kept: memory is bounded.
+// A record of one rank's work as events of Chrome's trace format. Any thread may add events; one thread
+// drains them. Events that are not drained in time are counted but not stored, so that memory stays bounded.
 class Timeline {
  public:
-  static constexpr size_t kMost = size_t{1} << 17;  // events between two drains
-  // Tracks; those of the engines come after them.
+  static constexpr size_t kMost = size_t{1} << 17;  // most events stored between two drains
+  // Numbers of the first two tracks; the tracks of the engines follow them.
   static constexpr int kTraining = 1;
   static constexpr int kQueue = 2;
 
-  // rank: the events' process. origin: what is time 0 in them.
+  // rank: used as the process id of the events. origin: the time that counts as 0 in the events.
   Timeline(int rank, Clock::time_point origin);
 
-  // track: the thread that the operation is shown on; those of one track must not overlap.
+  // Records an operation. track: the row in which it is shown; operations in one row must not overlap.
   void operation(int track, const Operation& operation, const Marks& marks, const Result& result);
   void negotiated(const std::string& name, Clock::time_point submitted, Clock::time_point decided);
-  // Waits in their order, within the step.
+  // Records a step with its waits, which are in order of time and within the step.
   void step(int64_t number, Clock::time_point begin, Clock::time_point end, const std::vector<Wait>& waits);
 
-  // Events since the last call, each a line that ends with a comma. Blocks until there are many, for
-  // `timeout` seconds at most, or until closed.
+  // Returns the events since the last call, each as a line that ends with a comma. Blocks until there are
+  // many events, `timeout` seconds have passed, or the timeline is closed.
   std::string drain(double timeout);
 
-  // Makes a waiting drain return, and every later one at once.
+  // Makes a waiting call of drain return, and every later call return at once.
   void close();
 
   uint64_t dropped() const { return dropped_; }
 
  private:
   struct Event {
-    const char* phase;  // "X": a span; "b", "e": the ends of one that may overlap others
+    const char* phase;  // "X" is a span; "b" and "e" are the ends of a span that may overlap others
     int track;
     const char* category;
     std::string name;
-    std::string arguments;  // JSON
+    std::string arguments;  // JSON text of the arguments
     Clock::time_point at;
     Clock::duration duration{};
     uint64_t id = 0;
@@ -74,8 +74,8 @@ class Timeline {
   const int rank_;
   const Clock::time_point origin_;
 
-  // Any thread.
-  EventCount event_;  // no condition variable: a forked child must be able to destroy it
+  // Usable from any thread.
+  EventCount event_;  // an event count, since a forked child could not destroy a condition variable
   std::atomic<uint64_t> next_id_{1};
   std::atomic<uint64_t> dropped_{0};
   std::atomic<bool> is_many_{false};

@@ -23,41 +23,53 @@ inline const char* kind_name(Kind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
-// How an allreduce of floats travels.
+// How the floats of an allreduce are compressed.
 struct Compression {
   Codec codec = Codec::kNone;
-  float* owed = nullptr;  // one per value of the layout: what was lost so far; null: forget it
-  double keep = 1;        // what is owed from before counts so much
+  // Residual that compression has lost so far, one number per value of the layout; null to discard it.
+  float* owed = nullptr;
+  double keep = 1;  // factor of the earlier residual
 };
 
-// One operation as a rank submits it. The memory behind the pointers is the caller's.
+// One operation as a rank submits it. The caller owns the memory behind the pointers.
 struct Operation {
   Kind kind = Kind::kAllreduce;
-  Reduction reduction = Reduction::kMean;  // of an allreduce
+  Reduction reduction = Reduction::kMean;  // reduction of an allreduce
   std::string name{};
-  Layout layout{};                    // of an exchange: the bytes that go to each rank
-  std::vector<const void*> inputs{};  // one per tensor; null: zeros. Empty in an allgather
-  std::vector<void*> outputs{};  // one per tensor; null: not delivered. A broadcast's tensors are in both
-  Layout receives{};  // an exchange's outputs: the bytes that come from each rank. Both empty: as many as
-                      // are sent, in Result::received
-  Compression compression{};  // of a mean or a sum
+  // Sizes of the tensors; in an exchange, the bytes that are sent to each rank.
+  Layout layout{};
+  // Address of each input tensor; null stands for zeros. Empty in an allgather.
+  std::vector<const void*> inputs{};
+  // Address of each output tensor; null discards the output. In a broadcast, inputs and outputs are the same
+  // tensors.
+  std::vector<void*> outputs{};
+  // In an exchange, the bytes that come from each rank. If both this and the outputs are empty, any number of
+  // bytes is received into Result::received.
+  Layout receives{};
+  Compression compression{};  // compression of a mean or a sum
   void* flat =
-      nullptr;         // one buffer in which all outputs lie, in order, and nothing else; null: there is none
-  size_t room = 0;     // its elements, of which those behind the last output are for whoever moves it
-  int64_t plain = -1;  // bytes of what this stands for; below 0: of its layout
+      // A buffer that contains all outputs, in order, and nothing else; null if there is none.
+      nullptr;
+  // Number of elements of the flat buffer. Elements after the last output are free for the executor's use.
+  size_t room = 0;
+  // Bytes of the uncompressed data that this operation stands for; negative: the bytes of its layout.
+  int64_t plain = -1;
   double weight = 1.0;
-  int participants = 0;  // ranks whose weight is 1 where the others' is 0; 0: not known before
+  // Number of ranks with weight 1, if all other ranks have weight 0; 0 if not known beforehand.
+  int participants = 0;
   int root = 0;
-  std::string lane{};   // travels with an allreduce; an allgather's bytes
-  bool unsure = false;  // the ranks may differ in what they submit, and must then all be told
+  // Bytes that are sent along with an allreduce; in an allgather, the bytes to gather.
+  std::string lane{};
+  // Whether the ranks may submit different operations, in which case all ranks must get an error.
+  bool unsure = false;
 
   size_t plain_bytes() const { return plain < 0 ? layout.bytes() : static_cast<size_t>(plain); }
 
-  // As in `allreduce "step 12 bucket 0"`.
+  // Returns the operation's name for messages, such as `allreduce "step 12 bucket 0"`.
   std::string title() const { return std::string(kind_name(kind)) + " \"" + name + "\""; }
 };
 
-// Memory of the core's own, for what a rank cannot know the size of beforehand.
+// Memory owned by the core, for data whose size a rank cannot know beforehand.
 struct Buffer {
   explicit Buffer(size_t count) : data(new uint8_t[count]), bytes(count) {}
 
@@ -68,17 +80,19 @@ struct Buffer {
 // The end of an operation.
 struct Result {
   std::optional<Error> error{};
-  std::vector<std::string> lanes{};  // by rank
-  std::vector<Buffer> received{};    // by rank; of an exchange that did not say where to
+  std::vector<std::string> lanes{};  // lane of each rank
+  // Data from each rank, for an exchange that does not say where to put it.
+  std::vector<Buffer> received{};
   double weight_sum = 0;
-  size_t sent = 0;             // bytes that this rank has sent, of an allreduce
-  size_t plain = 0;            // that it would have sent uncompressed
-  double seconds = 0;          // from the arrival of the last rank until done
-  double waited = 0;           // for the last rank to arrive
-  Clock::time_point packed{};  // the first part of what this rank sends; zero: not known
+  size_t sent = 0;     // bytes that this rank has sent in an allreduce
+  size_t plain = 0;    // bytes that it would have sent uncompressed
+  double seconds = 0;  // time from the arrival of the last rank to the end
+  double waited = 0;   // time spent waiting for the last rank to arrive
+  // Time at which the first part of the data was packed; zero if unknown.
+  Clock::time_point packed{};
 };
 
-// Handle to one operation. Any thread. It holds no lock, so that a forked child can destroy it.
+// Handle to one operation, usable from any thread. It holds no lock, so that a forked child can destroy it.
 class Work {
  public:
   explicit Work(Operation operation);
@@ -90,13 +104,16 @@ class Work {
   Clock::time_point submitted() const { return submitted_; }
   bool done() const { return result_.load() != nullptr; }
 
-  // Blocks until done or the deadline; true if done. May return early, false, on a signal.
+  // Blocks until the operation is done or the deadline passes. Returns whether it is done. A signal may make
+  // it return false early.
   bool wait(Clock::time_point deadline);
 
-  // After done. Does not throw the error that it may hold.
+  // Returns the result; call it only once the operation is done. Does not throw the error that the result may
+  // contain.
   const Result& result() const;
 
-  // The first call decides and wakes the waiters; later ones change nothing and return false.
+  // Sets the result. The first call counts and wakes the waiting threads; later calls change nothing and
+  // return false.
   bool finish(Result result);
   bool fail(const Error& error);
 
@@ -106,7 +123,7 @@ class Work {
   const pid_t pid_;
   const Clock::time_point submitted_ = Clock::now();
 
-  // Any thread.
+  // Usable from any thread.
   std::atomic<const Result*> result_{nullptr};
   EventCount event_;
 };

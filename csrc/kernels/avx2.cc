@@ -1,4 +1,4 @@
-// Compiled with -mavx2 -mf16c; reached only where the processor has them.
+// Compiled with -mavx2 -mf16c; used only if the processor supports these instructions.
 #include <immintrin.h>
 
 #include <cstddef>
@@ -42,7 +42,8 @@ struct F32 {
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
     const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
     const __m256i wide = _mm256_blendv_epi8(rounded, quiet, nan);
-    const __m256i packed = _mm256_packus_epi32(wide, wide);  // each 128-bit half holds its four values twice
+    // each 128-bit half contains its four values twice
+    const __m256i packed = _mm256_packus_epi32(wide, wide);
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
   }
 };
@@ -61,7 +62,8 @@ struct F64 {
   F64 root() const { return {_mm256_sqrt_pd(v)}; }
 };
 
-// min and max return the second of two where one is NaN, or both are zero.
+// The instructions for min and max return the second operand if one is NaN or both are zero, so NaN in the
+// first needs a blend.
 inline F32 lesser(F32 a, F32 b) {
   return {_mm256_blendv_ps(_mm256_min_ps(a.v, b.v), a.v, _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q))};
 }

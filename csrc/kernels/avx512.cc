@@ -1,4 +1,5 @@
-// Compiled with -mavx512f -mavx512bw -mavx512vl -mf16c; reached only where the processor has them.
+// Compiled with -mavx512f -mavx512bw -mavx512vl -mf16c; used only if the processor supports these
+// instructions.
 #include <immintrin.h>
 
 #include <cstddef>
@@ -59,7 +60,8 @@ struct F64 {
   F64 root() const { return {_mm512_sqrt_pd(v)}; }
 };
 
-// min and max return the second of two where one is NaN, or both are zero.
+// The instructions for min and max return the second operand if one is NaN or both are zero, so NaN in the
+// first needs a mask.
 inline F32 lesser(F32 a, F32 b) {
   return {_mm512_mask_mov_ps(_mm512_min_ps(a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
 }

@@ -1,7 +1,8 @@
 #pragma once
 
-// A block of values to the wire and back, for the tables; see loops.h. Plain loops where the compiler makes
-// vectors of them. A finite number stays one; a block with a scale in which one is not becomes NaN.
+// Encodes and decodes blocks of values, for the tables of kernels; see loops.h. The loops are plain where the
+// compiler vectorizes them. Finite numbers stay finite; a block with a scale becomes NaN if it contains a
+// number that is not finite.
 #include <limits>
 
 #include "base/codec.h"
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int32_t kInfinityBits = 0x7f800000;
 
-// The bits of the greatest magnitude: of finite numbers below kInfinityBits.
+// Returns the bits of the greatest magnitude among the values; below kInfinityBits if all values are finite.
 inline int32_t greatest_bits(const float* values, size_t count = kBlock) {
   int32_t most = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -26,14 +27,16 @@ inline int32_t greatest_bits(const float* values, size_t count = kBlock) {
 inline float largest(Half) { return 65504.f; }
 inline float largest(BFloat) { return from_bits(0x7f7f0000u); }
 
-// The greatest magnitude that values may keep in 16 bits. Where one is no number, nothing is worth saving.
+// Returns the magnitude to which values are limited in 16 bits; infinity if some value is not finite, since
+// then no limit helps.
 template <typename T>
 float limit_of(const float* values, size_t count) {
   const bool finite = greatest_bits(values, count) < kInfinityBits;
   return finite ? largest(T()) : std::numeric_limits<float>::infinity();
 }
 
-// A value too large for 16 bits is sent as the largest, and the rest is lost.
+// Encodes values as 16-bit floats. A value that is too large is encoded as the largest one, and the rest goes
+// to `lost`.
 template <typename T>
 void encode_short(void* wire, const float* values, float* lost) {
   T* to = static_cast<T*>(wire);
@@ -56,8 +59,8 @@ void decode_short(float* values, const void* wire, float weight, bool first) {
   }
 }
 
-// The integers of a block go from -kMost to kMost. put packs them, from floats whose low bits are the integer
-// in two's complement; get is its inverse, and gives them as floats.
+// A block's integers are in the range from -kMost to kMost. put packs them from floats whose low bits are the
+// integer in two's complement; get is its inverse, and returns the integers as floats.
 struct Int8 {
   static constexpr Codec kCodec = Codec::kInt8;
   static constexpr float kMost = 127;
@@ -89,7 +92,8 @@ struct Int4 {
   }
 };
 
-// A block's scale: `levels` of it are the greatest magnitude. 0 where that is too small to divide by.
+// Returns a block's scale, of which `levels` make up the greatest magnitude; 0 if the magnitude is too small
+// to divide by.
 inline float scale_of(float most, float levels) {
   if (most < 1e-30f) return 0;
   const float scale = most / levels;
@@ -98,7 +102,8 @@ inline float scale_of(float most, float levels) {
 
 template <typename Integer>
 void encode_integers(void* wire, const float* __restrict__ values, float* __restrict__ lost) {
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: what is added to it is rounded to nearest, ties to even
+  // 1.5 * 2^23: adding it rounds a number to the nearest integer, ties to even
+  constexpr float kRound = 12582912.f;
   uint8_t* to = static_cast<uint8_t*>(wire) + sizeof(float);
   const int32_t bits = greatest_bits(values);
   const bool finite = bits < kInfinityBits;
@@ -131,10 +136,10 @@ void decode_integers(float* __restrict__ values, const void* wire, float weight,
   }
 }
 
-// The mean magnitude of a block, added up by halves, so that all tables get the same bits.
+// Returns the mean magnitude of a block. It is summed by halves, so that all tables give the same bits.
 inline float mean_magnitude(const float* __restrict__ values) {
   float sums[kBlock / 2];
-  constexpr float kShare = 1.f / kBlock;  // before the sum, which could be infinite
+  constexpr float kShare = 1.f / kBlock;  // multiplied before summing, since the sum could be infinite
   constexpr size_t half = kBlock / 2;
   for (size_t i = 0; i < half; ++i) {
     sums[i] = __builtin_fabsf(values[i]) * kShare + __builtin_fabsf(values[i + half]) * kShare;
@@ -145,12 +150,13 @@ inline float mean_magnitude(const float* __restrict__ values) {
   return sums[0];
 }
 
-// A sign and one of two magnitudes, by the mean magnitude of a block: those that Max (1960) and Lloyd (1982)
-// found best for normal numbers. kLow and kHigh are the magnitudes, kCut what parts them.
+// Two bits per value: a sign, and one of two magnitudes, relative to the mean magnitude of a block, which Max
+// (1960) and Lloyd (1982) found best for normally distributed numbers. kLow and kHigh are the magnitudes;
+// kCut is the threshold between them.
 struct Bits2 {
   static constexpr Codec kCodec = Codec::kBits2;
   static constexpr float kLow = 0.56750f, kCut = 1.23025f, kHigh = 1.89250f;
-  static constexpr float kMost = 1.7e38f;  // kHigh times it is a number
+  static constexpr float kMost = 1.7e38f;  // largest scale for which kHigh times the scale is finite
 
   static void put(uint8_t* __restrict__ to, const float* __restrict__ said, float high) {
     for (size_t i = 0; i < kBlock / 4; ++i) {
@@ -174,7 +180,7 @@ struct Bits2 {
   }
 };
 
-// A sign alone: both magnitudes are the mean.
+// One bit per value: only the sign. Both magnitudes are the mean magnitude.
 struct Bits1 {
   static constexpr Codec kCodec = Codec::kBits1;
   static constexpr float kLow = 1, kCut = 1, kHigh = 1;

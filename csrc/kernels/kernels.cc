@@ -44,7 +44,8 @@ void reduce(DType dtype, Reduction reduction, void* destination, const void* con
 
 namespace {
 
-constexpr size_t kPassBytes = size_t{8} << 10;  // in a core's first cache, beside what it is made of
+// size of a sum that fits into a core's first-level cache together with its sources
+constexpr size_t kPassBytes = size_t{8} << 10;
 
 const void* at(const void* address, size_t bytes) {
   return address == nullptr ? nullptr : static_cast<const uint8_t*>(address) + bytes;

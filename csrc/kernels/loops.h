@@ -1,8 +1,8 @@
 #pragma once
 
-// The loops behind the tables, written once over `F32` and `F64`: vectors that the including file defines for
-// its instruction set, with kWidth, load, store, stream, fill, +, *, /, root, lesser and greater. Unnamed
-// namespace: see number.h.
+// The loops in the tables of kernels, written once over `F32` and `F64`: vector types that the including file
+// defines for its instruction set, with kWidth, load, store, stream, fill, +, *, /, root, lesser and greater.
+// For the reason of the unnamed namespace see number.h.
 #include "kernels/coding.h"
 #include "kernels/kernels.h"
 #include "kernels/number.h"
@@ -21,7 +21,7 @@ struct Accumulator<double> {
   using Vector = F64;
 };
 
-// Elements until `address` is aligned for a streaming store of a whole vector.
+// Returns the number of elements until `address` is aligned for a streaming store of a whole vector.
 template <typename T>
 size_t elements_to_aligned(const T* address, size_t width, size_t count) {
   const size_t align = width * sizeof(T);
@@ -30,14 +30,14 @@ size_t elements_to_aligned(const T* address, size_t width, size_t count) {
   return missing < count ? missing : count;
 }
 
-// Stores past the cache need whole vectors, which elements that lie between multiples of their size never
-// come to.
+// Returns whether stores past the cache are possible. They need aligned vectors, which are never reached if
+// elements do not lie at multiples of their size.
 template <typename T>
 bool can_stream(const T* address) {
   return reinterpret_cast<uintptr_t>(address) % sizeof(T) == 0;
 }
 
-// Joins the value of one more rank to those before, for vectors and scalars alike.
+// Combines the value of one more rank with those of the ranks before, for vectors and scalars alike.
 struct Add {
   static constexpr bool kScaled = true;
   static auto join(auto a, auto b) { return a + b; }
@@ -131,14 +131,14 @@ void fold_float(void* destination, const void* const* sources, int ranks, size_t
   return reduce_loop<T, Join, false, false>(to, from, nullptr, ranks, 1, count);
 }
 
-// Whole numbers. Sums and products in 64 bits without sign, whose low ones are those of any width: overflow
-// wraps, and is not undefined.
+// Combines two integers. Sums and products are computed in 64 unsigned bits, whose low bits are right for any
+// width, so overflow wraps around and is not undefined.
 inline uint64_t join_integers(auto a, auto b, Lesser) { return static_cast<uint64_t>(a < b ? a : b); }
 inline uint64_t join_integers(auto a, auto b, Greater) { return static_cast<uint64_t>(a > b ? a : b); }
 inline uint64_t join_integers(uint64_t a, uint64_t b, Add) { return a + b; }
 inline uint64_t join_integers(uint64_t a, uint64_t b, Times) { return a * b; }
 
-// A block at a time, beside the destination: that may be any of the sources.
+// Reduces integers block by block in a separate buffer, since the destination may be any of the sources.
 template <typename T, typename Join>
 void fold_integer(void* destination, const void* const* sources, int ranks, size_t count, bool) {
   constexpr size_t kBlock = 4096 / sizeof(T);
@@ -154,7 +154,8 @@ void fold_integer(void* destination, const void* const* sources, int ranks, size
   }
 }
 
-// Equal weights: exact in 64 bits. Others: in long double, as weights need not be whole.
+// Reduces integers: with equal weights exactly in 64 bits, otherwise in long double, as weights may be
+// fractions.
 template <typename T>
 void reduce_integer(void* destination, const void* const* sources, const double* weights, int ranks,
                     double divisor, size_t count, bool stream) {
@@ -165,7 +166,7 @@ void reduce_integer(void* destination, const void* const* sources, const double*
   const T* const* from = reinterpret_cast<const T* const*>(sources);
   for (size_t i = 0; i < count; ++i) {
     if (weights == nullptr) {
-      uint64_t sum = 0;  // unsigned: overflow wraps, and is not undefined
+      uint64_t sum = 0;  // unsigned, so that overflow wraps around and is not undefined
       for (int r = 0; r < ranks; ++r) sum += static_cast<uint64_t>(static_cast<int64_t>(from[r][i]));
       to[i] = static_cast<T>(static_cast<int64_t>(sum) / static_cast<int64_t>(divisor));
     } else {
@@ -281,7 +282,7 @@ void copy_bytes(void* destination, const void* source, size_t bytes, bool stream
   stream_fence();
 }
 
-// The rows of a table: one per dtype, in their order.
+// A row of a table, with one loop per dtype in the order of DType.
 template <typename Join>
 struct Folds {
   static constexpr Kernels::Fold kRow[kDTypes] = {

@@ -1,4 +1,4 @@
-// aarch64: NEON and its half-precision conversions are part of the base instruction set.
+// For aarch64, whose base instruction set includes NEON and its half-precision conversions.
 #include <arm_neon.h>
 
 #include <cstddef>
@@ -49,7 +49,8 @@ struct F64 {
   F64 root() const { return {vsqrtq_f64(v)}; }
 };
 
-// Not vminq and vmaxq: of two zeros and of two NaNs they choose otherwise than the other tables.
+// The instructions vminq and vmaxq are not used: for two zeros or two NaNs they choose differently from the
+// other tables.
 inline F32 lesser(F32 a, F32 b) {
   return {vbslq_f32(vorrq_u32(vcltq_f32(a.v, b.v), vmvnq_u32(vceqq_f32(a.v, a.v))), a.v, b.v)};
 }

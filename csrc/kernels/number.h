@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <cstring>
 
-// 16-bit floats, by hand: the tails of the SIMD loops and the scalar table. Included by translation units
-// that are compiled for different instruction sets, hence everything in an unnamed namespace: no inline
-// function of one may be linked into another.
+// Conversions of 16-bit floats without SIMD, for the ends of the SIMD loops and for the scalar table.
+// Translation units that are compiled for different instruction sets include this file, so everything is in
+// an unnamed namespace: otherwise the linker could use one unit's inline functions in another.
 namespace dadt {
 namespace {
 
@@ -30,14 +30,14 @@ inline float widen(Half x) {
     const uint32_t quiet = mantissa != 0 ? 0x400000u : 0u;
     return from_bits(sign | 0x7f800000u | quiet | (mantissa << 13));
   }
-  if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24, exact
+  if (exponent == 0) {  // zero or subnormal: the value is exactly mantissa * 2^-24
     const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-8f;
     return from_bits(sign | to_bits(magnitude));
   }
   return from_bits(sign | ((exponent + 112) << 23) | (mantissa << 13));
 }
 
-// Round to nearest, ties to even; NaN stays NaN.
+// Convert a number to a smaller type, rounded to nearest, ties to even. NaN stays NaN.
 inline void narrow(float x, float* y) { *y = x; }
 inline void narrow(double x, double* y) { *y = x; }
 inline void narrow(float x, BFloat* y) {
@@ -52,10 +52,11 @@ inline void narrow(float x, Half* y) {
   uint32_t half;
   if (magnitude > 0x7f800000u) {
     half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
-  } else if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
+  } else if (magnitude >= 0x477ff000u) {  // values of 65520 and above round to infinity
     half = 0x7c00u;
   } else if (magnitude <
-             0x38800000u) {  // below 2^-14: adding 0.5 leaves the rounded mantissa in the low bits
+             // Below 2^-14, adding 0.5 leaves the rounded mantissa in the low bits.
+             0x38800000u) {
     half = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -66,7 +67,8 @@ inline void narrow(float x, Half* y) {
 inline float root_of(float x) { return __builtin_sqrtf(x); }
 inline double root_of(double x) { return __builtin_sqrt(x); }
 
-// The least and the greatest: NaN wins, and of equals (zeros of two signs) the later.
+// Return the lesser and the greater of two numbers. If one is NaN, the result is NaN; of equal numbers (zeros
+// of both signs) the second is returned.
 inline float lesser(float a, float b) { return a < b || a != a ? a : b; }
 inline float greater(float a, float b) { return a > b || a != a ? a : b; }
 inline double lesser(double a, double b) { return a < b || a != a ? a : b; }

@@ -8,8 +8,8 @@
 
 namespace dadt {
 
-// One direction between two ranks: a ring of bytes in shared memory that frames go through whole. One writer,
-// one reader. Zeros are an empty one.
+// A ring buffer of bytes in shared memory, for one direction between two ranks. Frames pass through it whole.
+// There is one writer and one reader. Memory of zeros is an empty ring.
 class ByteRing {
  public:
   static size_t memory_bytes(size_t capacity) { return sizeof(Head) + capacity; }
@@ -22,7 +22,7 @@ class ByteRing {
   size_t unread() const { return head_->written.load() - head_->read.load(); }
   bool has_room(size_t bytes) const { return capacity_ - unread() >= bytes; }
 
-  // Writer: bytes behind those written before; the reader sees them at `publish`. Needs room.
+  // Called by the writer: appends bytes, which the reader sees after `publish`. There must be room for them.
   void put(const void* data, size_t bytes) {
     each_part(head_->written.load() + ahead_, bytes, [&](uint8_t* at, size_t from, size_t count) {
       std::memcpy(at, static_cast<const uint8_t*>(data) + from, count);
@@ -33,16 +33,17 @@ class ByteRing {
     head_->written.fetch_add(ahead_);
     ahead_ = 0;
   }
-  // Writer: have the reader tell when there is more room. Look for room once more after it.
+  // Called by the writer: asks the reader to report when there is more room. Check for room once more after
+  // this call.
   void want_room() { head_->wanted.store(1); }
 
-  // Reader: copies bytes that lie `offset` behind the first unread one.
+  // Called by the reader: copies bytes that begin `offset` bytes after the first unread one.
   void peek(void* to, size_t offset, size_t bytes) const {
     each_part(head_->read.load() + offset, bytes, [&](const uint8_t* at, size_t from, size_t count) {
       std::memcpy(static_cast<uint8_t*>(to) + from, at, count);
     });
   }
-  // Reader: forgets the first unread bytes; true if the writer is to be woken.
+  // Called by the reader: removes the first unread bytes. Returns whether the writer must be woken.
   bool pop(size_t bytes) {
     head_->read.fetch_add(bytes);
     return head_->wanted.load() != 0 && head_->wanted.exchange(0) != 0;
@@ -50,12 +51,12 @@ class ByteRing {
 
  private:
   struct Head {
-    alignas(64) std::atomic<uint64_t> written;  // bytes since the beginning
+    alignas(64) std::atomic<uint64_t> written;  // bytes written since the beginning
     alignas(64) std::atomic<uint64_t> read;
     alignas(64) std::atomic<uint32_t> wanted;
   };
 
-  // Calls part(address, offset, count) for each contiguous part of a range.
+  // Calls part(address, offset, count) for each contiguous part of a range of bytes.
   template <typename Part>
   void each_part(uint64_t position, size_t bytes, Part&& part) const {
     const size_t at = position % capacity_;
@@ -69,11 +70,11 @@ class ByteRing {
   uint8_t* bytes_;
   size_t capacity_;
 
-  // Writer.
-  size_t ahead_ = 0;  // put and not published
+  // Used only by the writer.
+  size_t ahead_ = 0;  // bytes that were put but not published yet
 };
 
-// Memory of this process for a ring.
+// Memory for a ring within this process.
 class RingMemory {
  public:
   explicit RingMemory(size_t capacity)

@@ -66,7 +66,7 @@ void Post::start_receive(const Handle& transit) {
   finish(*transit, found.source);
 }
 
-// Whether the message is as long as the receive; fails that otherwise.
+// Returns whether the message is as long as the receive expects, and otherwise makes the receive fail.
 bool Post::fits(const Handle& receive, int source, const Frame& frame) {
   if (receive->bytes == frame.bytes) return true;
   end(*receive, Error(Code::kMismatch, mismatch(source, rank_, frame.tag, frame.bytes, receive->bytes)));
@@ -123,7 +123,8 @@ bool Post::read_frame(int peer) {
   return true;
 }
 
-// Whether a peer that is well would send this frame now: what it says of lengths is not believed before.
+// Returns whether a correct peer may send this frame now. Lengths from a peer are not trusted before this
+// check.
 bool Post::is_sound(const Line& line, const Frame& frame) const {
   const size_t unread = line.in.unread();
   if (unread > pipe_bytes_ || unread < sizeof frame || unread - sizeof frame < frame.payload) return false;
@@ -138,7 +139,7 @@ bool Post::is_sound(const Line& line, const Frame& frame) const {
     case FrameType::kData: {
       if (frame.payload == 0 || frame.payload > chunk()) return false;
       const auto found = line.receiving.find(frame.id);
-      if (found == line.receiving.end()) return true;  // the message has failed in the meantime
+      if (found == line.receiving.end()) return true;  // the message has failed meanwhile
       const Course& course = found->second;
       return frame.payload <= course.transit->bytes - course.offset;
     }
@@ -146,7 +147,7 @@ bool Post::is_sound(const Line& line, const Frame& frame) const {
   return false;
 }
 
-// A peer has sent what is no frame: nothing that follows has a meaning.
+// Handles a peer that has sent something that is no frame, so that nothing after it can be understood.
 void Post::refuse(int peer) {
   const Error reason(Code::kComm, "rank " + std::to_string(peer) + " sent what is no message of DADT's");
   lines_[peer]->in.pop(lines_[peer]->in.unread());
@@ -157,7 +158,7 @@ void Post::refuse(int peer) {
 
 void Post::take_message(int peer, const Frame& frame) {
   lines_[peer]->last_id = frame.id;
-  if (error_) return;  // nobody can ever receive it
+  if (error_) return;  // no receive can get this message any more
   ByteRing& in = lines_[peer]->in;
   const Handle receive = take_posted(peer, frame.tag);
   if (receive == nullptr) {
@@ -184,7 +185,7 @@ void Post::take_offer(int peer, const Frame& frame) {
 void Post::take_answer(int peer, const Frame& frame) {
   Line& line = *lines_[peer];
   const auto found = line.offered.find(frame.id);
-  if (found == line.offered.end()) return;  // the message has failed in the meantime
+  if (found == line.offered.end()) return;  // the message has failed meanwhile
   const Handle send = std::move(found->second);
   line.offered.erase(found);
   if (frame.type == FrameType::kAccept) {
@@ -198,7 +199,7 @@ void Post::take_answer(int peer, const Frame& frame) {
 void Post::take_data(int peer, const Frame& frame) {
   Line& line = *lines_[peer];
   const auto found = line.receiving.find(frame.id);
-  if (found == line.receiving.end()) return;  // the message has failed in the meantime
+  if (found == line.receiving.end()) return;  // the message has failed meanwhile
   Course& course = found->second;
   line.in.peek(course.transit->data + course.offset, sizeof frame, frame.payload);
   course.offset += frame.payload;
@@ -207,7 +208,7 @@ void Post::take_data(int peer, const Frame& frame) {
   line.receiving.erase(found);
 }
 
-// Bytes of the next frame for a rank; 0: there is none.
+// Returns the number of bytes of the next frame for a rank; 0 if there is none.
 size_t Post::next_size(const Line& line) const {
   if (!line.frames.empty()) return sizeof(Frame) + line.frames.front().frame.payload;
   if (line.sending.empty()) return 0;
@@ -275,8 +276,8 @@ void Post::lose(int peer, bool lives) {
   });
 }
 
-// The rank by whose loss the receive cannot end any more: its peer; of one from any rank one that has died,
-// or the last of them.
+// Returns a lost rank because of which the receive can never end: its peer, or for a receive from any rank
+// one that has died, or the last one if all others are lost.
 std::optional<int> Post::nobody_for(const Transit& receive) const {
   if (receive.peer != Transit::kAny) {
     return lines_[receive.peer]->lost ? std::optional(receive.peer) : std::nullopt;
@@ -292,7 +293,7 @@ std::optional<int> Post::nobody_for(const Transit& receive) const {
   return last ? gone : std::nullopt;
 }
 
-// Fails what is under way on a line.
+// Makes all messages fail that are under way to or from one rank.
 void Post::drop(Line& line, const std::function<Error(const Transit&)>& reason) {
   std::vector<Handle> dropped;
   for (Outgoing& outgoing : line.frames) {

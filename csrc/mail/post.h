@@ -15,71 +15,72 @@ namespace dadt {
 
 enum class FrameType : uint32_t { kMessage, kOffer, kAccept, kRefuse, kData };
 
-// The head of a frame, before its payload.
+// The header of a frame, which precedes its payload.
 struct Frame {
   FrameType type;
-  uint32_t payload;  // bytes behind it
-  uint64_t id;       // of the sender's, of an offer and what follows from it
+  uint32_t payload;  // number of payload bytes after the header
+  uint64_t id;       // number given by the sender, the same for an offer and its later frames
   int64_t tag;
-  uint64_t bytes;  // of the message; in a refusal: of what it was to fill
+  uint64_t bytes;  // bytes of the whole message; in a refusal, bytes that the receiver expects
 };
 
 using Handle = std::shared_ptr<Transit>;
 
-// What carries the frames of a Post to other ranks, as it needs it.
+// Interface that a Post needs of the transport which carries its frames to other ranks.
 class Carrier {
  public:
   virtual ~Carrier() = default;
 
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  // Wakes a rank that may sleep: frames for it are there, or room for its own.
+  // Wakes a rank that may be asleep, since frames for it have arrived or there is room for its own frames.
   virtual void wake(int peer) = 0;
-  // Has all ranks give up.
+  // Makes all ranks fail.
   virtual void abort(const Error& reason) = 0;
-  // What to say of a peer that has died, or has closed though it lives. title: what it was waited for in.
+  // Returns the error for a peer that has died, or has closed its connection while it lives. title: the
+  // operation in which this rank waited for it.
   virtual Error lost(int peer, bool lives, const std::string& title) const = 0;
 };
 
-// A frame that waits for room. The payload is the transit's, which is done when it is written.
+// A frame that waits for room. Its payload is that of the transit, which is done once the payload is written.
 struct Outgoing {
   Frame frame;
   Handle transit;
 };
 
-// A long message that both sides have agreed upon; how far it has got.
+// A long message that both sides have agreed on, with the number of bytes transferred so far.
 struct Course {
   uint64_t id;
   Handle transit;
   size_t offset;
 };
 
-// A message, or the offer of one, that nobody has asked for yet.
+// A message, or the offer of a message, for which no receive was posted yet.
 struct Stray {
   Frame frame;
   int source;
   std::unique_ptr<uint8_t[]> data;
 };
 
-// The state between this rank and one other. Guarded by whoever owns the Post, but for what
-// is atomic.
+// The state of messages between this rank and one other. Guarded by the owner of the Post, except for atomic
+// fields.
 struct Line {
   Line(const ByteRing& incoming, const ByteRing& outgoing) : in(incoming), out(outgoing) {}
 
   ByteRing in;
   ByteRing out;
-  std::deque<Outgoing> frames;         // go before the long messages
-  std::map<uint64_t, Handle> offered;  // sends, by id
+  std::deque<Outgoing> frames;         // frames to send before the chunks of long messages
+  std::map<uint64_t, Handle> offered;  // sends that wait for the receiver's acceptance, by id
   std::deque<Course> sending;
   std::map<uint64_t, Course> receiving;
-  uint64_t last_id = 0;          // of the messages and offers that have come
-  bool lost = false;             // nothing can be sent to it any more, and nothing more will come
-  bool lives = true;             // lost: it has closed, but not died
-  std::atomic<size_t> needs{0};  // room for the next frame that waits
+  uint64_t last_id = 0;          // highest id of the messages and offers received
+  bool lost = false;             // whether nothing can be sent to or received from the rank any more
+  bool lives = true;             // of a lost rank, whether it has closed its connection but not died
+  std::atomic<size_t> needs{0};  // bytes of room that the next waiting frame needs
 };
 
-// All messages under way between this rank and the others, and their progress. One thread at a time, but for
-// `has_frames`, `pending` and a wait in a Transit.
+// Manages all messages between this rank and the others. Only one thread may use it at a time, except for
+// `has_frames`, `pending` and waiting in a Transit.
 class Post {
  public:
   static size_t memory_bytes(int world_size, size_t pipe_bytes) {
@@ -88,32 +89,34 @@ class Post {
 
   Post(Carrier& carrier, size_t pipe_bytes);
 
-  // Once all ranks are connected: the rings from and to a rank, by rank.
+  // Sets the rings from and to each rank, by rank. Call it once all ranks are connected.
   void open(std::vector<std::pair<ByteRing, ByteRing>> rings);
   bool is_open() const { return !lines_.empty(); }
 
-  // Takes a message on. Some are done at once.
+  // Begins to transfer a message. Some messages are done at once.
   void start(const Handle& transit);
 
-  // Reads one frame of what a rank has sent; false if there is none.
+  // Reads one frame from a rank. Returns false if there is none.
   bool read_frame(int peer);
-  // Writes what a rank is to get, as far as there is room, but not for ever; true if there was something.
+  // Writes frames for a rank while there is room, but only a few in one call. Returns whether any was
+  // written.
   bool flush(int peer);
 
-  // A rank has died, or has closed though it lives: what it sent before counts, what waits for it fails. Who
-  // waits for anybody waits for all: that fails where one has died, or none is left.
+  // Handles a rank that has died, or has closed its connection while it lives. Messages that it sent before
+  // still count; those that wait for it fail. A receive from any rank fails if one rank has died, or no other
+  // rank is left.
   void lose(int peer, bool lives);
   bool has_lost(int peer) const { return lines_[peer]->lost; }
-  // All fails, now and later.
+  // Makes all messages fail, now and later.
   void fail(const Error& reason);
   bool has_failed() const { return error_.has_value(); }
 
-  // Whether there is something to read, or room for what is to be written.
+  // Returns whether there is something to read, or room for something that waits to be written.
   bool has_frames() const;
-  // Bytes behind the head of a frame, at most. Short enough that several fit into a pipe.
+  // Returns the most payload bytes of a frame: short enough that several frames fit into a pipe.
   size_t longest_message() const { return pipe_bytes_ / 8; }
   size_t chunk() const { return pipe_bytes_ / 4; }
-  // Messages that are not done.
+  // Returns the number of messages that are not done.
   size_t pending() const { return pending_; }
 
  private:
@@ -142,16 +145,16 @@ class Post {
   const size_t pipe_bytes_;
 
   // Constant after open.
-  std::vector<std::unique_ptr<Line>> lines_;  // by rank, this one included
+  std::vector<std::unique_ptr<Line>> lines_;  // one line per rank, including this rank itself
 
-  // Any thread.
+  // Usable from any thread.
   std::atomic<size_t> pending_{0};
 
-  // The caller's.
-  std::deque<Handle> posted_;  // receives, in their order
-  std::deque<Stray> strays_;   // in the order of their arrival
+  // Used only by the calling thread.
+  std::deque<Handle> posted_;  // receives that wait, in the order of their calls
+  std::deque<Stray> strays_;   // messages without a receive, in the order of their arrival
   uint64_t last_id_ = 0;
-  std::optional<Error> error_;  // the first
+  std::optional<Error> error_;  // the first error
 };
 
 }  // namespace dadt

@@ -13,8 +13,8 @@
 
 namespace dadt {
 
-// A message under way, as its sender or its receiver sees it. Any thread. It holds no lock, so that a forked
-// child can destroy it.
+// A message in transfer, as its sender or its receiver sees it. Usable from any thread. It holds no lock, so
+// that a forked child can destroy it.
 class Transit {
  public:
   enum Side { kSend, kReceive };
@@ -23,19 +23,20 @@ class Transit {
   Transit(Side which, uint8_t* memory, size_t length, int other, int64_t label)
       : side(which), data(memory), bytes(length), peer(other), tag(label), pid_(getpid()) {}
 
-  // As in `a receive with tag 3`.
+  // Returns a name for messages to users, such as `a receive with tag 3`.
   std::string title() const;
-  // The error for a message that took more than so many seconds.
+  // Returns the error text for a message that was not done within `seconds` seconds.
   std::string late(double seconds) const;
 
   bool done() const { return done_.load(); }
-  // Blocks until done or the deadline; true if done. May return early, false, on a signal.
+  // Blocks until the message is done or the deadline passes. Returns whether it is done. A signal may make it
+  // return false early.
   bool wait(Clock::time_point deadline);
-  // After done.
+  // Returns the error, if any; call it only once the message is done.
   const std::optional<Error>& error() const { return error_; }
-  int source() const { return source_; }  // of a receive: the rank that has sent it
+  int source() const { return source_; }  // the rank that sent a received message
 
-  // Once.
+  // Ends the transfer; finish or fail must be called exactly once.
   void finish(int from) {
     source_ = from;
     settle();
@@ -47,9 +48,9 @@ class Transit {
 
   // Constant after construction.
   const Side side;
-  uint8_t* const data;  // a sender's is only read
+  uint8_t* const data;  // memory of the message; only read for a send
   const size_t bytes;
-  const int peer;  // a receiver's may be kAny
+  const int peer;  // rank of the other side; kAny for a receive from any rank
   const int64_t tag;
 
  private:
@@ -62,11 +63,11 @@ class Transit {
 
   const pid_t pid_;
 
-  // Constant after done.
+  // Constant once the message is done.
   std::optional<Error> error_;
   int source_ = kAny;
 
-  // Any thread.
+  // Usable from any thread.
   std::atomic<bool> done_{false};
   EventCount event_;
 };

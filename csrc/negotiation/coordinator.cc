@@ -9,7 +9,7 @@ namespace {
 
 std::string quoted(const std::string& name) { return "\"" + name + "\""; }
 
-// The user's request; in full if signatures alone do not tell the difference.
+// Describes a user's request, in full if the signatures alone do not show the difference.
 std::string describe(const Request& request, bool in_full) {
   std::ostringstream text;
   text << request.signature;
@@ -56,7 +56,8 @@ void Coordinator::take(int rank, const Report& report, Time now) {
     if (auto request = cache_.find(id)) {
       submit(rank, std::move(request), now);
     } else {
-      understood = false;  // gone since: the rank learns that, too, and sends the request in full
+      // the id was removed meanwhile; the rank will learn this and send the request in full
+      understood = false;
     }
   }
   for (const Request& request : report.requests) {
@@ -64,7 +65,8 @@ void Coordinator::take(int rank, const Report& report, Time now) {
     submit(rank, known ? std::move(known) : std::make_shared<const Request>(request), now);
   }
   waits_[rank] = report.waits && report.seen == decisions_;
-  // Requests from before the join come first: a join goes again with what is sent in full.
+  // Requests that precede a join are handled before it, and the rank repeats the join with requests that it
+  // sends in full.
   if (report.joined && understood && !joined_[rank]) {
     joined_[rank] = true;
     ++absent_;
@@ -85,7 +87,7 @@ void Coordinator::leave(int rank, Time now) {
   review_all(now);
 }
 
-// One that fails takes its group along, so names are looked up again.
+// Reviews all pending tensors. A tensor that fails takes its group along, so names are looked up again.
 void Coordinator::review_all(Time now) {
   std::vector<std::string> names;
   for (const auto& [name, entry] : pending_) names.push_back(name);
@@ -120,7 +122,7 @@ void Coordinator::submit(int rank, std::shared_ptr<const Request> request, Time 
   review(entry, now);
 }
 
-// The round of its group that the rank's request belongs to; 0 if it is in no group.
+// Returns the round of its group to which the rank's request belongs; 0 if it is in no group.
 uint64_t Coordinator::count_in(int rank, const Request& request) {
   if (request.group.empty()) return 0;
   Group& group = groups_[request.group];
@@ -134,7 +136,7 @@ uint64_t Coordinator::count_in(int rank, const Request& request) {
   return number;
 }
 
-// Whether the entry is complete now, or never will be.
+// Checks whether the entry is complete now, or can never become complete.
 void Coordinator::review(Entry& entry, Time now) {
   if (entry.complete || (absent_ == 0 && entry.count < world_size_)) return;
   std::vector<uint64_t> missing;
@@ -167,7 +169,7 @@ void Coordinator::complete(Entry& entry, Time now) {
   entry.since = now;
   entry.id = cache_.id_of(request);
   if (!request.group.empty()) {
-    // It is gone where members of one round do not agree on how many they are.
+    // The round is missing if its members do not agree on their number.
     Group& group = groups_[request.group];
     group.progress.resize(world_size_);
     auto& rounds = group.rounds;
@@ -191,8 +193,8 @@ void Coordinator::complete(Entry& entry, Time now) {
   }
 }
 
-// In which two ranks differ: the first that has submitted, and the first that wants something else. Empty if
-// none.
+// Describes a difference between the requests of two ranks: the first that has submitted the tensor, and the
+// first whose request differs. Empty if there is no difference.
 std::string Coordinator::difference(const Entry& entry) const {
   int first = -1;
   for (int rank = 0; rank < world_size_; ++rank) {
@@ -213,7 +215,7 @@ std::string Coordinator::difference(const Entry& entry) const {
   return {};
 }
 
-// The entry and, as it is all or none, its groups.
+// Makes the entry fail, and with it all groups to which it belongs, as a group succeeds or fails as a whole.
 void Coordinator::fail(Entry& entry, Code code, const std::string& text) {
   std::vector<int> ranks;
   std::vector<std::pair<std::string, uint64_t>> rounds;
@@ -236,7 +238,7 @@ void Coordinator::fail(Entry& entry, Code code, const std::string& text) {
 }
 
 void Coordinator::fail_round(const std::string& name, uint64_t number, Code code, const std::string& text) {
-  // Where all ranks are through with the group, nobody is still to come to the round.
+  // If all ranks have finished the group, no rank will submit to the round any more.
   if (const auto group = groups_.find(name); group != groups_.end()) {
     Round& round = group->second.rounds[number];
     if (round.error) return;
@@ -257,7 +259,8 @@ void Coordinator::fail_round(const std::string& name, uint64_t number, Code code
   }
 }
 
-// A rank that has put one of a round's tensors elsewhere, and has not begun the round, is not to come to it.
+// Marks the round as finished for a rank that has put one of its tensors into another group and has not begun
+// the round, so the rank will not come to it.
 void Coordinator::pass_over(int rank, const std::string& name, uint64_t number) {
   const auto group = groups_.find(name);
   if (group == groups_.end()) return;
@@ -265,7 +268,7 @@ void Coordinator::pass_over(int rank, const std::string& name, uint64_t number) 
   if (progress.round == number && progress.members == 0) ++progress.round;
 }
 
-// Once nobody submits any more, what waits for the rest of its group waits in vain.
+// Once no rank submits any more, makes the tensors fail that wait for the rest of their groups.
 void Coordinator::fail_unfinished_groups() {
   std::vector<std::string> names;
   for (const auto& [name, entry] : pending_) {
@@ -282,7 +285,7 @@ void Coordinator::fail_unfinished_groups() {
   groups_.clear();
 }
 
-// Failed rounds that all have passed, and groups that all ranks are through with.
+// Deletes failed rounds that all ranks have passed, and groups that all ranks have finished.
 void Coordinator::forget_groups() {
   for (auto item = groups_.begin(); item != groups_.end();) {
     Group& group = item->second;
@@ -339,7 +342,8 @@ std::optional<Decision> Coordinator::decide(Time now) {
     fuse(std::exchange(fusible_, {}), options_.buffer_bytes, all, decision);
   }
   fuse(std::exchange(single_, {}), 0, true, decision);
-  // A rank that has named one that is pending would have to name it again.
+  // Names of pending tensors are kept, since a rank that has already used such an id would have to send the
+  // request again.
   const auto is_pending = [this](const std::string& name) { return pending_.contains(name); };
   cache_.trim(options_.cache_capacity, is_pending, decision);
   forget_groups();
@@ -353,10 +357,10 @@ std::optional<Decision> Coordinator::decide(Time now) {
   return decision;
 }
 
-// Cuts the entries into operations of up to `limit` bytes of one kind. Unless `all`, a buffer that is not
-// full stays.
+// Divides the entries into operations of up to `limit` bytes of one kind. Unless `all`, a buffer that is not
+// full waits.
 void Coordinator::fuse(std::vector<Entry*> entries, size_t limit, bool all, Decision& decision) {
-  // No id, 0, is the last of all.
+  // An entry without an id (0) is ordered last, as 0 - 1 wraps around.
   const auto place = [](const Entry* entry) {
     return std::tuple<uint64_t, const std::string&>(entry->id - 1, entry->name);
   };
@@ -406,7 +410,7 @@ void Coordinator::emit(const std::vector<Entry*>& entries, Decision& decision) {
   for (const Entry* entry : entries) pending_.erase(std::string(entry->name));
 }
 
-// The id by which the ranks know this request from now on.
+// Returns the id by which the ranks know this request from now on.
 uint64_t Coordinator::identify(const Entry& entry, Decision& decision) {
   if (entry.id == 0) return cache_.admit(entry.requests[entry.first_rank()], decision);
   cache_.use(entry.id);

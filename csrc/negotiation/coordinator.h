@@ -14,31 +14,32 @@
 
 namespace dadt {
 
-// How named tensors are brought together. Rank 0's sizes count.
+// Options for the negotiation of named tensors. The values of rank 0 apply.
 struct NegotiationOptions {
-  double cycle = 1e-3;                           // seconds that a ready tensor may wait for company
-  size_t buffer_bytes = size_t{64} << 20;        // of a fused operation; 0: none are fused
-  size_t group_buffer_bytes = size_t{64} << 20;  // the same within a group
-  double stall_warning = 60;                     // seconds until a tensor that some ranks lack is told of
-  size_t cache_capacity = 4096;                  // names that have an id
+  double cycle = 1e-3;                     // seconds that a ready tensor may wait for others to be fused with
+  size_t buffer_bytes = size_t{64} << 20;  // size of a fused operation; 0 if nothing is fused
+  size_t group_buffer_bytes = size_t{64} << 20;  // size of a fused operation within a group
+  double stall_warning = 60;     // seconds until a warning about a tensor that some ranks have not submitted
+  size_t cache_capacity = 4096;  // most names with an id
 };
 
-// A tensor that some ranks have submitted and others have not.
+// A tensor that some ranks have submitted and others have not, for a warning.
 struct Stall {
   std::string name;
   double seconds = 0;
   std::vector<int> submitted;
   std::vector<int> missing;
-  std::vector<int64_t> steps;  // the last known of each rank
-  // The group of a tensor that all ranks have submitted while others of it are missing; else empty and 0.
+  std::vector<int64_t> steps;  // the last known step of each rank
+  // The group of a tensor, with the number of its members submitted by all ranks and its size, if the tensor
+  // waits for the rest of its group; otherwise empty and 0.
   std::string group;
   uint64_t group_has = 0;
   uint64_t group_size = 0;
 };
 
-// Decides on rank 0 what runs next, from what the ranks report. Knows neither threads nor sockets, and no
-// time but what it is told. What it decides together comes in an order that does not depend on who came when:
-// groups, then allreduces by id (new ones by name, behind), then the rest.
+// Decides on rank 0 what runs next, from the reports of all ranks. It uses no threads, sockets or clock:
+// times are passed to it. What is decided together has an order that does not depend on the order of the
+// reports: groups first, then allreduces by id (new ones after them, by name), then all others.
 class Coordinator {
  public:
   using Time = Clock::time_point;
@@ -46,67 +47,69 @@ class Coordinator {
   Coordinator(int world_size, const NegotiationOptions& options);
 
   void take(int rank, const Report& report, Time now);
-  // A rank has come to its orderly end.
+  // Handles the normal end of a rank.
   void leave(int rank, Time now);
 
-  // Whether somebody is still to come to a round of which it is decided that it fails.
+  // Returns whether some rank has still to submit to a round that was already decided to fail.
   bool owes() const;
 
-  // The operations to run now; none if there are none.
+  // Returns the operations to run now, if any.
   std::optional<Decision> decide(Time now);
-  // When there may be something to decide or to tell though no rank reports.
+  // Returns the time at which there may be something to decide or report even if no rank reports before.
   Time next() const;
 
-  // Tensors that have been waiting for long; each is told again after twice as long.
+  // Returns tensors that have waited for long. Each is returned again after twice as long.
   std::vector<Stall> stalls(Time now);
 
  private:
-  // When to tell of something that waits: after the stall warning, twice as long, and so on.
+  // The time at which to warn about something that waits: after the stall warning's seconds, then after twice
+  // as long, and so on.
   struct Patience {
     double seconds = 0;
     Time ends;
 
     Patience() = default;
     Patience(double first, Time now);
-    // Whether it has ended; then it starts anew.
+    // Returns whether the time has passed; if so, the next, longer wait begins.
     bool is_over(Time now);
   };
   struct Entry {
     std::string name;
-    std::vector<std::shared_ptr<const Request>> requests;  // by rank; null: not submitted
-    std::vector<uint64_t> rounds;                          // by rank: of its group
+    std::vector<std::shared_ptr<const Request>> requests;  // request of each rank; null if not submitted
+    std::vector<uint64_t> rounds;                          // for each rank, the round of its group
     int count = 0;
     Time first;
     Patience patience;
-    // Once complete.
+    // The following fields are set once the entry is complete.
     bool complete = false;
-    bool ready = false;  // its group is, too
+    bool ready = false;  // whether its group is complete, too
     Time since;
-    uint64_t id = 0;                // 0: none yet
-    std::vector<uint64_t> missing;  // ranks that have joined instead
+    uint64_t id = 0;                // 0 while it has none
+    std::vector<uint64_t> missing;  // ranks that have joined instead of submitting it
 
-    size_t first_rank() const;  // that has submitted it
+    size_t first_rank() const;  // first rank that has submitted it
     const Request& request() const { return *requests[first_rank()]; }
     uint64_t round() const { return rounds[first_rank()]; }
   };
-  // Tensors that run together. What has gone wrong with one goes wrong with all, those still to come
-  // included.
+  // Tensors that run together. An error of one is an error of all, including those that are submitted later.
   struct Round {
     std::vector<Entry*> complete;
     std::optional<std::pair<Code, std::string>> error;
   };
-  // The rounds of one name, counted by each rank: a quick one may be in the next while others finish the
-  // last.
+  // The rounds of one group name, counted separately for each rank: a fast rank may be in the next round
+  // while others finish the last.
   struct Group {
     struct Progress {
       uint64_t round = 0;
-      uint64_t members = 0;  // submitted of this round
+      uint64_t members = 0;  // number of its tensors submitted in this round
     };
-    std::vector<Progress> progress;  // by rank
+    std::vector<Progress> progress;  // progress of each rank
     std::map<uint64_t, Round>
-        rounds;  // those under way, and the failed ones that somebody is still to come to
+        // Rounds in progress, and failed rounds to which some rank has still to come.
+        rounds;
   };
-  using Kin = std::tuple<DType, Reduction, std::vector<uint64_t>>;  // those that can be fused
+  // what allreduces must have in common to be fused
+  using Kin = std::tuple<DType, Reduction, std::vector<uint64_t>>;
 
   void submit(int rank, std::shared_ptr<const Request> request, Time now);
   uint64_t count_in(int rank, const Request& request);
@@ -133,12 +136,12 @@ class Coordinator {
 
   std::unordered_map<std::string, Entry> pending_;
   std::unordered_map<std::string, Group> groups_;
-  // Complete, and not decided yet.
+  // Entries that are complete and not decided yet.
   std::vector<Entry*> fusible_;
   std::vector<Entry*> single_;
   std::vector<std::pair<std::string, std::vector<Entry*>>> full_groups_;
   std::vector<Decision::Failure> failures_;
-  std::map<Kin, size_t> bytes_;  // of fusible_
+  std::map<Kin, size_t> bytes_;  // bytes of the entries in fusible_, by kind
   bool has_full_buffer_ = false;
   Time next_stall_ = Time::max();
 
@@ -148,10 +151,11 @@ class Coordinator {
   std::vector<bool> waits_;
   std::vector<bool> joined_;
   std::vector<bool> left_;
-  int absent_ = 0;  // ranks that have joined or left
+  int absent_ = 0;  // number of ranks that have joined or left
   int64_t last_joined_ = -1;
   Time first_joined_;
-  std::optional<Patience> join_patience_;  // while some have joined; anew with each tensor that others submit
+  // Set while some ranks have joined; restarted with each tensor that others submit.
+  std::optional<Patience> join_patience_;
 };
 
 }  // namespace dadt

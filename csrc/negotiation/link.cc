@@ -36,7 +36,7 @@ void Link::flush() {
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       return;
     } else if (errno != EINTR) {
-      break;  // the peer is gone; what it sent before is still to be read
+      break;  // the peer is gone, but what it sent before can still be read
     }
   }
   out_.clear();

@@ -8,10 +8,10 @@
 
 namespace dadt {
 
-// Messages over a connected stream socket. Never blocks; one thread.
+// Sends and receives messages over a connected stream socket. Never blocks; for a single thread.
 class Link {
  public:
-  // Takes the descriptor over.
+  // Takes ownership of the descriptor.
   Link(int fd, int peer);
   ~Link();
   Link(const Link&) = delete;
@@ -22,15 +22,15 @@ class Link {
   bool open() const { return fd_ >= 0; }
   bool wants_to_write() const { return open() && written_ < out_.size(); }
 
-  // Sends as much as goes now; the rest with flush. A peer that is gone is noticed by receive.
+  // Sends as much as is possible now; `flush` sends the rest. That a peer is gone is noticed by `receive`.
   void send(const std::string& message);
   void flush();
-  // No more will be sent, once all is written.
+  // Ends sending, once everything is written.
   void finish();
 
-  // Reads what has come. False at the end of the stream, or when it is broken.
+  // Reads all bytes that have arrived. Returns false at the end of the stream, or if it is broken.
   bool receive();
-  // The next complete message of what was read.
+  // Returns the next complete message among the bytes read.
   struct Message {
     MessageType type;
     std::string body;

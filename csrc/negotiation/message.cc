@@ -15,19 +15,19 @@ std::string framed(MessageType type, const std::string& body) {
   return frame + body;
 }
 
-// Writer and Reader have the same methods, so that `fields` below says once what a message consists of.
+// Writer and Reader have the same methods, so that `fields` below defines once what a message consists of.
 class Writer {
  public:
   template <typename T>
   using Of = const T;
 
-  // Seven bits a byte: nearly all numbers are small.
+  // Encodes a number with seven bits per byte, since nearly all numbers are small.
   void number(auto given) {
     uint64_t value = static_cast<uint64_t>(given);
     for (; value >= 0x80; value >>= 7) bytes_.push_back(static_cast<char>(value | 0x80));
     bytes_.push_back(static_cast<char>(value));
   }
-  // -1 or more.
+  // Encodes a number that is -1 or more.
   void place(int64_t value) { number(static_cast<uint64_t>(value) + 1); }
   void choice(auto value, uint64_t) { number(value); }
   void text(const std::string& text) {
@@ -37,7 +37,7 @@ class Writer {
   void numbers(const auto& values) {
     items(values, [this](auto value) { number(value); });
   }
-  // As bits, 64 ids a word, without the words that are empty. In any order.
+  // Encodes ids, given in any order, as bits with 64 ids per word; empty words are left out.
   void ids(std::vector<uint64_t> ids) {
     std::sort(ids.begin(), ids.end());
     std::vector<std::pair<uint64_t, uint64_t>> words;
@@ -74,7 +74,8 @@ class Reader {
   void number(Number& value) {
     value = static_cast<Number>(next());
   }
-  void place(int64_t& value) { value = static_cast<int64_t>(next() - 1); }  // before the cast, where it wraps
+  // subtracted as unsigned, so that 0 wraps around to -1
+  void place(int64_t& value) { value = static_cast<int64_t>(next() - 1); }
   template <typename Enum>
   void choice(Enum& value, uint64_t below) {
     const uint64_t found = next();
@@ -114,7 +115,7 @@ class Reader {
     }
     fail();
   }
-  // How many things follow; each has a byte at least.
+  // Returns the number of items that follow; each has at least one byte.
   size_t count() {
     const uint64_t value = next();
     if (value > bytes_.size() - at_) fail();

@@ -11,24 +11,25 @@
 
 namespace dadt {
 
-// The requests that are known by an id, one of each name. What changes is told by a decision. Ids are never
-// used twice: a rank may still name one that is gone.
+// Requests that have an id, at most one for each name. Changes are reported to the ranks in a decision. Ids
+// are never reused, as a rank may still use one that was removed.
 class NameCache {
  public:
   NameCache() = default;
   NameCache(const NameCache&) = delete;
   NameCache& operator=(const NameCache&) = delete;
 
-  // The request of this id; null if it is none, or gone.
+  // Returns the request with this id; null if there is none, or it was removed.
   std::shared_ptr<const Request> find(uint64_t id) const;
-  // The id of this request; 0 if its name has none, or one that stands for another request.
+  // Returns the id of this request; 0 if its name has no id, or the id of another request.
   uint64_t id_of(const Request& request) const;
 
-  // The id becomes the one used last.
+  // Marks the id as the one used last.
   void use(uint64_t id);
-  // The new id of this request, in place of the one that its name has had.
+  // Gives the request a new id, in place of any earlier id of its name, and returns this id.
   uint64_t admit(std::shared_ptr<const Request> request, Decision& decision);
-  // Drops those not used for longest until `capacity` are left, save those whose names are pending.
+  // Removes the ids that were not used for the longest time, until `capacity` are left. Names that are
+  // pending are kept.
   void trim(size_t capacity, const std::function<bool(const std::string& name)>& is_pending,
             Decision& decision);
 
@@ -42,7 +43,7 @@ class NameCache {
 
   std::unordered_map<uint64_t, Cached> cached_;
   std::unordered_map<std::string, uint64_t> ids_;
-  std::list<uint64_t> ages_;  // the one used last at the end
+  std::list<uint64_t> ages_;  // ids in the order of their last use
   uint64_t next_id_ = 1;
 };
 

@@ -55,7 +55,8 @@ Negotiation::Negotiation(Engine& engine, Engine& broadcaster, int rank, int worl
 
 Negotiation::~Negotiation() {
   if (inert()) {
-    // The thread does not exist here, and what it held may be half done: leave all of it alone.
+    // In a forked child the thread does not exist, and its data may be half written, so all of it is left
+    // alone.
     new std::shared_ptr<NegotiationState>(std::move(state_));
     return;
   }
@@ -85,7 +86,7 @@ std::shared_ptr<Ticket> Negotiation::submit(Operation operation, std::string sig
   const size_t bytes = request.bytes();
   NegotiationState& state = *state_;
   bool rings = false;
-  bool is_refused = false;  // else the thread settles it, and it may be running by now
+  bool is_refused = false;  // if false, the thread handles the operation, which may already be running
   {
     const std::lock_guard lock(state.mutex);
     if (state.closing) throw std::runtime_error("\"" + name + "\": the negotiation is closed");
@@ -177,7 +178,7 @@ void Negotiation::close(double timeout) {
   if (inert()) return;
   NegotiationState& state = *state_;
   const auto deadline = deadline_after(timeout);
-  if (state.is_closing.exchange(true)) {  // another thread closes, or has
+  if (state.is_closing.exchange(true)) {  // another thread is closing the negotiation, or has closed it
     state.event.wait([&] { return state.is_closed.load(); }, deadline);
     return;
   }

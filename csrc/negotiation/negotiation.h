@@ -14,13 +14,13 @@ namespace dadt {
 
 struct NegotiationState;
 
-// News for a rank besides results: stalls on rank 0, orders of rank 0 elsewhere.
+// News for a rank besides results: stalls on rank 0, and orders of rank 0 on other ranks.
 struct Notice {
   std::optional<Stall> stall;
   std::string order;
 };
 
-// The time as whoever simulates ranks tells it.
+// A clock that is set by a test which simulates ranks.
 class ToldTime {
  public:
   void set(double seconds) { seconds_ = seconds; }
@@ -30,62 +30,66 @@ class ToldTime {
   std::atomic<double> seconds_{0};
 };
 
-// Named tensors in any order, from any thread: brings them into one order on all ranks, fuses them and gives
-// them to engines that have no other user. One thread, which sleeps while there is nothing to do.
+// Accepts named tensors in any order and from any thread, brings them into one order on all ranks, fuses
+// them, and submits them to engines that have no other user. One thread does this, and sleeps while there is
+// nothing to do.
 //
-// 1. The ranks are connected to rank 0, which decides (Coordinator). The thread never takes the GIL.
-// 2. An error of one tensor, a mismatch, is that tensor's. Any other sticks, is told to all ranks, and fails
-//    whatever is pending and whatever comes later, the engine's operations included.
-// 3. In a forked child it is inert: submit throws, all else does nothing.
+// 1. All ranks are connected to rank 0, which decides (Coordinator). The thread never takes the GIL.
+// 2. A mismatch is an error of that tensor only. Any other error is permanent, is sent to all ranks, and
+// makes all pending and later tensors fail, including the engine's operations.
+// 3. In a forked child it is inert: submit throws, and all other methods do nothing.
 class Negotiation {
  public:
-  // sockets: connected streams, taken over. On rank 0 that of each rank (its own: -1), elsewhere that of rank
-  // 0. broadcaster: the engine for broadcasts, the same one or another. The engines must live longer.
-  // time: where it is given, there is no thread: whoever simulates ranks calls `turn`, at the time that it
-  // tells.
+  // sockets: connected stream sockets, which this object takes over: on rank 0 one for each rank (-1 for
+  // itself), on other ranks one to rank 0. broadcaster: the engine for broadcasts, which may be the same
+  // engine. The engines must outlive this object. time: if set, there is no thread, and the test that
+  // simulates ranks calls `turn` at the times of this clock.
   Negotiation(Engine& engine, Engine& broadcaster, int rank, int world_size, const std::vector<int>& sockets,
               const NegotiationOptions& options, std::shared_ptr<const ToldTime> time = nullptr);
-  // Aborts what is pending and joins the thread.
+  // Aborts all pending tensors and joins the thread.
   ~Negotiation();
   Negotiation(const Negotiation&) = delete;
   Negotiation& operator=(const Negotiation&) = delete;
 
-  // Any thread; does not block. operation.name is the tensor's. signature: what must be equal on all ranks,
-  // as users may read it. group: tensors of the same are decided together, group_size of them; empty: none.
-  // Throws std::invalid_argument, and std::runtime_error once closed.
+  // May be called from any thread; does not block. operation.name: name of the tensor. signature: properties
+  // that must be equal on all ranks, as text for users. group: tensors of one group, of which there are
+  // group_size, are decided together; empty for no group. Throws std::invalid_argument, and
+  // std::runtime_error once closed.
   std::shared_ptr<Ticket> submit(Operation operation, std::string signature, std::string group = {},
                                  uint64_t group_size = 0);
 
-  // This rank submits no more, and takes part in the others' allreduces with nothing, until all have joined.
+  // Ends this rank's submissions. Until all ranks have joined, it takes part in their allreduces without
+  // data.
   std::shared_ptr<Ticket> join();
 
-  // The step that this rank is in; told to rank 0 with whatever is told it next.
+  // Sets the step that this rank is in. It is sent to rank 0 with the next report.
   void set_step(int64_t step);
 
-  // Any thread; does not block. Reaches all ranks.
+  // Makes all tensors fail on all ranks. May be called from any thread; does not block.
   void abort(const Error& error);
 
-  // Blocks until there is a notice, for `timeout` seconds at most. None once closed.
+  // Returns new notices. Blocks until there is one, at most `timeout` seconds. Returns none once closed.
   std::optional<std::vector<Notice>> notices(double timeout);
 
-  // On rank 0: a notice for all other ranks.
+  // Called on rank 0: sends a notice to all other ranks.
   void order(const std::string& text);
 
-  // Any thread; does not block: takes leave of the peers once what is pending is decided.
+  // Says goodbye to the peers once all pending tensors are decided. May be called from any thread; does not
+  // block.
   void leave();
 
-  // Blocks until what is pending is decided, then takes leave of the peers. Idempotent. Error(kTimeout) if
-  // that took longer than `timeout` seconds; the rest was aborted, then.
+  // Blocks until all pending tensors are decided, then says goodbye to the peers. Idempotent. If that takes
+  // longer than `timeout` seconds, aborts the remaining tensors and throws Error(kTimeout).
   void close(double timeout);
 
   bool closed() const;
   std::optional<Error> error() const;
 
-  // Without a thread: does what there is to do now. Returns the seconds until there is more, unless a socket
-  // or a call of this rank's comes first; none at the end.
+  // Without a thread: does everything that is due now. Returns the seconds until more is due, unless a socket
+  // or a call of this rank comes first; none at the end.
   std::optional<double> turn();
 
-  // Closes the sockets in a forked child: they would hide this process's end from its peers.
+  // Closes the sockets in a forked child, since open copies would hide this process's end from its peers.
   void forsake();
 
  private:

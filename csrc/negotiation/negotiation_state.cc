@@ -8,7 +8,8 @@
 namespace dadt {
 namespace {
 
-// Seconds between looks at the engines, while something is pending or runs; in which a peer hears a goodbye.
+// Seconds between two checks of the engines while something is pending or running, and seconds to wait until
+// peers have received a goodbye.
 constexpr double kEngineCheck = 0.1;
 constexpr double kFarewell = 1.0;
 
@@ -26,7 +27,7 @@ void NegotiationState::run() {
   }
 }
 
-// Once round, after a sleep or at once; false at the end.
+// Runs one round of the loop, with `sleeps` after sleeping. Returns false at the end.
 bool NegotiationState::turn(bool sleeps) {
   if (is_finished) return false;
   try {
@@ -87,7 +88,7 @@ Clock::time_point NegotiationState::wake_at() {
   if (coordinator) at = std::min(at, coordinator->next());
   while (!running.empty() && running.front()->done()) running.pop_front();
   if (!running.empty()) at = std::min(at, now() + duration(kEngineCheck));
-  // It may have failed since it was looked at, and its operations with it.
+  // An engine may have failed since the last check, with its operations.
   if (engine->error() || broadcaster->error()) return now();
   const std::lock_guard lock(mutex);
   if (!pending.empty()) at = std::min(at, now() + duration(kEngineCheck));
@@ -98,7 +99,7 @@ Clock::time_point NegotiationState::wake_at() {
 void NegotiationState::receive(Link& link) {
   if (!link.open()) return;
   const bool alive = link.receive();
-  // What comes after a goodbye is nobody's.
+  // Messages after a goodbye are ignored.
   for (auto message = link.next(); message && link.open(); message = link.next()) hear(link, *message);
   if (!alive && link.open()) lose(link);
 }
@@ -115,7 +116,7 @@ void NegotiationState::hear(Link& link, const Link::Message& message) {
       if (!has_error) follow(decode_decision(message.body));
       return;
     case MessageType::kGivingUp:
-      // Rank 0 passes the first one on as its own; all ranks that it tells answer with theirs.
+      // Rank 0 passes the first reason on as its own; the ranks that receive it answer with theirs.
       return fail(decode_giving_up(message.body));
     case MessageType::kGoodbye:
       gone[link.peer()] = true;
@@ -136,20 +137,20 @@ void NegotiationState::lose(Link& link) {
   fail({-1, Code::kPeerLost, who + " is gone: its connection has ended without a goodbye"});
 }
 
-// Without rank 0 nothing is decided.
+// Fails if rank 0 has ended while something is pending, since without rank 0 nothing can be decided.
 void NegotiationState::check_rank_0() {
   if (!gone[0] || title_of_pending().empty()) return;
   fail({-1, Code::kPeerLost, title_of_pending() + ": rank 0 has ended and submits no more"});
 }
 
-// One of those that are undecided; empty if there is none.
+// Returns the name of an undecided tensor; empty if there is none.
 std::string NegotiationState::title_of_pending() {
   const std::lock_guard lock(mutex);
   if (!pending.empty()) return "\"" + pending.begin()->first + "\"";
   return joining != nullptr ? "join" : "";
 }
 
-// Whether this rank has something to tell that should not wait for more.
+// Returns whether this rank has something to report that should not wait any longer.
 bool NegotiationState::is_due(Clock::time_point at) {
   const std::lock_guard lock(mutex);
   const bool waits = alarm->waiters > 0 || (closing && !pending.empty());
@@ -159,7 +160,7 @@ bool NegotiationState::is_due(Clock::time_point at) {
          seconds_between(fresh_since, at) >= options.cycle / 2;
 }
 
-// Tells rank 0 what has been submitted here.
+// Reports to rank 0 what was submitted on this rank.
 void NegotiationState::report() {
   if (!is_due(now())) return;
   Report report;
@@ -169,7 +170,7 @@ void NegotiationState::report() {
     told.swap(fresh);
     fresh_bytes = 0;
     report.joined = std::exchange(join_is_fresh, false);
-    // Looked at after the tickets were taken: who waits for one of them counts.
+    // Checked after the tickets were taken, so that a thread that waits for one of them counts.
     report.waits = alarm->waiters > 0 || closing;
   }
   report.seen = followed;
@@ -230,7 +231,7 @@ void NegotiationState::follow(const Decision& decision) {
   if (decision.last_joined >= 0) finish_join(decision.last_joined);
 }
 
-// Takes what this rank has submitted under these ids out of what is pending. Empty if it has joined.
+// Removes the tensors with these ids from those pending and returns them. Throws Error if one is not pending.
 std::vector<NegotiationState::Pending> NegotiationState::take(const std::vector<uint64_t>& ids) {
   std::vector<Pending> taken;
   taken.reserve(ids.size());
@@ -241,7 +242,7 @@ std::vector<NegotiationState::Pending> NegotiationState::take(const std::vector<
     if (node.empty()) {
       const std::string what = named == names.end() ? std::to_string(id) : "\"" + named->second + "\"";
       const Error error(Code::kInternal, "rank 0 has decided " + what + ", which is not pending here");
-      for (Pending& one : taken) one.ticket->fail(error);  // nobody else knows of them any more
+      for (Pending& one : taken) one.ticket->fail(error);  // no other object refers to these tickets any more
       throw error;
     }
     taken.push_back(std::move(node.mapped()));
@@ -249,7 +250,7 @@ std::vector<NegotiationState::Pending> NegotiationState::take(const std::vector<
   return taken;
 }
 
-// Gives its engine one operation of the batch's tensors.
+// Submits the tensors of a batch to an engine as one operation.
 void NegotiationState::start(const Batch& batch) {
   if (batch.ids.empty() || batch.missing.size() >= static_cast<size_t>(world_size))
     throw Error(Code::kComm, "rank 0 has decided on an operation without tensors or ranks");
@@ -299,7 +300,8 @@ void NegotiationState::start(const Batch& batch) {
   }
 }
 
-// The id means nothing any more. What was submitted under it, and rank 0 has not understood, is told in full.
+// Forgets an id. A tensor that was reported under it and that rank 0 has not understood is reported again in
+// full.
 void NegotiationState::drop(uint64_t id) {
   const auto named = names.find(id);
   if (named == names.end()) return;
@@ -313,7 +315,8 @@ void NegotiationState::drop(uint64_t id) {
   found->second.sent_as = 0;
   if (fresh.empty()) fresh_since = now();
   fresh.push_back(&found->second);
-  join_is_fresh = joining != nullptr;  // rank 0 counts nobody as joined whose requests it has not understood
+  // rank 0 does not count a rank as joined whose requests it has not understood
+  join_is_fresh = joining != nullptr;
 }
 
 void NegotiationState::finish_join(int64_t last) {
@@ -328,7 +331,8 @@ void NegotiationState::finish_join(int64_t last) {
 
 // Failing ---------------------------------------------------------------------------------------------
 
-// Any thread: makes this the sticky error, unless there is one. The thread does the rest.
+// Makes this reason the permanent error, unless there is one already; the thread does the rest. May be called
+// from any thread.
 void NegotiationState::fail(GivingUp reason) {
   {
     const std::lock_guard lock(mutex);
@@ -359,7 +363,7 @@ void NegotiationState::give_up() {
   settle_all(error);
 }
 
-// Any thread.
+// May be called from any thread.
 void NegotiationState::abort_engines(const Error& error) {
   engine->abort(error);
   if (broadcaster != engine) broadcaster->abort(error);

@@ -10,44 +10,44 @@
 
 namespace dadt {
 
-// The state that a Negotiation's thread works on, and the requests that others give it.
+// The state of a Negotiation's thread, and the requests that other threads pass to it.
 struct NegotiationState {
   struct Pending {
     std::shared_ptr<Ticket> ticket;
     Operation operation;
     Request request;
-    // The thread only.
+    // Used only by the negotiation's thread.
     bool sent = false;
-    uint64_t sent_as = 0;  // 0: in full
+    uint64_t sent_as = 0;  // id under which it was reported; 0 if it was reported in full
   };
   struct Known {
     uint64_t id = 0;
-    std::optional<Request> request;  // none: this rank had not submitted it
+    std::optional<Request> request;  // none if this rank has not submitted the tensor
   };
 
   // Constant after construction.
   Engine* engine = nullptr;
-  Engine* broadcaster = nullptr;  // may be the same
+  Engine* broadcaster = nullptr;  // engine for broadcasts, possibly the same one
   int rank = 0;
   int world_size = 1;
   NegotiationOptions options;
-  std::shared_ptr<const ToldTime> time;  // null: the system's clock counts, and there is a thread
+  std::shared_ptr<const ToldTime> time;  // null if the system's clock is used, and there is a thread
   std::shared_ptr<Alarm> alarm = std::make_shared<Alarm>();
 
-  // Any thread.
+  // Usable from any thread.
   std::atomic<int64_t> step{0};
   std::atomic<bool> has_error{false};
   std::atomic<bool> has_notices{false};
   std::atomic<bool> is_stopping{false};
-  std::atomic<bool> is_finished{false};  // the thread is at its end
-  std::atomic<bool> is_closing{false};   // somebody is in close, or was
+  std::atomic<bool> is_finished{false};  // whether the thread has finished
+  std::atomic<bool> is_closing{false};   // whether `close` was called
   std::atomic<bool> is_closed{false};
   EventCount event;
 
-  // Guarded by mutex. Entries of `pending` are erased by the thread only, so that it may use them without.
+  // Guarded by mutex. Only the thread erases entries of `pending`, so it may use them without the mutex.
   std::mutex mutex;
   std::unordered_map<std::string, Pending> pending;
-  std::vector<Pending*> fresh;  // not told to rank 0 yet
+  std::vector<Pending*> fresh;  // tensors not reported to rank 0 yet
   Clock::time_point fresh_since;
   size_t fresh_bytes = 0;
   std::shared_ptr<Ticket> joining;
@@ -57,19 +57,20 @@ struct NegotiationState {
   std::vector<std::string> orders;
   bool closing = false;
 
-  // The thread only.
+  // Used only by the negotiation's thread.
   std::vector<std::unique_ptr<Link>> links;
-  std::vector<bool> gone;                  // peers that have said goodbye
-  std::optional<Coordinator> coordinator;  // on rank 0
+  std::vector<bool> gone;                  // for each peer, whether it has said goodbye
+  std::optional<Coordinator> coordinator;  // set only on rank 0
   std::unordered_map<std::string, Known> known;
   std::unordered_map<uint64_t, std::string> names;
-  std::deque<std::shared_ptr<Work>> running;  // the oldest first
-  uint64_t followed = 0;                      // decisions
-  uint64_t told_to_wait = 0;  // the decision, plus 1, after which rank 0 was told that this rank waits
+  std::deque<std::shared_ptr<Work>> running;  // operations in progress, the oldest first
+  uint64_t followed = 0;                      // number of decisions carried out
+  // One more than the number of the decision after which rank 0 was informed that this rank waits.
+  uint64_t told_to_wait = 0;
   bool told_error = false;
   std::optional<Clock::time_point> farewell;
 
-  // Whoever closes.
+  // Used only by the thread that closes the negotiation.
   std::thread thread;
 
   Clock::time_point now() const { return time ? time->now() : Clock::now(); }

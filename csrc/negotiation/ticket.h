@@ -11,7 +11,7 @@
 
 namespace dadt {
 
-// Wakes the negotiation's thread out of poll.
+// Wakes the negotiation's thread, which sleeps in poll.
 class Alarm {
  public:
   Alarm();
@@ -20,12 +20,12 @@ class Alarm {
   Alarm& operator=(const Alarm&) = delete;
 
   int fd() const { return fd_; }
-  // Any thread; does not block.
+  // May be called from any thread; does not block.
   void notify();
-  // The thread, before it looks at what has changed.
+  // Called by the negotiation's thread before it checks what has changed.
   void reset();
 
-  // Undecided tickets that somebody waits for.
+  // Number of undecided tickets for which a thread waits.
   std::atomic<int> waiters{0};
 
  private:
@@ -33,7 +33,7 @@ class Alarm {
   std::atomic<bool> rung_{false};
 };
 
-// Handle to a named tensor. Any thread. It holds no lock, so that a forked child can destroy it.
+// Handle to a named tensor, usable from any thread. It holds no lock, so that a forked child can destroy it.
 class Ticket {
  public:
   Ticket(std::string name, std::shared_ptr<Alarm> alarm);
@@ -44,24 +44,27 @@ class Ticket {
   const std::string& name() const { return name_; }
   Clock::time_point submitted() const { return submitted_; }
   bool done() const;
-  // Whether the ranks have agreed that it runs, or that it fails.
+  // Returns whether the ranks have agreed that the tensor's operation runs, or that it fails.
   bool decided() const { return end_.load() != nullptr; }
 
-  // Blocks until done or the deadline; true if done. May return early, false, on a signal.
+  // Blocks until the tensor is done or the deadline passes. Returns whether it is done. A signal may make it
+  // return false early.
   bool wait(Clock::time_point deadline);
 
-  // As whoever waits: once all ranks wait, what is ready runs without waiting for company.
+  // Reports that a thread waits for this tensor: once all ranks wait, tensors that are ready run without
+  // waiting for others.
   void tell_that_it_is_waited_for();
 
-  // After done. Does not throw the error that it may hold. Of a fused operation: what all its tensors have in
-  // common.
+  // Returns the result; call it only once the tensor is done. Does not throw the error that the result may
+  // contain. The result of a fused operation is common to all its tensors.
   const Result& result() const;
-  // After decided; null if it was not to run.
+  // Returns the operation, once decided; null if there is none.
   std::shared_ptr<Work> work() const;
-  // After a join is done: the rank that joined last.
+  // Returns the rank that joined last, once a join is done.
   int last_joined() const;
 
-  // The first call decides and wakes the waiters; later ones change nothing and return false.
+  // End the ticket. The first call counts and wakes the waiting threads; later calls change nothing and
+  // return false.
   bool run(std::shared_ptr<Work> work);
   bool fail(const Error& error);
   bool join(int last);
@@ -69,7 +72,7 @@ class Ticket {
  private:
   struct End {
     std::shared_ptr<Work> work{};
-    Result result{};  // without a work
+    Result result{};  // result of a ticket without an operation
     int last_joined = -1;
   };
 
@@ -82,9 +85,9 @@ class Ticket {
   const pid_t pid_;
   const Clock::time_point submitted_ = Clock::now();
 
-  // Any thread.
+  // Usable from any thread.
   std::atomic<const End*> end_{nullptr};
-  std::atomic<int> counted_{0};  // bits: somebody waits; decided
+  std::atomic<int> counted_{0};  // bits that say whether a thread waits, and whether it is decided
   EventCount event_;
 };
 

@@ -5,16 +5,17 @@
 
 namespace dadt {
 
-// Where a rank's stream of chunks has got to; a count of chunks since the beginning, modulo 2^32.
+// Counters of a rank's progress in its stream of chunks: the number of chunks so far, modulo 2^32.
 enum Counter { kPacked = 0, kReduced, kCounters };
 
-// Every rank writes chunks 0, 1, 2, ... to the slots of its own segment, slot chunk % kSlots, and says in its
-// counters how far it has come. Engine thread only, but for what Neighbours allows.
+// The chunks of all ranks in shared memory. Every rank writes chunks 0, 1, 2, ... to the slots of its own
+// segment, chunk c to slot c % kSlots, and publishes its progress in counters. For the engine's thread only,
+// except for methods that Neighbours allows to others.
 class ChunkSlots : public Neighbours {
  public:
   static constexpr uint32_t kSlots = 4;
 
-  // slot_bytes: a multiple of 64.
+  // slot_bytes: must be a multiple of 64.
   ChunkSlots(int rank, int world_size, size_t slot_bytes)
       : Neighbours(rank, world_size, kSlots * (kGap + slot_bytes), true), stride_(kGap + slot_bytes) {}
 
@@ -23,7 +24,7 @@ class ChunkSlots : public Neighbours {
     return *reinterpret_cast<Head*>(slot(rank, chunk) - sizeof(Head));
   }
 
-  // Whether a rank's counter has gone past `chunk`.
+  // Returns whether a rank's counter has passed `chunk`.
   bool passed(int rank, Counter which, uint32_t chunk) const {
     return static_cast<int32_t>(counter(rank, which).load() - chunk) > 0;
   }
@@ -33,7 +34,7 @@ class ChunkSlots : public Neighbours {
     }
     return true;
   }
-  // Sets this rank's counter, and wakes the peers that sleep.
+  // Sets this rank's counter, and wakes the peers that are asleep.
   void publish(Counter which, uint32_t value) {
     counter(rank(), which).store(value);
     for (int peer = 0; peer < world_size(); ++peer) {
@@ -42,7 +43,7 @@ class ChunkSlots : public Neighbours {
   }
 
  private:
-  // Bytes before each slot: they begin with the slot's counters and end with its Head.
+  // Bytes before each slot. They begin with the counters and end with the slot's Head.
   static constexpr size_t kGap = 4096;
   struct alignas(64) Count {
     std::atomic<uint32_t> value;

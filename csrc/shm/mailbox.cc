@@ -21,12 +21,13 @@ struct MailboxState final : Carrier {
   const size_t pipe_bytes;
   const pid_t pid;
 
-  // Any thread.
-  std::atomic<bool> is_looking{false};  // the thread looks from time to time whether the peers live
+  // Usable from any thread.
+  // whether the thread checks from time to time that the peers are alive
+  std::atomic<bool> is_looking{false};
   std::atomic<bool> is_stopping{false};
-  std::atomic<int> ends_seen{0};  // ranks that have closed or aborted, as the thread knows
+  std::atomic<int> ends_seen{0};  // number of ranks that have closed or aborted, as seen by the thread
 
-  // Guarded by mutex, but for what Post allows.
+  // Guarded by mutex, except for methods that Post allows to any thread.
   std::mutex mutex;
   Post post;
   bool closing = false;
@@ -48,7 +49,7 @@ struct MailboxState final : Carrier {
   bool has_news() const;
 };
 
-// The pipe from rank r lies in its reader's segment, at place r.
+// Opens the pipes. The pipe from rank r is in its reader's segment, at place r.
 void MailboxState::open() {
   const size_t stride = ByteRing::memory_bytes(pipe_bytes);
   std::vector<std::pair<ByteRing, ByteRing>> rings;
@@ -68,7 +69,7 @@ Handle MailboxState::submit(Handle transit) {
     if (!post.is_open()) throw std::runtime_error("the mailbox is not connected: call connect() first");
     if (closing) throw std::runtime_error("the mailbox is closed");
     if (!thread.joinable()) thread = start_thread("dadt-mail", [this] { run(); });
-    try {  // a peer's abort may be news to the thread
+    try {  // the thread may not have noticed a peer's abort yet
       if (!post.has_failed()) neighbours.check_aborted();
     } catch (const Error& reason) {
       post.fail(reason);
@@ -88,7 +89,7 @@ int MailboxState::ends() const {
   return count;
 }
 
-// Whether the thread has something to do. Atomics only.
+// Returns whether the thread has something to do. Reads atomics only.
 bool MailboxState::has_news() const {
   return post.has_frames() || is_stopping || (post.pending() > 0 && !is_looking) || ends() != ends_seen;
 }
@@ -117,7 +118,7 @@ void MailboxState::run() {
   }
 }
 
-// Notices aborts and ranks that are no more, where somebody waits.
+// Checks for aborts and for ranks that have ended, if some message is pending.
 void MailboxState::look(bool at_lives) {
   ends_seen = ends();
   if (post.has_failed() || post.pending() == 0) return;
@@ -143,7 +144,8 @@ Mailbox::Mailbox(int rank, int world_size, size_t pipe_bytes) {
 
 Mailbox::~Mailbox() {
   if (inert()) {
-    // The thread does not exist here, and what it held may be half done: leave all of it alone.
+    // In a forked child the thread does not exist, and its data may be half written, so all of it is left
+    // alone.
     state_.release();
     return;
   }
@@ -161,7 +163,7 @@ void Mailbox::connect(const std::vector<std::string>& endpoints, double timeout)
 
 std::shared_ptr<Transit> Mailbox::send(const void* data, size_t bytes, int peer, int64_t tag) {
   check_rank(peer, state_->neighbours.world_size());
-  // Only read: the cast lets one class stand for both sides.
+  // The memory is only read; the cast allows one class for both sides.
   auto* from = const_cast<uint8_t*>(static_cast<const uint8_t*>(data));
   return state_->submit(std::make_shared<Transit>(Transit::kSend, from, bytes, peer, tag));
 }

@@ -7,7 +7,7 @@
 namespace dadt {
 namespace {
 
-// Moves a segment's state on, unless it has ended already.
+// Changes a segment's state to an end state, unless it already has one. Returns whether it did.
 bool end(SegmentHead& head, State to) {
   State from = head.state.load();
   while (from == State::kOpening || from == State::kAttached) {

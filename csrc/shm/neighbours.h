@@ -10,11 +10,11 @@
 
 namespace dadt {
 
-// The ranks of a host: everybody's segment, and whether its owner lives. What is in the segments is for
-// others to say.
+// The ranks of one host: each rank's segment of shared memory, and whether its owner is alive. Other classes
+// define the content of the segments.
 class Neighbours {
  public:
-  // body_bytes, ready: see Segment; the same on all ranks.
+  // body_bytes, ready: as in Segment; the same on all ranks.
   Neighbours(int rank, int world_size, size_t body_bytes, bool ready);
   ~Neighbours();
   Neighbours(const Neighbours&) = delete;
@@ -24,13 +24,13 @@ class Neighbours {
   int world_size() const { return world_size_; }
 
   std::string endpoint() const;
-  // Blocks until all ranks have opened each other's segments. See Executor::connect.
+  // Blocks until all ranks have opened each other's segments, as Executor::connect does.
   void connect(const std::vector<std::string>& endpoints, double timeout);
-  // See Executor: abort from any thread, close from one.
+  // As in Executor, any thread may call abort, and one thread close.
   void abort(const Error& error);
   void close();
 
-  // After connect:
+  // The following methods may be called after connect.
 
   SegmentHead& head(int rank) const { return segments_[rank]->head(); }
   uint8_t* body(int rank) const { return segments_[rank]->body(); }
@@ -40,8 +40,9 @@ class Neighbours {
   // Throws Error if this rank or a peer was aborted.
   void check_aborted() const;
 
-  // Blocks until ready(). Throws Error if a rank that lags(rank) says holds this one up has died, has closed
-  // or is silent for `timeout` seconds, or if anybody aborts. title: what this rank is in.
+  // Blocks until ready() is true. lags(rank) tells whether this rank waits for that one. Throws Error if such
+  // a rank has died, has closed or is silent for `timeout` seconds, or if any rank aborts. title: the
+  // operation for error messages.
   template <typename Ready, typename Lags>
   void wait(Ready&& ready, Lags&& lags, const std::string& title, double timeout) {
     for (int i = 0; i < kSpins; ++i) {
@@ -59,12 +60,14 @@ class Neighbours {
     }
   }
 
-  // What to say of a peer that has died, or has closed though it lives. title: what it was waited for in.
+  // Returns the error for a peer that has died, or has closed its segment while it lives. title: the
+  // operation in which this rank waited for it.
   Error lost(int rank, bool lives, const std::string& title) const;
 
   static constexpr int kSpins = 500;
   static constexpr auto kLook =
-      std::chrono::milliseconds(100);  // how often a waiter looks whether its peers live
+      // Interval at which a waiting rank checks whether its peers are alive.
+      std::chrono::milliseconds(100);
 
  private:
   void ring_all();
@@ -83,7 +86,7 @@ class Neighbours {
       if (rank == rank_ || !lags(rank)) continue;
       const bool lives = alive(rank);
       if (state(rank) != State::kClosed && lives) continue;
-      // Looked at again: what it did last counts, even if it has gone since.
+      // Checked again, since the last action of a rank counts even if the rank has ended since.
       if (lags(rank)) throw lost(rank, lives, title);
     }
   }
@@ -104,9 +107,9 @@ class Neighbours {
   const pid_t pid_;
 
   // Constant after connect.
-  std::vector<std::unique_ptr<Segment>> segments_;  // by rank; before connect, this rank's only
-  std::vector<std::unique_ptr<Watch>> watches_;     // null: a rank of this process
-  std::atomic<bool> connected_{false};              // the peers' segments may be used by abort
+  std::vector<std::unique_ptr<Segment>> segments_;  // segment of each rank; before connect, only this rank's
+  std::vector<std::unique_ptr<Watch>> watches_;     // null for a rank in this process
+  std::atomic<bool> connected_{false};              // whether abort may use the peers' segments
 };
 
 }  // namespace dadt

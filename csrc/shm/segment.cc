@@ -14,7 +14,7 @@
 namespace dadt {
 namespace {
 
-// The bytes that travel to the peers.
+// The description of a segment that is sent to the peers.
 struct Endpoint {
   char format[8];
   uint64_t nonce;
@@ -35,7 +35,7 @@ void* map(int fd, size_t bytes, bool ready) {
     throw Error(Code::kComm,
                 "cannot map " + std::to_string(bytes) + " bytes of shared memory" + reason(errno));
   }
-  madvise(memory, bytes, MADV_DONTFORK);  // a DataLoader worker has no use for it
+  madvise(memory, bytes, MADV_DONTFORK);  // forked processes such as DataLoader workers do not need it
   return memory;
 }
 
@@ -90,7 +90,7 @@ Segment::Segment(const std::string& endpoint, size_t body_bytes, bool ready)
     throw Error(Code::kPeerLost, "process " + std::to_string(from.pid) + " no longer has its shared memory");
   }
   if (from.pid == pid_) {
-    // A rank of this process: one mapping for both, where a thread sanitizer sees who touches what.
+    // If the peer is in the same process, both use one mapping, so that a thread sanitizer sees all accesses.
     ::close(fd);
     memory_ = reinterpret_cast<void*>(from.address);
     head().users.fetch_add(1);

@@ -14,32 +14,35 @@ namespace dadt {
 
 enum class State : uint32_t { kOpening = 0, kAttached, kClosed, kAborting, kAborted };
 
-// The head of a segment. Only its owner writes, but for `event`.
+// The header of a segment. Only its owner writes to it, except for `event`.
 struct SegmentHead {
   uint64_t nonce;
-  std::atomic<uint32_t> users;  // mappings shared between the ranks of the owner's process
+  std::atomic<uint32_t> users;  // number of users of the mapping within the owner's process
   std::atomic<State> state;
-  Code code;  // why it was aborted, before state is kAborted
+  Code code;  // reason of an abort, written before state becomes kAborted
   char reason[1024];
-  alignas(64) EventCount event;  // of the owner: whoever changes what the owner may be waiting for rings it
+  // The event on which the owner waits; others notify it after changing something for which the owner may
+  // wait.
+  alignas(64) EventCount event;
 };
 
-// The memory of one rank that the ranks of a host share: a head and a body, which is zeros at first. Made by
-// its owner on an anonymous file, so that nothing has a name that could be left behind, and opened by the
-// others through /proc.
+// The memory of one rank that the ranks of a host share: a header and a body, which is initially zeros. Its
+// owner creates it as an anonymous file, so that no named file can be left behind, and other ranks open it
+// through /proc.
 class Segment {
  public:
-  // Makes one. ready: all pages at once; else each at its first use.
+  // Creates a segment. ready: whether to allocate all pages at once instead of at their first use.
   Segment(size_t body_bytes, bool ready);
-  // Opens a peer's. Throws Error(kPeerLost) if the owner is gone, Error(kComm) if it cannot be opened.
+  // Opens a peer's segment. Throws Error(kPeerLost) if its owner has ended, and Error(kComm) if it cannot be
+  // opened.
   Segment(const std::string& endpoint, size_t body_bytes, bool ready);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  // What a peer needs to open it.
+  // Returns the description that a peer needs to open the segment.
   std::string endpoint() const;
-  // Closes the file: everybody who was to open it has done so.
+  // Closes the file, once all peers have opened it.
   void seal();
 
   SegmentHead& head() const { return *static_cast<SegmentHead*>(memory_); }
@@ -55,12 +58,12 @@ class Segment {
 
   // Constant after construction.
   const size_t body_bytes_;
-  const pid_t pid_;  // the process that mapped it: a forked child leaves it alone
+  const pid_t pid_;  // process that mapped the memory; a forked child leaves the mapping alone
   pid_t owner_;
   uint64_t owner_start_;
   void* memory_ = nullptr;
 
-  // One thread.
+  // Used by a single thread.
   int fd_ = -1;
 };
 

@@ -5,14 +5,14 @@
 
 namespace dadt {
 
-// Shared memory between the ranks of one host. An operation runs chunk by chunk through the slots of a
-// ChunkSlots, so that the bytes are reduced while they are in the cache: each rank packs its chunk into its
-// slot, waits for the peers' and reduces all of them straight into its outputs.
+// An executor that uses shared memory between the ranks of one host. An operation runs chunk by chunk through
+// the slots of a ChunkSlots, so that data is reduced while it is in the cache: each rank packs its chunk into
+// its slot, waits for the peers' chunks and reduces all of them directly into its outputs.
 class ShmExecutor final : public Executor {
  public:
   static constexpr size_t kSlotBytes = 128 * 1024;
 
-  // slot_bytes: the largest chunk, the same on all ranks; a multiple of 64.
+  // slot_bytes: size of the largest chunk, the same on all ranks; a multiple of 64.
   ShmExecutor(int rank, int world_size, size_t slot_bytes = kSlotBytes);
 
   const char* name() const override { return "shm"; }
@@ -30,9 +30,9 @@ class ShmExecutor final : public Executor {
 
   ChunkSlots ring_;
 
-  // Engine thread only.
+  // Used only by the engine's thread.
   bool connected_ = false;
-  uint32_t chunk_ = 0;  // chunks of all operations so far
+  uint32_t chunk_ = 0;  // number of chunks of all operations so far
 };
 
 }  // namespace dadt

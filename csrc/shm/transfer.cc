@@ -8,13 +8,15 @@
 namespace dadt {
 namespace {
 
-// Chunks packed before the peers' have been delivered. A rank that has delivered d chunks knows that each
-// peer has packed d, hence delivered d - kAhead: the last chunk that it may pack now, d + kAhead - 1, falls
-// into the slot of one that nobody asks for any more. So no rank ever waits for a free slot.
+// Number of chunks that a rank packs before it has delivered the peers' chunks. A rank that has delivered d
+// chunks knows that each peer has packed d chunks, and so has delivered d - kAhead chunks. The last chunk
+// that it may pack now, d + kAhead - 1, goes to the slot of a chunk that no rank reads any more. So no rank
+// ever waits for a free slot.
 constexpr uint32_t kAhead = 2;
 static_assert(ChunkSlots::kSlots >= 2 * kAhead);
 
-// Up to so many ranks, each reduces all of a chunk for itself: measured, that costs less than meeting twice.
+// With at most this many ranks, each rank reduces whole chunks for itself, which measurably takes less time
+// than waiting for the others twice.
 constexpr int kDirect = 8;
 
 size_t padded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
@@ -43,7 +45,8 @@ Transfer::Transfer(ChunkSlots& ring, const Operation& operation, int rank, int w
 }
 
 void Transfer::plan(size_t lane_bytes, size_t data_bytes) {
-  const bool blocks = codec_ != Codec::kNone;  // no chunk ends inside of one
+  // whether data consists of compressed blocks, which no chunk may divide
+  const bool blocks = codec_ != Codec::kNone;
   lane_room_ = padded(lane_bytes, blocks ? item_ : 64);
   data_bytes_ = data_bytes;
   const size_t bytes = lane_room_ + data_bytes_;
@@ -138,7 +141,7 @@ Transfer::Move Transfer::next_move() const {
   return Move::kNone;
 }
 
-// Whether this rank cannot go on because of that one. Asked when there is no next move.
+// Returns whether this rank waits for that one. Called when this rank has no next move.
 bool Transfer::lags(int rank) const {
   if (!two_phase_) return !ring_.passed(rank, kPacked, first_ + delivered_);
   if (delivered_ < reduced_) return !ring_.passed(rank, kReduced, first_ + delivered_);
@@ -164,8 +167,8 @@ void Transfer::pack() {
           if (from == nullptr) {
             std::memset(to + at * item_, 0, count * item_);
           } else {
-            // Where cores have caches of their own, lines that go to and fro between them take longer than
-            // memory.
+            // If cores have caches of their own, moving cache lines between them takes longer than going
+            // through memory.
             kernels().copy(to + at * item_, from + offset * item_, count * item_, stream_);
           }
         });
@@ -173,7 +176,8 @@ void Transfer::pack() {
   ring_.publish(kPacked, first_ + ++packed_);
 }
 
-// The part of a chunk that a rank reduces for all, in elements from the chunk's begin, in whole cache lines.
+// Returns the part of a chunk that a rank reduces for all ranks, in elements from the chunk's beginning and
+// in whole cache lines.
 std::pair<size_t, size_t> Transfer::share(const Extent& part, int rank) const {
   const size_t line = 64 / item_;
   const size_t lines = (part.count() + line - 1) / line;
@@ -199,7 +203,8 @@ void Transfer::reduce_to(void* destination, const Extent& part, size_t offset, s
                static_cast<int>(shares_->ranks.size()), shares_->divisor, count, stream);
 }
 
-// Two-phase: reduces this rank's share over its own part of its own slot, which nobody else reads before.
+// In two-phase mode: reduces this rank's share of a chunk in place in its own slot, where no other rank reads
+// this share before.
 void Transfer::reduce() {
   const Extent part = extent(reduced_);
   const auto [begin, end] = share(part, rank_);
@@ -226,7 +231,7 @@ void Transfer::deliver() {
   if (operation_.kind == Kind::kExchange) {
     deliver_exchange(part);
   } else if (part.count() == 0) {
-    // A chunk of lanes only.
+    // The chunk consists of lanes only, so there is nothing else to deliver.
   } else if (codec_ != Codec::kNone) {
     decompress_all(part);
   } else if (operation_.kind == Kind::kBroadcast) {

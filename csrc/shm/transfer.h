@@ -8,25 +8,26 @@
 
 namespace dadt {
 
-// One operation on its way through a ChunkSlots. Every rank's stream is its lane, padded, and then its
-// tensors one after the other; it is cut into chunks of equal size. An exchange's lane is its table, so that
-// all know what is where before the first byte of it comes. Engine thread only.
+// Runs one operation through a ChunkSlots. Every rank's stream consists of its padded lane and its tensors
+// one after the other, divided into chunks of equal size. In an exchange the lane is the table of the layout,
+// so that all ranks know the layout before the data arrives. For the engine's thread only.
 class Transfer {
  public:
-  // first: the first chunk's number. slot_bytes: room for a chunk.
+  // first: number of the first chunk. slot_bytes: most bytes of a chunk.
   Transfer(ChunkSlots& ring, const Operation& operation, int rank, int world_size, uint32_t first,
            size_t slot_bytes, double timeout);
 
-  // Blocks until this rank has all it needs. Throws Error.
+  // Blocks until this rank has received everything it needs. Throws Error.
   Result run();
 
-  // Chunks of this operation; after run.
+  // Returns the number of chunks of this operation, after `run`.
   uint32_t chunks() const { return chunks_; }
 
  private:
   enum class Move { kPack, kReduce, kDeliver, kNone };
 
-  // A chunk's part of the lane in bytes and of the tensors in items, and where the latter lie in the slot.
+  // A chunk's range of the lane in bytes and of the tensors in items, and the offset of the latter in the
+  // slot.
   struct Extent {
     size_t lane_begin, lane_end, begin, end, slot_offset;
     size_t count() const { return end - begin; }
@@ -59,17 +60,18 @@ class Transfer {
   const size_t slot_bytes_;
   const double timeout_;
   const Codec codec_;
-  const size_t item_;  // bytes of what is never divided: an element, or a block of compressed ones
+  const size_t item_;  // bytes of an item, which no chunk divides: an element or a compressed block
   Exchange exchange_;
   const std::string_view lane_;
-  const bool two_phase_;  // each rank reduces its share of a chunk for all, instead of all of it for itself
+  // Whether each rank reduces its share of a chunk for all ranks, instead of the whole chunk for itself.
+  const bool two_phase_;
   const bool stream_;
 
-  // Known when all heads are read.
+  // Known once the headers of all ranks have been read.
   std::optional<Shares> shares_;
 
-  size_t lane_room_ = 0;   // bytes before the tensors in the stream
-  size_t data_bytes_ = 0;  // of the tensors; of an exchange, in the longest stream
+  size_t lane_room_ = 0;   // bytes that precede the tensors in the stream
+  size_t data_bytes_ = 0;  // bytes of the tensors; in an exchange, bytes of the longest stream
   size_t chunk_bytes_ = 0;
   uint32_t chunks_ = 0;
   uint32_t packed_ = 0;

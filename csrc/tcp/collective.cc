@@ -11,8 +11,10 @@ namespace dadt {
 namespace {
 
 constexpr size_t kPieceBytes = 256 * 1024;
-constexpr size_t kDirectBytes = 64 * 1024;  // that a rank sends in all, up to which it sends all to each
-constexpr size_t kMeasuredBytes = 4 << 20;  // least of an operation that tells something of the links
+// most bytes that a rank sends in total if it sends all its data to each rank
+constexpr size_t kDirectBytes = 64 * 1024;
+// smallest operation in bytes from which the links' speed is measured
+constexpr size_t kMeasuredBytes = 4 << 20;
 constexpr size_t kUnknown = ~size_t{0};
 
 bool is_direct(const Operation& operation, size_t bytes, int world_size) {
@@ -44,8 +46,8 @@ Collective::Collective(Links& links, CollectiveMemory& memory, Parts& parts, con
   prepare();
 }
 
-// Into parts, in whole cache lines. Of compressed values they are equal, as an owner keeps what compression
-// loses.
+// Divides the values into parts of whole cache lines, one for each rank. Compressed values get equal parts,
+// because an owner keeps the residual of its part.
 void Collective::divide() {
   const size_t line = std::max<size_t>(1, 64 / item_);
   const size_t lines = (total_ + line - 1) / line;
@@ -56,13 +58,14 @@ void Collective::divide() {
   for (int rank = 0; rank < world_size_; ++rank) held_up_.push_back(links_.held_up(rank));
 }
 
-// The part of the values that a rank sums for all.
+// Returns the part of the values that a rank sums for all ranks.
 Collective::Range Collective::part(int owner) const {
   if (direct_) return {0, total_};
   return {edges_[owner], edges_[owner + 1]};
 }
 
-// How busy this rank's link was: where it is what takes the time, the network holds up all that is sent.
+// Measures how busy this rank's link was: if the link is the bottleneck, the network delays everything that
+// is sent.
 void Collective::measure() {
   parts_.told(greetings_.rates());
   const double seconds = seconds_between(begun_, Clock::now());
@@ -76,7 +79,7 @@ void Collective::measure() {
   parts_.measured(bytes, seconds, least / seconds);
 }
 
-// What goes to whom, and what memory that takes.
+// Determines what is sent to each rank, and allocates the memory for it.
 void Collective::prepare() {
   const bool reduces = operation_.kind == Kind::kAllreduce;
   const size_t mine = bytes_of(rank_);
@@ -91,7 +94,7 @@ void Collective::prepare() {
       if (operation_.root == rank) peer.receive_first = mine;
     } else if (operation_.kind == Kind::kExchange) {
       peer.send_first = operation_.layout.counts()[rank];
-      peer.receive_first = kUnknown;  // its table says it
+      peer.receive_first = kUnknown;  // the rank's table will tell the number of bytes
     }
     if (direct_ || (operation_.kind == Kind::kBroadcast && operation_.root == rank_)) {
       if (!direct_) peer.send_second = mine;
@@ -179,7 +182,7 @@ bool Collective::advance() {
   return moved;
 }
 
-// The next piece of this rank's part, if all have sent theirs.
+// Sums the next piece of this rank's part, if all ranks have sent theirs. Returns whether it did.
 bool Collective::reduce_piece() {
   if (done_ == pieces_) return false;
   const Range mine = part(rank_);
@@ -240,7 +243,7 @@ void Collective::reduce_coded(Range piece) {
   decompress(operation_, piece.begin, piece.end, {{to}, {}, 1});
 }
 
-// The next piece of the sums of another rank, if it is here.
+// Decodes the next piece of another rank's sums, if it has arrived. Returns whether it did.
 bool Collective::decode_piece(int rank) {
   Peer& peer = peers_[rank];
   const Range theirs = part(rank);
@@ -269,7 +272,7 @@ bool Collective::is_done() const {
   return true;
 }
 
-// Ranks from which something is still to come.
+// Returns the ranks from which data is still missing.
 std::vector<int> Collective::awaited() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < world_size_; ++rank) {
@@ -280,8 +283,8 @@ std::vector<int> Collective::awaited() const {
   return ranks;
 }
 
-// Sleeps until a rank may be read from or written to, and reads. The kernel wakes this rank once as much is
-// there as it takes to be worth it.
+// Sleeps until data of a rank can be read or written, and reads it. The kernel wakes this thread only once
+// enough data is there to be worth it.
 void Collective::wait() {
   interests_.clear();
   for (int rank = 0; rank < world_size_; ++rank) {

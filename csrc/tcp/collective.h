@@ -12,10 +12,11 @@
 
 namespace dadt {
 
-constexpr size_t kAhead = 2;         // pieces of a rank that may come before they are summed
-constexpr size_t kAtOnce = 1 << 20;  // bytes of a call of the kernel
+constexpr size_t kAhead = 2;         // pieces of a rank that may arrive before they are summed
+constexpr size_t kAtOnce = 1 << 20;  // most bytes in one system call
 
-// Memory that the operations of an executor use one after the other, as large as any of them has needed.
+// Memory that an executor's operations use one after the other. It is as large as the largest operation has
+// needed.
 class Scratch {
  public:
   uint8_t* take(size_t bytes, bool zeros = false) {
@@ -32,30 +33,33 @@ class Scratch {
 
 struct CollectiveMemory {
   Scratch slots, wires, copy, combined, reduced;
-  Scratch zeros, sink;  // in place of tensors that are not there
+  Scratch zeros, sink;  // memory used in place of missing tensors
 };
 
-// One operation of all ranks over TCP. To each other rank goes a head, its lane, and then data in two phases.
+// Runs one operation of all ranks over TCP. Each rank sends a header, its lane, and then data in two phases
+// to each other rank.
 //
-// Allreduce: each rank owns a part of the values, which is smaller where its link is slower. In phase 1 a
-// rank sends to each owner what it has of that one's part; the owner sums pieces in the order of the ranks
-// while they are in its cache, and sends the sums to all in phase 2. Of few values each rank is sent all, and
-// sums all; there is no phase 2 then. Broadcast: the root sends each rank its part in phase 1, and that one
-// passes it on in phase 2. Exchange: the bytes for a rank are phase 1; its lane says how many it sends to and
-// expects from each. Allgather: a lane is all there is.
+// Allreduce: each rank owns a part of the values, which is smaller for ranks with slower links. In phase 1
+// each rank sends its values of a part to the owner. The owner sums them piece by piece in the order of
+// ranks, while they are in its cache, and sends the sums to all ranks in phase 2. Small operations have no
+// phase 2: each rank sends all its values to every rank, which sums them. Broadcast: the root sends each rank
+// a part in phase 1, and that rank passes it on in phase 2. Exchange: the bytes for each rank are sent in
+// phase 1; the lane says how many bytes a rank sends to and expects from each other. Allgather: only the lane
+// is sent.
 //
-// Phase 1 waits for nobody, and phase 2 for no more than phase 1. Engine thread only.
+// Phase 1 waits for no other rank, and phase 2 only for phase 1. For the engine's thread only.
 class Collective {
  public:
-  // number: of the operation.
+  // number: number of the operation.
   Collective(Links& links, CollectiveMemory& memory, Parts& parts, const Operation& operation,
              uint32_t number, double timeout);
 
-  // Blocks until this rank has all it needs, and has handed all it sends to the kernel. Throws Error.
+  // Blocks until this rank has received everything, and has passed everything it sends to the kernel. Throws
+  // Error.
   Result run();
 
  private:
-  // In items: elements, or blocks of compressed ones.
+  // A range of items, which are elements or compressed blocks.
   struct Range {
     size_t begin, end;
     size_t count() const { return end - begin; }
@@ -63,11 +67,11 @@ class Collective {
 
   struct Peer {
     size_t send_first = 0, send_second = 0;
-    bool is_full = false;  // the kernel takes no more at the moment
+    bool is_full = false;  // whether the kernel accepts no more bytes at the moment
 
-    size_t first = 0, second = 0;                  // what has come of the data
-    size_t receive_first = 0, receive_second = 0;  // what will come
-    size_t consumed = 0;                           // pieces of what has come that are not needed any more
+    size_t first = 0, second = 0;                  // bytes received in each phase
+    size_t receive_first = 0, receive_second = 0;  // bytes to receive in each phase
+    size_t consumed = 0;                           // received pieces that are no longer needed
   };
 
   Range part(int owner) const;
@@ -117,31 +121,33 @@ class Collective {
   const std::string title_;
   const Codec codec_;
   const size_t item_;
-  const size_t total_;         // items
-  const bool direct_;          // each rank is sent all, and sums all
-  const size_t piece_;         // items that are summed at once
-  std::vector<size_t> edges_;  // of the ranks' parts
-  bool has_holes_ = false;     // some of the outputs are not wanted
+  const size_t total_;         // number of items
+  const bool direct_;          // whether each rank receives all values and sums them itself
+  const size_t piece_;         // number of items that are summed at once
+  std::vector<size_t> edges_;  // first item of each rank's part, and the end
+  bool has_holes_ = false;     // whether some outputs are discarded
 
-  uint8_t* slots_ = nullptr;     // by rank: pieces that have come and are not consumed
-  uint8_t* wires_ = nullptr;     // this rank's values, compressed
-  uint8_t* copy_ = nullptr;      // or as they are, where sums take their place before all have them
-  uint8_t* combined_ = nullptr;  // the sums of its part, compressed
-  uint8_t* reduced_ = nullptr;   // or not, where outputs have holes
+  uint8_t* slots_ = nullptr;     // received pieces of each rank that are still needed
+  uint8_t* wires_ = nullptr;     // this rank's compressed values
+  uint8_t* copy_ = nullptr;      // a copy of this rank's values, if sums overwrite them before all are sent
+  uint8_t* combined_ = nullptr;  // the compressed sums of this rank's part
+  uint8_t* reduced_ = nullptr;   // the uncompressed sums of this rank's part, if some outputs are discarded
 
   Greetings greetings_;
   std::vector<Peer> peers_;
-  std::vector<size_t> encoded_;  // by owner: items of its part
+  std::vector<size_t> encoded_;  // number of encoded items, by the owner of the part
   std::optional<Shares> shares_;
-  size_t pieces_ = 0;  // of this rank's part, all of them
-  size_t done_ = 0;    // of those summed
-  size_t ready_ = 0;   // bytes of this rank's part that may go out in phase 2
+  size_t pieces_ = 0;  // number of pieces in this rank's part
+  size_t done_ = 0;    // number of pieces summed so far
+  size_t ready_ = 0;   // bytes of this rank's part that may be sent in phase 2
   std::vector<iovec> vectors_;
-  size_t gathered_ = 0;  // bytes in them
+  size_t gathered_ = 0;  // number of bytes in `vectors_`
   std::vector<Links::Interest> interests_;
-  Clock::time_point moved_at_{};  // when something has last gone in or out
+  Clock::time_point moved_at_{};  // time at which bytes were last sent or received
   Clock::time_point begun_{};
-  std::vector<double> held_up_;  // by rank, as it began; empty: its parts are equal whatever the links
+  // For each rank, the seconds for which the network had delayed sending when the operation began; empty if
+  // the parts are equal in any case.
+  std::vector<double> held_up_;
   Result result_;
 };
 

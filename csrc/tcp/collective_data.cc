@@ -1,4 +1,4 @@
-// What an operation sends to and receives from the other ranks.
+// The data that an operation sends to and receives from the other ranks.
 #include <cstring>
 
 #include "tcp/collective.h"
@@ -19,7 +19,8 @@ void Collective::add(const void* data, size_t bytes) {
   gathered_ += bytes;
 }
 
-// Bytes [begin, end) of the tensors, one after the other. missing: memory in place of a tensor that is null.
+// Adds bytes [begin, end) of the tensors, one after the other. missing: memory to use for a tensor that is
+// null.
 template <typename Pointer>
 void Collective::add_tensors(const std::vector<Pointer>& tensors, size_t begin, size_t end, void* missing) {
   end = std::min(end, begin + kAtOnce - gathered_);
@@ -27,7 +28,7 @@ void Collective::add_tensors(const std::vector<Pointer>& tensors, size_t begin, 
   operation_.layout.pieces(
       begin / item_, (end + item_ - 1) / item_, [&](size_t tensor, size_t offset, size_t at, size_t count) {
         if (vectors_.size() >= kVectors || gathered_ >= kAtOnce) return;
-        const size_t first = begin / item_ * item_ + at * item_;  // of these bytes in the bucket
+        const size_t first = begin / item_ * item_ + at * item_;  // offset of these bytes in the bucket
         const size_t from = std::max(first, begin);
         const size_t to = std::min(first + count * item_, end);
         const uint8_t* memory = static_cast<const uint8_t*>(tensors[tensor]);
@@ -35,7 +36,7 @@ void Collective::add_tensors(const std::vector<Pointer>& tensors, size_t begin, 
       });
 }
 
-// The values of an owner's part, up to so many items, to the wire.
+// Encodes the values of an owner's part, up to `items` items.
 void Collective::encode(int owner, size_t items) {
   size_t& encoded = encoded_[direct_ ? 0 : owner];
   if (encoded >= items) return;
@@ -44,7 +45,7 @@ void Collective::encode(int owner, size_t items) {
   encoded = items;
 }
 
-// What goes to a rank, from one of its bytes on, as far as it is there.
+// Collects the bytes for a rank from offset `at` on, as far as they are ready to be sent.
 void Collective::collect(int rank, size_t at) {
   const Peer& peer = peers_[rank];
   vectors_.clear();
@@ -65,7 +66,7 @@ void Collective::collect(int rank, size_t at) {
       encode(rank, std::min(items, (at / item_ / piece_ + 1) * piece_));
       const size_t bytes = encoded_[direct_ ? 0 : rank] * item_;
       add(wires_ + part(rank).begin * item_ + at, bytes - at);
-      return;  // what follows waits until that has gone
+      return;  // data after this must wait until these bytes are sent
     }
     if (vectors_.size() >= kVectors || gathered_ >= kAtOnce) return;
   }
@@ -80,7 +81,7 @@ void Collective::collect(int rank, size_t at) {
   }
 }
 
-// Bytes of all that goes to a rank that are there.
+// Returns the number of bytes for a rank that are ready to be sent.
 size_t Collective::sendable(int rank) const {
   const Peer& peer = peers_[rank];
   return greetings_.mine().size() + peer.send_first + std::min(ready_, peer.send_second);
@@ -100,8 +101,8 @@ bool Collective::write(int rank) {
   return count > 0;
 }
 
-// At the operation's end: keeps copies of what a rank may lack. One that has sent its sums lacks no values,
-// whose place the sums have taken.
+// Called at the operation's end: stores copies of bytes that a rank may not have received. A rank that has
+// sent its sums has received all values, whose memory the sums have overwritten.
 void Collective::settle() {
   for (int rank = 0; rank < world_size_; ++rank) {
     if (rank == rank_) continue;
@@ -124,7 +125,8 @@ const uint8_t* Collective::slot_of(int rank, size_t piece) const {
   return slots_ + slot * piece_ * item_;
 }
 
-// Bytes that may be read from a rank now, all of which it sends without waiting for this one.
+// Returns how many bytes may be read from a rank now. The rank sends all of these without waiting for this
+// one.
 size_t Collective::readable(int rank) const {
   const Peer& peer = peers_[rank];
   if (!greetings_.has(rank)) return greetings_.missing(rank);
@@ -135,7 +137,7 @@ size_t Collective::readable(int rank) const {
     return std::min(peer.receive_first, (done_ + kAhead) * piece) - peer.first;
   }
   if (combined_ == nullptr) return peer.receive_second - peer.second;
-  // Pieces of phase 2 take the places of those of phase 1.
+  // Pieces of phase 2 use the slots of the pieces of phase 1.
   const size_t free = done_ + peer.consumed + kAhead;
   const size_t limit = free > pieces_ ? std::min(peer.receive_second, (free - pieces_) * piece) : 0;
   return limit > peer.second ? limit - peer.second : 0;
@@ -165,7 +167,7 @@ bool Collective::read(int rank) {
   return count > 0;
 }
 
-// All ranks have come.
+// Called once the headers and lanes of all ranks have arrived.
 void Collective::greeted() {
   result_.waited = seconds_between(begun_, Clock::now());
   if (operation_.kind == Kind::kAllreduce) {
@@ -180,7 +182,7 @@ void Collective::greeted() {
   }
 }
 
-// Bytes of pieces that come from a rank, into its slots. piece: the first one that comes in this phase.
+// Adds the slots for the next bytes of a rank. piece: number of the first piece that arrives in this phase.
 void Collective::add_slots(int rank, size_t piece, size_t at, size_t bytes) {
   const size_t whole = piece_ * item_;
   for (const size_t end = at + bytes; at < end;) {

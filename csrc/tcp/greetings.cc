@@ -5,14 +5,14 @@
 namespace dadt {
 namespace {
 
-constexpr size_t kLaneStep = size_t{1} << 20;     // a lane's memory grows as its bytes come
-constexpr uint64_t kLongest = uint64_t{1} << 40;  // bytes from one rank to another
-constexpr uint64_t kFastest = uint64_t{1} << 50;  // bytes per second
+constexpr size_t kLaneStep = size_t{1} << 20;     // step by which a lane's memory grows as its bytes arrive
+constexpr uint64_t kLongest = uint64_t{1} << 40;  // most bytes from one rank to another
+constexpr uint64_t kFastest = uint64_t{1} << 50;  // highest valid speed of a link, in bytes per second
 
-// What a rank sends to and expects from another in an exchange, as its lane says.
+// The bytes that a rank sends to and expects from another one in an exchange, as stated in its lane.
 struct Entry {
   uint64_t bytes;
-  uint64_t expected;  // kWhatever: as much as comes
+  uint64_t expected;  // number of bytes expected; kWhatever for any number
 };
 constexpr uint64_t kWhatever = ~uint64_t{0};
 
@@ -90,7 +90,7 @@ void Greetings::take_head(int rank) {
   peer.differs = !difference(rank_, mine, rank, peer.head).empty();
 }
 
-// Once the heads of all are here: whether all are in one operation.
+// Once the headers of all ranks have arrived, checks that all ranks run the same operation.
 void Greetings::check() {
   for (const Peer& peer : peers_) {
     if (peer.head_bytes < sizeof(Head)) return;

@@ -8,42 +8,42 @@
 
 namespace dadt {
 
-// What all ranks tell each other before the data of an operation: a head, by which they see whether all are
-// in the same one, and a lane. Of an exchange the lane is a table of the bytes that a rank sends to and
-// expects from each. Engine thread only.
+// The data that all ranks exchange before an operation: a header, from which they see whether all run the
+// same operation, and a lane. In an exchange the lane is a table of the bytes that a rank sends to and
+// expects from each other rank. For the engine's thread only.
 class Greetings {
  public:
-  // number: of the operation. rate: of this rank's link.
+  // number: number of the operation. rate: speed of this rank's link, in bytes per second.
   Greetings(Links& links, const Operation& operation, uint32_t number, uint64_t rate);
 
-  // What this rank tells each of the others.
+  // Returns the header and lane that this rank sends to every other rank.
   const std::string& mine() const { return mine_; }
 
-  // Whether a rank's has come, and is of the same operation.
+  // Returns whether a rank's header and lane have arrived, and belong to the same operation.
   bool has(int rank) const { return peers_[rank].is_here; }
   bool has_all() const { return has_all_; }
-  // Bytes that are still to come of a rank's; 0 also where it is in another operation.
+  // Returns the number of bytes still missing from a rank; 0 also if it runs another operation.
   size_t missing(int rank) const;
-  // Reads from a rank what is missing; false if nothing is there. Throws Error, if the ranks do not agree the
-  // same one on all of them.
+  // Reads missing bytes from a rank. Returns false if none have arrived. Throws Error, the same one on all
+  // ranks, if the ranks run different operations.
   bool read(int rank);
 
-  // Once all are here:
+  // The following methods may be called once the data of all ranks has arrived.
 
   std::vector<double> weights() const;
-  // Of the ranks' links.
+  // Returns the speed of each rank's link.
   std::vector<uint64_t> rates() const;
-  // Bytes that a rank sends to this one, in an exchange.
+  // Returns the number of bytes that a rank sends to this one in an exchange.
   size_t bytes_from(int rank) const;
-  // The lanes, by rank.
+  // Returns the lanes, by rank.
   std::vector<std::string> take_lanes() { return std::move(lanes_); }
 
  private:
   struct Peer {
     Head head{};
-    size_t head_bytes = 0, lane_bytes = 0;  // what has come of them
+    size_t head_bytes = 0, lane_bytes = 0;  // bytes received of the header and of the lane
     bool is_here = false;
-    bool differs = false;  // it is in another operation
+    bool differs = false;  // whether the rank runs another operation
   };
 
   std::string lane() const;
@@ -58,7 +58,7 @@ class Greetings {
   const int world_size_;
   std::string mine_;
 
-  std::vector<Peer> peers_;  // this rank included
+  std::vector<Peer> peers_;  // one entry per rank, including this one
   std::vector<std::string> lanes_;
   bool has_all_ = false;
 };

@@ -10,9 +10,10 @@ namespace dadt {
 namespace {
 
 constexpr auto kLeastPause = std::chrono::milliseconds(200);
-constexpr int kShare = 1000;  // time between two readings, in times of the processor time that one takes
+// the time between two readings is this many times the processor time of a reading
+constexpr int kShare = 1000;
 
-// Of this thread.
+// Returns the processor time that this thread has used.
 std::chrono::nanoseconds processor_time() {
   timespec time{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
@@ -67,7 +68,8 @@ std::vector<LinkCounts> LinkMeter::counts() const {
     for (const Connection& each : connections) {
       add(link, each.before);
       add(link, each.now);
-      // Those of several connections are busy at the same time; the one that carries most has the round trip.
+      // Several connections are busy at the same time, so their times are not added; the round trip is that
+      // of the connection that carries the most.
       busy = std::max(busy, each.before.busy + each.now.busy);
       link.at = std::max(link.at, each.now.at);
       if (each.now.sent >= most) link.round_trip = each.now.round_trip;

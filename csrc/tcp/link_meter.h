@@ -9,38 +9,39 @@
 
 namespace dadt {
 
-// What the kernel knows of the connections with one rank.
+// The kernel's counts for the connections with one rank.
 struct LinkCounts {
-  uint64_t sent = 0;      // bytes of this rank's that have arrived
-  uint64_t received = 0;  // bytes
-  uint64_t resent = 0;    // bytes that were sent again; 0 before Linux 4.19
-  double busy = 0;        // seconds in which bytes were under way and the other rank had room for more
-  double round_trip = 0;  // seconds, now
-  uint64_t queued = 0;    // bytes that wait in the kernel to be sent, now
-  double at = 0;          // seconds of the monotonic clock, when all this was read
+  uint64_t sent = 0;      // bytes sent by this rank that have arrived
+  uint64_t received = 0;  // bytes received from the other rank
+  uint64_t resent = 0;    // bytes that were sent again; always 0 before Linux 4.19
+  double busy = 0;        // seconds in which bytes were in transfer and the other rank had room for more
+  double round_trip = 0;  // current round trip in seconds
+  uint64_t queued = 0;    // bytes that currently wait in the kernel to be sent
+  double at = 0;          // time of this reading, in seconds of the monotonic clock
 };
 
-// Reads now and then what the kernel counts for a rank's connections with the others (TCP_INFO).
+// Reads from time to time the kernel's counts for a rank's connections with the others (TCP_INFO).
 class LinkMeter {
  public:
   explicit LinkMeter(int world_size) : links_(world_size) {}
 
-  // Whether it is time to read again: readings take a thousandth of a processor at most.
+  // Returns whether the next reading is due. Readings use at most a thousandth of a processor.
   bool is_due() const { return Clock::now() >= due_.load(std::memory_order_relaxed); }
 
-  // sockets: of the connections with each rank. One that has taken another one's place goes on counting.
+  // Reads the counts. sockets: the connections with each rank. The counts of a connection that replaces
+  // another continue.
   void read(const std::vector<std::vector<int>>& sockets);
 
-  // Any thread: the last reading, by rank.
+  // Returns the last reading, by rank. May be called from any thread.
   std::vector<LinkCounts> counts() const;
 
  private:
   struct Connection {
-    LinkCounts before{};  // of sockets that were in this one's place
+    LinkCounts before{};  // counts of former sockets in this place
     LinkCounts now{};
   };
 
-  // Any thread.
+  // Usable from any thread.
   std::atomic<Clock::time_point> due_{};
 
   // Guarded by mutex.

@@ -17,11 +17,12 @@ namespace {
 
 constexpr uint32_t kBye = ~uint32_t{0};
 constexpr uint32_t kLongestNotice = 2048;
-constexpr auto kGrace = std::chrono::milliseconds(200);  // by which one connection may be later than another
+// time by which one connection may be slower than another
+constexpr auto kGrace = std::chrono::milliseconds(200);
 
-// The head of a notice, before its text.
+// The header of a notice, which precedes its text.
 struct NoticeHead {
-  uint32_t code;  // kBye, or a Code
+  uint32_t code;  // kBye for a normal end, otherwise a Code
   uint32_t bytes;
 };
 
@@ -62,7 +63,8 @@ Links::~Links() {
 
 bool Links::inert() const { return getpid() != pid_; }
 
-// A notice is so short, and so alone on its connection, that it always fits into the socket's memory.
+// Sends a notice to all ranks. A notice is short and alone on its connection, so it always fits into the
+// socket's buffer.
 void Links::send_notices(uint32_t code, const std::string& text) {
   NoticeHead head{code, static_cast<uint32_t>(std::min<size_t>(text.size(), kLongestNotice))};
   std::string notice(reinterpret_cast<const char*>(&head), sizeof head);
@@ -119,7 +121,7 @@ void Links::check_aborted() {
   wait(none, Clock::time_point::min());
 }
 
-// Reads what a peer says of its end.
+// Reads a peer's notice about its end.
 void Links::read_notice(int rank) {
   Notice& notice = heard_[rank];
   char bytes[sizeof(NoticeHead) + kLongestNotice];
@@ -149,7 +151,7 @@ void Links::read_notice(int rank) {
     if (notice.closed) return;
     const Code code = static_cast<Code>(head.code);
     const std::string reason = notice.text.substr(sizeof head);
-    // All ranks find the same difference, and say so in the same words.
+    // A mismatch is reported in the same words by all ranks, so the rank is not named.
     notice.reason = Error(code, code == Code::kMismatch ? reason : who + " gave up: " + reason);
   }
 }
@@ -163,7 +165,7 @@ void Links::check_reasons() const {
 void Links::wait(std::vector<Interest>& interests, Clock::time_point deadline) {
   if (!interests.empty()) measure();
   std::vector<pollfd> polled;
-  std::vector<size_t> ends;  // of each one's sockets among those polled
+  std::vector<size_t> ends;  // for each interest, the end of its sockets in `polled`
   bool is_ready = false;
   for (const Interest& each : interests) {
     is_ready = streams_[each.rank].add_to(polled, each.events) || is_gone(each.rank) || is_ready;
@@ -184,7 +186,7 @@ void Links::wait(std::vector<Interest>& interests, Clock::time_point deadline) {
   streams_mutex_.unlock();
   const int found = poll(polled.data(), polled.size(), left);
   streams_mutex_.lock();
-  // After the bell, connections may be others, or gone.
+  // If the bell has rung, connections may have been replaced or closed.
   const bool is_rung = found > 0 && polled[polled.size() - peers.size() - 1].revents != 0;
   for (size_t i = 0, at = 0; i < interests.size(); ++i) {
     interests[i].found = is_ready || is_rung ? interests[i].events : short{0};
@@ -223,15 +225,15 @@ bool Links::flush(int rank, const std::string& title) {
   return is_flushed;
 }
 
-// Whether its connections have ended for good.
+// Returns whether the connections with a rank have ended and will not be replaced.
 bool Links::is_gone(int rank) const {
   if (!streams_[rank].has_ended()) return false;
   return silence_ == 0 || given_up_[rank] || heard_[rank].closed || heard_[rank].reason;
 }
 
-// What to say of a rank whose sockets for data have ended.
+// Returns the error for a rank whose data connections have ended.
 Error Links::lost(int rank, const std::string& title) {
-  // The two connections may be late by different times: its reason, or its goodbye, counts.
+  // The notice may arrive later than the end of the data connection, so its reason or goodbye is awaited.
   const auto deadline = Clock::now() + kGrace;
   while (!heard_[rank].ended) {
     pollfd polled{notices_[rank], POLLIN, 0};

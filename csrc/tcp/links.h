@@ -16,15 +16,15 @@
 
 namespace dadt {
 
-// One rank's TCP connections with the others of a group: one or more for data with each of them, and one on
-// which each says why it gives up, or that it has come to its orderly end. They are connected by somebody
-// else, who has let both sides prove themselves, and who may replace those with a rank when they break.
+// One rank's TCP connections with the other ranks of a group: for each rank one or more for data, and one for
+// a notice which says why a rank gives up or that it ends normally. They are connected elsewhere, by code in
+// which both sides prove themselves, and which may replace the connections with a rank if they break.
 class Links {
  public:
-  // data, notices: the descriptors of connected sockets by rank, none and below 0 at this rank's place. They
-  // belong to it from now on. silence: seconds after which a connection on which nothing is acknowledged
-  // counts as broken; above 0, somebody waits in `await_break` for those that break, and replaces them. 0: a
-  // rank whose connections break is gone.
+  // data, notices: descriptors of connected sockets by rank; none and a negative number for this rank itself.
+  // This object takes ownership of them. silence: seconds without an acknowledgement after which a connection
+  // counts as broken. If above 0, a thread waits in `await_break` for connections that break and replaces
+  // them. If 0, a rank whose connections break is lost.
   Links(int rank, const std::vector<std::vector<int>>& data, const std::vector<int>& notices,
         double silence = 0);
   ~Links();
@@ -34,71 +34,73 @@ class Links {
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(notices_.size()); }
 
-  // See Executor: abort from any thread, close from one.
+  // As in Executor, any thread may call abort, and one thread close.
   void abort(const Error& error);
   void close();
 
-  // Any thread: what was last read of the connections for data with each rank.
+  // Returns the last counts of the data connections with each rank. May be called from any thread.
   std::vector<LinkCounts> counts() const;
 
-  // Any thread but the engine's, nothing in a forked child:
+  // The following methods may be called from any thread except the engine's; in a forked child they do
+  // nothing.
 
-  // Blocks until connections with a rank break, and gives them up as `detach` does. None once this rank has
-  // been closed or aborted.
+  // Blocks until connections with a rank break, detaches them as `detach` does, and returns the rank. Returns
+  // none once this rank has been closed or aborted.
   std::optional<int> await_break();
-  // Gives the connections with a rank up, unless they are already, and returns how much has come of what it
-  // sends. None if the rank is gone, or this one has been closed or aborted.
+  // Gives up the connections with a rank, unless that was done before, and returns how many bytes of its
+  // stream were received. Returns none if the rank has ended, or this one has been closed or aborted.
   std::optional<uint64_t> detach(int rank);
-  // Whether they are given up, and nothing stands in their place yet.
+  // Returns whether the connections with a rank are given up and not replaced yet.
   bool is_detached(int rank);
-  // Whether the rank has ended the connection for its notices, too.
+  // Returns whether the rank has closed its connection for notices as well.
   bool has_left(int rank);
-  // Puts others in their place, whose descriptors stay the caller's. received: how much the rank says has
-  // come of what this one sends. Blocks until what it lacks of earlier operations has been handed to the
-  // kernel, or these break. False if none is needed, or what it lacks is not known any more.
+  // Replaces the connections with a rank by others, whose descriptors the caller keeps. received: number of
+  // bytes of this rank's stream that the other rank has received. Blocks until the bytes of earlier
+  // operations that it lacks have been passed to the kernel, or the new connections break. Returns false if
+  // no replacement is needed, or the bytes that it lacks are no longer stored.
   bool attach(int rank, const std::vector<int>& data, int notices, uint64_t received);
-  // The rank is gone: nothing will be put in their place.
+  // Records that a rank is gone, so that its connections will not be replaced.
   void give_up(int rank);
 
-  // The engine's thread, which holds `streams` while it is in an operation:
+  // The following methods are for the engine's thread, which holds `streams` during an operation.
 
   std::mutex& streams() { return streams_mutex_; }
 
-  // Reads what the kernel counts for the connections, if it is time.
+  // Reads the kernel's counts for the connections, if a reading is due.
   void measure();
 
-  // Send to and receive from a rank as many bytes as the kernel has room for, or has; 0 where that is none.
-  // Never block. Throw Error if the rank is gone. title: what this rank is in.
+  // Send to or receive from a rank as many bytes as is possible at once, possibly 0. Never block. Throw Error
+  // if the rank is gone. title: the operation for error messages.
   size_t send(int rank, const std::vector<iovec>& from, const std::string& title);
   size_t receive(int rank, const std::vector<iovec>& to, const std::string& title);
-  // Hands the kernel what is left of earlier sends; false if something still is.
+  // Passes remaining bytes of earlier sends to the kernel. Returns false if some still remain.
   bool flush(int rank, const std::string& title);
-  // See Stream.
+  // For these methods see Stream.
   size_t sent(int rank) const { return streams_[rank].sent(); }
   size_t unacknowledged(int rank) { return streams_[rank].unacknowledged(); }
   void settle(int rank, std::string tail) { streams_[rank].settle(std::move(tail)); }
-  // Have a wait for data from a rank end once so many bytes are there.
+  // Makes a wait for data from a rank end once this many bytes have arrived.
   void wake_at(int rank, size_t bytes) { streams_[rank].wake_at(bytes); }
-  // See Stream.
+  // For these methods see Stream.
   double held_up(int rank) const { return streams_[rank].held_up(); }
   // Throws Error if this rank or a peer was aborted.
   void check_aborted();
-  // What poll(2) is to wait for on a rank's sockets for data, and after `wait`, what has come.
+  // The events of poll(2) to await on a rank's data sockets, and after `wait` the events that have occurred.
   struct Interest {
     int rank;
     short events;
     short found;
   };
-  // Blocks until there is something for one of them, this rank or a peer is aborted (throws Error), or the
-  // deadline has passed.
+  // Blocks until one of the events occurs, this rank or a peer is aborted (throws Error), or the deadline
+  // passes.
   void wait(std::vector<Interest>& interests, Clock::time_point deadline);
 
  private:
   struct Notice {
-    std::string text{};             // what has come so far
-    bool ended = false;             // nothing more comes
-    bool closed = false;            // the rank has come to its orderly end
-    std::optional<Error> reason{};  // why it gives up
+    std::string text{};             // bytes received so far
+    bool ended = false;             // whether nothing more will come
+    bool closed = false;            // whether the rank has ended normally
+    std::optional<Error> reason{};  // reason why the rank gives up
   };
 
   bool inert() const;
@@ -116,27 +118,27 @@ class Links {
   const int rank_;
   const std::vector<std::vector<int>> data_;
   const std::vector<int> notices_;
-  std::vector<int> sockets_;            // all of them
-  std::vector<std::string> addresses_;  // of the peers, for texts
+  std::vector<int> sockets_;            // all sockets
+  std::vector<std::string> addresses_;  // addresses of the peers, for error messages
   const pid_t pid_;
   const double silence_;
-  int bell_ = -1;   // an eventfd for the engine's thread
-  int watch_ = -1;  // one for await_break
+  int bell_ = -1;   // eventfd that wakes the engine's thread
+  int watch_ = -1;  // eventfd that wakes await_break
 
-  // Any thread.
+  // Usable from any thread.
   std::atomic<bool> is_aborted_{false};
   LinkMeter meter_;
 
   // Guarded by mutex.
   std::mutex mutex_;
-  std::optional<Error> error_;  // of this rank's own abort
-  bool told_ = false;           // the peers know of the end
+  std::optional<Error> error_;  // error of this rank's own abort
+  bool told_ = false;           // whether the peers were informed of this rank's end
 
   // Guarded by streams_mutex_.
   std::mutex streams_mutex_;
   std::vector<Notice> heard_;
-  std::vector<Stream> streams_;  // by rank, for data
-  std::vector<bool> given_up_;   // by rank
+  std::vector<Stream> streams_;  // data stream of each rank
+  std::vector<bool> given_up_;   // for each rank, whether it was given up
 };
 
 }  // namespace dadt

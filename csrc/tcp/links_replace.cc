@@ -1,4 +1,4 @@
-// Connections that break while both ranks live, and what takes their place.
+// Handles connections that break while both ranks are alive, and their replacement.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -13,16 +13,18 @@
 namespace dadt {
 namespace {
 
-constexpr auto kGoodbye = std::chrono::milliseconds(200);  // by which a notice may be later than an end
+// time by which a notice may arrive later than the end of a connection
+constexpr auto kGoodbye = std::chrono::milliseconds(200);
 constexpr auto kLook = std::chrono::milliseconds(1000);
 
-// Finds connections on which bytes are sent again and again, as nobody acknowledges them. The kernel itself
-// gives one up after a quarter of an hour; a limit of ours there would also end one whose reader is slow.
+// Finds connections on which bytes are sent again and again because nobody acknowledges them. The kernel
+// itself gives up such a connection after a quarter of an hour; a shorter limit in the kernel would also end
+// connections whose reader is merely slow.
 class Silences {
  public:
   explicit Silences(double most) : most_(duration(most)) {}
 
-  // Milliseconds after which to look.
+  // Returns the milliseconds between two checks.
   int pause() const {
     return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(most_ / 8).count());
   }
@@ -43,7 +45,7 @@ class Silences {
 
  private:
   const Clock::duration most_;
-  std::map<int, Clock::time_point> since_;  // by socket
+  std::map<int, Clock::time_point> since_;  // for each socket, the time since when it is silent
 };
 
 bool is_broken(int socket) {
@@ -57,7 +59,7 @@ std::optional<int> Links::await_break() {
   if (inert() || silence_ == 0) return std::nullopt;
   Silences silences(silence_);
   std::vector<pollfd> polled;
-  std::vector<int> ranks;  // of those polled, but the first
+  std::vector<int> ranks;  // the rank of each polled socket, except the first
   while (!has_told()) {
     polled.assign(1, {watch_, POLLIN, 0});
     ranks.clear();
@@ -85,15 +87,16 @@ std::optional<int> Links::await_break() {
   return std::nullopt;
 }
 
-// Whether the connections with a rank have not ended because it has; gives them up then. is_sure: one does
-// not work any more. Otherwise the other side has ended it, and may still say why.
+// Returns whether the connections with a rank are broken although the rank has not ended; if so, detaches
+// them. is_sure: whether one is known to be broken. Otherwise the other side has closed it, and may still
+// send the reason.
 bool Links::breaks(int rank, bool is_sure) {
   const auto deadline = Clock::now() + kGoodbye;
   while (true) {
     {
       const std::lock_guard lock(streams_mutex_);
       if (streams_[rank].is_detached() || given_up_[rank]) return false;
-      // They may have been replaced meanwhile.
+      // The connections may have been replaced meanwhile.
       const bool is_still = is_sure || is_broken(notices_[rank]) ||
                             std::ranges::any_of(data_[rank], [](int socket) { return is_broken(socket); });
       if (!is_still) return false;
@@ -122,7 +125,7 @@ std::optional<uint64_t> Links::detach_held(int rank) {
   std::optional<uint64_t> received;
   try {
     received = streams_[rank].detach();
-  } catch (const Error& error) {  // what it has sent is no stream
+  } catch (const Error& error) {  // the rank has sent invalid data
     heard_[rank].reason = error;
   }
   ring(bell_);
@@ -162,7 +165,7 @@ bool Links::attach(int rank, const std::vector<int>& data, int notices, uint64_t
   }
   ring(bell_);
   ring(watch_);
-  // The engine's thread may be in no operation.
+  // This thread sends the remaining bytes itself, as the engine's thread may not be in any operation.
   std::vector<pollfd> polled;
   while (true) {
     {

@@ -6,13 +6,15 @@
 namespace dadt {
 namespace {
 
-constexpr uint64_t kUnit = uint64_t{1} << 20;  // of time: all of the values are moved once at the full rate
-constexpr uint64_t kRates = 1024;              // steps of a rate
-constexpr double kIdlest = 0.05;               // what a link carries at most is not known from less use
-constexpr uint64_t kGain = 4, kOf = 3;         // equal parts take 4 / 3 as long, or they stay equal
+// unit of time in which all values are transferred once at the highest rate
+constexpr uint64_t kUnit = uint64_t{1} << 20;
+constexpr uint64_t kRates = 1024;  // resolution of a rate
+constexpr double kIdlest = 0.05;   // below this share of use, a link's capacity cannot be estimated
+// parts become unequal only if equal parts take more than 4 / 3 as long
+constexpr uint64_t kGain = 4, kOf = 3;
 
-// What each rank owns where all take no longer than `time` (units of kUnit / kRates): shares, of which
-// (ranks - 2) units are the whole.
+// Returns the share of each rank such that no rank takes longer than `time` (in units of kUnit / kRates). All
+// values together are (ranks - 2) * kUnit.
 std::vector<uint64_t> within(uint64_t time, const std::vector<uint64_t>& rates) {
   std::vector<uint64_t> shares;
   for (uint64_t rate : rates) shares.push_back(time * rate > kUnit ? time * rate - kUnit : 0);
@@ -31,11 +33,11 @@ std::vector<size_t> Parts::edges(size_t lines) const {
   std::vector<uint64_t> shares(ranks, 1);
   const uint64_t most = *std::ranges::max_element(rates_);
   if (ranks > 2 && most >= kRates && std::ranges::count(rates_, uint64_t{0}) == 0) {
-    std::vector<uint64_t> rates;  // relative to the highest one
+    std::vector<uint64_t> rates;  // rates relative to the highest one
     for (uint64_t rate : rates_) rates.push_back(std::max<uint64_t>(1, rate / (most / kRates)));
     const uint64_t whole = (ranks - 2) * kUnit;
     const uint64_t least = *std::ranges::min_element(rates);
-    // The slowest one has to move all of the values once, and could own an equal part.
+    // The slowest rank has to transfer all values once, and could own an equal part.
     const uint64_t equal = (kUnit + whole / ranks + least - 1) / least;
     uint64_t time = kUnit / least, enough = equal + 1;
     while (time + 1 < enough) {

@@ -6,23 +6,23 @@
 
 namespace dadt {
 
-// How much of the values each rank sums for all. A rank that owns a part moves all of the values once, and
-// its part to and from each of the others; so one whose link is slower should own less.
+// Decides which part of the values each rank sums for all ranks. A rank that owns a part transfers all values
+// once, and its part to and from each other rank, so a rank with a slower link should own less.
 //
-// Whole numbers only, so that all ranks, on whatever processors, divide alike.
+// Only integers are used, so that all ranks get the same division on any processor.
 class Parts {
  public:
   explicit Parts(int world_size) : rates_(world_size) {}
 
-  // What this rank's link can carry, in bytes per second each way; 0: not known yet.
+  // Returns the speed of this rank's link in bytes per second, in each direction; 0 if unknown.
   uint64_t rate() const { return static_cast<uint64_t>(rate_); }
-  // An operation has moved so many bytes in so many seconds. busy: the share of the time in which the link
-  // was what held up all that this rank sent.
+  // Records that an operation transferred `bytes` bytes in `seconds` seconds. busy: share of the time in
+  // which the link was the bottleneck for this rank.
   void measured(double bytes, double seconds, double busy);
-  // What all ranks have told, which is the same on each of them.
+  // Sets the rates that all ranks have reported, which are the same on every rank.
   void told(const std::vector<uint64_t>& rates) { rates_ = rates; }
 
-  // Divides so many lines: the first one of each rank, and the end.
+  // Divides `lines` lines among the ranks. Returns the first line of each rank, and the end.
   std::vector<size_t> edges(size_t lines) const;
 
  private:

@@ -16,11 +16,12 @@ namespace dadt {
 namespace {
 
 constexpr size_t kStripe = 16 * 1024;
-constexpr int kUnsent = 64 * 1024;   // bytes that wait in one of several sockets, beside those under way
-constexpr int kMeanwhile = 1 << 20;  // bytes that come over one of them while another is late
+// most bytes that wait in one of several sockets, besides those in transfer
+constexpr int kUnsent = 64 * 1024;
+constexpr int kMeanwhile = 1 << 20;  // room for bytes that arrive over one socket while another is late
 constexpr size_t kMostEarly = 64 << 20;
 
-// Bytes [begin, begin + count) of the parts.
+// Adds bytes [begin, begin + count) of the parts to `to`.
 void add_slice(const std::vector<iovec>& parts, size_t begin, size_t count, std::vector<iovec>& to) {
   for (const iovec& part : parts) {
     if (count == 0) return;
@@ -53,12 +54,12 @@ Stream::Stream(int rank, const std::vector<int>& sockets) : rank_(rank) {
 void Stream::prepare(Socket& socket) const {
   if (sockets_.size() == 1) return;
   setsockopt(socket.descriptor, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsent, sizeof kUnsent);
-  // The kernel makes room for as much, and keeps it when it has to wake for less.
+  // The kernel makes room for this many bytes, and keeps it even if it must wake for fewer.
   setsockopt(socket.descriptor, SOL_SOCKET, SO_RCVLOWAT, &kMeanwhile, sizeof kMeanwhile);
   socket.low_water = kMeanwhile;
 }
 
-// What the kernel takes of it at once.
+// Sends as many bytes as the kernel accepts at once, and returns their number.
 size_t Stream::send_some(Socket& socket, std::vector<iovec>& from) {
   msghdr message{};
   message.msg_iov = from.data();
@@ -84,7 +85,8 @@ size_t Stream::receive_some(Socket& socket, std::vector<iovec>& to) {
 
 size_t Stream::send(const std::vector<iovec>& from) { return resend() ? push(from) : 0; }
 
-// What an attached socket lacks of earlier operations.
+// Sends bytes of earlier operations again that the other side of a new connection lacks. Returns whether all
+// are sent.
 bool Stream::resend() {
   while (sent_ < settled_) {
     const size_t left = static_cast<size_t>(settled_ - sent_);
@@ -162,7 +164,8 @@ void Stream::settle(std::string tail) {
 uint64_t Stream::detach() {
   if (is_detached_) return received_;
   is_detached_ = true;
-  // Nothing is acknowledged from now on, so that the other side knows of all that is not taken here.
+  // After the shutdown nothing more is acknowledged, so the other side knows of all bytes that are not taken
+  // here.
   for (const Socket& socket : sockets_) shutdown(socket.descriptor, SHUT_RDWR);
   early_.erase(0, early_at_);
   early_at_ = 0;
@@ -240,7 +243,7 @@ size_t Stream::take(const std::vector<iovec>& to) {
   return done;
 }
 
-// The socket with the stripe that is next, as far as its head is here.
+// Returns the socket with the next stripe, if the header of this stripe has been read.
 Stream::Socket* Stream::found() {
   for (Socket& socket : sockets_) {
     if (!socket.has_head()) continue;
@@ -253,7 +256,7 @@ Stream::Socket* Stream::found() {
   return nullptr;
 }
 
-// The same, once heads that have come meanwhile are read.
+// Returns the socket with the next stripe, after reading headers that have arrived meanwhile.
 Stream::Socket* Stream::next() {
   if (Socket* socket = found()) return socket;
   bool may_come = false;

@@ -4,8 +4,8 @@
 
 namespace dadt {
 
-// Batch scheduling: the thread does not interrupt one that computes for every few packets, and handles more
-// of them at once.
+// Uses batch scheduling: the thread does not interrupt computing threads for every few packets, and so
+// handles more packets at once.
 void TcpExecutor::settle_thread(int, int) {
   const sched_param none{};
   sched_setscheduler(0, SCHED_BATCH, &none);

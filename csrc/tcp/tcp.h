@@ -8,10 +8,10 @@
 
 namespace dadt {
 
-// TCP between ranks, over sockets that somebody else has connected.
+// An executor that uses TCP between ranks, over sockets that are connected elsewhere.
 class TcpExecutor final : public Executor {
  public:
-  // See Links.
+  // For details see Links.
   TcpExecutor(int rank, const std::vector<std::vector<int>>& data, const std::vector<int>& notices,
               double silence = 0)
       : links_(rank, data, notices, silence), parts_(links_.world_size()) {}
@@ -22,14 +22,14 @@ class TcpExecutor final : public Executor {
   void abort(const Error& error) override { links_.abort(error); }
   void close() override { links_.close(); }
 
-  // See Links.
+  // For details see Links.
   std::vector<LinkCounts> counts() const { return links_.counts(); }
   Links& links() { return links_; }
 
  private:
   Links links_;
 
-  // Engine thread only.
+  // Used only by the engine's thread.
   CollectiveMemory memory_;
   Parts parts_;
   uint32_t operations_ = 0;

@@ -9,14 +9,15 @@
 
 namespace dadt {
 
-// The kernel's tcp_info, which only grows at its end: libraries' headers know less of it than kernels do.
+// The kernel's struct tcp_info. New kernels only add fields at its end, and C libraries' headers have fewer
+// fields than the kernel.
 struct TcpInfo {
   uint8_t state[8];
   uint32_t timeouts[4];
   uint32_t packets[5];
   uint32_t since[4];
   uint32_t pmtu, rcv_ssthresh;
-  uint32_t rtt;  // microseconds
+  uint32_t rtt;  // round trip in microseconds
   uint32_t rttvar, snd_ssthresh, snd_cwnd, advmss, reordering, rcv_rtt, rcv_space, total_retrans;
   uint64_t pacing_rate, max_pacing_rate;
   uint64_t bytes_acked, bytes_received;
@@ -24,7 +25,7 @@ struct TcpInfo {
   uint32_t notsent_bytes;
   uint32_t min_rtt, data_segs_in, data_segs_out;
   uint64_t delivery_rate;
-  uint64_t busy_time, rwnd_limited;  // microseconds; the first includes the second
+  uint64_t busy_time, rwnd_limited;  // times in microseconds; the first includes the second
   uint64_t sndbuf_limited;
   uint32_t delivered, delivered_ce;
   uint64_t bytes_sent;
@@ -35,7 +36,7 @@ static_assert(offsetof(TcpInfo, bytes_acked) == 120);
 static_assert(offsetof(TcpInfo, busy_time) == 168);
 static_assert(sizeof(TcpInfo) == 216);
 
-// Zeros where the kernel does not say it.
+// Returns the TCP facts about a socket; fields that the kernel does not know are zeros.
 inline TcpInfo tcp_info_of(int socket) {
   TcpInfo info{};
   socklen_t length = sizeof info;

@@ -22,23 +22,24 @@ constexpr size_t kPipe = 256 * 1024;
 constexpr double kCloseSeconds = 5;
 constexpr size_t kLongestReason = 1024;
 
-// Frames beside those of a Post.
-constexpr FrameType kGoodbye = static_cast<FrameType>(100);  // the rank has come to its orderly end
-constexpr FrameType kGiveUp = static_cast<FrameType>(101);   // it fails; `bytes` is the code, the payload why
+// Types of frames in addition to those of a Post.
+constexpr FrameType kGoodbye = static_cast<FrameType>(100);  // the rank ends normally
+// the rank fails; `bytes` is the code, and the payload the reason
+constexpr FrameType kGiveUp = static_cast<FrameType>(101);
 
 }  // namespace
 
 struct TcpMailboxState final : Carrier {
-  // The way between this rank and another one.
+  // The connection between this rank and another one.
   struct Pipe {
     RingMemory in_memory{kPipe}, out_memory{kPipe};
     ByteRing in = in_memory.ring(), out = out_memory.ring();
-    Frame frame{};   // that is coming
-    size_t got = 0;  // bytes of it, with its payload
+    Frame frame{};   // frame that is being received
+    size_t got = 0;  // bytes received of the frame, including its payload
     std::vector<uint8_t> payload;
-    bool ended = false;   // nothing more comes
-    bool closed = false;  // it has said goodbye
-    bool broken = false;  // nothing can be sent any more
+    bool ended = false;   // whether nothing more will come
+    bool closed = false;  // whether the rank has said goodbye
+    bool broken = false;  // whether nothing can be sent any more
   };
 
   TcpMailboxState(int place, std::vector<int> handed)
@@ -72,20 +73,20 @@ struct TcpMailboxState final : Carrier {
   const int bell;
   std::vector<std::string> addresses;
 
-  // Any thread.
+  // Usable from any thread.
   LinkMeter meter;
 
-  // Guarded by mutex, but for what Post allows.
+  // Guarded by mutex, except for methods that Post allows to any thread.
   std::mutex mutex;
-  std::vector<std::unique_ptr<Pipe>> pipes;  // by rank; empty until the first use
+  std::vector<std::unique_ptr<Pipe>> pipes;  // pipe of each rank; empty until the first use
   Post post;
-  bool told = false;                          // the others know why this rank gives up
-  std::optional<Clock::time_point> close_at;  // when it closes, whatever still waits to be sent
+  bool told = false;                          // whether the other ranks were informed why this rank fails
+  std::optional<Clock::time_point> close_at;  // time at which it closes even if bytes still wait to be sent
   std::thread thread;
 
   int rank() const override { return own; }
   int world_size() const override { return static_cast<int>(sockets.size()); }
-  void wake(int) override {}  // whoever calls moves what is there
+  void wake(int) override {}  // does nothing, as the calling thread moves all data itself
   void abort(const Error& reason) override { give_up(reason); }
   Error lost(int peer, bool lives, const std::string& title) const override;
 
@@ -143,7 +144,7 @@ void TcpMailboxState::read_meter() {
   meter.read(read);
 }
 
-// Everything that can be moved now.
+// Moves all data that can be moved now.
 void TcpMailboxState::move() {
   for (int peer = 0; peer < world_size(); ++peer) {
     bool moved = true;
@@ -158,7 +159,7 @@ void TcpMailboxState::move() {
   }
 }
 
-// One frame that has come, or a part of it.
+// Reads one frame, or a part of it, that has arrived. Returns whether anything was read.
 bool TcpMailboxState::pull(int peer) {
   Pipe& pipe = *pipes[peer];
   if (pipe.ended) return false;
@@ -190,7 +191,7 @@ bool TcpMailboxState::pull(int peer) {
   return true;
 }
 
-// A whole frame.
+// Handles a complete frame.
 void TcpMailboxState::take(int peer) {
   Pipe& pipe = *pipes[peer];
   if (pipe.frame.type == kGoodbye) {
@@ -206,7 +207,7 @@ void TcpMailboxState::take(int peer) {
   }
 }
 
-// What waits for a rank, as far as the kernel takes it.
+// Sends waiting bytes to a rank, as far as the kernel accepts them. Returns whether anything was sent.
 bool TcpMailboxState::push(int peer) {
   Pipe& pipe = *pipes[peer];
   uint8_t bytes[16 * 1024];
@@ -216,7 +217,7 @@ bool TcpMailboxState::push(int peer) {
   pipe.out.peek(bytes, 0, count);
   const ssize_t sent = send(sockets[peer], bytes, count, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent < 0) {
-    // That it is gone is known when all that it has sent is read.
+    // Only once everything that the rank has sent is read, the rank counts as gone.
     pipe.broken = errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK;
     return pipe.broken;
   }
@@ -228,7 +229,7 @@ bool TcpMailboxState::is_empty() const {
   return std::ranges::all_of(pipes, [](const auto& pipe) { return pipe->out.unread() == 0 || pipe->broken; });
 }
 
-// A frame of this mailbox's own, behind all that waits.
+// Appends a frame of the mailbox itself, after all waiting frames.
 void TcpMailboxState::put(int peer, FrameType type, uint64_t bytes, const std::string& payload) {
   Pipe& pipe = *pipes[peer];
   const Frame frame{type, static_cast<uint32_t>(payload.size()), 0, 0, bytes};
@@ -239,7 +240,7 @@ void TcpMailboxState::put(int peer, FrameType type, uint64_t bytes, const std::s
   push(peer);
 }
 
-// Fails all here, and tells the others.
+// Makes all messages fail here, and informs the other ranks.
 void TcpMailboxState::give_up(const Error& reason) {
   if (told) return;
   told = true;
@@ -263,7 +264,7 @@ void TcpMailboxState::run() {
       const bool is_over = close_at && (is_empty() || Clock::now() >= *close_at);
       if (is_over || meter.is_due()) read_meter();
       if (is_over) return;
-      if (close_at) patience = 100;  // milliseconds until it looks at the time
+      if (close_at) patience = 100;  // milliseconds between two checks of the time
       for (int peer = 0; peer < world_size(); ++peer) {
         if (peer == own) continue;
         const Pipe& pipe = *pipes[peer];
@@ -286,7 +287,8 @@ TcpMailbox::TcpMailbox(int rank, std::vector<int> sockets) {
 
 TcpMailbox::~TcpMailbox() {
   if (inert()) {
-    // The thread does not exist here, and what it held may be half done: leave all of it alone.
+    // In a forked child the thread does not exist, and its data may be half written, so all of it is left
+    // alone.
     state_.release();
     return;
   }
@@ -297,7 +299,7 @@ bool TcpMailbox::inert() const { return getpid() != state_->pid; }
 
 std::shared_ptr<Transit> TcpMailbox::send(const void* data, size_t bytes, int peer, int64_t tag) {
   check_rank(peer, state_->world_size());
-  // Only read: the cast lets one class stand for both sides.
+  // The memory is only read; the cast allows one class for both sides.
   auto* from = const_cast<uint8_t*>(static_cast<const uint8_t*>(data));
   return state_->submit(std::make_shared<Transit>(Transit::kSend, from, bytes, peer, tag));
 }

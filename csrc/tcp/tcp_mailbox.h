@@ -10,29 +10,30 @@ namespace dadt {
 
 struct TcpMailboxState;
 
-// Messages between two ranks over TCP, beside the operations of all; as Mailbox is over shared memory, which
-// says what is promised. A thread of its own, started at the first use, moves what cannot go at once.
+// Messages between two ranks over TCP, in addition to operations of all ranks. The promises are those of
+// Mailbox, which uses shared memory. A thread, started at the first use, moves data that cannot be sent at
+// once.
 //
-// In a forked child it is inert: send and receive throw, all else does nothing.
+// In a forked child the mailbox is inert: send and receive throw, and all other methods do nothing.
 class TcpMailbox {
  public:
-  // sockets: the descriptors of connected ones by rank, below 0 at this rank's place. Both ends have proved
-  // themselves, and nothing has been read yet. They belong to it from now on.
+  // sockets: descriptors of connected sockets by rank; negative for this rank itself. Both ends have proved
+  // themselves, and nothing has been read yet. This object takes ownership of the sockets.
   TcpMailbox(int rank, std::vector<int> sockets);
   ~TcpMailbox();
   TcpMailbox(const TcpMailbox&) = delete;
   TcpMailbox& operator=(const TcpMailbox&) = delete;
 
-  // See Mailbox.
+  // For these methods see Mailbox.
   std::shared_ptr<Transit> send(const void* data, size_t bytes, int peer, int64_t tag);
   std::shared_ptr<Transit> receive(void* data, size_t bytes, int peer, int64_t tag);
   void abort(const Error& error);
 
-  // See Links.
+  // Returns the kernel's counts of the connections, as Links::counts does.
   std::vector<LinkCounts> counts() const;
 
-  // Ends the thread, once what was sent has gone out, or 5 seconds are over, and fails what is pending here.
-  // Idempotent.
+  // Ends the thread, once all messages were sent or after 5 seconds, and makes pending messages of this rank
+  // fail. Idempotent.
   void close();
 
  private:
