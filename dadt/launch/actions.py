@@ -146,7 +146,8 @@ def unknown(action: NoReturn) -> NoReturn:
 
 
 PRINTS = (SayText, SayPart, PrintOutput, EndOutput, MoveOutput, WriteStacks)
-"""Actions that wait for whoever reads the output, or come after such in one rank's output."""
+"""Actions that print, or that must keep their order with printed output of the same rank; they wait while the reader of
+the output is slow."""
 
 
 class ActionQueue(Generic[T]):

@@ -155,21 +155,19 @@ class Agents:
     def dismiss(self, nodes: Sequence[Node]) -> None:
         """End the agents of these hosts, on which no workers will run, and remove the hosts from the job."""
         for node in nodes:
-            self._finish(node, EXPLAIN_SECONDS)
-            if (future := self._futures.pop(node, None)) is not None and not future.cancel():
-                future.add_done_callback(_hang_up)
+            self.give_up(node, EXPLAIN_SECONDS)
         self._events = deque(event for event in self._events if event[0] in self.nodes)
 
     def reach(self, node: Node) -> None:
         """Begin to start the agent of a host that replaces one whose agent is gone."""
         self._expect(node, self._launcher.launch([node.host])[0])
 
-    def give_up(self, node: Node) -> None:
-        """End the agent of a host that could not be brought into the job. The node stays in the list, marked as
-        ended."""
-        self._finish(node, 0.0)
-        if (future := self._futures.pop(node, None)) is not None and not future.cancel():
-            future.add_done_callback(_hang_up)
+    def give_up(self, node: Node, seconds: float = 0.0) -> None:
+        """End the agent of a host that could not be brought into the job; kill the agent after `seconds` seconds. The
+        node stays in the list, marked as ended."""
+        self._finish(node, seconds)
+        if (future := self._futures.pop(node, None)) is not None:
+            _discard(future)
 
     def close(self, seconds: float) -> None:
         """Disconnect from all agents, and wait at most `seconds` seconds until they are gone. Idempotent."""
@@ -182,8 +180,7 @@ class Agents:
             self._finish(node, max(0.0, deadline - time.monotonic()))
         self._launcher.close()
         for future in self._futures.values():
-            if not future.cancel():
-                future.add_done_callback(_hang_up)
+            _discard(future)
         self._futures.clear()
         self._selector.close()
         self._wake.close()
@@ -264,7 +261,12 @@ class Agents:
             pass  # a full buffer wakes the selector, too; if the socket is closed, `close` handles the new connection
 
 
-def _hang_up(future: Future[Channel]) -> None:
-    """Close a connection to an agent that was made after the launcher stopped waiting for it."""
-    if not future.cancelled() and future.exception() is None:
-        future.result().hang_up()
+def _discard(future: Future[Channel]) -> None:
+    """Cancel the connection to an agent; close it if it is made nevertheless."""
+
+    def hang_up(future: Future[Channel]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            future.result().hang_up()
+
+    if not future.cancel():
+        future.add_done_callback(hang_up)

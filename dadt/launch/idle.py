@@ -43,7 +43,7 @@ class Idle:
         self._selector.unregister(source)
 
     def send_all(self, frame: Frame) -> None:
-        """Does nothing, as there is no agent to send to."""
+        """Do nothing, as there is no agent to send to."""
 
     def wait(self, seconds: float) -> None:
         """Answer other commands for `seconds` seconds, or until one of them kills the job."""

@@ -34,11 +34,12 @@ WAITING_SECONDS = 0.05
 TURN_SECONDS applies."""
 
 LOOK_SECONDS = 2e-5
-"""Least seconds between two looks at all ranks, for each rank: a look takes a fifth of that."""
+"""A look at all ranks is repeated only after this many seconds per rank, which is about five times as long as the look
+takes."""
 SMALL = 256
-"""Most ranks of a job in which all ranks may be looked at after each event."""
+"""In a job of at most this many ranks, all ranks are looked at after each event."""
 MOST_TEXTS = 10_000
-"""Most different texts of ranks that are shown to the user."""
+"""Most different messages from ranks that are shown to the user."""
 
 Handler = Callable[[Event], None]
 

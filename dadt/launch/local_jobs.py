@@ -31,7 +31,7 @@ class Trace:
     """Path of the launcher's socket, at which possibly nobody listens any more; None if the job was launched elsewhere.
     """
     agents: list[Path] = field(default_factory=list)
-    """For each agent of the job on this machine: path of its socket for local rank 0."""
+    """Paths of the agents' sockets for local rank 0, one for each agent of the job on this machine."""
     pids: list[int] = field(default_factory=list)
     """Processes with the job's id in their environment: the workers and their descendants."""
     workers: dict[int, int] = field(default_factory=dict)

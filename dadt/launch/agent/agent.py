@@ -105,7 +105,7 @@ class Agent:
                     self._launcher.orders = orders[place + 1 :]
                     order.header.update(self._differs)
                     return order
-            # an order that comes together with a signal is left: the signal counts
+            # If an order and a signal arrive together, the order is ignored.
             self._launcher.select(TURN_SECONDS)
             self._beat()
         return None

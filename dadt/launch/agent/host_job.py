@@ -32,7 +32,7 @@ from dadt.launch.ending.processes import NATURAL_SECONDS, Process
 TURN_SECONDS = 0.5
 """Most seconds between two calls of `HostJob.turn`, and between two heartbeats to the launcher."""
 TICK_SECONDS = 0.05
-"""Instead of TURN_SECONDS, while workers are being stopped or a rank waits for a file."""
+"""Seconds between two turns while workers are being stopped or a rank waits for a file; otherwise TURN_SECONDS."""
 DEFAULT_GRACE = 1.5
 """Seconds from SIGTERM to SIGKILL, unless the launcher's order specifies another number."""
 MOST_PATIENCE = 5.0
@@ -73,23 +73,23 @@ class HostJob:
         self.orders: Mapping[str, Callable[[Frame, float], None]] = {
             "stop": self._begin_stop,
             "interrupt": self._interrupt,
-            "preempt": self._preempt,
+            "preempt": lambda _, now: self._save_and_stop(now, together=True),
             "signal": self._signal,
             "worker": self._start_anew,
             "answer": self._answer,
-            "death": self._tell,
-            "regroup": self._tell,
-            "approach": self._tell,
+            "death": lambda order, _: self.registry.tell(order),
+            "regroup": lambda order, _: self.registry.tell(order),
+            "approach": lambda order, _: self.registry.tell(order),
             "wrote": self.registry.wrote,
             "stacks": self._gather_stacks,
-            "heartbeat": self._hear_hosts,
-            "probe": self._probe,
-            "beat": self._note,
+            "heartbeat": lambda order, _: self.outbox.put(HearHosts(order["hosts"])),
+            "probe": lambda order, _: self.outbox.put(ProbeHosts(order)),
+            "beat": lambda _, __: None,  # the launcher's heartbeat only shows that the launcher is alive
         }
         """Handler for each kind of order that the launcher may send while workers run."""
         self._shim_routes: Mapping[str, Callable[[Saying], None]] = {
-            "shim": self._admit,
-            "spawned": self._spawned,
+            "shim": self._shims.shim,
+            "spawned": self._shims.spawned,
             "unspawned": self._unspawned,
             "ended": self._shim_ended,
         }
@@ -249,9 +249,6 @@ class HostJob:
                 self.outbox.put(SignalProcess(worker.process, SIGINT))
         self._begin_stop(Frame("stop", {"natural": grace, "grace": grace}), now)
 
-    def _preempt(self, order: Frame, now: float) -> None:
-        self._save_and_stop(now, together=True)
-
     def _save_and_stop(self, now: float, *, together: bool) -> None:
         """Have the workers save, and stop those that have not ended by themselves in time. Idempotent."""
         if self._checkpoint is None or self._preempted or self.stop is not None:
@@ -284,26 +281,8 @@ class HostJob:
         answer = dict(order["answer"])
         self.outbox.answer(order["line"], Frame(answer.pop("kind"), answer, order.body))
 
-    def _tell(self, order: Frame, now: float) -> None:
-        self.registry.tell(order)
-
     def _gather_stacks(self, order: Frame, now: float) -> None:
         self.outbox.put(GatherStacks(order["number"], [rank for rank in order["ranks"] if rank in self.ranks]))
-
-    def _hear_hosts(self, order: Frame, now: float) -> None:
-        self.outbox.put(HearHosts(order["hosts"]))
-
-    def _probe(self, order: Frame, now: float) -> None:
-        self.outbox.put(ProbeHosts(order))
-
-    def _note(self, order: Frame, now: float) -> None:
-        """Do nothing: the launcher's heartbeat only shows that the launcher is alive."""
-
-    def _admit(self, saying: Saying) -> None:
-        self._shims.shim(saying.line.number, saying.frame)
-
-    def _spawned(self, saying: Saying) -> None:
-        self._shims.spawned(saying.line.number, saying.frame)
 
     def _unspawned(self, saying: Saying) -> None:
         if self._shims.admitted(saying.line.number):

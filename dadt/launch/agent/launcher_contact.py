@@ -5,8 +5,8 @@ from __future__ import annotations
 from dadt.control.absence import Absence
 
 FIRST_SECONDS = 60.0
-"""Seconds of silence after which the launcher counts as lost before its first order, which says how long that is from
-then on."""
+"""Seconds of silence after which the launcher counts as lost before its first order. This order sets the number of
+seconds from then on."""
 
 
 class LauncherContact:

@@ -10,7 +10,7 @@ from dadt.control.absence import Absence
 from dadt.control.frame import Frame
 
 BEATS = 8
-"""Heartbeats sent within the timeout after which a host counts as silent."""
+"""Number of heartbeats sent within the timeout after which a host counts as silent."""
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dadt.control.frame import Frame
 from dadt.launch.agent.actions import AdmitShim, AgentOutbox, EndWorker, OwnWorker
+from dadt.launch.agent.registry import Saying
 
 
 class Shims:
@@ -37,20 +37,21 @@ class Shims:
         self._awaited.clear()
         self._lines &= self._started
 
-    def shim(self, line: int, frame: Frame) -> None:
+    def shim(self, saying: Saying) -> None:
         """Handle a shim's request for its order. A shim that comes too late gets no order, and its connection is
         closed."""
-        rank = frame["rank"]
+        line, rank = saying.line.number, saying.frame["rank"]
         if rank in self._awaited:
             self._awaited.discard(rank)
             self._lines.add(line)
             self._outbox.put(AdmitShim(line, rank))
 
-    def spawned(self, line: int, frame: Frame) -> None:
+    def spawned(self, saying: Saying) -> None:
         """Handle a shim's report that it has started its worker."""
+        line = saying.line.number
         if line in self._lines and line not in self._started:
             self._started.add(line)
-            self._outbox.put(OwnWorker(line, frame["pid"]))
+            self._outbox.put(OwnWorker(line, saying.frame["pid"]))
 
     def admitted(self, line: int) -> bool:
         """Whether the shim on this connection has received its order."""

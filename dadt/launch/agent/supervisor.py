@@ -34,7 +34,7 @@ from dadt.launch.ending.signals import ENDING_SIGNALS, Interrupts
 
 STACK_SECONDS = 0.5
 """Seconds that workers may take to write their stack traces before they are stopped."""
-COMMAND_NOT_RUN = 127  # exit code of shells for a command that cannot be run
+COMMAND_NOT_RUN = 127  # shells exit with this code if a command cannot be run
 SHIM_KINDS = ("shim", "spawned", "unspawned", "ended")
 """Kinds of frames that shims send, which describe the worker's process instead of the sending process."""
 

@@ -83,7 +83,7 @@ class Cause:
         self._excused.update(ranks)
 
     def join(self, rank: int) -> None:
-        """Record that a new worker trains in place of this rank, for which the end of the former one says nothing."""
+        """Record that a new worker trains in place of this rank, and forget how the rank's former worker ended."""
         self._excused.discard(rank)
         self._tails[rank] = b""
         for facts in (self.endings, self._records, self._said):
@@ -119,7 +119,7 @@ class Cause:
         # exception counts.
         if known is None or (known.thread and not record.thread):
             self._records[rank] = record
-        # what ranks report after a host was lost is a consequence of that
+        # Failures that ranks report after the loss of a host are consequences of that loss.
         explained = self._held is not None or self._error or self._told_to_end
         if record.secondary and record.type != "Mismatch" and not explained:
             held = next((each for each in self._members if each.rank != rank and self._keeps_waiting(each, now)), None)
@@ -175,13 +175,13 @@ class Cause:
         waited = record is not None and (record.secondary or record.type == StartTimeout.__name__)
         told = record is not None and record.type in ("Mismatch", "WeightsDiffer")
         if record is not None and record.type == StartTimeout.__name__:
-            # a rank that had ended by itself before could not come any more, and the exception says so
+            # A rank that had ended by itself before could not come any more, and this exception says so.
             told = any(not each.stopped and each.code == 0 and each.time < _time(ending, record) for each in self._ends)
         return waited and not told and self._blame_of(ending, record) is None
 
     @property
     def _ends(self) -> list[Ending]:
-        """How the processes of ranks ended that the others could not do without."""
+        """How the processes of ranks ended, without ranks that were lost while the others continued."""
         return [ending for rank, ending in self.endings.items() if rank not in self._excused]
 
     def _find(self) -> tuple[Ending, ErrorRecord | None] | None:

@@ -81,7 +81,7 @@ class Endings:
         self._outbox.say(f"{deaf}{where}: no handler of {name}, so it was not sent; nothing saved", "warning")
 
     def lost(self, event: Event) -> None:
-        """Handle the loss of a host's agent: the remaining ranks train on if they are enough, else the job ends."""
+        """Handle the loss of a host's agent: if enough ranks are left, they train on; otherwise the job ends."""
         node, frame, now = event.node, event.frame, event.now
         here = [slot.rank for slot in self._slots if slot.cross_rank == self._nodes.index(node)]
         why = f"{node.name or 'this host'}: {frame['message']}"
@@ -96,8 +96,8 @@ class Endings:
             member.sign("is on a host whose agent is gone", now)
 
     def lose(self, node: Node, text: str, now: float, at: float = float("inf")) -> None:
-        """End the job because it cannot continue without this host. at: time since when the host is gone, in seconds
-        since the epoch."""
+        """End the job because it cannot continue without this host. at: when the host was lost, in seconds since the
+        epoch."""
         self._cause.lose(f"{node.name}: {text}" if node.name else text, at)
         self._stop_without(node, now)
 
@@ -128,7 +128,8 @@ class Endings:
         alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
         goes_on = not alike and self._termination.goes_on
         if goes_on and record.secondary and self._membership.island_size and self._membership.can_lose([member.rank]):
-            self._membership.expect_end(member.rank, now)  # the end of another rank of its island says why
+            # another rank of this rank's island will end, and its end will show the reason
+            self._membership.expect_end(member.rank, now)
         elif goes_on and self._membership.lose([member.rank], why, now):
             self._membership.expect_end(member.rank, now)
         elif not member.lost:
@@ -150,7 +151,7 @@ class Endings:
         self._outbox.put(EndOutput(member.rank))
         member.sign(ending.text, now)
         self._leaves(node, ending.rank, now)
-        # all present ranks have finished training, so the script only reports its result by this exit code
+        # If all present ranks have finished training, the script only reports its result by this exit code.
         over = ending.code > 0 and all(each.finished for each in present)
         if not (ending.stopped or member.lost):
             if ending.code:
@@ -200,8 +201,9 @@ class Endings:
         node.works = False
 
     def turn(self, now: float) -> None:
-        """Fail the job if no rank that is left can continue, or none whose island could, as nobody waits for them then
-        and reports the failure. A job of which all ranks are held is suspended."""
+        """Fail the job if no rank that is left, or no rank whose whole island is left, can continue: then no rank
+        waits, so none would report the failure. If all ranks of the job are stopped, the job counts as suspended and
+        goes on."""
         living, size = [member for member in self._rendezvous.present if not member.ended], self._membership.island_size
         held = [member for member in living if member.held]
         islands = {member.rank // (size or 1) for member in held}

@@ -26,7 +26,8 @@ FROM_OUTSIDE = (-SIGKILL, -SIGTERM)
 
 
 FIRST_STEPS = 50
-"""Steps in which a worker that runs out of memory may go on with smaller batches (`--batch memory`)."""
+"""With `--batch memory`, a worker that runs out of memory within this number of steps continues with smaller batches.
+"""
 LARGEST_DIVISOR = 1024
 
 
@@ -54,7 +55,7 @@ class Restarts:
         """Numbers by which ranks divide the script's batch size in the next attempt, by rank."""
         self._most = config.max_restarts
         self._before: Any = None
-        """Step and error at which the last attempt failed; None if it was ended from outside."""
+        """Step and error at which the last attempt failed; None if the attempt was ended from outside."""
         self._since: float | None = None
         """Time (time.monotonic) since when the job waits for hosts; None if it does not."""
         self._told = ""
@@ -62,9 +63,9 @@ class Restarts:
     # Before an attempt ------------------------------------------------------------------------------------------------
 
     def ask_seconds(self, now: float) -> float:
-        """Return the seconds between two questions for the hosts: a pause as long as the wait had lasted at the last
-        question, so that the waiting time doubles from question to question. A restart asks at once, and so does a wait
-        that is over."""
+        """Return the seconds between two requests for the list of hosts. The pause is as long as the job had waited at
+        the last request, so the waiting time doubles with each request. A restart, and a wait that is over, ask at
+        once."""
         if self._since is None:
             return 0.0 if self.count else ASK_SECONDS
         if now - self._since > self._config.start_timeout:
@@ -93,7 +94,7 @@ class Restarts:
         return None
 
     def _is_final(self, now: float) -> bool:
-        """Whether it is known which hosts there are at the end of --start-timeout, or no answer comes."""
+        """Whether the hosts at the end of --start-timeout are known, or no answer can be expected any more."""
         assert self._since is not None
         end = self._since + self._config.start_timeout
         return self._discovery.answered >= end or now > end + ANSWER_SECONDS
@@ -138,7 +139,7 @@ class Restarts:
         resumed, self.refused = self.count and not self.refused, False
         outcome.restarts = self.count
         failed: Failure | DadtError | None = outcome.failure
-        # only one host was taken away, so the job can restart on the others
+        # Only one host was taken away, so the job can restart on the others.
         if outcome.preemption is not None and outcome.preemption.host:
             failed = Preempted(outcome.preemption.text)
         if resumed and outcome.failure is not None and outcome.failure.says(NotResumed):
@@ -193,7 +194,7 @@ class Restarts:
         return True
 
     def _begin_again(self, why: str, text: str, level: str) -> None:
-        """text: what the user is told."""
+        """Count a restart, and record its reason. text: shown to the user."""
         self.count += 1
         self.outbox.put(SayText(text, level))
         self.outbox.put(NoteRestart(self.count, why))

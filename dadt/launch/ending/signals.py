@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from dadt.config import Config
@@ -33,9 +33,7 @@ class Interrupts:
         self._previous = {number: signal.signal(number, _ignore) for number in taken}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         signal.set_wakeup_fd(self._wakeup)

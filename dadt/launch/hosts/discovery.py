@@ -1,4 +1,5 @@
-"""Decides when to ask which hosts are available, as the list may change during a job, and what an answer changes."""
+"""Decides when to ask which hosts are available, as the list may change during a job, and how an answer changes the
+job's hosts."""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ def hosts_of(group: str) -> list[RayHost]:
 
 
 def end_of_node(node: str, seconds: float) -> str:
-    """Return Ray's reason why this node is gone, if Ray knows one within `seconds` seconds; else empty."""
+    """Return Ray's reason why this node is gone, if Ray knows a reason within `seconds` seconds; otherwise an empty
+    text."""
     ray, deadline = ray_module(), time.monotonic() + seconds
     while time.monotonic() < deadline and ray.is_initialized():
         try:

@@ -14,7 +14,7 @@ Read = Callable[[], Sequence[Host]]
 
 
 class HostReader:
-    """Asks which hosts there are, and never blocks the thread that uses it."""
+    """Asks which hosts exist, and never blocks the calling thread."""
 
     def __init__(self, discovery: Discovery, read: Read | None, warn: Callable[[str], None]) -> None:
         """read: returns the present hosts or raises ConfigError; None if they do not change. warn: called with the
@@ -22,10 +22,10 @@ class HostReader:
         self._discovery, self._read, self._warn = discovery, read, warn
         self._thread: threading.Thread | None = None
         self._answers: list[Sequence[Host] | ConfigError] = []
-        """What the thread has found, the hosts or an error; taken once the thread has ended."""
+        """The thread's result, the hosts or an error; taken once the thread has ended."""
 
     def poll(self, seconds: float = ASK_SECONDS) -> None:
-        """Pass on the newest answer, and ask again if the last question was asked at least `seconds` seconds ago."""
+        """Pass on the newest answer, and ask again if the last question is at least `seconds` seconds old."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             if warning := self._discovery.take(self._answers.pop()):

@@ -1,6 +1,7 @@
-"""Simulated hosts on this machine: each has its own network behind a link of a given speed to a switch. They are
-unnamed network namespaces, held open by this process and by the processes in them. When the last of these processes
-ends, the kernel removes the namespaces with all interfaces, so nothing is left behind.
+"""Simulates hosts on this machine: each has a network of its own behind a link of a given speed to a switch.
+
+The networks are unnamed network namespaces, held open by this process and by the processes in them. When the last of
+these processes ends, the kernel removes the namespaces with all interfaces, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BURST_BYTES = 64 * 1024
 on."""
 BURST_SECONDS = 1e-3
 QUEUE = "50ms"
-"""Packets that would wait longer than this are dropped, as a switch does."""
+"""Packets that would wait longer than this are dropped, as in a real switch."""
 PACKETS = 100_000
 """Largest number of packets under way on a link with latency."""
 
@@ -41,7 +42,7 @@ class SimulatedLink:
     rate: float = 0.0
     """Bits per second, including the headers of Ethernet and TCP; 0: unlimited."""
     latency: float = 0.0
-    """Seconds added to the way of a packet from host to host."""
+    """Seconds of delay added to each packet from host to host."""
 
 
 def wanted(config: Config) -> bool:
@@ -153,7 +154,7 @@ def _flags(config: Config) -> dict[str, str]:
 
 
 def _namespace() -> int:
-    """Return a descriptor of a new network namespace. Raises ConfigError if creating one is not allowed."""
+    """Return a file descriptor of a new network namespace. Raises ConfigError if this process may not create one."""
     made: list[int] = []
 
     def make() -> None:  # runs in a thread of its own, as the calling thread must keep its namespace

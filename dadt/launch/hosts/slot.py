@@ -30,7 +30,7 @@ class Slot:
     island_size: int = 0
     """Number of ranks of each island (a torch world of its own); 0 without islands."""
     may_divide: bool = False
-    """Whether the job may begin again in islands: see `World.may_divide`."""
+    """Whether the job may start again with its ranks divided into islands: see `World.may_divide`."""
     divisors: str = ""
     """Numbers by which ranks divide the batch size: see `World.divisors`."""
     threads: int = 1

@@ -78,7 +78,7 @@ class RayLauncher(ConnectBackLauncher):
             self._started[host.name] = started
         try:
             run = self._begin(started)
-        except Exception as error:  # noqa: BLE001 (Ray tells in many classes why it does not take an actor)
+        except Exception as error:  # noqa: BLE001 (Ray has many exception classes for a refused actor)
             self._over(started, reason(str(error)))
         else:
             threading.Thread(target=self._watch, args=(started, run), name="dadt-ray", daemon=True).start()
@@ -131,7 +131,7 @@ class RayLauncher(ConnectBackLauncher):
         try:
             code, tail = self._ray.get(run)
             why = _verdict(code, tail, self._config.python or "the Python of Ray")
-        except Exception as error:  # noqa: BLE001 (Ray tells in many classes why it has ended an actor)
+        except Exception as error:  # noqa: BLE001 (Ray has many exception classes for an actor that has ended)
             started.reason = reason(str(error))
             why = end_of_node(started.host.node, DEATH_SHARE * self._config.orphan_timeout) or started.reason
         self._over(started, why)

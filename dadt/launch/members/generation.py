@@ -39,7 +39,7 @@ def regroup(rendezvous: Rendezvous, slots: Sequence[Slot], nodes: Sequence[Node]
 
 
 def with_islands(ranks: Collection[int], slots: Sequence[Slot]) -> Collection[int]:
-    """Return these ranks with all others of their islands, which cannot train without them; without islands as they
-    are."""
+    """Return these ranks and all other ranks of their islands, which cannot train without them. Without islands, return
+    the same ranks."""
     size = slots[0].island_size
     return sorted({rank - rank % size + i for rank in ranks for i in range(size)}) if size else ranks

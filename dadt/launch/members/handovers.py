@@ -35,10 +35,9 @@ class NewcomerQuestion:
 
 
 class Handovers:
-    """Passes questions of new workers (frames `approach`) to the ranks that train, and one rank's answer back. When a
-    new worker asks its last question, all ranks stop to wait for the worker, which may then join only the current
-    generation of ranks.
-    """
+    """Passes questions of new workers (frames `approach`) to the ranks that train, and passes one rank's answer back.
+    When a new worker asks its last question, all ranks stop and wait for the worker, which may then join only the
+    current generation of ranks."""
 
     def __init__(self, outbox: Outbox, kill: Callable[[int, float], None], patience: float) -> None:
         """kill: ends a rank that does not join. patience: seconds for which the other ranks wait for a new worker that

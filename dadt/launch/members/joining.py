@@ -73,7 +73,7 @@ class Joining:
             elif now >= arrival.deadline:
                 self._fail(arrival, arrival.node.state, now)
         ready = [arrival for arrival in self._arrivals if arrival.node.reached]
-        # new hosts join one at a time, as each must be able to reach the next
+        # New hosts join one at a time, as each must be able to reach the next.
         if ready and not any(arrival.asked for arrival in ready):
             self._ask_others(ready[0], now)
         for place in self._vacant(now):

@@ -60,7 +60,7 @@ class Membership:
     _requests: dict[int, ReconnectRequest] = field(default_factory=dict)
     """Unanswered requests of ranks whose connections have failed, by rank."""
     _scarce: tuple[Collection[int], float, str] = ((), 0.0, "")
-    """Ranks for which all others have waited in vain, as too few are left without them: since when, and a text."""
+    """Ranks without which too few are left, although all others waited in vain; since when, and a text."""
     _trials: list[str] = field(default_factory=list)
     """For each time that all ranks have connected again since the last completed step: the reason."""
     _tried_at: int = -1
@@ -69,7 +69,7 @@ class Membership:
     """The newest generation that a new worker joined after the others had waited for it; 0 if there is none."""
     _moved: float = float("-inf")
     _over: int = -1
-    """The newest generation of which all ranks were at their end."""
+    """The newest generation in which all ranks have finished training; -1 if there is none."""
     _told_to_end: bool = False
     _deaths: list[Frame] = field(default_factory=list)
     """Frames about ranks that have ended, still to be sent to all ranks."""
@@ -95,7 +95,7 @@ class Membership:
         named, ranks = ranks, with_islands(ranks, self._slots)
         it = f"the island of {preemption.ranks(ranks)}" if len(ranks) > len(named) else it
         lost = [member for member in self._rendezvous.present if member.rank in ranks]
-        if not lost:  # all of these ranks were lost before, for example one by one before their host
+        if not lost:  # all of these ranks had been lost earlier, for example one by one before their host
             return True
         self._rendezvous.regroup(ranks, why, now)
         self._watch.regroups(lost, why, now)
@@ -112,8 +112,8 @@ class Membership:
         return goes_on
 
     def leaves_finished(self, member: Member, why: str) -> None:
-        """Handle a rank that exits with code 0 after its training. Where others still train, they may have to meet it,
-        as when they connect anew after a loss."""
+        """Handle a rank that exits with code 0 after its training. Ranks that still train may need it, for example to
+        connect again after a loss, so it may count as lost later."""
         if self._apart or self._over == self._rendezvous.generation:
             return
         if any(not (each.finished or each.ended) for each in self._rendezvous.present):
@@ -243,7 +243,7 @@ class Membership:
         self._deaths.clear()
 
     def _look_after_lost(self, now: float) -> None:
-        """Start workers in place of lost ranks, or have agents end what runs of these once all others have ended."""
+        """Start workers in place of lost ranks; once all others have ended, end what still runs of lost ranks."""
         present, replacements = self._rendezvous.present, self._replacements
         if all(member.ended for member in present):
             if replacements is not None or any(each.lost and not each.ended for each in self._rendezvous.members):
@@ -263,7 +263,7 @@ class Membership:
             self._overdue |= dict.fromkeys(ranks, now)
 
     def _hears(self, rank: int, now: float) -> bool:
-        """Whether a lost rank may be replaced: its host hears those of all ranks that train, or is gone."""
+        """Whether a lost rank may be replaced: its host hears those of all training ranks, or is gone."""
         here, places = self._slots[rank].cross_rank, {self._slots[member.rank].cross_rank for member in self._here}
         cut = any(self._silences.between(here, place, now) for place in places - {here})
         return not cut or self._nodes[here].ended
@@ -304,7 +304,7 @@ class Membership:
         self._lose_awaited([member.rank for member in silent], why, now, "them" if many else "it")
 
     def _lose_awaited(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> None:
-        """Treat as lost ranks for which other ranks wait. If too few are left, all waiting ranks get an error."""
+        """Treat these awaited ranks as lost. If too few ranks are left without them, all waiting ranks get an error."""
         if self._lose_running(ranks, why, now, it):
             return
         why += f", and too few are left without {it}"
@@ -325,8 +325,8 @@ class Membership:
         return cut[1] if (cut := self._silences.cut_off(places, now, now)) is not None else ""
 
     def _obstacle(self, now: float) -> str:
-        """Describe what is known to keep ranks from connecting: an outage, or stopped or silent ranks; empty if nothing
-        is."""
+        """Describe why ranks cannot connect, as far as is known: an outage, or stopped or silent ranks. Empty if no
+        reason is known."""
         ranks, since, why = self._scarce
         if why and all(self._rendezvous.members[rank].acted < since for rank in ranks):
             return why

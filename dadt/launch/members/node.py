@@ -48,7 +48,7 @@ class Node:
     ended: bool = False
     """Whether the agent is gone, so that no more frames come from it."""
     closed: bool = False
-    """Whether the agent's end has closed the connection."""
+    """Whether the agent has closed the connection."""
 
     @property
     def name(self) -> str:

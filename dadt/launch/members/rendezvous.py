@@ -55,7 +55,8 @@ class Rendezvous:
         self._over: set[str] = set()
         """Keys under which all ranks have given their values."""
         self._given = Counter[int]()
-        """For each rank, the bytes that it has given and others have not met."""
+        """For each rank, the bytes that it has given under keys for which other ranks have not given their values yet.
+        """
         self._board = Board()
         self._images = 0
         """How often ranks have replaced their processes (exec) during training; if several ranks do so together, this
@@ -212,7 +213,7 @@ class Rendezvous:
         return self._board.waiting or any(exchange.waits for exchange in self._exchanges.values())
 
     def _complete(self, key: str, exchange: KeyExchange, now: float) -> None:
-        """Answer all ranks with the values of all of them, which are no longer needed then."""
+        """Answer all ranks with the values of all ranks, and delete the values."""
         del self._exchanges[key]
         self._over.add(key)
         for rank, blob in exchange.blobs.items():
@@ -222,7 +223,7 @@ class Rendezvous:
             reply(answer, now)
 
     def _refuse(self, key: str, present: Collection[int], what: str) -> Frame:
-        """Return the answer to ranks that wait in vain for all but `present`."""
+        """Return the answer to ranks that wait in vain for the ranks other than `present`."""
         missing = [member for member in self.present if member.rank not in present]
         if what.startswith("cannot"):
             missing = [member for member in missing if member.ended]
@@ -230,6 +231,6 @@ class Rendezvous:
 
 
 def named(members: Sequence[Member]) -> str:
-    """Return these ranks with where and how they are, as text; of very many only the first ones."""
+    """Describe these ranks in a text, each with its host and state; if there are very many, only the first ones."""
     more = [f"{len(members) - MOST_NAMED} more ranks"] if len(members) > MOST_NAMED else []
     return ", ".join([*(member.named for member in members[:MOST_NAMED]), *more])

@@ -18,14 +18,14 @@ before."""
 
 
 def replaces(config: Config) -> bool:
-    """Return whether this job starts new workers in place of lost ones. In islands it does not: all ranks of a lost
-    island would have to come back together."""
+    """Return whether this job starts new workers in place of lost ones. With islands it does not, since all ranks of a
+    lost island would have to return together."""
     return config.min_np > 0 and not in_islands(config.island) and (config.algorithm == "gossip" or replays(config))
 
 
 def replays(config: Config) -> bool:
-    """Return whether a new worker replays its script up to the current step before it joins, as algorithms require in
-    which all ranks step together."""
+    """Return whether a new worker replays its script up to the current step before it joins, as is necessary for
+    algorithms in which all ranks step together."""
     takes = config.snapshot_every != NEVER and config.compression != "auto" and config.batch not in UNEQUAL
     return takes and config.algorithm in ("pipe", "sync")
 
@@ -45,7 +45,7 @@ class Replacements:
         self._away: set[int] = set()
 
     def send_away(self, rank: int) -> None:
-        """Start no further worker in place of this rank."""
+        """Start no more workers in place of this rank."""
         self._away.add(rank)
 
     def exited(self, member: Member, now: float) -> None:

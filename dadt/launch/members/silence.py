@@ -21,9 +21,10 @@ JOIN_SECONDS = 2.0
 """Seconds to wait for the other host of a pair to report the outage as well, so that one message covers both
 directions."""
 MOST_TOLD = 16
-"""Most ranks of a job in which each rank that waits is told the state of all."""
+"""In a job of at most this many ranks, a rank that waits learns the state of all other ranks; in a larger job, only the
+state of some."""
 ORDER_SECONDS = 0.5
-"""Least seconds between two choices of the ranks that are told of in a job of more than MOST_TOLD ranks."""
+"""Least seconds between two choices of the ranks whose state is reported, in a job of more than MOST_TOLD ranks."""
 ANSWER_SECONDS = 3.0
 """Seconds of silence after which an agent counts as not answering; a healthy agent sends a frame twice a second."""
 
@@ -56,9 +57,9 @@ class Silences:
     """The node that listens for heartbeats, by host."""
     _outages: dict[tuple[int, int], Outage] = field(default_factory=dict)
     _told_first: Sequence[int] = ()
-    """Ranks whose state is told to ranks that wait, in a job of more than MOST_TOLD ranks."""
+    """Ranks whose state is reported to ranks that wait, in a job of more than MOST_TOLD ranks."""
     _ordered: float = float("-inf")
-    """Time (time.monotonic) at which these ranks were chosen."""
+    """Time (time.monotonic) at which the ranks in `_told_first` were chosen."""
 
     def heartbeat(self, event: Event) -> None:
         """Record the port at which a host listens for heartbeats (0: none). Once all ports are known, and again after a
@@ -105,7 +106,7 @@ class Silences:
                 self._tell(f"{first} and {second} hear each other again, after {seconds:.0f} s", "info")
 
     def peers(self, question: Event) -> None:
-        """Answer a waiting rank's question how the other ranks are, and record that the rank waits."""
+        """Answer a waiting rank's question about the state of the other ranks, and record that the rank waits."""
         rank, now = question.frame["rank"], question.now
         self._rendezvous.members[rank].waiting.ask(question.frame.get("starts", False), now)
         here = self._slots[rank].cross_rank
@@ -113,8 +114,9 @@ class Silences:
         self._outbox.reply(question)(Frame("peers", {"peers": peers}), now)
 
     def _worth_telling(self, here: int, now: float) -> Sequence[Member]:
-        """Return all ranks in the job; of many, some that have ended, some that keep the others waiting, and some that
-        this host does not hear, as each of thousands of ranks asks every few seconds."""
+        """Return the ranks whose state is reported to a waiting rank of this host. In a large job, in which thousands
+        of ranks ask every few seconds, these are some ranks that have ended, some for which the others wait, and some
+        whose hosts this host cannot hear."""
         present = self._rendezvous.present
         if len(present) <= MOST_TOLD:
             return present
@@ -130,8 +132,8 @@ class Silences:
         return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
 
     def turn(self, now: float) -> None:
-        """Report new outages, once both hosts have had the time to notice them, and forget what held the ranks of hosts
-        that do not answer. Call regularly."""
+        """Report new outages, once both hosts have had time to notice them. For hosts that do not answer, delete the
+        recorded reasons why their ranks made no steps. Call regularly."""
         for index, node in enumerate(self._nodes):
             if not self._answers(index, now):
                 for rank in node.ranks:
@@ -196,7 +198,8 @@ class Silences:
 
 
 def first_to_tell(members: Sequence[Member], now: float) -> list[int]:
-    """Return some of many ranks: the last ones of those at their end, and of those for which the others wait."""
+    """Return those ranks of a large job whose state matters most to waiting ranks: some that have ended, and some for
+    which the others wait."""
 
     def order(member: Member) -> tuple[bool, bool, int, int]:
         return not member.held, member.waits(now), member.step, member.rank

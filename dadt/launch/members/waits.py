@@ -1,8 +1,8 @@
-"""Tracks which ranks wait for other ranks; every kind of wait counts here.
+"""Tracks which ranks wait for other ranks, by any kind of wait.
 
 A rank that waits in an exchange, for a library to connect it, for a file, or for a new worker asks the launcher every
-few seconds how the other ranks are. A rank that waits in the launcher has asked a question, which is answered once all
-ranks have come.
+few seconds about the state of the other ranks. A rank that waits in the launcher has asked a question, which is
+answered once all ranks have arrived.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dadt.control.frame import Frame
 from dadt.launch.actions import Reply
 
 ASKED_SECONDS = 8.0
-"""Seconds for which a rank counts as waiting after it asked how the other ranks are; while it waits, it asks every few
-seconds."""
+"""Seconds for which a rank counts as waiting after it asked about the state of the other ranks; while it waits, it asks
+every few seconds."""
 SAID_SECONDS = 4.0
 """Seconds within which a rank that begins to wait has reported this to the launcher."""
 
@@ -24,7 +24,7 @@ class Waiting:
     """Whether one rank waits for others, and since when."""
 
     asked: float = float("-inf")
-    """Time (time.monotonic) at which the rank last asked how the other ranks are."""
+    """Time (time.monotonic) at which the rank last asked about the state of the other ranks."""
     acted: float = float("-inf")
     """Time (time.monotonic) at which the rank last asked anything or received an answer: a sign of life in addition to
     its steps."""
@@ -34,7 +34,8 @@ class Waiting:
     """Number of the rank's unanswered questions that wait for other ranks."""
 
     def ask(self, starts: bool, now: float) -> None:
-        """Record that the rank has asked how the other ranks are. starts: whether it waits for its first connection."""
+        """Record that the rank has asked about the state of the other ranks. starts: whether it waits for its first
+        connection."""
         self.asked = self.acted = now
         self.starts = starts
 

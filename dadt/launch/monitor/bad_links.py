@@ -1,4 +1,4 @@
-"""Decides which links between hosts are told to the user, as they hold up the averaging."""
+"""Finds links between hosts that slow down the averaging, for a warning to the user."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from collections.abc import Mapping, Sequence
 from dadt.launch.monitor.host_links import Recent, rate_text, share_text
 
 BUSY = 0.25
-"""Least share of the time in which bytes are under way on a link that holds up the averaging."""
+"""A link can slow down the averaging only if bytes are under way on it for at least this share of the time."""
 WAITING = 0.1
-"""Least share of the time that ranks wait while a link holds up the averaging."""
+"""A link counts as slowing down the averaging only if ranks wait for at least this share of the time."""
 LASTING_SECONDS = 10.0
-"""Seconds after which a link that holds up the averaging is told."""
+"""Seconds for which a link must slow down the averaging before the user is warned."""
 MOST_TOLD = 3
-"""Most links that one message names."""
+"""Most links that one warning names."""
 
 SLOW = 3.0
 """A link is slow if a quarter of the others have at least this many times its rate."""
 LOSSY = 0.005
-"""Least share of a lossy link's bytes that are sent again. Full queues lose as much on a sound network, so a lossy link
-also loses far more than a quarter of the others and is slower, or has no queue that could be full."""
+"""A link counts as lossy only if at least this share of its bytes is sent again. Full queues cause as many losses in a
+sound network, so a lossy link must also lose far more than a quarter of the other links and be slower, or carry so
+little that no queue can be full."""
 LOSSIER, SLOWER = 4.0, 4 / 3
 LEAST_RESENT = 64 << 10
 UNDER_WAY = 64 << 10
-"""Most bytes under way to a host, and from one, that every sound network has room for."""
+"""Number of bytes under way to or from a host for which every sound network has room."""
 
 Pair = tuple[str, str]
 
 
 class BadLinks:
-    """Finds slow and lossy links, and names each of them once."""
+    """Finds slow and lossy links between hosts, and reports each of them once."""
 
     def __init__(self) -> None:
         self._since: dict[Pair, float] = {}
         self._told: set[Pair] = set()
 
     def find(self, links: Mapping[Pair, Recent], waiting: float, now: float) -> str:
-        """Return a text for the user about links that have held up the averaging for some seconds; mostly empty.
+        """Return a warning about links that have slowed down the averaging for some seconds; usually empty.
 
-        links: what each link has carried in the last seconds. waiting: share of the time that ranks wait for averages.
+        links: the traffic of each link in the last seconds. waiting: share of the time that ranks wait for averages.
         """
         texts = []
         bad = self._bad(links) if waiting >= WAITING else {}
@@ -56,7 +57,7 @@ class BadLinks:
         return f"{named}{more}; ranks wait {100 * waiting:.0f} % of the time for averages"
 
     def _bad(self, links: Mapping[Pair, Recent]) -> dict[Pair, str]:
-        """Return what to say of each bad link."""
+        """Return a description of each bad link, by its pair of hosts."""
         bulk = {pair: link for pair, link in links.items() if link.rate is not None}
         rates = sorted(link.rate or 0.0 for link in bulk.values())
         ratios = sorted(link.resent_ratio for link in bulk.values())
@@ -81,7 +82,7 @@ class BadLinks:
 
 
 def _quartile(values: Sequence[float], own: float, quarters: int) -> float:
-    """Return a quartile of sorted values without one that equals `own`; 0 if there are no others."""
+    """Return a quartile of the sorted values, leaving out one value equal to `own`; 0 if there are no others."""
     if len(values) < 2:
         return 0.0
     at = (len(values) - 1) * quarters // 4

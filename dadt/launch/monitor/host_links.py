@@ -1,4 +1,4 @@
-"""What the links between hosts carry, from what ranks report of their connections."""
+"""Measures the traffic on the links between hosts, from the ranks' reports about their connections."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 from dadt.launch.members.member import Member
 
 WINDOW_SECONDS = 10.0
-"""Length in seconds of the window over which a link is judged."""
+"""Length in seconds of the window over which the traffic of a link is measured."""
 MARK_SECONDS = 1.0
 BULK_BYTES = 1 << 20
-"""Least bytes in the window of a link that has a rate: small messages take as long as their way, on any link."""
+"""A link has a rate only if it carried at least this many bytes in the window, since the time of a small message
+depends on latency alone."""
 MOST_SHOWN = 256
-"""Most links that are shown and exported: those that have carried most."""
+"""Most links that are shown and exported: those that have carried the most bytes."""
 
 
 class Mark(NamedTuple):
-    """What a link had carried at one time."""
+    """Totals of a link's traffic at one time."""
 
     seen: float
     sent: int = 0
@@ -31,7 +32,7 @@ class Mark(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """What a link carried in the last seconds."""
+    """The traffic on a link during the last seconds."""
 
     seconds: float
     sent: int
@@ -41,12 +42,12 @@ class Recent(NamedTuple):
 
     @property
     def under_way(self) -> float:
-        """Mean number of bytes that are on the way at a time, while any are."""
+        """Mean number of bytes under way at a time, averaged over the time in which any are."""
         return self.round_trip * self.sent / self.busy if self.busy > 0 else 0.0
 
     @property
     def rate(self) -> float | None:
-        """Bits per second while bytes were under way; None if there were too few."""
+        """Bits per second while bytes were under way; None if the link carried too few bytes."""
         return 8 * self.sent / self.busy if self.sent >= BULK_BYTES and self.busy > 0 else None
 
     @property
@@ -57,13 +58,15 @@ class Recent(NamedTuple):
 
 @dataclass(slots=True)
 class Part:
-    """What one rank has reported of a link: what earlier workers of the rank have, and the newest one."""
+    """One rank's reports about a link: the totals of the rank's earlier workers, and the last report of its newest
+    worker."""
 
     before: Mapping[str, float] = field(default_factory=dict)
     last: Mapping[str, float] = field(default_factory=dict)
 
     def hear(self, told: Mapping[str, float]) -> None:
-        if any(told[name] < self.last.get(name, 0) for name in ("sent", "received")):  # a new worker counts from 0
+        # a new worker of the rank counts from 0 again
+        if any(told[name] < self.last.get(name, 0) for name in ("sent", "received")):
             self.before = {name: self.total(name) for name in ("sent", "received", "resent", "busy")}
         self.last = told
 
@@ -78,9 +81,10 @@ class HostLink:
     source: str
     target: str
     parts: dict[tuple[int, int], Part] = field(default_factory=dict)
-    """What the ranks of `source` report, by rank and the rank that stands for the other host."""
+    """Reports of the ranks of `source`, by rank and the peer rank on the other host."""
     arrived: dict[tuple[int, int], Part] = field(default_factory=dict)
-    """The same of the ranks of `target`, which count what they receive."""
+    """Reports of the ranks of `target` about the bytes that they have received, by rank and the peer rank on the other
+    host."""
     _marks: deque[Mark] = field(default_factory=deque)
 
     @property
@@ -100,7 +104,7 @@ class HostLink:
 
     @property
     def _newest(self) -> Mapping[str, float]:
-        """The last report of the rank that has sent most."""
+        """The last report of the rank that has sent the most bytes over this link."""
         return max((part.last for part in self.parts.values()), key=itemgetter("sent"))
 
     def mark(self, now: float) -> None:
@@ -111,9 +115,10 @@ class HostLink:
             self._marks.popleft()
 
     def recent(self, now: float) -> Recent:
-        """Return what the link carried in the last seconds; nothing if ranks have reported nothing."""
+        """Return the traffic on the link during the last seconds; zeros if no rank has reported any."""
         first, last = self._marks[0], self._marks[-1]
-        if now - last.seen > max(WINDOW_SECONDS, 2 * (last.seen - first.seen)):  # steps may take longer than the window
+        # a step, and so the time between two reports, may take longer than the window
+        if now - last.seen > max(WINDOW_SECONDS, 2 * (last.seen - first.seen)):
             return Recent(0.0, 0, 0, 0.0)
         sums = (last.sent - first.sent, last.resent - first.resent, last.busy - first.busy)
         round_trip = statistics.fmean(mark.round_trip for mark in self._marks)
@@ -143,7 +148,7 @@ class HostLinks:
         self._links: dict[tuple[str, str], HostLink] = {}
 
     def hear(self, rank: int, told: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Take what a rank reports of its links. Those with ranks that the job does not have are ignored."""
+        """Record a rank's report about its links. Links to ranks that do not exist are ignored."""
         here = self._members[rank].host
         for row in told:
             key = rank, row["peer"]
@@ -163,7 +168,7 @@ class HostLinks:
 
     @property
     def most(self) -> list[HostLink]:
-        """The links that have carried most, sorted by name."""
+        """The links that have carried the most bytes, sorted by name."""
         links = [link for link in self._links.values() if link.parts]
         return sorted(sorted(links, key=attrgetter("sent"))[-MOST_SHOWN:], key=attrgetter("source", "target"))
 
@@ -171,7 +176,7 @@ class HostLinks:
         return [link.describe(now) for link in self.most]
 
     def recent(self, now: float) -> dict[tuple[str, str], Recent]:
-        """Return what each link has carried in the last seconds, by the names of its hosts."""
+        """Return the traffic on each link during the last seconds, by the names of its hosts."""
         return {name: link.recent(now) for name, link in self._links.items() if link.parts}
 
 

@@ -27,7 +27,7 @@ median rank makes in this many seconds."""
 LAG_STEPS = 2
 LINE_BYTES = 1024
 LOOK_SECONDS = 1.0
-"""Least seconds between two looks for links between hosts that hold up the averaging."""
+"""Least seconds between two searches for links between hosts that slow down the averaging."""
 ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
@@ -232,7 +232,7 @@ class Watch:
         self._outbox.note("join", generation=member.generation, rank=member.rank, pid=member.pid, host=member.host)
 
     def turn(self, now: float) -> None:
-        """Tell the user of links between hosts that hold up the averaging. Call regularly."""
+        """Warn the user about links between hosts that slow down the averaging. Call regularly."""
         if now < self._links_due:
             return
         self._links_due = now + LOOK_SECONDS

@@ -59,7 +59,7 @@ class Attempts:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(self._try_twice(host))
-                except BaseException as error:  # noqa: BLE001 (the future's owner gets it)
+                except BaseException as error:  # noqa: BLE001 (the future passes any exception on to its owner)
                     future.set_exception(error)
 
     def _try_twice(self, host: Host) -> Channel:

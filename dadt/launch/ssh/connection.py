@@ -87,7 +87,7 @@ class Jumps:
 def _fill(future: Future[SshConnection], connect: Callable[[], SshConnection]) -> None:
     try:
         future.set_result(connect())
-    except BaseException as error:  # noqa: BLE001 (everyone who waits on the future gets it)
+    except BaseException as error:  # noqa: BLE001 (the future passes any exception on to all who wait)
         future.set_exception(error)
 
 

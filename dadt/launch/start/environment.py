@@ -113,9 +113,9 @@ def torchrun(config: Config, job: str, restarts: int) -> dict[str, str]:
 
 
 def own(slot: Slot, job: str, torch: TorchWorld | None, *, told: bool, restarts: int, joins: bool) -> dict[str, str]:
-    """Return the variables that differ between workers. torch: its place as torchrun's variables tell it; None to set
-    none of them. told: the script's arguments contain its rank. restarts: how often the job has been restarted. joins:
-    the worker joins a running job."""
+    """Return the variables that differ between workers. torch: the worker's place for torchrun's variables; None to
+    leave these variables unset. told: the script's arguments contain its rank. restarts: how often the job has been
+    restarted. joins: the worker joins a running job."""
     result = replace(slot.world(job), rank_in_arguments=told, restarts=restarts, joins=joins).to_env()
     if torch is not None:
         result.update(
@@ -131,7 +131,7 @@ def own(slot: Slot, job: str, torch: TorchWorld | None, *, told: bool, restarts:
             MASTER_PORT=str(torch.port),
         )
         if torch.gpus:
-            result["DADT_GPUS"] = torch.gpus  # among which the script chooses by LOCAL_RANK
+            result["DADT_GPUS"] = torch.gpus  # the script chooses one of these GPUs by LOCAL_RANK
     result["DADT_THREADS"] = str(slot.threads)
     if slot.gpu is not None:
         result["CUDA_VISIBLE_DEVICES"] = slot.gpu

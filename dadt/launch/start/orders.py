@@ -51,8 +51,8 @@ def orders(where: Placed) -> Iterator[Frame]:
 
 
 def order_to_join(where: Placed, place: int) -> Frame:
-    """Return the order to start workers for the agent of a host that now has this place in the running job. Its workers
-    learn who writes files in a shared folder when they have joined."""
+    """Return the order to start workers for the agent of a host that has taken over this place in the running job. When
+    its workers join, they learn which rank writes files in a shared folder."""
     slots = [slot for slot in where.slots if slot.cross_rank == place]
     return _order(where, slots, where.nodes[place], _common(where), {}, beats=heartbeats(where), joins=True)
 
@@ -103,7 +103,7 @@ def _order(
         "secret": where.secret,
     }
     if number := of_checkpoint(where.config):
-        # whether the ranks of other hosts can continue training without this host's
+        # Whether the ranks of other hosts can continue training without this host.
         least = where.config.min_np * (slots[0].island_size or 1)
         alone = 0 < least <= len(where.slots) - len(slots)
         header |= {"checkpoint": {"number": number, "grace": where.config.grace, "alone": alone}}

@@ -34,7 +34,7 @@ class Placed:
     """Place of each worker, by rank. When a host joins the running job in place of a lost one, the places of its ranks
     are replaced."""
     torch: Sequence[TorchWorld]
-    """What torch is told of each rank's place."""
+    """Each rank's place as torch sees it, by rank."""
     secret: str
     """Random hexadecimal secret that the launcher, the agents and the workers of this job share."""
     why: str = ""
@@ -91,12 +91,12 @@ def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> t
     none was set; also the reason for the chosen executors."""
     if config.seed < 0:
         config = replace(config, seed=secrets.randbelow(2**31))
-    # Of ranks that exchange with each other: all, or those with the same place in their islands.
+    # Count only ranks that exchange with each other: all ranks, or those with the same place in their islands.
     workers = Counter(slot.cross_rank for slot in slots if slot.rank % (slot.island_size or 1) == 0)
     return choose(config, [_place(workers[index], node) for index, node in enumerate(nodes) if workers[index]])
 
 
 def _place(workers: int, node: Node) -> HostWorkers:
     usable = not str(node.report.get("torch", "")).endswith("+cpu")
-    # a GPU that workers share, as Ray allows, counts once
+    # with Ray, workers may share a GPU, which counts once
     return HostWorkers(node.name, workers, len({*node.report["gpus"]}) if usable else 0)

@@ -63,7 +63,8 @@ class Plan:
 
     @property
     def timeline(self) -> Path | None:
-        """The file of `--timeline` if it is known to lie on this host, else None, as before Ray places the workers."""
+        """The file of `--timeline` if it is known to be on this host; None if not, or if it is still unknown because
+        Ray has not placed the workers yet."""
         first = next(iter(self.hosts), None)
         if not self.config.timeline or first is None or isinstance(first, ray.RayHost):
             return None

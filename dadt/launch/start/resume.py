@@ -38,10 +38,10 @@ def configured(
     own = files.newest(root) if restarts and not refused else None
     if restarts:
         files.set_aside(root, own, restarts)
-    asked = found(config) if config.resume and own is None and not refused else own
+    asked = source(config)[1] if config.resume and own is None and not refused else own
     config = replace(config, snapshot_dir="" if config.snapshot_every == NEVER else str(root), resume=str(asked or ""))
     if asked is not None and config.seed < 0:
-        # with the same seed the script draws the same random numbers as before
+        # With the same seed, the script draws the same random numbers as before.
         config = replace(config, seed=files.told(asked)["seed"])
     return config
 
@@ -57,19 +57,15 @@ def settled(config: Config, ranks: int, restarts: int, files: SnapshotFiles = sn
         if config.snapshot_dir:
             files.set_aside(Path(config.snapshot_dir), None, restarts)
         config = replace(config, resume="")
-    # with one worker there is nothing to average, so no delayed or compressed averages are needed
+    # With one worker there is nothing to average, so no delayed or compressed averages are needed.
     if ranks == 1 and config.resume and shares > 1:
         config = replace(config, algorithm="sync", compression="none")
     return config
 
 
-def found(config: Config) -> Path:
-    """Return the snapshot that --resume names by its job, by its folder, or as `last`. Raises ConfigError."""
-    return source(config)[1]
-
-
 def source(config: Config) -> tuple[Path, Path]:
-    """Return the folder of the job that --resume names, and the snapshot to resume from. Raises ConfigError."""
+    """Return the folder of the job that --resume names, by the job, by a snapshot's folder, or as `last`, and the
+    snapshot to resume from. Raises ConfigError."""
     logs = Path(config.log_dir).absolute()
     try:
         return _last(logs, config.snapshot_dir) if config.resume == LAST else _named(config.resume, logs, config)

@@ -139,7 +139,7 @@ def _own(path: Path) -> bytes:
 
 
 def _checked(told: Any) -> SavedStart:
-    """Validate what was parsed from start.json and return it as a Start. Raises ValueError, KeyError, TypeError or
+    """Validate the content of start.json and return it as a SavedStart. Raises ValueError, KeyError, TypeError or
     AttributeError."""
     facts = {name: told[name] for name in CHECKS}
     kinds = {field.name: type(field.default) for field in fields(Config) if field.name not in NOT_KEPT}

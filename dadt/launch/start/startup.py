@@ -103,7 +103,7 @@ def await_agents(
         event = yield deadline.look_at
         now = event.now
         begin += deadline.turn(now)
-        if isinstance(event, TimeReached):  # every event until now has been passed
+        if isinstance(event, TimeReached):  # all events until this time have been handled
             if now >= deadline.at:
                 break
             continue
@@ -179,7 +179,7 @@ def _await_probes(nodes: Sequence[Node], now: float) -> Steps[tuple[dict[Node, F
         event = yield deadline.look_at
         now = event.now
         deadline.turn(now)
-        if isinstance(event, TimeReached):  # every event until now has been passed
+        if isinstance(event, TimeReached):  # all events until this time have been handled
             if now >= deadline.at:
                 late = ", ".join(node.name for node in nodes if node not in reached)
                 raise LaunchError(f"{late}: did not tell within {PROBE_SECONDS:g} s what it reaches of other hosts")
@@ -197,8 +197,8 @@ def _offer(node: Node) -> str:
 
 
 def _refuse(failures: Mapping[Node, str], timeout: float, again: bool, outbox: Outbox) -> None:
-    """Raise the error of a job in which these hosts failed. timeout: seconds that have passed; 0 if it was not for
-    them."""
+    """Raise the error for a job in which these hosts failed. timeout: seconds that have passed, if the hosts failed
+    because they were too slow; otherwise 0."""
     kind: Callable[[str], LaunchError | StartTimeout] = StartTimeout if timeout else LaunchError
     texts = [f"{node.name}: {text}" if node.name else text for node, text in failures.items()]
     if len(texts) == 1 and not next(iter(failures)).name:

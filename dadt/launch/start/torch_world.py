@@ -1,5 +1,5 @@
-"""Ranks as torch knows them in the script: of the whole job, or of an island, whose ranks are a torch world of their
-own."""
+"""Computes the ranks that torch sees in the script: those of the whole job, or of an island, whose ranks form a torch
+world of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dadt.launch.members.node import Node
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchWorld:
-    """What torchrun would tell a worker of its place. Each host counts as one group."""
+    """A worker's rank and place, as torchrun would pass them to the worker. Each host counts as one group."""
 
     rank: int
     world_size: int
@@ -26,20 +26,20 @@ class TorchWorld:
     group_count: int
     address: str
     port: int
-    """Where the first rank serves torch's rendezvous."""
+    """Port on which the first rank serves torch's rendezvous."""
     gpus: str = ""
     """The GPUs of an island's ranks on this host, as CUDA_VISIBLE_DEVICES names them; empty without islands or GPUs."""
 
 
 def fewest(config: Config) -> int:
-    """Return how many workers training needs to begin: `--min-np`, or all where there is none, and for islands, which
-    begin whole; 0 if the hosts decide."""
+    """Return the number of workers that training needs to begin: `--min-np` if given, otherwise all; with islands, all
+    of them. 0 if the hosts determine the number."""
     return config.np if in_islands(config.island) else config.min_np or config.np
 
 
 def island_size(text: str, slots: Sequence[Slot]) -> int:
-    """Return how many ranks make an island, by the text of `--island`; 0 without islands. Raises ConfigError if the
-    ranks cannot be divided so."""
+    """Return the number of ranks in an island for this value of `--island`; 0 without islands. Raises ConfigError if
+    the ranks cannot be divided into equal islands."""
     if not in_islands(text):
         return 0
     shares = sorted({slot.local_size for slot in slots}, reverse=True)
@@ -57,15 +57,15 @@ def island_size(text: str, slots: Sequence[Slot]) -> int:
 
 
 def may_divide(text: str, slots: Sequence[Slot]) -> bool:
-    """Return whether the job is to begin again with islands of whole hosts if the script turns out to shard its model
-    over all of them."""
+    """Return whether the job starts again, with each host as an island, if the script turns out to shard its model over
+    all ranks."""
     return text == "auto" and slots[0].world_size > slots[0].local_size > 1 and len({s.local_size for s in slots}) == 1
 
 
 def worlds(slots: Sequence[Slot], nodes: Sequence[Node], size: int) -> list[TorchWorld]:
     """Return each rank's TorchWorld, by rank. size: ranks of an island; 0 without islands."""
     size = size or len(slots)
-    begun = [0] * len(nodes)  # islands whose first rank is on this host
+    begun = [0] * len(nodes)  # for each host, the number of islands whose first rank is on the host
     found: list[TorchWorld] = []
     for begin in range(0, len(slots), size):
         island = slots[begin : begin + size]

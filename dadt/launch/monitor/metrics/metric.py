@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
 from dadt.launch.monitor.watch import Gauge
 
+Source = TypeVar("Source")
 
-class Metric(NamedTuple):
-    """One metric of a rank. By the conventions of Prometheus its name ends with the unit, or with `_total` if the value
-    only grows."""
+
+@dataclass(frozen=True, slots=True)
+class Metric(Generic[Source]):
+    """One metric of a rank, or of the link from one host to another. As is usual with Prometheus, its name ends with
+    the unit, or with `_total` if the value only grows."""
 
     name: str
     help: str
-    value: Callable[[Gauge], float | None]
-    """Returns the metric's value for a rank; None while it is unknown."""
+    value: Callable[[Source], float | None]
+    """Returns the metric's value from the gauge of a rank or the description of a link; None while it is unknown."""
 
     @property
     def grows(self) -> bool:
@@ -41,7 +45,7 @@ def _compression(gauge: Gauge) -> float | None:
     return gauge.numbers["plain"] / sent if sent else None
 
 
-METRICS = (
+METRICS: tuple[Metric[Gauge], ...] = (
     Metric("steps_total", "Optimizer steps.", lambda gauge: max(0, gauge.member.step)),
     Metric("steps_per_second", "Over the last five seconds.", _speed("steps")),
     Metric("samples_total", "Samples drawn for training.", lambda gauge: gauge.samples or None),
@@ -68,25 +72,10 @@ METRICS = (
 )
 
 
-class LinkMetric(NamedTuple):
-    """One metric of the link from one host to another."""
-
-    name: str
-    help: str
-    value: Callable[[Mapping[str, Any]], float | None]
-    """Returns the metric's value from the description of a link; None while it is unknown."""
-
-    @property
-    def grows(self) -> bool:
-        return self.name.endswith("_total")
-
-
-LINK_METRICS = (
-    LinkMetric("link_sent_bytes_total", "Sent from one host to another, and arrived.", itemgetter("sent")),
-    LinkMetric("link_resent_bytes_total", "Sent again, as they were lost or late.", itemgetter("resent")),
-    LinkMetric(
-        "link_bits_per_second", "Over the last ten seconds, while bytes were under way.", itemgetter("recent_rate")
-    ),
-    LinkMetric("link_round_trip_seconds", "As TCP measures it.", itemgetter("round_trip")),
-    LinkMetric("link_queue_bytes", "Waiting in the kernel to be sent.", itemgetter("queued")),
+LINK_METRICS: tuple[Metric[Mapping[str, Any]], ...] = (
+    Metric("link_sent_bytes_total", "Sent from one host to another, and arrived.", itemgetter("sent")),
+    Metric("link_resent_bytes_total", "Sent again, as they were lost or late.", itemgetter("resent")),
+    Metric("link_bits_per_second", "Over the last ten seconds, while bytes were under way.", itemgetter("recent_rate")),
+    Metric("link_round_trip_seconds", "As TCP measures it.", itemgetter("round_trip")),
+    Metric("link_queue_bytes", "Waiting in the kernel to be sent.", itemgetter("queued")),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import (
@@ -13,13 +13,13 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
-    Metric,
 )
+from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from dadt.control.step_times import PER_DOUBLING
 from dadt.errors import ConfigError
-from dadt.launch.monitor.metrics.metric import LINK_METRICS, METRICS
+from dadt.launch.monitor.metrics.metric import LINK_METRICS, METRICS, Metric, Source
 from dadt.launch.monitor.watch import Watch
 
 LOOPBACK = "127.0.0.1"
@@ -43,7 +43,7 @@ class Prometheus(Collector):
         host = host.strip("[]") or LOOPBACK
         if not PORT.fullmatch(port) or int(port) > 65535:
             raise ConfigError(f"--metrics prometheus:{place}: give a port, as prometheus:9100, or HOST:PORT")
-        self._families: list[Metric] = []
+        self._families: list[MetricFamily] = []
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -64,7 +64,7 @@ class Prometheus(Collector):
         self.tick()
         return f"metrics for Prometheus at {self._address}"
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[MetricFamily]:
         yield from self._families
 
     def tick(self) -> float:
@@ -81,34 +81,32 @@ class Prometheus(Collector):
             self._server.server_close()
             self._thread.join()
 
-    def _look(self) -> list[Metric]:
+    def _look(self) -> list[MetricFamily]:
         job = self._facts["job"]
-        families: list[Metric] = [InfoMetricFamily("dadt_job", "What runs.", dict(self._facts))]
+        families: list[MetricFamily] = [InfoMetricFamily("dadt_job", "What runs.", dict(self._facts))]
         labelled = [((job, str(gauge.rank), gauge.host or "localhost"), gauge) for gauge in self._watch.gauges]
-        for metric in METRICS:
-            kind = CounterMetricFamily if metric.grows else GaugeMetricFamily
-            family = kind(f"dadt_{metric.name}", metric.help, labels=LABELS)
-            for labels, gauge in labelled:
-                if (value := metric.value(gauge)) is not None:
-                    family.add_metric(labels, value)
-            families.append(family)
+        families += [_family(metric, LABELS, labelled) for metric in METRICS]
         times = HistogramMetricFamily(
             "dadt_step_seconds", "From the end of a step to the end of the next.", labels=LABELS
         )
         for labels, gauge in labelled:
             if told := gauge.numbers.get("step_times"):
                 times.add_metric(labels, _buckets(told["counts"]), told["seconds"])
-        return [*families, times, *self._links()]
+        links = [((job, link["source"], link["target"]), link) for link in self._watch.links.describe(time.monotonic())]
+        return [*families, times, *(_family(metric, LINK_LABELS, links) for metric in LINK_METRICS if links)]
 
-    def _links(self) -> Iterator[Metric]:
-        links = self._watch.links.describe(time.monotonic())
-        for metric in LINK_METRICS if links else ():
-            kind = CounterMetricFamily if metric.grows else GaugeMetricFamily
-            family = kind(f"dadt_{metric.name}", metric.help, labels=LINK_LABELS)
-            for link in links:
-                if (value := metric.value(link)) is not None:
-                    family.add_metric((self._facts["job"], link["source"], link["target"]), value)
-            yield family
+
+def _family(
+    metric: Metric[Source], names: Sequence[str], sources: Iterable[tuple[Sequence[str], Source]]
+) -> MetricFamily:
+    """Return the values of a metric, for the ranks or links that have a value. names: the names of the labels.
+    sources: each rank or link, after the values of its labels."""
+    kind = CounterMetricFamily if metric.grows else GaugeMetricFamily
+    family = kind(f"dadt_{metric.name}", metric.help, labels=names)
+    for labels, source in sources:
+        if (value := metric.value(source)) is not None:
+            family.add_metric(labels, value)
+    return family
 
 
 def _buckets(counts: Mapping[str, int]) -> list[tuple[str, float]]:
