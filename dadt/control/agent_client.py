@@ -25,7 +25,7 @@ from dadt.world import World
 REPORT_SECONDS = 0.2
 """Least seconds between two reports of a step's numbers, such as samples processed and seconds waited."""
 MOST_REPORTS = 5000
-"""Most of these reports a second from all ranks together, which all go to the launcher."""
+"""Most reports of such numbers that the ranks together may send in a second, as the launcher receives all of them."""
 LISTENER_SECONDS = 1.0
 """Seconds to wait for the listening thread to end."""
 ANSWER_SECONDS = 10.0
@@ -37,7 +37,7 @@ LOOK_SECONDS = 0.1
 
 
 def report_seconds(ranks: int) -> float:
-    """Return the least seconds between two reports of a rank's numbers in a job of so many ranks."""
+    """Return the least seconds between two reports of one rank's numbers, in a job with this number of ranks."""
     return max(REPORT_SECONDS, ranks / MOST_REPORTS)
 
 
@@ -150,7 +150,7 @@ def _dial(world: World) -> socket.socket:
     while True:
         try:
             return connect_to(line_of(world.agent, world.local_rank))
-        # the socket was removed, for example by a cleanup of /tmp; the agent creates it again
+        # The socket was removed, for example by a cleanup of /tmp; the agent creates it again.
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 raise

@@ -157,7 +157,7 @@ class Listener:
                 guard(connection, self._silence)
                 self._take(met[0], SealedConnection(connection, met[1]))
                 taken = True
-        except Exception as error:  # noqa: BLE001 (whatever is wrong with one that connects ends its connection only)
+        except Exception as error:  # noqa: BLE001 (any error of a client's connection ends this connection only)
             self._tell(connection, error)
         finally:
             self._entrance.settle(connection)
@@ -194,12 +194,9 @@ class Listener:
 def dial(
     find: Callable[[], Reach], hello: Words, deadline: float, whom: str = "the launcher"
 ) -> tuple[SealedConnection, Words, str]:
-    """Connect to the launcher, or to whom `whom` says in texts of errors. Returns the connection, the answer, and the
-    address that worked.
-
-    find: returns where the launcher listens, or raises Unreached while this is unknown; called before each round of
-    attempts. Raises Refused, or Unreached after the deadline.
-    """
+    """Connect to the launcher, or to another listener, which error messages call `whom`. Returns the connection, the
+    answer, and the address that worked. find: returns where the launcher listens, or raises Unreached while this is
+    unknown; called before each round of attempts. Raises Refused, or Unreached after the deadline."""
     pause, longest = PAUSES
     while True:
         try:

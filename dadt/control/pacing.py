@@ -33,7 +33,7 @@ def paced(rate: float) -> Iterator[None]:
 
 def _connections() -> Iterator[socket.socket]:
     """Yield duplicates of this process's TCP sockets; each is closed when the next one is requested."""
-    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 (numbers are wanted)
+    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 (only the names are needed, as numbers)
         try:
             copy = os.dup(int(descriptor))
         except OSError:  # the descriptor was closed in the meantime

@@ -1,4 +1,4 @@
-"""Reads what the kernel tells of a process in /proc."""
+"""Reads facts about processes from the kernel's files in /proc."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def stat_fields(folder: Path) -> list[str]:
-    """Return the fields of a process's or thread's file `stat` from the state onwards; empty if it has ended. folder:
-    its folder in /proc."""
+    """Return the fields of the file `stat` of a process or thread, from the state onwards; empty if it has ended.
+    folder: the folder of the process or thread in /proc."""
     try:
         # The process's name, which stands before the state in parentheses, may itself contain spaces and parentheses.
         return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -18,8 +18,8 @@ def stat_fields(folder: Path) -> list[str]:
 
 
 def ancestors() -> Iterator[int]:
-    """Yield the ids of this process's ancestors, nearest first, but for the first process of all. Ends early behind one
-    that has ended in the meantime, or is hidden."""
+    """Yield the ids of this process's ancestors, nearest first, except process 1. Ends early after an ancestor that has
+    ended or is hidden."""
     pid = os.getppid()
     while pid > 1:
         yield pid

@@ -19,7 +19,7 @@ class Marker:
         self.content = os.urandom(16).hex()
         self._folder = Path(folder)
         self._made = False
-        with suppress(OSError):  # no writer needs to be agreed on for a folder in which this host cannot write
+        with suppress(OSError):  # a folder in which this host cannot write needs no agreement on a writer
             (self._folder / self.name).write_text(self.content)
             self._made = True
 

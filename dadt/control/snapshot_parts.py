@@ -1,9 +1,8 @@
-"""Decides which snapshots are complete, which are kept, and what a rank resumes from, by what the parts of ranks say of
-themselves.
-
-Ranks that are lost may have written a part, a rank that has caught up after a loss takes its snapshot later than the
-others, and a disk of a host may hold parts of an earlier attempt to run the job. So only parts of one generation of
-ranks in one attempt belong together.
+"""Decides which snapshots are complete, which are kept, and from which parts a rank resumes, by the descriptions that
+ranks have written with their parts.
+A rank that is lost later may have written a part, a rank that catches up after a loss takes its snapshot later than the
+others, and a host's disk may hold parts of an earlier attempt to run the job. Therefore only parts that the same
+generation of ranks has written in the same attempt belong together.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one rank resumes from."""
+    """The parts of a snapshot from which one rank resumes."""
 
     common: int
-    """The rank whose part holds what all ranks have in common."""
+    """The rank whose part contains the state that all ranks have in common."""
     own: int | None
     """This rank, if it has a part of its own; None if it was lost when the snapshot was taken."""
     is_exact: bool
-    """Whether all ranks that took the snapshot, and no others, resume from it, each with its own state, and not only
-    with the state that all ranks have in common."""
+    """Whether exactly the ranks that took the snapshot resume from it, each with its own state besides the common one.
+    """
     batch: str
     """Hash of the arguments of the first training forward after the snapshot; empty if unknown."""
 
 
 def taken_together(parts: Mapping[int, Part]) -> Mapping[int, Part]:
-    """Return the parts of the newest generation of ranks, in the order of ranks. parts: of at least one rank."""
+    """Return the parts that the newest generation of ranks has written, in the order of ranks. parts: at least one."""
 
     def age(part: Part) -> tuple[int, int]:
         return part["attempt"], part["generation"]
@@ -48,8 +47,8 @@ def taken_together(parts: Mapping[int, Part]) -> Mapping[int, Part]:
 
 
 def is_whole(parts: Mapping[int, Part]) -> bool:
-    """Return whether all ranks that were training at this step have written their parts. parts: those that are there,
-    and not torn, by rank."""
+    """Return whether all ranks that were training when the snapshot was taken have written their parts. parts: the
+    parts that exist and are not torn, by rank."""
     if not parts:
         return False
     together = taken_together(parts)
@@ -57,19 +56,19 @@ def is_whole(parts: Mapping[int, Part]) -> bool:
 
 
 def outdated(complete: Sequence[Snapshot]) -> Sequence[Snapshot]:
-    """Return which snapshots need not be kept. complete: the complete ones in the order of steps."""
+    """Return the snapshots that need not be kept. complete: the complete snapshots in the order of their steps."""
     return complete[:-KEPT]
 
 
 def superseded(taken: Iterable[Ordered], last: Ordered) -> list[Ordered]:
-    """Return which snapshots an attempt that resumes from `last` must not find, as it takes others after the same
-    steps. taken: the complete ones and those that are not, by their steps or folders."""
+    """Return the snapshots that are newer than `last`. An attempt that resumes from `last` must not find them, as it
+    takes new ones after the same steps. taken: all snapshots, also incomplete ones, as steps or folders."""
     return [each for each in taken if each > last]
 
 
 def source(parts: Mapping[int, Part], rank: int, world_size: int) -> Source:
-    """Return what a rank resumes from. parts: those that are there, at least one, by rank. world_size: the number of
-    ranks that resume."""
+    """Return the parts from which a rank resumes. parts: the parts that exist, at least one, by rank. world_size: the
+    number of ranks that resume."""
     together = taken_together(parts)
     common = next((each for each, part in together.items() if part["common"]), next(iter(together)))
     is_there = rank in together

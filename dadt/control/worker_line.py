@@ -20,11 +20,9 @@ SHOWN = 4096
 
 
 class WorkerLine:
-    """A worker's connection to the agent of its host; subclasses send its reports and questions. Without an agent, as
-    another launcher started the ranks, some are ignored or refused.
-
-    Thread-safe. Usable only in the process that connected: in a forked child every method raises DadtError.
-    """
+    """A worker's connection to the agent of its host; subclasses send its reports and questions. If another launcher
+    started the ranks, there is no agent, and some reports and questions are ignored or refused. Thread-safe. Usable
+    only in the process that connected: in a forked child every method raises DadtError."""
 
     world: World
     secret: bytes
