@@ -55,7 +55,7 @@ def check_compression(name: str) -> None:
 
 
 def check_momentum(algorithm: str, compression: str) -> None:
-    """Raise ConfigError if the algorithm's ranks exchange nothing of which momentum could be made."""
+    """Raise ConfigError if momentum is to be compressed, but the algorithm's ranks exchange none."""
     if compression.startswith("momentum") and algorithm in ("local", "gossip"):
         raise ConfigError(
             f"--compression {compression}: the ranks of --algorithm {algorithm} exchange weights, and no momentum;"
@@ -64,12 +64,14 @@ def check_momentum(algorithm: str, compression: str) -> None:
 
 
 def round_steps(sync_every: str) -> int:
-    """Return how many steps a round of `local` takes; with auto, the longest one unless its exchange takes longer."""
+    """Return the number of steps in a round of --algorithm local. With --sync-every auto, this is the longest round,
+    unless an exchange takes even longer."""
     return 32 if sync_every == "auto" else int(sync_every)
 
 
 def check_rounds(sync_every: str, steps: str, fragments: int) -> None:
-    """Raise ConfigError if steps of `local` are no numbers, or if means would be merged after the next ones."""
+    """Raise ConfigError if --fragments, --sync-every or --overlap-steps (`steps`) is no valid number, or if the
+    averages of one round would be merged only after those of the next."""
     if fragments < 1:
         raise ConfigError(f"--fragments {fragments}: must be 1 or more")
     if sync_every != "auto" and not (sync_every.isdecimal() and int(sync_every) > 0):
@@ -83,8 +85,8 @@ def check_rounds(sync_every: str, steps: str, fragments: int) -> None:
 
 
 def check_auto(algorithm: str, compression: str, steps: int) -> None:
-    """Raise ConfigError if the algorithm or compression is `auto`, and there are too few synchronous steps in which to
-    measure."""
+    """Raise ConfigError if the algorithm or the compression is `auto`, but there are too few synchronous steps to
+    measure the candidates."""
     if compression == "auto" and algorithm not in COMPRESSES:
         raise ConfigError(
             f"--compression auto: --algorithm {algorithm} has no synchronous steps in which it could be measured;"
@@ -96,13 +98,13 @@ def check_auto(algorithm: str, compression: str, steps: int) -> None:
 
 
 def check_min_np(least: int, np: int, algorithm: str, executors: Iterable[str], launcher: str, nnodes: int) -> None:
-    """Raises ConfigError if `--min-np` cannot be used with these settings."""
+    """Raise ConfigError if `--min-np` cannot be used with these settings."""
     given = f"--min-np {least}"
     if np and least > np:
         raise ConfigError(f"{given}: -np {np} starts no more; give {np} or less")
     if algorithm not in SURVIVING:
         raise ConfigError(f"{given}: --algorithm {algorithm} ends with any of its ranks; give pipe or sync")
-    # `null` is what `auto` becomes where only one worker fits.
+    # With only one worker, `auto` has become `null`.
     for name in sorted({*executors} - {"", "auto", "null", *SURVIVING_EXECUTORS}):
         raise ConfigError(
             f"{given}: --executor {name} ends with any of its ranks; give shm, tcp, gloo, hierarchical or nccl"
@@ -135,11 +137,11 @@ ISLAND_VALUES: Mapping[str, Collection[object]] = {
     "snapshot_every": ("auto", "never"),
     "weigh": ("auto", "samples"),
 }
-"""Values of options with which there may be islands."""
+"""Values that these options must have in a job with islands."""
 UNEQUAL = ("speed", "memory")
 """Values of `--batch` with which ranks may get different numbers of samples."""
 UNEQUAL_VALUES: Mapping[str, Collection[object]] = {"island": ("off",), **ISLAND_VALUES}
-"""Values of options with which they may."""
+"""Values that these options must have if ranks may get different numbers of samples."""
 
 
 def in_islands(island: str) -> bool:
@@ -148,8 +150,8 @@ def in_islands(island: str) -> bool:
 
 
 def check_island(text: str, setting: Callable[[str], object]) -> None:
-    """Raise ConfigError if `--island` has no such value, or cannot be used with other settings. setting: returns the
-    value of one, by name."""
+    """Raise ConfigError if the value of `--island` is invalid, or conflicts with other settings. setting: returns the
+    value of a setting, given its name."""
     if text not in ("off", "host", "auto") and not re.fullmatch("[1-9][0-9]{0,5}", text):
         raise ConfigError(f"--island {text}: give off, auto, host, or a number of workers")
     if text != "off":
@@ -157,7 +159,8 @@ def check_island(text: str, setting: Callable[[str], object]) -> None:
 
 
 def check_batch(text: str, setting: Callable[[str], object]) -> None:
-    """Raise ConfigError if `--batch` cannot be used with other settings. setting: returns the value of one, by name."""
+    """Raise ConfigError if `--batch` conflicts with other settings. setting: returns the value of a setting, given its
+    name."""
     if text in UNEQUAL:
         valid = {**UNEQUAL_VALUES, **({"algorithm": ("pipe", "sync")} if text == "speed" else {})}
         _check_values(f"--batch {text}", "does not know parts of different sizes", valid, setting)
@@ -187,8 +190,8 @@ itself, and none otherwise."""
 
 
 def snapshot_interval(text: str) -> tuple[int, float]:
-    """Parse `--snapshot-every`: the steps between two snapshots and 0, or 0 and the seconds between them. Raises
-    ConfigError."""
+    """Parse `--snapshot-every`. Returns the steps between two snapshots and 0, or 0 and the seconds between them.
+    Raises ConfigError."""
     if text == AUTO:
         return 0, 600.0
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(steps?|s|min|h)", text)
@@ -201,7 +204,7 @@ def snapshot_interval(text: str) -> tuple[int, float]:
 
 
 def check_snapshots(every: str, algorithm: str) -> None:
-    """Raises ConfigError where `--snapshot-every` is not valid, or the algorithm cannot take snapshots."""
+    """Raise ConfigError if `--snapshot-every` is invalid, or the algorithm cannot take snapshots."""
     if every in (NEVER, AUTO):
         return
     snapshot_interval(every)
@@ -210,7 +213,7 @@ def check_snapshots(every: str, algorithm: str) -> None:
 
 
 def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None:
-    """Raise ConfigError if hosts are given by a discovery script and in another way, too. named: hosts given by -H or
+    """Raise ConfigError if hosts are given both by a discovery script and in another way. named: hosts given by -H or
     --hostfile."""
     if not script:
         return
@@ -222,8 +225,8 @@ def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None
 
 
 def check_replicas(algorithm: str, on_nan: str, verify_every: int, redistribute: bool, least: int) -> None:
-    """Raise ConfigError if `--redistribute` lacks `--min-np`, or if an option needs ranks with equal weights, or ranks
-    that wait for each other, and the algorithm has no such ranks. least: the value of --min-np."""
+    """Raise ConfigError if `--redistribute` is given without `--min-np`, or if an option needs ranks that have equal
+    weights or wait for each other, and those of the algorithm do not. least: the value of --min-np."""
     if redistribute and not least:
         raise ConfigError("--redistribute divides what a lost worker leaves, but one ends the job: give --min-np M")
     if algorithm not in ("local", "gossip"):
@@ -306,7 +309,7 @@ def loader_numbers(name: str, text: str) -> set[int] | None:
 
 
 def check_shares(share: str, no_share: str) -> None:
-    """Raise ConfigError if `--share` and `--no-share` are no lists of DataLoaders, or name one both."""
+    """Raise ConfigError if `--share` or `--no-share` is no list of DataLoaders, or if both name the same one."""
     shared, not_shared = loader_numbers("--share", share), loader_numbers("--no-share", no_share)
     for both in sorted(shared & not_shared if shared and not_shared else ()):
         raise ConfigError(f"--share and --no-share both name DataLoader {both}: name it once")

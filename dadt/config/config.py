@@ -295,7 +295,8 @@ class Config:
             value = getattr(self, f.name)
             if value and f.metadata["metavar"] in ("FILE", "DIR", "PATH"):
                 value = path_of(flag(f.name), str(value), f.metadata["metavar"] == "PATH")
-            elif isinstance(f.default, str) and type(value) is int:  # of a knob that takes words as well
+            # a knob that accepts words and numbers is stored as text
+            elif isinstance(f.default, str) and type(value) is int:
                 value = str(value)
             object.__setattr__(self, f.name, value)  # an assignment would raise, since the dataclass is frozen
             if isinstance(f.default, float):

@@ -7,7 +7,7 @@ from pathlib import Path
 from dadt.errors import ConfigError
 
 LIMIT = 16 << 20
-"""Largest size in bytes of a file with hosts or variables. A longer file is a mistake, or endless, such as /dev/zero.
+"""Largest size in bytes of a file with hosts or variables. A larger file is a mistake, or endless, such as /dev/zero.
 """
 
 
