@@ -82,7 +82,7 @@ class Coordinator {
     Patience patience;
     // The following fields are set once the entry is complete.
     bool complete = false;
-    bool ready = false;  // whether its group is complete, too
+    bool ready = false;  // whether the tensor's group is complete as well
     Time since;
     uint64_t id = 0;                // 0 while it has none
     std::vector<uint64_t> missing;  // ranks that have joined instead of submitting it

@@ -17,7 +17,7 @@ class Link {
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
-  int fd() const { return fd_; }  // -1 once closed
+  int fd() const { return fd_; }  // descriptor of the socket; -1 once closed
   int peer() const { return peer_; }
   bool open() const { return fd_ >= 0; }
   bool wants_to_write() const { return open() && written_ < out_.size(); }

@@ -12,7 +12,7 @@ namespace dadt {
 struct Request {
   std::string name;
   std::string signature;  // other properties that must be equal, as text for users
-  std::string group;      // name of its group; empty if it has none
+  std::string group;      // name of the tensor's group; empty if the tensor has none
   uint64_t group_size = 0;
   Kind kind = Kind::kAllreduce;
   // Fields that only an allreduce sets; other operations leave them at these values.

@@ -87,7 +87,7 @@ class Ticket {
 
   // Usable from any thread.
   std::atomic<const End*> end_{nullptr};
-  std::atomic<int> counted_{0};  // bits that say whether a thread waits, and whether it is decided
+  std::atomic<int> counted_{0};  // bits that say whether a thread waits, and whether the tensor is decided
   EventCount event_;
 };
 

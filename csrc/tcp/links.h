@@ -21,10 +21,10 @@ namespace dadt {
 // which both sides prove themselves, and which may replace the connections with a rank if they break.
 class Links {
  public:
-  // data, notices: descriptors of connected sockets by rank; none and a negative number for this rank itself.
-  // This object takes ownership of them. silence: seconds without an acknowledgement after which a connection
-  // counts as broken. If above 0, a thread waits in `await_break` for connections that break and replaces
-  // them. If 0, a rank whose connections break is lost.
+  // data, notices: descriptors of connected sockets by rank; for this rank itself, no descriptors and a
+  // negative number. This object takes ownership of them. silence: seconds without an acknowledgement after
+  // which a connection counts as broken. If above 0, a thread waits in `await_break` for connections that
+  // break and replaces them. If 0, a rank whose connections break is lost.
   Links(int rank, const std::vector<std::vector<int>>& data, const std::vector<int>& notices,
         double silence = 0);
   ~Links();
@@ -54,10 +54,10 @@ class Links {
   bool is_detached(int rank);
   // Returns whether the rank has closed its connection for notices as well.
   bool has_left(int rank);
-  // Replaces the connections with a rank by others, whose descriptors the caller keeps. received: number of
-  // bytes of this rank's stream that the other rank has received. Blocks until the bytes of earlier
-  // operations that it lacks have been passed to the kernel, or the new connections break. Returns false if
-  // no replacement is needed, or the bytes that it lacks are no longer stored.
+  // Replaces the connections with a rank by new ones, whose descriptors the caller keeps. received: number of
+  // bytes of this rank's stream that the other rank has received. Blocks until all bytes of earlier
+  // operations that the other rank has not received are passed to the kernel, or until the new connections
+  // break. Returns false if no replacement is needed, or if some of these bytes are no longer stored.
   bool attach(int rank, const std::vector<int>& data, int notices, uint64_t received);
   // Records that a rank is gone, so that its connections will not be replaced.
   void give_up(int rank);
