@@ -149,7 +149,7 @@ class _Over:
 
 
 class _Ranks:
-    """Connections with all other ranks: one as in a training, one by Gloo for messages between two ranks."""
+    """Two connections with all other ranks: one as used in training, and one of Gloo for messages between two ranks."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._world = world = runtime.ranks.world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,8 +38,7 @@ def _shared_memory() -> Check:
     hint = "docker run --shm-size=8g, or --ipc=host; Kubernetes: emptyDir of medium Memory. DataLoader workers need it"
     if not SHARED.is_dir():
         return fail("/dev/shm", "is not there", "mount a tmpfs there: DataLoader workers and NCCL need it")
-    found = os.statvfs(SHARED)
-    whole, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    whole, _, free = shutil.disk_usage(SHARED)
     value = f"{size(whole)}, {size(free)} free"
     if not os.access(SHARED, os.W_OK):
         return fail("/dev/shm", f"{value}, but not writable", "chmod 1777 /dev/shm")
@@ -105,8 +105,7 @@ def _folder() -> Check:
 def _disk(cwd: Path) -> Check:
     """Check the free space where a job's logs go if --log-dir is not set."""
     folder = cwd if cwd.is_dir() else Path("/tmp")
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    free = shutil.disk_usage(folder).free
     value = f"{size(free)} free in {folder}"
     if free < LEAST_DISK:
         return warn("disk", value, "make room, or give --log-dir DIR elsewhere")

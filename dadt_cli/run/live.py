@@ -67,7 +67,7 @@ def variables() -> dict[str, str]:
 def show(watch: Watch, head: str) -> Live:
     """Start the live view. head: describes the job, and is shown above the ranks with the elapsed time."""
     view = Live(watch, head)
-    console.show_above(view)
+    console.print_by(view.above)
     return view
 
 
@@ -106,7 +106,7 @@ class Live:
 
     def close(self) -> None:
         """Remove the view from the screen and keep all printed output. May be called repeatedly."""
-        console.show_above(None)
+        console.print_by(None)
         console.write(STDERR, self._home() + (ERASE if self._drawn else b"") + self._pending)
         self._pending.clear()
         self._drawn = []

@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from dadt.errors import DadtError
 
@@ -28,14 +28,8 @@ class ReaderGone(DadtError):
     exit_code = 141
 
 
-class ScreenView(Protocol):
-    """A view at the bottom of the screen, through which all output must be printed so that the view can move."""
-
-    def above(self, stream: int, data: bytes) -> None:
-        """Print bytes that end with a line end above the view, unaltered."""
-
-
-_view: ScreenView | None = None
+_above: Callable[[int, bytes], None] | None = None
+"""Prints whole lines of bytes to a stream, above the view at the bottom of the screen; None if there is no view."""
 _meanwhile: Callable[[], None] | None = None
 _grows = False
 """Whether the last line that this process wrote is unfinished and may be continued."""
@@ -52,10 +46,10 @@ def meanwhile(act: Callable[[], None]) -> None:
     _meanwhile = act
 
 
-def show_above(view: ScreenView | None) -> None:
-    """Print all further output above this view. view: None if the view has ended."""
-    global _view
-    _view = view
+def print_by(above: Callable[[int, bytes], None] | None) -> None:
+    """Print all further output by this function, which moves the view at the bottom of the screen; None: directly."""
+    global _above
+    _above = above
 
 
 def size() -> tuple[int, int]:
@@ -69,13 +63,13 @@ def size() -> tuple[int, int]:
 
 def bars_move() -> bool:
     """Whether a live view is on the screen, which shows workers' progress bars as they move."""
-    return _view is not None
+    return _above is not None
 
 
 def lines(stream: str, data: bytes) -> None:
     """Print complete lines of a worker, unaltered, to stdout ("out") or stderr ("err")."""
-    if _view is not None:
-        _view.above(STREAMS[stream], data)
+    if _above is not None:
+        _above(STREAMS[stream], data)
     else:
         write(STREAMS[stream], data)
 
@@ -183,8 +177,8 @@ def _write(text: str, loud: bool, end: str = "\n", stream: int = 2) -> None:
     if loud and to.isatty():
         text = f"\x1b[1m{text}\x1b[0m"
     data = (text + end).encode(to.encoding, "backslashreplace")
-    if _view is not None:
-        _view.above(stream, data)
+    if _above is not None:
+        _above(stream, data)
     else:
         to.flush()
         (_put if stream == 1 else write)(stream, data)
