@@ -67,7 +67,7 @@ class Agent:
         """The memory that workers share with their agent: for each rank its step, and when it was written."""
         self._lines: dict[int, tuple[Worker, Answer | None]] = {}
         """Open connections: the worker, and what takes the answer to its question; None where it only reports."""
-        self._shims = AgentShims(self)
+        self.shims = AgentShims(self)
         self._reports: dict[Worker, Line] = {}
         self._numbered, self._gone = 0, False
         self.heard = self._stopped_at = world.now
@@ -85,6 +85,11 @@ class Agent:
     def left(self) -> list[Worker]:
         """The workers' processes that run."""
         return [worker for worker in self.processes if worker.process.alive]
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether what it tells comes to the launcher at once."""
+        return self.process.runs and not self.up.cuts and not self.up.slow
 
     # From the launcher -------------------------------------------------------------------------------------------
 
@@ -143,7 +148,7 @@ class Agent:
         for worker in job["workers"] if self.lacks != "descriptors" and not job["adopt"] else ():
             self._start_worker(worker["rank"], joins=bool(worker["env"]["DADT_JOINS"]))
         if job["adopt"]:
-            self._shims.begin(host.ranks)
+            self.shims.begin(host.ranks)
         if self.lacks == "descriptors":
             host.unstarted("no pipe for the output of a worker", self.world.now)
             self._carry_out()
@@ -171,6 +176,12 @@ class Agent:
         self.host.hear(saying)
         self._carry_out()
         self._alarm.set(READ_SECONDS)
+
+    def hear_end(self, number: int) -> None:
+        """The connection of a shim has ended."""
+        assert self.host is not None
+        self.host.hung_up(number)
+        self._carry_out()
 
     # From workers and the kernel ---------------------------------------------------------------------------------
 
@@ -220,7 +231,7 @@ class Agent:
 
     def reap(self, worker: Worker, code: int) -> None:
         """A worker's process has ended."""
-        if not self._shims.reap(worker, code):
+        if not self.shims.reap(worker, code):
             self.ended(worker.rank, code)
         for number in [number for number, (each, _) in self._lines.items() if each is worker]:
             self._hang_up(number)
@@ -318,7 +329,7 @@ class Agent:
                 else:
                     self._start_worker(rank, joins=True)
             case actions.AdmitShim() | actions.OwnWorker() | actions.EndWorker():
-                self._shims.perform(action)
+                self.shims.perform(action)
             case actions.SignalGroup(rank, number):
                 self.workers[rank].signal(number)
             case actions.SignalProcess(process, number):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from signal import SIGKILL
 from typing import TYPE_CHECKING
 
 from dadt.launch.hosts.host import Host
 from simulation.fault import Fault, host_guilt, later
+from simulation.starter import Mpi
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
@@ -184,3 +186,35 @@ class HostIsFull(Fault):
         if (agent := job.machines[self.host]).process.alive:
             self._struck(job, f"host{self.host} has no {self.lacks} left", **host_guilt(self.host))
             agent.lacks = self.lacks
+
+
+@dataclass(frozen=True, slots=True)
+class ShimKilled(Fault):
+    """What mpirun has started in place of a worker is killed, and its worker with it. mpirun ends all others then."""
+
+    hinders = False
+    rank: int
+
+    def strike(self, job: SimulatedJob) -> None:
+        agent = job.machines[self.rank // job.per_host]
+        worker, starter = job.worker(self.rank), job.starter
+        if isinstance(starter, Mpi) and agent.shims.kill(self.rank):
+            fatal = worker is not None and worker.trains and not worker.closing
+            known = agent.is_heard and agent.shims.has_asked(self.rank)
+            others = {} if known else host_guilt(*range(job.hosts))  # the others' end may be told before, or alone
+            guilt = {"ranks": frozenset([self.rank]), **others}
+            self._struck(job, f"the shim of rank {self.rank} is killed", fatal=fatal, **guilt)
+            starter.abort(128 + SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class MpirunKilled(Fault):
+    """mpirun is killed. ends: whether what it has started on the hosts ends by that."""
+
+    hinders = False
+    ends: bool
+
+    def strike(self, job: SimulatedJob) -> None:
+        if isinstance(starter := job.starter, Mpi) and job.launcher.expects:
+            self._struck(job, "mpirun is killed", **host_guilt(*range(job.hosts)))
+            starter.abort(-SIGKILL) if self.ends else starter.end(-SIGKILL)

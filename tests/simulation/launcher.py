@@ -186,6 +186,11 @@ class Launcher:
             self.stop()
             self.world.after(seconds, self.go_on)
 
+    def hang_up(self, why: str) -> None:
+        """All connections that are left are closed on this side."""
+        for node in [node for node in self.nodes if node in self.down and not node.ended]:
+            self._end_of(node, why)
+
     def connected(self, node: Node) -> None:
         """The agent of a host runs."""
         self._open_ends.add(node)

@@ -9,6 +9,7 @@ from dadt.launch.agent.host_job import HostJob
 from dadt.launch.agent.launcher_contact import LauncherContact
 from dadt.launch.agent.other_hosts import OtherHosts
 from dadt.launch.agent.registry import WorkerRegistry
+from dadt.launch.agent.shims import Shims
 from dadt.launch.agent.stop import Stop
 from dadt.launch.contact import Contact
 from dadt.launch.ending import cause as cause_module
@@ -160,6 +161,9 @@ JOB_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "each worker that ends was stopped": (HostJob, "ended", stopped),
     "no new worker is started on a host": (HostJob, "_start_anew", nothing),
     "who begins to listen does not hear who trains": (WorkerRegistry, "_listen", forgetful),
+    "a shim that is killed has not ended": (HostJob, "hung_up", lambda self, line: self.registry.hung_up(line)),
+    "a job that ends waits for shims that have not come": (Shims, "dismiss", nothing),
+    "an agent that was told to end is no cause": (Cause, "tell_to_end", nothing),
     "a host that is heard again is not told": (OtherHosts, "_look", mute),
     "the time in which an agent slept is other hosts' silence": (OtherHosts, "_excuse", nothing),
 }

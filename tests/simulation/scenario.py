@@ -150,9 +150,11 @@ def draw(seed: int) -> Scenario:
             started_by = "slurm"
         elif not knobs["min_np"] and random.random() < 0.25:
             started_by = knobs["launcher"] = "mpi"
-            drawn += start_draws.draw_shims(random, size)
+            drawn += start_draws.draw_shims(random, size, span)
         elif random.random() < 0.3:
-            started_by = "ray" if joins or random.random() < 0.5 else "hand"
+            lasts = knobs["min_np"] or knobs["max_restarts"]  # refused where the user calls `dadt run` on each host
+            started_by = "ray" if lasts or random.random() < 0.4 else "hand"
+            drawn += start_draws.draw_by_hand(random, hosts, span) if started_by == "hand" else ()
         if started_by != "ssh":
             drawn += start_draws.draw_calls(random)
     return Scenario(

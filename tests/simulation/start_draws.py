@@ -7,7 +7,7 @@ from random import Random
 from signal import SIGINT, SIGTERM
 
 from simulation.fault import FOR_GOOD, Fault
-from simulation.host_faults import AgentKilled, HostCrashes
+from simulation.host_faults import AgentKilled, HostCrashes, MpirunKilled, ShimKilled
 from simulation.link_faults import ControlCut
 from simulation.start_faults import (
     WAYS_TO_START,
@@ -21,7 +21,7 @@ from simulation.start_faults import (
     StrangersCall,
     UserKills,
 )
-from simulation.user_faults import UserSignals
+from simulation.user_faults import NodeInterrupted, UserSignals
 from simulation.worker_faults import ScriptRaises, WorkerKilled
 from simulation.worker_script import Script
 
@@ -71,10 +71,25 @@ def draw_calls(random: Random) -> tuple[Fault, ...]:
     return tuple(drawn)
 
 
-def draw_shims(random: Random, ranks: int) -> tuple[Fault, ...]:
-    """What goes wrong as mpirun starts the workers."""
-    seconds = random.choice([random.uniform(0.0, 10.0), FOR_GOOD])
-    return (ShimIsLate(0.0, random.randrange(ranks), seconds),) if random.random() < 0.15 else ()
+def draw_shims(random: Random, ranks: int, span: float) -> tuple[Fault, ...]:
+    """What goes wrong with what mpirun starts, and with itself. span: seconds within which the job trains."""
+    drawn: list[Fault] = []
+    if random.random() < 0.15:
+        seconds = random.choice([random.uniform(0.0, 10.0), FOR_GOOD])
+        drawn.append(ShimIsLate(0.0, random.randrange(ranks), seconds))
+    if random.random() < 0.2:
+        drawn.append(ShimKilled(random.uniform(0.0, span), random.randrange(ranks)))
+    if random.random() < 0.05:
+        drawn.append(MpirunKilled(random.uniform(0.0, span), random.random() < 0.5))
+    return tuple(drawn)
+
+
+def draw_by_hand(random: Random, hosts: int, span: float) -> tuple[Fault, ...]:
+    """What users do who have called `dadt run` on each host. span: seconds within which the job trains."""
+    if random.random() > 0.3:
+        return ()
+    at, again = random.uniform(0.0, span), random.choice([0.1, 1.0, FOR_GOOD])
+    return (NodeInterrupted(at, random.randrange(1, hosts), again),)
 
 
 def draw_end(random: Random, hosts: int, per_host: int, script: Script, times: int) -> tuple[Fault, ...]:

@@ -7,6 +7,7 @@ from signal import SIGTERM
 from typing import TYPE_CHECKING
 
 from dadt.launch.agents import EXPLAIN_SECONDS
+from dadt.launch.launchers.mpi import END_SECONDS
 from dadt.launch.launchers.ray import DEATH_SHARE
 from simulation.door import SRUN, Dialer, Door
 from simulation.world import address_of
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 CONTROL_LATENCY = 0.004
 STEP_ENDS_SECONDS = 0.2
 """After about how long Slurm ends the other agents of a step once one has failed."""
+ABORT_SECONDS = 0.5
+"""About after so many seconds mpirun ends all ranks once one has been killed."""
+MPIRUN = "mpirun ended with code"
+"""How the launcher says that it has lost its agents by that (Mpirun.why)."""
 APART_SECONDS = 5.0
 """Within about so many seconds a user calls `dadt run` on all hosts."""
 
@@ -104,6 +109,19 @@ class Ray(ConnectBack):
 
 class Mpi(ConnectBack):
     """mpirun: the first shim of each host starts its agent (`agent_shims.py`)."""
+
+    def abort(self, code: int) -> None:
+        """A rank of MPI's is gone without a word: mpirun ends all others, then itself."""
+        for agent in self._job.every_agent:
+            for rank in agent.host.ranks if agent.host is not None else ():
+                seconds = self._job.world.spread(ABORT_SECONDS)
+                self._job.world.after(seconds, lambda agent=agent, rank=rank: agent.shims.kill(rank))  # type: ignore[misc]
+        self._job.world.after(2 * ABORT_SECONDS, lambda: self.end(code))
+
+    def end(self, code: int) -> None:
+        """mpirun has ended. Does what MpiLauncher._give_up does."""
+        launcher = self._job.launcher
+        self._job.world.after(END_SECONDS, lambda: launcher.process.get(lambda: launcher.hang_up(f"{MPIRUN} {code}")))
 
 
 STARTERS: Mapping[str, type[Starter]] = {"ssh": Starter, "slurm": Slurm, "hand": Hand, "ray": Ray, "mpi": Mpi}

@@ -7,6 +7,7 @@ from signal import SIGINT, SIGTERM
 from typing import TYPE_CHECKING
 
 from simulation.fault import Fault, host_guilt, later
+from simulation.starter import Hand
 
 if TYPE_CHECKING:
     from simulation.job import SimulatedJob
@@ -39,3 +40,19 @@ class HostPreempted(Fault):
         if agent.process.alive:
             self._struck(job, f"host{self.host} is told to end", user=True, **host_guilt(self.host))
             agent.signal(SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInterrupted(Fault):
+    """Ctrl-C on another host than the launcher's, on which `dadt run` was called by hand as well."""
+
+    host: int
+    again: float
+    """After how many seconds it comes once more; infinite: never."""
+
+    def strike(self, job: SimulatedJob) -> None:
+        agent = job.machines[self.host]
+        if isinstance(job.starter, Hand) and agent.process.alive:
+            self._struck(job, f"Ctrl-C on host{self.host}", **host_guilt(self.host))
+            agent.signal(SIGINT)
+            later(job, self.again, lambda: agent.signal(SIGINT))
