@@ -38,12 +38,9 @@ class Source:
 
 def taken_together(parts: Mapping[int, Part]) -> Mapping[int, Part]:
     """Return the parts that the newest generation of ranks has written, in the order of ranks. parts: at least one."""
-
-    def age(part: Part) -> tuple[int, int]:
-        return part["attempt"], part["generation"]
-
-    newest = max(map(age, parts.values()))
-    return {rank: parts[rank] for rank in sorted(parts) if age(parts[rank]) == newest}
+    ages = {rank: (parts[rank]["attempt"], parts[rank]["generation"]) for rank in sorted(parts)}
+    newest = max(ages.values())
+    return {rank: parts[rank] for rank, age in ages.items() if age == newest}
 
 
 def is_whole(parts: Mapping[int, Part]) -> bool:

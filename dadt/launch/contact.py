@@ -60,13 +60,13 @@ class Contact:
     def silent(self, now: float) -> list[tuple[Node, str]]:
         """Return the agents that have been silent for too long, each with a text that says so. Agents that have not
         reported about their host yet are not counted: they may be busy for long, for example with the prologue."""
-        watched = [node for node in self._nodes if node.report and not node.ended]
-        silences = [(node, now - node.heard) for node in watched]
-        return [(node, f"no sign of life for {long:.0f} s") for node, long in silences if long > self._orphan_timeout]
+        patience = self._orphan_timeout
+        silent = [node for node in self._nodes if now - node.heard > patience and node.report and not node.ended]
+        return [(node, f"no sign of life for {now - node.heard:.0f} s") for node in silent]
 
 
 def _named(frame: Frame) -> set[int]:
     """Return the ranks that an agent's frame is about."""
     if frame.kind == "beat":
-        return {int(rank) for facts in ("steps", "memory", "conditions") for rank in frame[facts]}
+        return set(map(int, {*frame["steps"], *frame["memory"], *frame["conditions"]}))
     return {frame["rank"]} if "rank" in frame.header else set()

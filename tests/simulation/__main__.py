@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from simulation.growth import cost, page
 from simulation.kinds import KINDS, MOST_SEEDS, MUTATIONS
-from simulation.search import CRASHED, Simulation
+from simulation.search import CRASHED, Simulation, collects_seldom
 from simulation.tally import go_on
 
 MOST_SHOWN = 200
@@ -86,4 +86,5 @@ def _end(why: str) -> str:
     return why.strip().splitlines()[-1]
 
 
-sys.exit(main())
+with collects_seldom():
+    sys.exit(main())

@@ -34,12 +34,13 @@ class AgentHeartbeat:
 
     def turn(self, now: float) -> list[Frame]:
         """Send heartbeats if they are due. Returns what the launcher is told of other hosts."""
-        for index in sorted(self._mail):
-            self._others.hear(index, now)
-        self._mail.clear()
+        if self._mail:
+            for index in sorted(self._mail):
+                self._others.hear(index, now)
+            self._mail.clear()
         agent = self._agent
         if self._others.is_beat_due(now):
             for other in agent.job.agents:
                 if other is not agent and agent.job.network.reaches(agent.machine, other.machine):
                     other.hear_host(agent.index)
-        return list(self._others.turn(now))
+        return self._others.turn(now)

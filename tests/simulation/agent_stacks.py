@@ -33,6 +33,8 @@ class AgentStacks:
 
     def answers(self) -> list[Frame]:
         """The answers that are due now, each once."""
+        if not self._inquiries:
+            return []
         now = self._agent.world.now
         due, self._inquiries = (
             [frame for at, frame in self._inquiries if now >= at],

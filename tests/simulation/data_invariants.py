@@ -50,6 +50,8 @@ class SnapshotInvariants:
         """Step and weights with which the newest attempt has to go on; None once it has."""
         self._base = 0
         """The step that it goes on from."""
+        self._checked: dict[tuple[int, int], list[object]] = {}
+        """For each disk and complete snapshot what was looked at, so that the same is looked at once."""
 
     def begins(self, job: SimulatedJob) -> None:
         """The snapshot is chosen from which an attempt goes on."""
@@ -100,8 +102,13 @@ class SnapshotInvariants:
 
     def seen(self, disk: Disk) -> None:
         """A part has become complete."""
+        attempts = range(len(self._run.attempts))
         for step in disk.whole:
-            self._check(disk, step)
+            files = [(rank, each.content, each.told) for rank, each in disk.snapshots[step].items()]
+            looked_at = [self._run.attempt.size, files, [self._weights.get((number, step)) for number in attempts]]
+            if self._checked.get((id(disk), step)) != looked_at:
+                self._check(disk, step)
+                self._checked[id(disk), step] = looked_at
             self._newest[id(disk)] = max(step, self._newest.get(id(disk), 0))
 
     def ended(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from simulation.kinds import GOSSIP, JOBS, KINDS, MOST_SEEDS, MUTATIONS, NEGOTIATION
-from simulation.search import CRASHED, Simulation
+from simulation.search import CRASHED, Simulation, collects_seldom
 
 SEEDS = [
     *(pytest.param(JOBS, range(begin, begin + 250), id=f"jobs-{begin}") for begin in range(0, 2000, 250)),
@@ -22,6 +23,12 @@ FOUND = [
 ]
 """Seeds that have failed once, beyond those that are tried anyway."""
 LINES = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collects_seldom() -> Iterator[None]:
+    with collects_seldom():
+        yield
 
 
 @pytest.mark.parametrize(("kind", "seeds"), SEEDS)

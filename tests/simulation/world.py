@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -73,10 +74,10 @@ class World:
 
     def run(self, until: Callable[[], bool], deadline: float) -> bool:
         """Let time pass. Returns whether `until` came true by the deadline."""
-        heap = self._heap
+        heap, pop = self._heap, heapq.heappop
         while heap and not until():
-            at, number, timer = heapq.heappop(heap)
-            if timer.do is None:
+            at, number, timer = pop(heap)
+            if (do := timer.do) is None:
                 continue
             if at > deadline:
                 heapq.heappush(heap, (at, number, timer))
@@ -85,7 +86,7 @@ class World:
             self.events += 1
             if self.events > self.most_events:
                 raise Broken(f"more than {self.most_events:,} events")
-            timer.do()
+            do()
         return until()
 
     def spread(self, seconds: float) -> float:
@@ -113,7 +114,7 @@ class Process:
             do()
 
     def after(self, seconds: float, do: Do) -> Timer:
-        return self.world.after(seconds, lambda: self.get(do))
+        return self.world.after(seconds, partial(self.get, do))
 
     def stop(self) -> None:
         self.stops += 1
@@ -201,7 +202,7 @@ class Link:
             return
         world = self._world
         self._last = max(self._last, world.now + world.spread(self._latency) + self.slow)
-        world.after(self._last - world.now, lambda: self._come(thing))
+        world.after(self._last - world.now, partial(self._come, thing))
 
 
 def frame_link(

@@ -204,11 +204,11 @@ class Endings:
         """Fail the job if no rank that is left, or no rank whose whole island is left, can continue: then no rank
         waits, so none would report the failure. If all ranks of the job are stopped, the job counts as suspended and
         goes on."""
-        living, size = [member for member in self._rendezvous.present if not member.ended], self._membership.island_size
-        held = [member for member in living if member.held]
-        islands = {member.rank // (size or 1) for member in held}
-        goes_on = any(member.rank // (size or 1) not in islands for member in living)
-        if not living or len(held) == len(self._rendezvous.members) or goes_on:
+        living = [member for member in self._rendezvous.present if not member.ended]
+        held, size = [member for member in living if member.held], self._membership.island_size or 1
+        islands = {member.rank // size for member in held}
+        goes_on = not held or any(member.rank // size not in islands for member in living)
+        if goes_on or len(held) == len(self._rendezvous.members):
             self._held_since = now
         elif now - self._held_since > self._patience and self._termination.grace == float("inf"):
             self._cause.hold(held[0])
