@@ -36,6 +36,43 @@ def test_a_lost_host_is_the_cause_though_others_have_noticed_it_first() -> None:
         world.job.judge(world.now, [], [])
 
 
+@pytest.mark.parametrize(("seconds", "named"), [(0.1, "host2: the connection"), (20.0, "the way between host0 and")])
+def test_a_lost_host_is_the_cause_though_others_have_not_heard_each_other_for_a_while(
+    seconds: float, named: str
+) -> None:
+    """seconds: from when a rank has waited in vain until the host is lost."""
+    world = DecidedJob(3)
+    world.train(1)
+    for rank in range(3):
+        world.say(rank, "beat", steps={}, memory={}, conditions={}, clock=0.0)
+    world.later(0.1, heard=range(3))
+    world.say(0, "silent", peer=1, seconds=4.0)
+    world.say(1, "silent", peer=0, seconds=4.0)
+    world.say(1, "failed", rank=1, time=5.0, **WAITED)
+    world.say(2, "lost", message="the connection was closed", time=5.0 + seconds)
+    for rank in range(2):
+        world.say(rank, "exit", rank=rank, code=1, **{**ENDED, "stopped": rank == 0})
+        world.say(rank, "end", stuck=[], signal=0)
+    try:
+        failure = world.job.judge(world.now, [], []).failure
+        told = failure.lines()[0] if failure is not None else ""
+    except LaunchError as error:
+        told = str(error)
+    assert told.startswith(named)
+
+
+def test_who_was_given_up_as_silent_is_named_though_it_has_waited_then_for_those_that_gave_it_up() -> None:
+    world = DecidedJob(2)
+    world.train(1)
+    late = {**FAILED, "type": "StartTimeout", "message": "rank 0 cannot arrive any more", "secondary": False}
+    world.say(0, "failed", rank=0, time=1.0, **{**WAITED, "type": "PeerLost", "message": "rank 1 was silent for 10 s"})
+    world.say(0, "exit", rank=0, code=1, **{**ENDED, "time": 1.1})
+    world.say(1, "failed", rank=1, time=3.0, **late)
+    world.say(1, "exit", rank=1, code=1, **{**ENDED, "time": 3.1, "stopped": True})
+    failure = world.job.judge(world.now, [], []).failure
+    assert failure is not None and failure.ending.rank == 0
+
+
 def test_an_agent_that_was_told_to_end_is_the_cause_though_ranks_have_waited_for_its_own() -> None:
     world = DecidedJob(2)
     late = {**FAILED, "type": "StartTimeout", "message": "rank 0 cannot arrive any more", "secondary": False}

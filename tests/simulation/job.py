@@ -154,6 +154,10 @@ class SimulatedJob:
         living = [worker for worker in self.workers if worker.process.alive]
         return living if all(worker.process.stops for worker in living) else []
 
+    def is_there(self, node: Node) -> bool:
+        """Whether an agent runs on this host."""
+        return self.machines[machine_of(node)].process.alive
+
     # What the parts ask of the job ---------------------------------------------------------------------------------
 
     def spawn(self, agent: Agent, rank: int, *, joins: bool) -> Worker:

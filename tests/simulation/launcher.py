@@ -317,7 +317,8 @@ class Launcher:
     def _note_order(self, action: SendFrame) -> None:
         frame = action.frame
         if frame.kind == "answer" and frame["answer"]["kind"] == "peers":
-            for peer in frame["answer"]["peers"]:
+            heard = action.node is not None and self._simulated.is_there(action.node)
+            for peer in frame["answer"]["peers"] if heard else ():
                 self._simulated.invariants.check_state(peer)
         if frame.kind == "answer" and action.node is not None:
             self.open.answered(action.node, frame["line"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dadt.errors import ConfigError, DadtError
 from dadt.launch.actions import SayText
+from dadt.launch.agent.launcher_contact import FIRST_SECONDS
 from dadt.launch.ending.outcome import Outcome
 from dadt.launch.ending.restart import NoteRestart, Restarts
 from dadt.launch.hosts.discovery import ASK_SECONDS, Discovery
@@ -113,8 +114,10 @@ class SimulatedRun:
             if not self._ends():
                 raise Broken(f"the job has not ended within {scenario.limit:.0f} s")
         lasting = sum(fault.seconds for fault in scenario.faults)
-        left = self.config.orphan_timeout + 2 * self.config.grace + LEFT_SECONDS + lasting
         agents = [agent for attempt in self.attempts for agent in attempt.every_agent]
+        unasked = any(agent.process.alive and agent.ready_at > world.now for agent in agents)
+        patience = max(self.config.orphan_timeout, FIRST_SECONDS if unasked else 0.0)
+        left = patience + 2 * self.config.grace + LEFT_SECONDS + lasting
         world.run(lambda: not any(agent.process.alive for agent in agents), world.now + left)
         self.invariants.ended()
 

@@ -17,6 +17,8 @@ TAIL_BYTES = 1 << 14
 SAID_LETTERS = 1000
 BEAT_SECONDS = 2.0
 """Seconds within which the launcher learns of a rank's step."""
+LOSS_SECONDS = 1.0
+"""Seconds within which the launcher learns that an agent was lost, while ranks may fail at once."""
 UNCAUGHT = 1
 """Python's exit code after an uncaught exception."""
 
@@ -58,6 +60,8 @@ class Cause:
         """Why the first agent was lost, or could not start its workers."""
         self._told_to_end = ""
         """How the first agent was told to end by something other than the launcher."""
+        self._gave_up_at = float("-inf")
+        """Time at which a rank gave up waiting while hosts did not hear each other (time.time)."""
         self._lost_at = float("inf")
         """Time at which the first agent was lost (time.time); infinite if none was."""
 
@@ -71,6 +75,8 @@ class Cause:
         if not self._error or at < self._lost_at < float("inf"):
             self._error = text
         self._lost_at = min(self._lost_at, at)
+        if self._held is None and at < self._gave_up_at + LOSS_SECONDS:
+            self._blame = None  # the rank that gave up noticed this loss, and not that hosts did not hear each other
 
     def tell_to_end(self, text: str) -> None:
         """Record that an agent was told to end. A cluster does so also because another host was lost, of which it may
@@ -125,8 +131,8 @@ class Cause:
             held = next((each for each in self._members if each.rank != rank and self._keeps_waiting(each, now)), None)
             if held is not None:
                 self.hold(held)
-            else:
-                self._blame = self._blame or self._silence(now)
+            elif self._blame is None and (blame := self._silence(now)) is not None:
+                self._blame, self._gave_up_at = blame, record.time
 
     def _keeps_waiting(self, member: Member, now: float) -> bool:
         """Whether a rank has been unable to continue for as long as others wait for it."""

@@ -236,11 +236,19 @@ def find_cause(
             return False, ending.time
         return record.secondary, record.time or ending.time
 
+    def awaits(rank: int, other: int) -> bool:
+        """Whether a rank has waited at the start for another one, which may have given it up before."""
+        record = records.get(rank)
+        starts = record is not None and record.type == errors.StartTimeout.__name__
+        return starts and record is not None and str(other) in RANK.findall(record.message)
+
     def names_another(ending: Ending) -> bool:
         record = records.get(ending.rank)
         lost = record is not None and record.type == errors.PeerLost.__name__
         named = RANK.search(record.message) if record is not None and lost else None
-        return named is not None and any(each.rank == int(named[1]) and failed(each) for each in endings)
+        if named is None or awaits(int(named[1]), ending.rank):
+            return False
+        return any(each.rank == int(named[1]) and failed(each) for each in endings)
 
     first = min(filter(failed, endings), key=order, default=None)
     if first is None:
