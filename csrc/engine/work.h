@@ -80,7 +80,7 @@ struct Buffer {
 // The end of an operation.
 struct Result {
   std::optional<Error> error{};
-  std::vector<std::string> lanes{};  // lane of each rank
+  std::vector<std::string> lanes{};  // the bytes that each rank has sent along (Operation::lane)
   // Data from each rank, for an exchange that does not say where to put it.
   std::vector<Buffer> received{};
   double weight_sum = 0;

@@ -268,7 +268,7 @@ void Coordinator::pass_over(int rank, const std::string& name, uint64_t number) 
   if (progress.round == number && progress.members == 0) ++progress.round;
 }
 
-// Once no rank submits any more, makes the tensors fail that wait for the rest of their groups.
+// Lets all tensors that wait for the rest of their groups fail, once no rank submits any more.
 void Coordinator::fail_unfinished_groups() {
   std::vector<std::string> names;
   for (const auto& [name, entry] : pending_) {

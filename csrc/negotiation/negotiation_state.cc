@@ -88,7 +88,7 @@ Clock::time_point NegotiationState::wake_at() {
   if (coordinator) at = std::min(at, coordinator->next());
   while (!running.empty() && running.front()->done()) running.pop_front();
   if (!running.empty()) at = std::min(at, now() + duration(kEngineCheck));
-  // An engine may have failed since the last check, with its operations.
+  // An engine may have failed since the last check, and then its operations have failed as well.
   if (engine->error() || broadcaster->error()) return now();
   const std::lock_guard lock(mutex);
   if (!pending.empty()) at = std::min(at, now() + duration(kEngineCheck));

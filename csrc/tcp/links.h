@@ -98,7 +98,7 @@ class Links {
  private:
   struct Notice {
     std::string text{};             // bytes received so far
-    bool ended = false;             // whether nothing more will come
+    bool ended = false;             // whether the rank sends nothing more
     bool closed = false;            // whether the rank has ended normally
     std::optional<Error> reason{};  // reason why the rank gives up
   };

@@ -45,7 +45,7 @@ class Silences {
 
  private:
   const Clock::duration most_;
-  std::map<int, Clock::time_point> since_;  // for each socket, the time since when it is silent
+  std::map<int, Clock::time_point> since_;  // for each socket, the time at which its silence began
 };
 
 bool is_broken(int socket) {

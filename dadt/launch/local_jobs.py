@@ -83,7 +83,7 @@ class Trace:
 
 
 def traces() -> list[Trace]:
-    """Return the traces of all jobs that run, or that left something running, oldest first."""
+    """Return a Trace of each job that runs or has left something running on this machine, oldest first."""
     found: dict[str, Trace] = {}
     for path in sorted(root().iterdir()):
         if (name := NAME.fullmatch(path.name)) is None:

@@ -23,7 +23,7 @@ class OtherHost:
     heard_at: float
     """Time (time.monotonic) of the host's last heartbeat; before the first one, time of the call of `begin`."""
     counter: int = 0
-    """Counter of its last heartbeat; 0 before the first one."""
+    """Counter in the host's last heartbeat; 0 before the first one."""
     ever_heard: bool = False
     silent: bool = False
     given_up: bool = False

@@ -48,7 +48,7 @@ class Endings:
     _leaving: set[Node] = field(default_factory=set)
     """Nodes whose agent received SIGTERM from outside: their workers save a checkpoint and end."""
     _held_since: float = float("-inf")
-    """Time (time.monotonic) since when all living ranks have been unable to continue while other ranks have ended."""
+    """Time (time.monotonic) from which on no living rank could continue while others had ended."""
 
     def signal(self, caught: set[int], now: float) -> None:
         """Handle signals that `dadt run` received. SIGINT, SIGTERM and SIGHUP end the job gently, and at once when

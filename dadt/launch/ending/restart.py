@@ -57,7 +57,7 @@ class Restarts:
         self._before: Any = None
         """Step and error at which the last attempt failed; None if the attempt was ended from outside."""
         self._since: float | None = None
-        """Time (time.monotonic) since when the job waits for hosts; None if it does not."""
+        """Time (time.monotonic) at which the job began to wait for hosts; None if it does not wait."""
         self._told = ""
 
     # Before an attempt ------------------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ class Restarts:
         return f"{named} with room for {self._room(hosts):g} workers of {least}{failed}"
 
     def _room(self, hosts: Sequence[Host]) -> float:
-        """Return how many workers fit on these hosts. A host that alone knows its number of slots counts as one slot
-        until all hosts are available, and as enough slots from then on."""
+        """Return how many workers fit on these hosts. A host whose number of slots only the host itself knows counts as
+        one slot until all hosts are available, and as enough slots from then on."""
         unknown = float("inf") if len(hosts) == len(self._candidates.hosts) else 1
         return sum(host.slots or unknown for host in hosts)
 

@@ -22,7 +22,7 @@ class HostPause:
     until: float = 0.0
     """Time (time.monotonic) from which the host may be used again."""
     served: float = 0.0
-    """Time (time.monotonic) since when workers run on the host; 0 if none do."""
+    """Time (time.monotonic) at which workers began to run on the host; 0 if none run there."""
 
 
 class Candidates:

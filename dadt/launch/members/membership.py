@@ -60,7 +60,7 @@ class Membership:
     _requests: dict[int, ReconnectRequest] = field(default_factory=dict)
     """Unanswered requests of ranks whose connections have failed, by rank."""
     _scarce: tuple[Collection[int], float, str] = ((), 0.0, "")
-    """Ranks without which too few are left, although all others waited in vain; since when, and a text."""
+    """Ranks that were awaited in vain, but without which too few are left; the time of that, and a text about it."""
     _trials: list[str] = field(default_factory=list)
     """For each time that all ranks have connected again since the last completed step: the reason."""
     _tried_at: int = -1

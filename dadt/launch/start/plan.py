@@ -177,8 +177,8 @@ def hosts_of(config: Config, env: Mapping[str, str] = os.environ) -> list[Host]:
 
 
 def on_this_host(config: Config) -> Config:
-    """Return the configuration with localhost added as the host, if it names no hosts in any way; localhost offers as
-    many slots as it has room for."""
+    """Return the configuration with localhost as its only host, if it does not say in any way where workers run.
+    localhost then offers as many slots as it has room for."""
     given = (config.hosts, config.hostfile, config.host_discovery_script, config.nnodes, config.accelerators)
     elsewhere = config.launcher in ("ray", "ssh") or simulated.wanted(config) or _allocated(config, os.environ)
     return config if any(given) or elsewhere else replace(config, hosts="localhost")

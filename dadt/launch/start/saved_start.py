@@ -40,7 +40,7 @@ def _is_text(value: Any) -> bool:
 
 TEXTS = schema.listed(_is_text, LARGEST)
 CHECKS = {"words": TEXTS, "module": schema.flag, "no_python": schema.flag, "cwd": _is_text, "settings": schema.anything}
-"""Check of each fact in start.json."""
+"""A check for each fact in start.json."""
 OF_KIND: Mapping[type, schema.Check] = {
     bool: schema.flag,
     int: lambda value: type(value) is int,
