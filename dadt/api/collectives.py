@@ -310,18 +310,11 @@ def _grouped(
     process_set: ProcessSet | None,
 ) -> Handles:
     among = among_of(process_set)
-    calls = [operation.all_reduce(t, o, reduction, among.size) for t, o in zip(tensors, outputs, strict=True)]
-    group = among.name(name)
 
-    def give(output: Tensor) -> Any:
-        return lambda _: output
+    def reduced(tensor: Tensor, output: Tensor) -> Any:
+        return operation.all_reduce(tensor, output, reduction, among.size), lambda _: output
 
-    return Handles(
-        [
-            among.submit(call, f"{group}.{i}", give(output), group, len(calls))
-            for i, (call, output) in enumerate(zip(calls, outputs, strict=True))
-        ]
-    )
+    return among.submit_group(list(map(reduced, tensors, outputs)), among.name(name))
 
 
 def _broadcast(among: ProcessSet, tensor: Tensor, root: int, name: str | None) -> Handle[Any]:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dadt.comm.collectives import operation
 from dadt.comm.collectives.object import gather_bytes
 from dadt.comm.collectives.process_set import ProcessSet
-from dadt.comm.executors.meet import Apart
+from dadt.comm.executors.meet import Apart, Meet
 from dadt.comm.trace.merge import merge
 from dadt.comm.trace.recorder import Timeline
 from dadt.config import Config
@@ -28,7 +28,6 @@ from dadt.inject import worker
 from dadt.world import World
 
 if TYPE_CHECKING:
-    from dadt.comm.executors.meet import Meet
     from dadt.train.runtime import Runtime
 
 KNOBS = {"all_reduce_executor": "allreduce_executor", "timeline_path": "timeline"}
@@ -230,11 +229,12 @@ class _Peers:
     gather = allgather
 
 
-class _Rounds:
-    """Lets the ranks of a new process set exchange bytes (a Meet) before they have a connection of their own: all ranks
-    of the job exchange messages repeatedly, each rank sending the value that it has to share, or nothing."""
+class _Rounds(Meet):
+    """Lets the ranks of a new process set exchange bytes before they have a connection of their own: all ranks of the
+    job exchange messages repeatedly, each rank sending the value that it has to share, or nothing. `look` and `say` do
+    nothing, as the exchanges of all ranks report which ranks they wait for, and have reported their links."""
 
-    outdated = None
+    secret = b""
 
     def __init__(self, all: ProcessSet, ranks: Sequence[int], name: str, secret: bytes) -> None:
         self.secret = secret
@@ -245,13 +245,6 @@ class _Rounds:
         self._told: dict[str, bytes] = {}
         self._ended: dict[int, str] = {}
         self._compare()
-
-    def look(self, what: str, waited: float) -> None:
-        """Does nothing, although other implementations report a long wait: the exchanges of all ranks already report
-        which ranks they wait for."""
-
-    def say(self, text: str) -> None:
-        """Does nothing: the connections between all ranks have reported their links already."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Send `blob` under this key, and wait for the values that all ranks of the set send under the same key.

@@ -164,7 +164,7 @@ def _overwrite(among: ProcessSet, tensors: Sequence[Tensor], root: int) -> None:
         parts: list[list[Tensor]] = [[]]
         room = _FUSED_BYTES
         for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
+            size = tensor.nbytes
             if size > room and parts[-1]:
                 parts.append([])
                 room = _FUSED_BYTES
@@ -176,7 +176,7 @@ def _overwrite(among: ProcessSet, tensors: Sequence[Tensor], root: int) -> None:
 
 def _broadcast(tensors: Sequence[Tensor], root: int, rank: int) -> Operation:
     hosts = [operation.host_copy(t) if rank == root else operation.host_target(t) for t in tensors]
-    sizes = [h.numel() * h.element_size() for h in hosts]
+    sizes = [h.nbytes for h in hosts]
     call = Operation(
         "broadcast", f"broadcast from rank {root} of {sum(sizes)} bytes", "broadcast", root=root, keep=hosts
     )

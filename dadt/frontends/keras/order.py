@@ -24,8 +24,8 @@ def install() -> None:
 
     @replaces("__init__", module.PyDatasetAdapter)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Also seed one random number generator for all epochs, in the training thread, since the data may be shuffled
-        in another thread."""
+        """Call the original constructor, and seed one random number generator for all epochs, in the training thread,
+        since the data may be shuffled in another thread."""
         init.__wrapped__(self, *args, **kwargs)
         self._dadt_numbers = draw()
         if self.enqueuer is not None:

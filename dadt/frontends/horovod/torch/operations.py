@@ -236,13 +236,8 @@ def _submit_group(
 ) -> Handles:
     with horovods():
         among = process_set.among
-        group, members = f"grouped_{verb}.{among.name(name)}", prepare(among)
-        return Handles(
-            [
-                among.submit(call, f"{group}.{number}", finish, group, len(members))
-                for number, (call, finish) in enumerate(members)
-            ]
-        )
+        group = f"grouped_{verb}.{among.name(name)}"
+        return among.submit_group(prepare(among), group)
 
 
 def start_allreduce(tensor: Tensor, output: Tensor, asked: ReduceArguments) -> Handle[Tensor]:
