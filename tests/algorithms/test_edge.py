@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dadt.algorithms.gossip.edge import _done_within
+from dadt.algorithms.gossip.edge import done_within
 from dadt.errors import CommTimeout
 
 
@@ -25,9 +25,9 @@ class JustNow:
 
 
 def test_what_comes_at_the_last_moment_has_come() -> None:
-    assert _done_within(JustNow(None), 0.01)
+    assert done_within(JustNow(None), 0.01)
 
 
 def test_an_error_at_the_last_moment_is_raised() -> None:
     with pytest.raises(CommTimeout, match="of its own"):
-        _done_within(JustNow(CommTimeout("of its own")), 0.01)
+        done_within(JustNow(CommTimeout("of its own")), 0.01)

@@ -82,7 +82,7 @@ class LinkMessages:
         head = torch.zeros(len(Head._fields), dtype=torch.int64, device="cpu")
         transit = self._mail.receive(head, self.peer, self._tag)
         if patient:
-            while not _done_within(transit, _SEVERAL):
+            while not done_within(transit, _SEVERAL):
                 pass
         else:
             self.wait([transit])
@@ -96,11 +96,12 @@ class LinkMessages:
         """Wait until all transfers are done. Raises CommTimeout, which names the neighbour, or PeerLost."""
         deadline = monotonic() + self._timeout
         for transit in transits:
-            if not _done_within(transit, max(0.0, deadline - monotonic())):
+            if not done_within(transit, max(0.0, deadline - monotonic())):
                 raise CommTimeout(f"rank {self._rank} waited {self._timeout:g} s for rank {self._name} in a gossip")
 
 
-def _done_within(transit: P2PWork, seconds: float) -> bool:
+def done_within(transit: P2PWork, seconds: float) -> bool:
+    """Wait for the transfer. Returns whether it is done in time, and raises its error if it fails."""
     try:
         transit.wait(seconds)
     except CommTimeout:

@@ -6,6 +6,7 @@ from time import monotonic
 
 import torch
 
+from dadt.algorithms.gossip.edge import done_within
 from dadt.comm.executors.base import P2PWork
 from dadt.errors import CommError, CommTimeout
 from dadt.train.ranks import Ranks
@@ -53,15 +54,11 @@ def _wait(ranks: Ranks, transits: list[P2PWork]) -> None:
 
 
 def _done(ranks: Ranks, transit: P2PWork) -> bool:
-    try:
-        transit.wait(_PATIENCE)
-    except CommTimeout:
-        if (error := ranks.engine.error) is not None:
-            raise CommError(error) from None
-        if not transit.done:
-            return False
-        transit.wait(0.0)  # raises the transfer's own error, unless it ended successfully just now
-    return True
+    if done_within(transit, _PATIENCE):
+        return True
+    if (error := ranks.engine.error) is not None:
+        raise CommError(error)
+    return False
 
 
 def _peers(ranks: Ranks) -> list[tuple[int, str, str]]:

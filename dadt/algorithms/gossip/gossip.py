@@ -8,6 +8,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Container
+from functools import partial
 from typing import cast
 
 import torch
@@ -65,9 +66,8 @@ class Gossip(Algorithm):
         # When the optimizer is garbage collected, at a different time on each rank, this rank stops asking for
         # averages.
         weakref.finalize(attachment.optimizer, self._pairing.forsake).atexit = False
-        end = GossipFinalAverage(ranks, weakref.ref(attachment), self._pairing, tag + 1)
-        attachment.events.on_end.append(end)
         pairing = self._pairing
+        attachment.events.on_end.append(partial(final_average, ranks, weakref.ref(attachment), pairing, tag + 1))
         attachment.events.on_regroup.append(lambda: pairing.connect(ranks.mail, ranks.group, ranks.members))
         attachment.events.on_stop.append(self._pairing.stop)
 
@@ -109,71 +109,62 @@ class Gossip(Algorithm):
         return self.attachment.ranks.step - self._stepped <= _IDLE_STEPS
 
 
-class GossipFinalAverage:
-    """The last exact average over all ranks, at the end of the process. Called on each rank when it has finished
-    training."""
+def final_average(ranks: Ranks, attached: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
+    """Called at the end of the process, when this rank has finished training: answer neighbours until all ranks have
+    finished; then compute the exact average of all ranks' weights, unless the optimizer was garbage collected. Raises
+    CommError."""
+    pairing.retire()
+    await_all(ranks, tag)
+    pairing.close()
+    attachment = attached()
+    optimizer = attachment._optimizer() if attachment is not None else None
+    shared: list[torch.Tensor] = []
+    if attachment is not None and optimizer is not None:
+        pairing.publish(cast("Gossip", attachment.algorithm).weights())
+        shared = list(weights(optimizer, attachment.listing.ever).values())
+    kinds = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in shared]).encode())
+    whole = all(bool(p.isfinite().all()) for p in shared)
+    mine = [optimizer is not None, kinds, whole, pairing.asked, pairing.in_vain, list(pairing.ages.items())]
+    work = ranks.allgather("the end of a gossip", json.dumps(mine).encode())
+    ranks.wait(work)
+    told = [json.loads(lane) for lane in work.lanes]
+    other = next((rank for rank, each in enumerate(told) if each[:2] != told[0][:2]), 0)
+    if attachment is not None and optimizer is not None and not other:
+        _average(ranks, attachment, [p.data for p in shared], [each[2] for each in told])
+    elif other and all(lives for lives, *_ in told):
+        ranks.say(
+            f"the average at the end is left out: rank {ranks.members[other]}'s weights have other shapes"
+            f" or dtypes than rank {ranks.members[0]}'s"
+        )
+    ages = Counter[int]()
+    for *_, each in told:
+        ages.update(dict(each))
+    ranks.say(describe(sum(each[3] for each in told), sum(each[4] for each in told), ages))
 
-    def __init__(self, ranks: Ranks, attachment: weakref.ref[Attachment], pairing: Pairing, tag: int) -> None:
-        self._ranks = ranks
-        self._attachment = attachment
-        self._pairing = pairing
-        self._tag = tag
 
-    def __call__(self) -> None:
-        """Answer neighbours until all ranks have finished; then compute the exact average of all ranks' weights, unless
-        the optimizer was garbage collected. Raises CommError."""
-        self._pairing.retire()
-        await_all(self._ranks, self._tag)
-        self._pairing.close()
-        attachment = self._attachment()
-        optimizer = attachment._optimizer() if attachment is not None else None
-        shared: list[torch.Tensor] = []
-        if attachment is not None and optimizer is not None:
-            self._pairing.publish(cast("Gossip", attachment.algorithm).weights())
-            shared = list(weights(optimizer, attachment.listing.ever).values())
-        pairing = self._pairing
-        kinds = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in shared]).encode())
-        whole = all(bool(p.isfinite().all()) for p in shared)
-        mine = [optimizer is not None, kinds, whole, pairing.asked, pairing.in_vain, list(pairing.ages.items())]
-        work = self._ranks.allgather("the end of a gossip", json.dumps(mine).encode())
-        self._ranks.wait(work)
-        told = [json.loads(lane) for lane in work.lanes]
-        other = next((rank for rank, each in enumerate(told) if each[:2] != told[0][:2]), 0)
-        if attachment is not None and optimizer is not None and not other:
-            self._average(attachment, [p.data for p in shared], [each[2] for each in told])
-        elif other and all(lives for lives, *_ in told):
-            self._ranks.say(
-                f"the average at the end is left out: rank {self._ranks.members[other]}'s weights have other shapes"
-                f" or dtypes than rank {self._ranks.members[0]}'s"
-            )
-        ages = Counter[int]()
-        for *_, each in told:
-            ages.update(dict(each))
-        self._ranks.say(describe(sum(each[3] for each in told), sum(each[4] for each in told), ages))
-
-    def _average(self, attachment: Attachment, tensors: list[torch.Tensor], whole: list[bool]) -> None:
-        """Average the weights, and the buffers that training has changed on any rank. whole: for each rank, whether all
-        of its weights are finite; other ranks take the average of the ranks with finite weights."""
-        attachment.changing_buffers.select()
-        if not any(whole):
-            return
-        members = zip(self._ranks.members, whole, strict=True)
-        lost = ", ".join(str(rank) for rank, finite in members if not finite)
-        if lost and self._ranks.group.rank == 0:
-            self._ranks.say(
-                f"the average at the end is without the weights of rank {lost}, which hold infinity or NaN: the others'"
-                " are taken over there",
-                level="warning",
-            )
-        tensors = [*tensors, *(buffer.data for _, _, buffer in attachment.buffers())]
-        host = [t.to("cpu").contiguous() for t in tensors]
-        counts = whole[self._ranks.group.rank]
-        if not counts:
-            host = [torch.zeros_like(t) for t in host]
-        self._ranks.average(host, "the average at the end", float(counts))
-        for tensor, average in zip(tensors, host, strict=True):
-            if tensor.data_ptr() != average.data_ptr():
-                tensor.copy_(average)
+def _average(ranks: Ranks, attachment: Attachment, tensors: list[torch.Tensor], whole: list[bool]) -> None:
+    """Average the weights, and the buffers that training has changed on any rank. whole: for each rank, whether all
+    of its weights are finite; other ranks take the average of the ranks with finite weights."""
+    attachment.changing_buffers.select()
+    if not any(whole):
+        return
+    members = zip(ranks.members, whole, strict=True)
+    lost = ", ".join(str(rank) for rank, finite in members if not finite)
+    if lost and ranks.group.rank == 0:
+        ranks.say(
+            f"the average at the end is without the weights of rank {lost}, which hold infinity or NaN: the others'"
+            " are taken over there",
+            level="warning",
+        )
+    tensors = [*tensors, *(buffer.data for _, _, buffer in attachment.buffers())]
+    host = [t.to("cpu").contiguous() for t in tensors]
+    counts = whole[ranks.group.rank]
+    if not counts:
+        host = [torch.zeros_like(t) for t in host]
+    ranks.average(host, "the average at the end", float(counts))
+    for tensor, average in zip(tensors, host, strict=True):
+        if tensor.data_ptr() != average.data_ptr():
+            tensor.copy_(average)
 
 
 def check_copies(compression: str, topology: str, world_size: int) -> None:

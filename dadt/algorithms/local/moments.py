@@ -38,7 +38,7 @@ class RoundMoments:
         self._shared = 0
         """Value of `_steps` when v was last shared."""
         self._rates: list[float] = []
-        """For each param_group, the sum of the learning rates of these steps."""
+        """For each param_group, the sum of the learning rates of all steps that this rank has taken alone."""
         self._begun: dict[str, list[float]] = {}
         """Value of `_rates` when the current round of each fragment began, by the fragment's name."""
         self._sent: dict[str, tuple[int, list[float]]] = {}
