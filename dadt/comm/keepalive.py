@@ -12,11 +12,12 @@ _FEW = 64
 _forever: list[Any] = []
 
 
-class Completion(Protocol):
+class Waited(Protocol):
     """An operation in progress, or a handle to one."""
 
     @property
     def done(self) -> bool: ...
+    def wait(self, timeout: float) -> Any: ...
 
 
 class KeepAlive:
@@ -31,14 +32,14 @@ class KeepAlive:
         the error."""
         self._failed = failed
         self._lock = threading.Lock()
-        self._held: deque[tuple[Completion, Any]] = deque()
+        self._held: deque[tuple[Waited, Any]] = deque()
         self._most = _FEW
 
-    def add(self, ending: Completion, needed: Any) -> None:
+    def add(self, ending: Waited, needed: Any) -> None:
         """Keep `needed` alive until the operation `ending` is done."""
         with self._lock:
             # The queue is deleted after the lock is released, because destructors of its objects may run any code.
-            gone = deque[tuple[Completion, Any]]()
+            gone = deque[tuple[Waited, Any]]()
             self._held.append((ending, needed))
             if len(self._held) > self._most:
                 gone = self._held
@@ -56,7 +57,7 @@ class KeepAlive:
             self._keep_if_failed(gone)
         del gone
 
-    def _keep_if_failed(self, gone: deque[tuple[Completion, Any]]) -> None:
+    def _keep_if_failed(self, gone: deque[tuple[Waited, Any]]) -> None:
         """After an error, leak both what is about to be released and what is still in use. Call this after checking
         `done`: an operation that was done before the error has really ended."""
         if self._failed():

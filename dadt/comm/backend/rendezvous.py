@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from dadt.comm.executors.meet import Meet
 from dadt.comm.rendezvous import store, store_client
+from dadt.comm.rendezvous.store_client import polled
 from dadt.control import machine
 from dadt.errors import StartTimeout
 from dadt.world import World, ranked
 
-PAUSES = (0.001, 0.05)
-"""Seconds between polls of the store for values of other ranks: the pause grows from the first value to the second."""
 ROLL_CALL_SECONDS = 1.0
 """Seconds that a rank, after its own wait timed out, allows other ranks to report in which call they wait."""
 
@@ -37,10 +36,9 @@ class Surroundings:
     """Whether NCCL is available and every rank of the group has a GPU of its own."""
 
 
-class GroupRendezvous:
-    """One rank's view of the rendezvous of a process group. timeout: seconds within which all ranks must join."""
-
-    outdated = None
+class GroupRendezvous(Meet):
+    """One rank's view of the rendezvous of a process group. It has no secret, since every process that can reach the
+    script's own store counts as a rank of the group. timeout: seconds within which all ranks must join."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         self._store = store
@@ -49,12 +47,6 @@ class GroupRendezvous:
         self._timeout = timeout
         # A later group of the same name must not read values that an earlier group left in the store.
         self._turn = store.add(f"turn/{rank}", 1)
-
-    def look(self, what: str, waited: float) -> None:
-        """Do nothing: a process group reports no waits to a launcher."""
-
-    def say(self, text: str) -> None:
-        """Do nothing: a process group has no launcher that could tell the user."""
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Publish this rank's `blob` and return every rank's, ordered by rank. Each key may be used once. Raises
@@ -71,20 +63,10 @@ class GroupRendezvous:
     def _await(self, keys: Sequence[str], blame: Callable[[Sequence[str]], str]) -> None:
         """Wait until all keys are in the store. blame: describes the missing keys for the error text. Raises
         StartTimeout."""
-        deadline = time.monotonic() + self._timeout
-        pause = PAUSES[0]
         # Poll, because the store's own wait() prints a warning whenever it times out.
-        while not self._store.check(list(keys)):
-            if time.monotonic() >= deadline:
-                missing = [each for each in keys if not self._store.check([each])]
-                raise StartTimeout(f"{blame(missing)} within {self._timeout:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, PAUSES[1])
-
-    @property
-    def secret(self) -> bytes:
-        """Always empty: every process that can reach the script's own store counts as a rank of the group."""
-        return b""
+        if not polled(lambda: self._store.check(list(keys)), self._timeout):
+            missing = [each for each in keys if not self._store.check([each])]
+            raise StartTimeout(f"{blame(missing)} within {self._timeout:g} s")
 
     def put(self, key: str, blob: bytes) -> None:
         """Publish a value under `key`; any rank may read the value with get()."""
@@ -125,15 +107,14 @@ class GroupRendezvous:
     def absent(self, call: int) -> list[int]:
         """Return the ranks that have not reported, within ROLL_CALL_SECONDS, a wait in call number `call` or a later
         one. Empty if the store is unreachable."""
-        deadline = time.monotonic() + ROLL_CALL_SECONDS
-        pause = PAUSES[0]
+
+        def missing() -> list[int]:
+            return [rank for rank in range(self._size) if self._last(rank) < call]
+
         try:
-            while (missing := [r for r in range(self._size) if self._last(r) < call]) and time.monotonic() < deadline:
-                time.sleep(pause)
-                pause = min(2 * pause, PAUSES[1])
+            return [] if polled(lambda: not missing(), ROLL_CALL_SECONDS) else missing()
         except RuntimeError:  # raised if the rank that serves the store has ended
             return []
-        return missing
 
     def _last(self, rank: int) -> int:
         key = self._key("waits", rank)

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from dadt.comm.backend.rendezvous import GroupRendezvous
+from dadt.comm.keepalive import Waited
 from dadt.comm.waiters import Waiters
 from dadt.errors import CommError, CommTimeout
 from dadt.world import ranked
@@ -24,16 +25,9 @@ LONG = 1e8
 """Seconds that stand for "no limit": the executor's own deadline ends a wait earlier."""
 
 
-class Waitable(Protocol):
-    """An operation that can be waited for: a collective (ordered.Pending) or a message (base.P2PWork)."""
-
-    @property
-    def done(self) -> bool: ...
-    def wait(self, timeout: float) -> Any: ...
-
-
-Transfer = tuple[Waitable, "Callable[[], object] | None"]
-"""An operation to wait for, and the function that copies its result to the caller's tensor (None: nothing to copy)."""
+Transfer = tuple[Waited, "Callable[[], object] | None"]
+"""A collective or a message to wait for, and the function that copies its result to the caller's tensor (None: nothing
+to copy)."""
 
 
 class BackendWork(Work):
@@ -155,7 +149,7 @@ class BackendWork(Work):
         self._settled = True
         self._owner.discard(self)
 
-    def _await(self, waitable: Waitable, deadline: float) -> None:
+    def _await(self, waitable: Waited, deadline: float) -> None:
         left = deadline - time.monotonic()
         if self._number:
             try:

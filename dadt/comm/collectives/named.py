@@ -27,7 +27,7 @@ from dadt.comm.keepalive import KeepAlive
 from dadt.config import Config
 from dadt.control.accept import MOST_UNPROVED, Entrance
 from dadt.errors import CommError, StartTimeout
-from dadt.world import World
+from dadt.world import World, ranked
 
 _TOKEN_BYTES = 32
 _RANK = struct.Struct("<I")
@@ -266,10 +266,9 @@ def _accept(listener: socket.socket, token: bytes, world_size: int, deadline: fl
         entrance = Entrance(listener, drop, MOST_UNPROVED + world_size)
         at_end.callback(entrance.close)
         selector.register(listener, selectors.EVENT_READ)
-        while absent := [str(r) for r in range(1, world_size) if ranks[r] is None]:
+        while absent := [r for r in range(1, world_size) if ranks[r] is None]:
             if time.monotonic() >= deadline:
-                who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
-                raise StartTimeout(f"{who} did not come to the start of named tensors within {timeout:g} s")
+                raise StartTimeout(f"{ranked(absent)} did not come to the start of named tensors within {timeout:g} s")
             for key, _ in selector.select(deadline - time.monotonic()):
                 if key.fileobj is listener:
                     if (connection := entrance.accept()) is not None:

@@ -13,6 +13,7 @@ import torch
 
 from dadt import _core
 from dadt.comm.bucket import DTYPES
+from dadt.comm.keepalive import Waited
 
 REDUCTIONS = ("mean", "sum", "min", "max", "product")
 _BITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -27,12 +28,9 @@ Piece = tuple[int, int]
 """A range of memory: its address and its length in bytes."""
 
 
-class Work(Protocol):
+class Work(Waited, Protocol):
     """An operation in progress: either a work handle of the C++ engine or the ticket of a named tensor."""
 
-    @property
-    def done(self) -> bool: ...
-    def wait(self, timeout: float) -> None: ...
     @property
     def received(self) -> Sequence[Any]: ...
 
@@ -143,7 +141,7 @@ def broadcast(tensor: torch.Tensor, root: int, rank: int, size: int) -> Operatio
     call = Operation(
         "broadcast", f"broadcast from rank {root} {_describe(tensor)}", "broadcast", root=root, keep=[host]
     )
-    call.layout = _core.Layout(_core.DType.uint8, [_bytes(host)])
+    call.layout = _core.Layout(_core.DType.uint8, [host.nbytes])
     call.inputs = call.outputs = [host.data_ptr()]
     if rank != root:
         call.finish = lambda work: deliver(host, tensor)
@@ -364,11 +362,7 @@ def _alike(verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _piece(tensor: torch.Tensor) -> Piece:
-    return (tensor.data_ptr(), _bytes(tensor))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return (tensor.data_ptr(), tensor.nbytes)
 
 
 @cache

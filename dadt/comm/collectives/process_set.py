@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dadt.comm import executors
 from dadt.comm.collectives.named import Named
 from dadt.comm.collectives.operation import Operation
 from dadt.comm.executors.base import PointToPoint
 from dadt.comm.executors.meet import Meet
+from dadt.comm.keepalive import Waited
 from dadt.comm.link_totals import Links, renumbered
 from dadt.comm.peer_deaths import Deaths
 from dadt.config import Config
@@ -19,14 +20,6 @@ from dadt.errors import CommError, DadtError
 from dadt.world import World
 
 T = TypeVar("T")
-
-
-class Waited(Protocol):
-    """An operation that a Handle waits for: anything with `done` and `wait`."""
-
-    @property
-    def done(self) -> bool: ...
-    def wait(self, timeout: float) -> Any: ...
 
 
 class Handle(Generic[T]):
@@ -177,6 +170,16 @@ class ProcessSet:
         """Start the operation without blocking. finish: turns its result into what the handle returns. Raises
         ValueError if an operation of this name is pending on this rank."""
         return Handle(self, self.named.submit(call, self.name(name), group, group_size), finish)
+
+    def submit_group(self, members: Sequence[tuple[Operation, Callable[[Any], Any] | None]], group: str) -> Handles:
+        """Start operations, each with its `finish`, under numbered names that begin with `group`. Nothing moves before
+        all ranks have submitted the whole group."""
+        return Handles(
+            [
+                self.submit(call, f"{group}.{number}", finish, group, len(members))
+                for number, (call, finish) in enumerate(members)
+            ]
+        )
 
     def naming_ranks(self) -> _NamingRanks:
         """Return a context manager. Errors raised in its body get a note that ranks are counted within this set."""

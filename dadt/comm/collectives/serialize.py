@@ -20,7 +20,7 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
     host = host_copy(tensor)
     head = json.dumps([str(host.dtype).removeprefix("torch."), list(host.shape)]).encode()
     data = -(-(_LENGTH.size + len(head)) // _ALIGNMENT) * _ALIGNMENT
-    packed = torch.zeros(data + host.numel() * host.element_size(), dtype=torch.uint8, device="cpu")
+    packed = torch.zeros(data + host.nbytes, dtype=torch.uint8, device="cpu")
     packed[: _LENGTH.size + len(head)] = torch.frombuffer(bytearray(_LENGTH.pack(len(head)) + head), dtype=torch.uint8)
     if host.numel():
         packed[data:] = host.reshape(-1).view(torch.uint8)

@@ -185,8 +185,8 @@ class Device:
     def _count(self, flat: torch.Tensor, coding: Coding | None, plain: int) -> None:
         """Add the bytes of one average to `sent`. A ring allreduce and a sum by parts send equally many bytes. plain:
         bytes before compression; negative: the size of `flat`."""
-        size, ranks = flat.numel() * flat.element_size(), self.world_size
-        moved = size
+        size = moved = flat.nbytes
+        ranks = self.world_size
         if coding is not None:
             moved = -(-flat.numel() // (BLOCK * ranks)) * ranks * coding[0].codec.core.block_bytes
         sent, before = self.sent

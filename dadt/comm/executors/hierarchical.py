@@ -124,7 +124,7 @@ class Hierarchical:
             if values is not shard:
                 shard.copy_(values)
             sent += 2 * (hosts - 1) * compressed.Parts(codec, shard.numel(), hosts).bytes
-            plain += 2 * (hosts - 1) * shard.numel() * shard.element_size() // hosts
+            plain += 2 * (hosts - 1) * shard.nbytes // hosts
 
         self._allreduce(flat, "sum", cross)
         return sent, plain
@@ -160,7 +160,7 @@ class Hierarchical:
         """Start to give every rank of this host all shards, each from the rank that owns it."""
         if self._local is None:
             return None
-        pieces = [(shard.data_ptr(), shard.numel() * shard.element_size()) for shard in shards]
+        pieces = [(shard.data_ptr(), shard.nbytes) for shard in shards]
         pieces += [(0, 0)] * (len(self._here) - self._shards)
         return self._local.exchange([pieces[self._me]] * len(self._here), pieces, "allgather")
 
@@ -191,7 +191,7 @@ class Hierarchical:
     def _spread(self, chunk: torch.Tensor, first: int) -> _core.Work | None:
         if self._local is None:
             return None
-        layout = _core.Layout(_core.DType.uint8, [chunk.numel() * chunk.element_size()])
+        layout = _core.Layout(_core.DType.uint8, [chunk.nbytes])
         return self._local.broadcast(layout, [chunk.data_ptr()], first, "broadcast")
 
     def allgather(self, mine: torch.Tensor, all: torch.Tensor) -> None:

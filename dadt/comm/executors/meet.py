@@ -26,18 +26,22 @@ class Meet(Protocol):
     @property
     def secret(self) -> bytes:
         """Secret that only the ranks of this rendezvous know; empty if there is none."""
+        return b""
 
     @property
     def outdated(self) -> bool | None:
         """True once some of these ranks are lost and the job continues without them, so waiting for all is pointless.
         None if the job cannot lose ranks."""
+        return None
 
     def look(self, what: str, waited: float) -> None:
         """Report that this rank has waited `waited` seconds for its peers in `what`, such as the connection by a
-        library."""
+        library. Does nothing by default."""
+        return
 
     def say(self, text: str) -> None:
-        """Show this text to the user, if the ranks have a launcher or store that can do so."""
+        """Show this text to the user, if the ranks have a launcher or store that can do so. Does nothing by default."""
+        return
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         """Publish this rank's `blob` and return every rank's, ordered by rank. Raises StartTimeout."""
@@ -49,13 +53,11 @@ class Meet(Protocol):
         """Wait for the values that any ranks publish under `keys`, and return them. Raises StartTimeout."""
 
 
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """A rendezvous (Meet) over another one. Prefixes each key with a name, so that the keys of several groups are
-    distinct."""
+@dataclass(frozen=True)
+class Within(Meet):
+    """Base class of a rendezvous that takes place over another one."""
 
     meet: Meet
-    name: str
 
     @property
     def secret(self) -> bytes:
@@ -70,6 +72,14 @@ class Apart:
 
     def say(self, text: str) -> None:
         self.meet.say(text)
+
+
+@dataclass(frozen=True)
+class Apart(Within):
+    """A rendezvous of the same ranks, which prefixes each key with a name, so that the keys of several groups are
+    distinct."""
+
+    name: str
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         return self.meet.exchange(f"{self.name} {key}", blob)
@@ -128,29 +138,14 @@ class AllRanks:
         return self.control
 
 
-@dataclass(frozen=True, slots=True)
-class Equals:
-    """A rendezvous (Meet) among some ranks of a larger one, such as those with the same place in their islands."""
+@dataclass(frozen=True)
+class Equals(Within):
+    """A rendezvous among some ranks of a larger one, such as those with the same place in their islands."""
 
-    meet: Meet
     ranks: Sequence[int]
     """Numbers of these ranks in the whole job, in the order of this rendezvous."""
     place: int
     """Index of this rank in `ranks`."""
-
-    @property
-    def secret(self) -> bytes:
-        return self.meet.secret
-
-    @property
-    def outdated(self) -> bool | None:
-        return self.meet.outdated
-
-    def look(self, what: str, waited: float) -> None:
-        self.meet.look(what, waited)
-
-    def say(self, text: str) -> None:
-        self.meet.say(text)
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         keys = [f"{key} of rank {rank}" for rank in self.ranks]

@@ -114,7 +114,7 @@ class Mender:
                     deadline = monotonic() + self._seconds
                     continue
             except Unreached as error:
-                if error.nobody_listens and executor.has_left(place):  # its process has ended
+                if error.nobody_listens and executor.has_left(place):  # the other rank's process has ended
                     deadline = 0.0
             except Refused:
                 pass  # the other rank has ended, or expects another attempt

@@ -122,7 +122,7 @@ class Mpi:
         return int(self._comm.size)
 
     def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
-        self._await_all("an allreduce", _size(flat))
+        self._await_all("an allreduce", flat.nbytes)
         if flat.dtype in _TYPES:
             for part in torch.split(flat, _MOST):
                 self._reduce(part, reduction)
@@ -139,18 +139,18 @@ class Mpi:
             self._comm.Allreduce(self._mpi.IN_PLACE, [self._memory(part), part.numel(), kind], operation)
 
     def allgather(self, mine: torch.Tensor, all: torch.Tensor) -> None:
-        if _size(all) > _MOST:
+        if all.nbytes > _MOST:
             rows = all.view(self._comm.size, -1)
             rows[self._comm.rank].copy_(mine)
             for root, row in enumerate(rows):
                 self.broadcast(row, root)
             return
-        self._await_all("an allgather", _size(mine))
+        self._await_all("an allgather", mine.nbytes)
         with self._serial:
             self._comm.Allgather(self._bytes(mine), self._bytes(all, self._comm.size))
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        self._await_all("a broadcast", _size(flat), root)
+        self._await_all("a broadcast", flat.nbytes, root)
         for part in torch.split(flat.view(torch.uint8), _MOST):
             with self._serial:
                 self._comm.Bcast(self._bytes(part), root)
@@ -250,7 +250,7 @@ class Mpi:
         """Return the tensor's memory as MPI's buffer; for a GPU tensor, after all pending writes are done."""
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
-        return self._mpi.buffer.fromaddress(tensor.data_ptr(), _size(tensor))
+        return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
     def _bytes(self, tensor: torch.Tensor, shares: int = 1) -> list[Any]:
         """Return the buffer description that MPI takes: memory, bytes per share, and type. shares: number of equal
@@ -259,7 +259,7 @@ class Mpi:
         return [memory, memory.nbytes // shares, self._mpi.BYTE]
 
     def _check(self, tensor: torch.Tensor, tag: int) -> None:
-        if (size := _size(tensor)) > _MOST:
+        if (size := tensor.nbytes) > _MOST:
             raise ValueError(f"a message of {size:,} bytes: send at most {_MOST:,} at a time")
         if not 0 <= tag <= self._highest_tag:
             raise ValueError(f"tag {tag}: MPI takes tags from 0 to {self._highest_tag}")
@@ -296,7 +296,7 @@ class MpiMessage:
 
     def wait(self, timeout: float) -> None:
         mpi = self._owner._mpi
-        size = _size(self._tensor)
+        size = self._tensor.nbytes
         self._owner.until(lambda: self.done, timeout, "a message")
         if self._error is not None:
             if self._error.Get_error_class() == mpi.ERR_TRUNCATE:
@@ -306,10 +306,6 @@ class MpiMessage:
             raise PeerLost(f"a message was not delivered: {self._error}") from self._error
         if self._receives and (count := self._status.Get_count(mpi.BYTE)) != size:
             raise Mismatch(f"a message has {count} bytes, and its tensor {size}")
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _told(key: int) -> str:

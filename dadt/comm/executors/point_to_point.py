@@ -102,4 +102,4 @@ class Unsent:
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of the tensor's memory and its length in bytes."""
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    return tensor.data_ptr(), tensor.nbytes

@@ -58,7 +58,7 @@ def measure(connections: Sequence[socket.socket], seconds: float) -> float:
         end = seen[-1][1] + seconds
         while monotonic() < end:
             for each in connections:
-                with suppress(OSError):  # its buffer is full, or the other side has closed it
+                with suppress(OSError):  # the buffer is full, or the other side has closed the connection
                     each.send(data)
             sleep(seconds / 16)
         seen.append((_acknowledged(connections), monotonic()))

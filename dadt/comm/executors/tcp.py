@@ -116,4 +116,4 @@ def _layout(flat: torch.Tensor) -> _core.Layout:
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]

@@ -149,7 +149,7 @@ def _line_to(path: Path, world: World, deadline: float, timeout: float) -> tuple
             pass  # rank 0 has not created its socket yet; polling is the only way to notice when it does
         line.close()
         time.sleep(RETRY_SECONDS)
-    raise StartTimeout(f"rank 0 did not import dadt within {timeout:g} s: every rank must, with torch")
+    raise _late({0}, timeout)
 
 
 def _launcher_of(world: World) -> str:
@@ -245,7 +245,7 @@ def _read(store: Store, world: World, timeout: float) -> Words:
     deadline = time.monotonic() + timeout
     while not store.check([NOTE]):  # poll, since the store's own wait prints a warning whenever it times out
         if time.monotonic() >= deadline:
-            raise StartTimeout(f"rank 0 did not import dadt within {timeout:g} s: every rank must, with torch")
+            raise _late({0}, timeout)
         time.sleep(RETRY_SECONDS)
     return _checked(store.get(NOTE))
 

@@ -250,14 +250,8 @@ class StoreClient(WorkerLine):
     def _arrive(self, keys: list[str], deadline: float, patience: float = LOOK_SECONDS) -> bool:
         """Wait until all keys are in the store, until `deadline` and for at most `patience` seconds. Returns whether
         all are present."""
-        end = min(deadline, time.monotonic() + patience)
-        pause = PAUSES[0]
-        while not self._use(lambda values: values.check(keys)):
-            if time.monotonic() >= end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, PAUSES[1])
-        return True
+        seconds = min(deadline - time.monotonic(), patience)
+        return polled(lambda: self._use(lambda values: values.check(keys)), seconds)
 
     def _has(self, key: str) -> bool:
         return self._use(lambda values: values.check([key]))
@@ -268,6 +262,18 @@ class StoreClient(WorkerLine):
     def _use(self, action: Callable[[SharedValues], T]) -> T:
         self._check_process()
         return action(self._values)
+
+
+def polled(done: Callable[[], bool], seconds: float) -> bool:
+    """Call `done` until it returns True, for this time. Returns whether it did."""
+    deadline = time.monotonic() + seconds
+    pause, longest = PAUSES
+    while not done():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
 
 
 def placed(world: World, everyone: Sequence[Mapping[str, Any]], address: str) -> World:

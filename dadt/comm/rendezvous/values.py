@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from dadt.control.frame import Frame, Link
 from dadt.control.schema import BLOB, KEY, FrameKind, Speaker, flag, listed, number, text, whole
@@ -45,27 +44,9 @@ ANSWERS = Speaker(
 )  # fmt: skip
 
 
-class SharedValues(Protocol):
-    """Interface of the store, for its own process (LocalValues) and for clients (RemoteValues). Thread-safe. Raises
-    PeerLost if the storing process has ended, DadtError if a value is too large or missing."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys have values."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Set the value to `desired` if it equals `expected`; a missing value equals "". Returns the value
-        afterwards."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add `amount` to a counter that starts at 0, and return the sum."""
-
-
 class LocalValues:
-    """The store itself, in the process that stores the values."""
+    """The store itself, in the process that stores the values. Thread-safe. Raises DadtError if a value is too large or
+    missing."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -83,16 +64,20 @@ class LocalValues:
             return self._values[key]
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys have values."""
         with self._lock:
             return all(key in self._values for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Set the value to `desired` if it equals `expected`; a missing value equals "". Returns the value
+        afterwards."""
         with self._lock:
             if self._values.get(key, b"") == expected.encode():
                 self._put(key, desired.encode())
             return self._values.get(key, b"").decode(errors="replace")
 
     def add(self, key: str, amount: int) -> int:
+        """Add `amount` to a counter that starts at 0, and return the sum."""
         with self._lock:
             try:
                 total = int(self._values.get(key, b"0")) + amount
@@ -215,7 +200,8 @@ QUESTIONS: Mapping[str, Callable[[LocalValues, Frame], Frame]] = {
 
 
 class RemoteValues:
-    """A client of the store: each call sends a request to the store's process and waits for the answer."""
+    """A client of the store, with the same methods: each call sends a request to the store's process and waits for the
+    answer. Raises PeerLost if that process has ended."""
 
     def __init__(self, connection: socket.socket, seal: Seal | None, timeout: float) -> None:
         """timeout: seconds to wait for each answer."""
@@ -265,6 +251,9 @@ class RemoteValues:
         if answers[0].kind == "error":
             raise DadtError(answers[0]["message"])
         return answers[0]
+
+
+SharedValues = LocalValues | RemoteValues
 
 
 def main() -> None:
