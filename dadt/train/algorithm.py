@@ -27,6 +27,10 @@ class Attached(Trained, Protocol):
     step: int
     """Number of steps that the optimizer has taken."""
     warmup_steps: int
+    compression: str
+    has_closure: bool
+    scale: torch.Tensor | None
+    """Loss scale of the current step; None if the script has no GradScaler."""
     listing: ParameterListing
     known: WeakTensorKeyDictionary
     """Parameters whose values all ranks have copied from the first rank."""

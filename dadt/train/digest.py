@@ -19,7 +19,7 @@ from dadt.comm.shards import local
 _ROW = 1 << 16
 """Number of 64-bit integers that are multiplied at once on a CPU: few enough for a processor's cache."""
 _ROWS = 256
-"""Number of such rows that are multiplied at once on any other device."""
+"""Number of rows of _ROW integers that are multiplied at once on a device other than a CPU."""
 _ALL = (1 << 64) - 1
 
 

@@ -30,7 +30,7 @@ class Part(NamedTuple):
     owners: list[torch.Tensor]
     """The script's parameters or buffers."""
     values: list[torch.Tensor]
-    """Their true (not predicted) values on this rank."""
+    """The true (not predicted) values of `owners` on this rank."""
 
     @property
     def named(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -44,9 +44,6 @@ this logarithm in two times _LOOK steps, and the learning rate does not rise any
 class Sender(Attached, Protocol):
     """Interface of an optimizer that DADT manages, as the code here uses it."""
 
-    compression: str
-    has_closure: bool
-    scale: torch.Tensor | None
     optimizers: Optimizers
 
 

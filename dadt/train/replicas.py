@@ -270,8 +270,7 @@ class Replicas:
 def checksum(tensor: torch.Tensor) -> int:
     """Return the sum of the tensor's bytes as 64-bit integers: fast, and different after a change of any single
     value."""
-    tensor = local(tensor).detach()
-    values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1).view(torch.uint8)
+    values = as_bytes(local(tensor).detach())
     if values.storage_offset() % 8:
         values = values.clone()
     whole = len(values) // 8 * 8

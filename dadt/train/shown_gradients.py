@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -14,18 +13,12 @@ from dadt.train.moment import beside
 from dadt.train.norm import norms, together
 
 
-class Scaled(Attached, Protocol):
-    """Interface of an optimizer that DADT manages, as the code here uses it."""
-
-    scale: torch.Tensor | None
-
-
 class ShownGradients:
     """Scales averages to the norm that uncompressed ones would have, as far as ranks can tell it from their own
     gradients, until the optimizer steps; and learns how the script clips them. Does nothing until the script uses
     averages before the step."""
 
-    def __init__(self, attachment: Scaled) -> None:
+    def __init__(self, attachment: Attached) -> None:
         self._attachment = attachment
         self.early = False
         """Whether the script has used averages before the optimizer's step."""

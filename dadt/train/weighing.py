@@ -89,12 +89,12 @@ class Weighing:
         self._found: list[Denominator | None] = []
         """Denominators of the backwards since the last exchange."""
         self._told: list[list[Counted]] = []
-        """All ranks' reports about each of these backwards; empty if ranks do not report them."""
+        """All ranks' reports about each backward since the last exchange; empty if ranks do not report backwards."""
         self._scaled = False
-        """Whether one of these backwards has been multiplied by its weight."""
+        """Whether a backward since the last exchange has been multiplied by its weight."""
         self._wanted: bool | None = False if self._config.weigh == "samples" else None
         self._is_on = False
-        """Whether the denominators of this step are read."""
+        """Whether the denominators of this step's losses are read."""
         self._has_looked = False
         """Whether the check was made whether the user has to be told that a denominator is not known."""
         self.launches_early = True

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 
 from dadt.comm import shards
@@ -12,32 +9,14 @@ from dadt.comm.bucket import Bucket, Staged
 from dadt.train.exchange.bucket_exchange import RankLink
 from dadt.train.exchange.exchange import BucketPlan, Exchange
 from dadt.train.exchange.step_metadata import StepMetadata, mean_square, pack_flags
-
-
-class SentMomentum(Protocol):
-    """Makes momentum of this rank's gradients, and gradients of the mean momentum."""
-
-    def stage(
-        self,
-        bucket: Bucket,
-        gradients: Sequence[torch.Tensor | None],
-        turn: int,
-        scale: torch.Tensor | None,
-        *,
-        keeps: bool,
-    ) -> Staged:
-        """Return this rank's next momentum of the bucket's tensors. keeps: whether the next exchange may begin before
-        this one has ended."""
-
-    def to_gradients(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: torch.Tensor | None) -> None:
-        """Change the mean momentum of each parameter, in place, to the gradient that leads to it."""
+from dadt.train.momentum import Momentum
 
 
 class MomentumExchange(Exchange):
     """Sends momentum without loss scale, and delivers the gradients that lead to its mean."""
 
     def __init__(
-        self, peers: RankLink, schema: BucketPlan, number: int, name: str, weight: float, momentum: SentMomentum
+        self, peers: RankLink, schema: BucketPlan, number: int, name: str, weight: float, momentum: Momentum
     ) -> None:
         super().__init__(peers, schema, number, name, weight)
         self._momentum = momentum
