@@ -64,8 +64,8 @@ def _groups(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def _averages_within_rows(group: Any) -> bool:
-    """Whether DADT has made FSDP average this group within rows only: FSDP itself uses such a mesh only for averages
-    between rows."""
+    """Whether FSDP averages this group within rows only, because DADT has told it so: FSDP by itself also averages
+    between the rows of a mesh of several dimensions."""
     info = group.mesh_info
     return type(info).__name__ == "FSDPMeshInfo" and info.mesh.ndim > 1 and not getattr(info, "is_spmd_mesh", False)
 

@@ -194,7 +194,8 @@ class Loaders:
         return ""
 
     def _guess(self, loader: Loader, role: LoaderRole) -> str:
-        """Return the role assumed for len(): shuffled loaders train; without any, the first loader if iterable."""
+        """Return the role that `len` assumes: shuffled loaders train; if there are none, the first loader trains if its
+        data set is iterable."""
         if self._alone(loader, role) and not self._islands:
             return ALONE
         if asked := self.asked(role):
@@ -355,10 +356,9 @@ class Loaders:
         samples, takers = len(cast(Sized, loader.dataset)), self.role(loader).takers
         if (known := self.role(loader).steps.get(samples)) is not None:
             return known
-        parts = [
-            len(portion(samples, worker, workers)) for workers in [loader.num_workers or 1] for worker in range(workers)
-        ]
-        return sum(stream_steps(part, loader.batch_size or 1, bool(loader.drop_last), takers) for part in parts)
+        return stream_steps(
+            samples, loader.batch_size or 1, bool(loader.drop_last), takers, workers=loader.num_workers or 1
+        )
 
 
 def install(runtime: Runtime, streams: Streams, entropy: Entropy) -> Loaders:

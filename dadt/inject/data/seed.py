@@ -335,7 +335,7 @@ class Streams:
             if not self.divided:
                 return self._manual_seed(seed)
             with self._lock:
-                if not self._drawing:  # else a sampler's seed, which is meant for the shared stream
+                if not self._drawing:  # the seed of a sampler that draws from the shared stream is meant for it
                     self._rejoin()
                 return self._manual_seed(seed)
 

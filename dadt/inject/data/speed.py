@@ -37,8 +37,8 @@ class Speeds:
         # a later step of the running pass, and the parts that apply from then on
         self._later: tuple[int, Fractions] = (0, ())
         self._divided = 0  # steps of the running pass whose samples are divided
-        self._steps = -FIRST  # steps since parts have changed; equal on all ranks
-        self._seconds: deque[float] = deque(maxlen=RECENT)  # seconds per sample in each of these steps
+        self._steps = -FIRST  # measured steps since parts have changed; equal on all ranks
+        self._seconds: deque[float] = deque(maxlen=RECENT)  # seconds per sample in each of the newest steps
         self._last: tuple[int, float] | None = None  # samples of the step under way, and when it began
 
     def leaves_equal(self, loader: str) -> None:

@@ -123,20 +123,46 @@ def _is_random(value: Any) -> bool:
             isinstance(state, dict)
             and _is_text_of_bytes(state.get("torch"))
             and state["torch"].numel() == torch.default_generator.get_state().numel()
-            and _is_row(state.get("numpy"), 5, 624, 1)
-            and _is_row(state.get("random"), 3, 625, 1)
+            and _is_row(state.get("numpy"), 5, 624)
+            and _is_row(state.get("random"), 3, 625)
             for state in value.values()
         )
     )
 
 
-def _is_row(value: Any, length: int, words: int, place: int) -> bool:
-    """Whether a value is a list of `length` plain values, except for a byte tensor at index `place` with a generator's
+def _is_row(value: Any, length: int, words: int) -> bool:
+    """Whether a value is a list of `length` plain values, except for the second, a byte tensor with a generator's
     `words` words of four bytes."""
-    if not isinstance(value, list | tuple) or len(value) != length or not _is_text_of_bytes(value[place]):
+    if not isinstance(value, list | tuple) or len(value) != length or not _is_text_of_bytes(value[1]):
         return False
-    rest = [each for index, each in enumerate(value) if index != place]
-    return value[place].numel() == 4 * words and all(isinstance(each, int | float | str | None) for each in rest)
+    plain = all(isinstance(each, int | float | str | None) for each in (value[0], *value[2:]))
+    return plain and value[1].numel() == 4 * words
+
+
+def _exactly(kind: type) -> Kind:
+    """Return a check for values of this type, but not of its subclasses."""
+    return lambda value: type(value) is kind
+
+
+def _any_of(*kinds: type) -> Kind:
+    return lambda value: isinstance(value, kinds)
+
+
+def _or_none(kind: Kind) -> Kind:
+    return lambda value: value is None or kind(value)
+
+
+def _each(kind: Kind) -> Kind:
+    """Return a check for a list or tuple whose elements all pass the check `kind`."""
+    return lambda value: isinstance(value, list | tuple) and all(map(kind, value))
+
+
+def _with(*needed: str, **kinds: Kind) -> Kind:
+    """Return a check for a dict: it must have the names in `needed`, and a value whose name is in `kinds` must pass the
+    check under this name."""
+    return lambda value: (
+        isinstance(value, dict) and value.keys() >= set(needed) and all(kinds[n](value[n]) for n in kinds if n in value)
+    )
 
 
 def _named(kind: Kind) -> Kind:
@@ -146,10 +172,6 @@ def _named(kind: Kind) -> Kind:
 def _numbered(kind: Kind) -> Kind:
     """Return a check for a dict from numbers of built objects to values that pass the check `kind`."""
     return lambda value: isinstance(value, dict) and all(type(n) is int and kind(v) for n, v in value.items())
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _is_averaged(value: Any) -> bool:
@@ -170,10 +192,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_meta
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str)
-
-
 def _is_optimizer(value: Any) -> bool:
     return (
         isinstance(value, dict)
@@ -185,13 +203,9 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
-def _is_rows(value: Any) -> bool:
-    """Whether a value is a list whose elements are tensors or None."""
-    return isinstance(value, list | tuple) and all(each is None or _is_tensor(each) for each in value)
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(each is None or type(each) is int for each in value)
+_is_bool = _exactly(bool)
+_is_numbers = _each(_or_none(_exactly(int)))
+_is_rows = _each(_or_none(_is_tensor))
 
 
 def _is_factor(value: Any) -> bool:
@@ -206,9 +220,9 @@ def _is_rule(value: Any) -> bool:
     return isinstance(value, str) and value in Rule.__members__
 
 
-def _is_terms(value: Any) -> bool:
-    pairs = isinstance(value, list | tuple) and all(isinstance(each, list | tuple) for each in value)
-    return pairs and all(len(each) == 2 and _is_rows(each[0]) and _is_factor(each[1]) for each in value)
+def _is_term(value: Any) -> bool:
+    """Whether a value is a pair: a list of tensors, and the factor for their sum."""
+    return isinstance(value, list | tuple) and len(value) == 2 and _is_rows(value[0]) and _is_factor(value[1])
 
 
 def _is_owed(value: Any) -> bool:
@@ -219,60 +233,37 @@ def _is_owed(value: Any) -> bool:
     )
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _is_bool(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _with(**kinds: Kind) -> Kind:
-    """Return a check for a dict: a value whose name is in `kinds` must pass the check under this name."""
-    return lambda value: isinstance(value, dict) and all(kinds[n](value[n]) for n in kinds if n in value)
-
-
-def _none_but(kind: Kind, *names: str) -> Kind:
-    return lambda value: kind(value) and value.keys() <= set(names)
-
-
-def _or_none(kind: Kind) -> Kind:
-    return lambda value: value is None or kind(value)
-
-
 _PREDICTION = _with(
+    *("looks", "changed", "ahead"),
     **dict.fromkeys(("ahead", "expected", "previous"), _is_rows),
     **dict.fromkeys(("clip", "scale"), _is_factor),
     **dict.fromkeys(("changed", "in_place"), _is_bool),
     looks=_is_step,
-    terms=_is_terms,
+    terms=_each(_is_term),
     absent=_is_numbers,
 )
-_IN_FLIGHT = _none_but(_with(not_finite=_is_numbers, learned=_numbered(_is_list)), "not_finite", "learned")
+_IN_FLIGHT = {"not_finite": _is_numbers, "learned": _numbered(_any_of(list, tuple))}
 _OWES = _with(scale=_or_none(_is_factor), forgets=_is_bool, owed=_or_none(_is_owed), bases=_is_rows)
 _MOMENTUM = _with(own=_is_rows, taken=_is_numbers, on_way=_is_rows)
-_WEIGHING = _with(rule=_is_rule, unit=_is_positive, usual=_is_positive)
+_WEIGHING = _with("rule", "unit", "usual", rule=_is_rule, unit=_is_positive, usual=_is_positive)
 _ALGORITHM = _with(before=_is_numbers, expected=_is_numbers, pause=_is_step, left=_is_step, watches=_is_bool)
 
 
+_TRAINING: Mapping[str, Kind] = {
+    "prediction": _PREDICTION,
+    "barred": _is_bool,
+    "owes": _each(_or_none(_OWES)),
+    "in_flight": lambda value: _with(**_IN_FLIGHT)(value) and value.keys() <= _IN_FLIGHT.keys(),
+    "follows": _is_bool,
+    "momentum": _MOMENTUM,
+    "algorithm": _ALGORITHM,
+    "weighing": _WEIGHING,
+}
+"""What a snapshot records about one optimizer's training, by name, with a check for each."""
+
+
 def _is_training(value: Any) -> bool:
-    """Whether a value is a dict with everything that a snapshot records about one optimizer's training."""
-    names = {"prediction", "barred", "owes", "in_flight", "follows", "momentum", "algorithm", "weighing"}
-    return (
-        isinstance(value, dict)
-        and value.keys() == names
-        and _PREDICTION(value["prediction"])
-        and {"looks", "changed", "ahead"} <= value["prediction"].keys()
-        and _is_bool(value["barred"])
-        and _is_bool(value["follows"])
-        and _ALGORITHM(value["algorithm"])
-        and isinstance(value["owes"], list | tuple)
-        and all(each is None or _OWES(each) for each in value["owes"])
-        and _IN_FLIGHT(value["in_flight"])
-        and _MOMENTUM(value["momentum"])
-        and _WEIGHING(value["weighing"])
-        and {"rule", "unit", "usual"} <= value["weighing"].keys()
-    )
+    return _with(**_TRAINING)(value) and value.keys() == _TRAINING.keys()
 
 
 OWN: Mapping[str, Kind] = {
@@ -280,7 +271,7 @@ OWN: Mapping[str, Kind] = {
     "random": _is_random,
     "values": _is_text_of_bytes,
     "variables": _named(_is_tensor),
-    "counts": _named(_is_plain),
+    "counts": _named(_any_of(bool, int, float, str)),
     "buffers": _named(_is_tensor),
     "averaged": _is_averaged,
     "training": _numbered(_is_training),
@@ -291,8 +282,8 @@ APART: Mapping[str, Kind] = {"weights": _named(_is_tensor), "states": _numbered(
 COMMON: Mapping[str, Kind] = {
     "tensors": _named(_is_tensor),
     "optimizers": _numbered(_is_optimizer),
-    "schedulers": _numbered(_is_state),
-    "scalers": _numbered(_is_state),
+    "schedulers": _numbered(_any_of(dict)),
+    "scalers": _numbered(_any_of(dict)),
 }
 """The parts of a snapshot that all ranks have in common, by name, with a check for each."""
 BASE: Mapping[str, Kind] = {"base": _named(lambda value: type(value) is int and 0 <= value < 1 << 64)}

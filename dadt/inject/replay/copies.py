@@ -105,11 +105,11 @@ class Copies:
     def _work(self) -> None:
         for source, into, _ in self._later:
             # Not torch's copy_, which would start as many more threads as the script already has.
-            ctypes.memmove(into.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+            ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.numel() * tensor.element_size() >= LARGE
+    return tensor.layout == torch.strided and tensor.nbytes >= LARGE
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -246,6 +246,6 @@ def digest(given: Any) -> str:
     for leaf in tree_leaves(given):
         if isinstance(leaf, torch.Tensor):
             flat = leaf.detach().reshape(-1)
-            part = flat[:: max(1, flat.numel() * flat.element_size() // LARGE)].contiguous().cpu()
+            part = flat[:: max(1, flat.nbytes // LARGE)].contiguous().cpu()
             found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode() + part.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

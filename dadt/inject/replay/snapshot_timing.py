@@ -41,7 +41,7 @@ class SnapshotTiming:
         return True
 
     def saw(self, step: int) -> None:
-        """A training forward begins after this step."""
+        """Called when a training forward begins. step: the number of steps taken before it."""
         if step != self.forward:
             self.group, self.forward = step - self.forward, step
 
