@@ -124,7 +124,7 @@ class GpuTraining:
 
         gpu = self._device == "cuda"
         parameters = list(self._case.model.parameters())
-        weights = sum(p.numel() * p.element_size() for p in parameters)
+        weights = sum(p.nbytes for p in parameters)
         peak = torch.cuda.max_memory_allocated() if gpu else 0
         held = torch.cuda.memory_allocated() if gpu else 0
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -191,7 +191,7 @@ class GpuRow:
     seconds: Any
     """Interval of the seconds that a step takes."""
     per_first: Any
-    """Interval of these seconds divided by those of the first contender, round by round."""
+    """Interval of a step's seconds divided by the first contender's, round by round."""
     about: dict[str, Any]
 
 
@@ -227,7 +227,7 @@ def start(
 
 
 def dismiss(line: Connection) -> None:
-    with suppress(OSError):  # it has ended already, and whoever waited for it reports why
+    with suppress(OSError):  # the contender has ended already, and whoever waited for it reports why
         line.send(None)
 
 

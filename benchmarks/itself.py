@@ -12,22 +12,17 @@ from functools import cached_property
 
 from dadt.comm import executors
 from dadt.comm.executors.base import Connection
+from dadt.comm.executors.meet import Meet
 from dadt.train import runtime
 from dadt.train.loss import recovery
 from dadt.train.ranks import Ranks
 
 
-class LoneRendezvous:
-    """A Meet (rendezvous) of one rank."""
-
-    secret = b""
-    outdated = None
+class LoneRendezvous(Meet):
+    """A rendezvous of one rank."""
 
     def __init__(self) -> None:
         self._kept: dict[str, bytes] = {}
-
-    def say(self, text: str) -> None:
-        pass
 
     def exchange(self, key: str, blob: bytes) -> list[bytes]:
         return [blob]

@@ -29,8 +29,8 @@ BUCKET = 50 << 20
 
 
 def rank(number: int, streams: Sequence[int], store: str, address: str) -> None:
-    """Run one of two ranks, which is connected by each of these numbers of connections: for each number that it reads
-    from stdin, it averages over that many connections, and prints the Mbit/s each way."""
+    """Run one of two ranks: for each number of connections that it reads from stdin, it averages over that many
+    connections, and prints the Mbit/s each way. streams: the numbers of connections that may be asked for."""
     import torch
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 

@@ -43,7 +43,8 @@ class Letters(Pairs):
 
 @cache
 def shakespeare() -> tuple[Pairs, Pairs]:
-    """Return the first nine tenths in overlapping windows, for training, and the rest with each letter once."""
+    """Return Shakespeare's text as training data, its first nine tenths in overlapping windows, and as validation data,
+    the rest in windows that do not overlap."""
     text = gzip.decompress((FOLDER / "tinyshakespeare" / "input.txt.gz").read_bytes())
     numbers = {letter: i for i, letter in enumerate(sorted(set(text)))}
     coded = torch.tensor([numbers[letter] for letter in text])
