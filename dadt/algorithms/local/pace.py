@@ -52,7 +52,8 @@ class Pace:
             fragment.overlap = fragment.took = overlap
 
     def exchanged(self, fragment: Fragment) -> None:
-        """Called when an exchange of the fragment has ended: decide what this rank asks for with the next one."""
+        """Called when an exchange of the fragment has ended: choose the lengths of its next round and exchange that
+        this rank proposes to the others."""
         seconds, step = fragment.seconds, self._attachment.measure.alone
         if self.measured and step:
             fragment.next_every = steps_of(seconds, step)

@@ -80,8 +80,8 @@ class PerRank:
         fractions: Callable[[], Fractions] = tuple,
         whole: int = 0,
     ) -> None:
-        """fractions: returns the parts of ranks, once for each step. whole: number of samples in a step of all ranks
-        together; 0: `batch_size` for each share."""
+        """fractions: returns what part of its samples each rank gets, once for each step. whole: number of
+        samples in a step of all ranks together; 0: `batch_size` for each share."""
         self.sampler = sampler
         self.fractions = fractions
         self.drop_last = drop_last
@@ -118,7 +118,7 @@ class Batches:
         shares: int = 0,
         fractions: Callable[[], Fractions] = tuple,
     ) -> None:
-        """fractions: returns the parts of ranks, once for each step."""
+        """fractions: returns what part of its samples each rank gets, once for each step."""
         self.batch_sampler = batch_sampler
         self.fractions = fractions
         self.rank = rank
