@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from harness.patience import await_that
 
 TRAIN = """
@@ -31,6 +32,7 @@ def restarted(out: bytes) -> dict[str, str]:
     return dict(re.findall(r"\[\d (\w+)\] restart 1 weights (\w+)", out.decode()))
 
 
+@pytest.mark.slow
 def test_a_restart_uses_the_hosts_that_there_are_then(hosts, start, tmp_path):
     network = hosts(3)
     (tmp_path / "list").write_text("h0:1\nh1:1\n")

@@ -37,6 +37,7 @@ def test_hosts_that_cannot_be_reached_are_left_out(hosts, start, tmp_path):
     assert len(set(weights(result.out))) == 1
 
 
+@pytest.mark.slow
 def test_too_few_hosts_can_be_reached(hosts, start):
     network = hosts(2)
     network.cut(network[1])
@@ -47,6 +48,7 @@ def test_too_few_hosts_can_be_reached(hosts, start):
     assert last == "dadt: --min-np 3: the hosts have room for 2 workers, without the 1 that cannot be reached"
 
 
+@pytest.mark.slow
 def test_a_host_is_cut_off_and_the_others_train_on(hosts, start, tmp_path):
     network = hosts(2)
     options = ("--min-np", "1", "--orphan-timeout", "3", *OPTIONS)

@@ -54,7 +54,8 @@ def test_all_ranks_are_told_at_once_of_one_that_was_killed(launch: Callable[...,
     assert "dadt: worker 1 failed (killed by signal 9, SIGKILL) after " in result.err
 
 
-@pytest.mark.parametrize("end", ["os._exit(0)", pytest.param("sys.exit()", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
 def test_a_rank_that_ends_well_in_the_middle_is_the_cause(launch: Callable[..., Result], end: str) -> None:
     result = launch(SCRIPT.format(end=end), "-np", "2", "--executor", "gloo", "train.py")
     assert result.code == 1, result.err

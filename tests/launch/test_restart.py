@@ -90,6 +90,7 @@ def test_a_host_whose_agent_was_lost_is_waited_for_where_slots_are_not_known(lau
     assert result.err.count(": restart 1 of 1\n") == 1 and "2 workers on 2 hosts" in result.err
 
 
+@pytest.mark.slow
 def test_attempts_that_fail_alike_are_the_last(launch) -> None:
     result = run(launch, "raise ValueError('of no use')", 5)
     assert result.code == 1, result.err

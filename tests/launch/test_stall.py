@@ -49,6 +49,7 @@ def test_a_late_rank_ends_the_job_where_that_is_wanted(launch: Callable[..., Res
     assert "in late" in (result.logs / result.job / "rank1.stacks").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_told_of_and_is_the_cause(launch: Callable[..., Result]) -> None:
     stop = SCRIPT.replace("        late()", "        os.kill(os.getpid(), 19)")
     result = launch(stop, *ARGUMENTS, "--stall-warning", "2", "--timeout", "5", "train.py")

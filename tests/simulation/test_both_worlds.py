@@ -42,6 +42,8 @@ START_SECONDS, STEP_SECONDS, EXIT_SECONDS = 2.0, 0.03, 1.0
 STRUCK = 5.0
 """When a fault strikes, in seconds since the workers were started: all of them train."""
 SEEDS = 4
+MOST_STEPS = 300
+"""In a pass over the data: none ends before the fault, and more data only cost time."""
 BY_SSH = explain(None, b"", b"", "python")
 """How an agent has ended that was killed on a host that is reached by SSH."""
 
@@ -52,8 +54,8 @@ def struck(victim: SimulatedVictim, options: tuple[str, ...], size: int, steps: 
     knobs = {flag.removeprefix("--").replace("-", "_"): text for flag, text in pairs}
     script = Script(
         steps=steps, step_seconds=STEP_SECONDS, start_seconds=START_SECONDS, on_interrupt="end", on_terminate="end",
-        save_seconds=0.1, ends_when_saved=False, optimizers=1, samples=BATCH_SIZE * steps * size, evaluate_every=0,
-        gathers_seldom=True, exit_seconds=EXIT_SECONDS,
+        save_seconds=0.1, ends_when_saved=False, optimizers=1, samples=BATCH_SIZE * min(steps, MOST_STEPS) * size,
+        evaluate_every=0, gathers_seldom=True, exit_seconds=EXIT_SECONDS,
     )  # fmt: skip
     hosts = len(victim.hosts)
     scenario = Scenario(

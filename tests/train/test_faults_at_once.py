@@ -8,6 +8,7 @@ import pytest
 from harness.at_once import RANKS, Struck, drawn, strike
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_and_a_killed_one(launch) -> None:
     job = Struck({1: ("stop", "forward"), 2: ("kill", "exchange")}, ("--algorithm", "pipe", "--executor", "gloo"))
     result = strike(launch, job)

@@ -183,6 +183,7 @@ def test_nobody_waits_for_the_proof_of_a_rank_that_connects_with_others_again(la
     assert float(seconds) < 10.0
 
 
+@pytest.mark.slow
 def test_too_few_are_left(launch) -> None:
     result = run(launch, "0:20:forward,1:40:forward", "--min-np", "2")
     assert result.code == 137
