@@ -75,6 +75,12 @@ def lenient(*given: Any, all_needed: bool = True, again: bool = False) -> Any:
     return gather(*given, all_needed=False, again=again)
 
 
+def forgetful(self: ConnectBackLauncher, hello: Any) -> Any:
+    """Of those that are expected it does not know who has come."""
+    return {} if hello.get("name") in self._arrivals else greet(self, hello)
+
+
+greet = ConnectBackLauncher._greet
 again, restarts_ended, restarts_failed = Restarts._again, Restarts.ended, Restarts.failed
 preempt = Termination.preempt
 hosts, take, turn, gather = Restarts.hosts, Discovery.take, Deadline.turn, startup.gather
@@ -98,7 +104,7 @@ START_MUTATIONS: Mapping[str, tuple[Any, str, Any]] = {
     "a job starts without hosts that it needs": (launcher, "gather", lenient),
     "strangers who call are never sent away": (Entrance, "_drop_one", never),
     "who calls is never sent away where descriptors lack": (Entrance, "_turn_away", nothing),
-    "an agent that comes twice is let in": (ConnectBackLauncher, "_greet", lambda self, hello: {}),
+    "an agent that comes twice is let in": (ConnectBackLauncher, "_greet", forgetful),
     "a job that is told to end while it fails is started again": (Termination, "preempt", untold),
 }
 """Each fault by what it is: what it replaces, and by what."""
