@@ -112,8 +112,8 @@ class Work {
   // contain.
   const Result& result() const;
 
-  // Sets the result. The first call counts and wakes the waiting threads; later calls change nothing and
-  // return false.
+  // Sets the result. The first call takes effect, wakes the waiting threads and returns true; later calls
+  // change nothing and return false.
   bool finish(Result result);
   bool fail(const Error& error);
 

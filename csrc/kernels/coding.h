@@ -35,8 +35,8 @@ float limit_of(const float* values, size_t count) {
   return finite ? largest(T()) : std::numeric_limits<float>::infinity();
 }
 
-// Encodes values as 16-bit floats. A value that is too large is encoded as the largest one, and the rest goes
-// to `lost`.
+// Encodes values as 16-bit floats. A value beyond their range is encoded as the largest number of the
+// format, and the difference is added to `lost`.
 template <typename T>
 void encode_short(void* wire, const float* values, float* lost) {
   T* to = static_cast<T*>(wire);

@@ -276,8 +276,9 @@ void Post::lose(int peer, bool lives) {
   });
 }
 
-// Returns a lost rank because of which the receive can never end: its peer, or for a receive from any rank
-// one that has died, or the last one if all others are lost.
+// Returns a lost rank because of which the receive can never end, or nullopt if it still may. For a receive
+// from one rank that is its peer; for one from any rank it is a rank that has died, or one of the others if
+// all of them are lost.
 std::optional<int> Post::nobody_for(const Transit& receive) const {
   if (receive.peer != Transit::kAny) {
     return lines_[receive.peer]->lost ? std::optional(receive.peer) : std::nullopt;

@@ -19,7 +19,8 @@ class Greetings {
   // Returns the header and lane that this rank sends to every other rank.
   const std::string& mine() const { return mine_; }
 
-  // Returns whether a rank's header and lane have arrived, and belong to the same operation.
+  // Returns whether a rank's header and its lane (the bytes that it adds for all ranks) have arrived, and
+  // belong to the operation that this rank is in.
   bool has(int rank) const { return peers_[rank].is_here; }
   bool has_all() const { return has_all_; }
   // Returns the number of bytes still missing from a rank; 0 also if it runs another operation.

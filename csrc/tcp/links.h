@@ -114,7 +114,6 @@ class Links {
   void send_notices(uint32_t code, const std::string& text);
   void read_notice(int rank);
 
-  // Constant after construction.
   const int rank_;
   const std::vector<std::vector<int>> data_;
   const std::vector<int> notices_;

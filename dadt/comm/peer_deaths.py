@@ -72,7 +72,8 @@ class Deaths:
         self.preempted = False
         """Whether this rank must end soon because its host is being taken away, however far other ranks are."""
         self._left: tuple[int, str] | None = None
-        """Step count at which a rank ended successfully but too early, and the text about it; None if no rank did."""
+        """Number of steps after which a rank exited successfully while others still train, and the error text that says
+        so; None if no rank has."""
 
     def watch(self, abort: Abort) -> None:
         """Register `abort` to be called when a rank ends, or call it at once if one has ended."""

@@ -1,4 +1,4 @@
-"""Every setting (knob) of DADT, its checks, and the choice of the executor. Imports no torch."""
+"""Every setting (knob) of DADT, its checks, and the choice of the executor. Does not import torch."""
 
 from dadt.config.config import Config
 

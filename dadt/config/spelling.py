@@ -1,4 +1,5 @@
-"""Other names of knobs: flags of other launchers with the same meaning, and misspelt variables."""
+"""Other names of settings (knobs): flags of other launchers with the same meaning, and a search for misspelt
+environment variables."""
 
 from __future__ import annotations
 

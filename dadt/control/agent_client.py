@@ -80,8 +80,8 @@ class Control(WorkerLine):
             self._report("numbers", droppable=not last, step=step, numbers=numbers)
 
     def result(self, blob: bytes) -> None:
-        """Send the result or exception of the function of `dadt.run`. Waits for the answer, so that the result arrives
-        before the process exits."""
+        """Send the result or exception of the function that was given to `dadt.run`. Waits for the answer, so that the
+        result arrives before the process exits."""
         self._ask("result", 0.0, blob)
 
     def listen(self, hear: Callable[[Frame], None]) -> bool:

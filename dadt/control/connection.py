@@ -122,8 +122,8 @@ class Listener:
         return Reach(addresses=[*found, network.SAME_MACHINE], port=self.port, key=self._key, silence=self._silence)
 
     def close(self) -> None:
-        """Stop accepting connections, end the listening thread, and drop connections that have not proved themselves.
-        May be called repeatedly."""
+        """Stop accepting connections, end the listening thread, and drop connections that are not authenticated. May be
+        called repeatedly."""
         if not self._closed:
             self._closed = True
             _shut(self._entrance.server)  # shutting the socket down wakes the thread that waits in accept()

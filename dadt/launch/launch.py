@@ -66,7 +66,7 @@ class Launch:
     """All attempts to run one job, and the report about them in the job's folder."""
 
     def __init__(self, the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: Sequence[Export]) -> None:
-        """Reserves the job's id and folder. exports: metrics exports for the first attempt."""
+        """Reserves the job's id and folder. exports: where the first attempt to run the job sends its metrics."""
         self._plan = the_plan
         self._voice = voice
         self._placed = placed

@@ -1,4 +1,5 @@
-"""Checks whether training is distributed on this host, by a real job of two workers whose code does not import DADT."""
+"""Checks that distributed training works on this host: runs a real job of two workers whose script does not import
+DADT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dadt report`: writes a page for a browser about how a job went."""
+"""`dadt report`: writes an HTML page about how a job went."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _moment(seconds: float | None) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
-        return ""  # seconds outside of the range of any calendar
+        return ""  # a time that the calendar of this platform does not know
 
 
 # Tables of ranks, failures and events ------------------------------------------------------------------------------

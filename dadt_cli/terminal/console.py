@@ -62,7 +62,7 @@ def size() -> tuple[int, int]:
 
 
 def bars_move() -> bool:
-    """Whether a live view is on the screen, which shows workers' progress bars as they move."""
+    """Whether a live view that shows how workers' progress bars move is on the screen."""
     return _above is not None
 
 

@@ -99,12 +99,12 @@ def test_the_last_job_is_the_last_that_has_ended(tmp_path: Path, monkeypatch: py
     (tmp_path / "dadt-logs" / "zzdd").mkdir()
     (tmp_path / "dadt-logs" / "zzee").symlink_to("nowhere")
     (tmp_path / "dadt-logs" / "zzff").touch()
-    assert resume.found(Config(resume="last")).parent.parent.name == "zzcc"
+    assert resume.source(Config(resume="last"))[1].parent.parent.name == "zzcc"
     running = job_folder.Folder.join("zzcc")
     try:
-        assert resume.found(Config(resume="last")).parent.parent.name == "zzbb"
+        assert resume.source(Config(resume="last"))[1].parent.parent.name == "zzbb"
         with pytest.raises(ConfigError, match=r"^--resume zzcc: still runs; end it first \(dadt kill zzcc\)$"):
-            resume.found(Config(resume="zzcc"))
+            resume.source(Config(resume="zzcc"))
     finally:
         running.leave()
 
@@ -188,7 +188,7 @@ def test_a_damaged_start_is_one_sentence(tmp_path: Path, case: str, monkeypatch:
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
         tracemalloc.stop()
     monkeypatch.chdir(tmp_path)
-    assert resume.found(Config(resume="abcd")).name == "000000000012"  # which a script that is given goes on from
+    assert resume.source(Config(resume="abcd"))[1].name == "000000000012"  # which a script that is given goes on from
 
 
 @pytest.mark.parametrize("case", ["1 GB", "a pipe", "a million deep"])

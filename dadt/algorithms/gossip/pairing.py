@@ -173,8 +173,8 @@ class Pairing:
             edge.retire()
 
     def forsake(self) -> None:
-        """Stop asking neighbours for averages of weights that this rank no longer needs. The memory of the snapshot is
-        freed when no neighbour asks for averages any more."""
+        """Stop requesting averages from neighbours, as this rank needs none any more. The copy of the weights that
+        neighbours are sent is freed once none of them requests it any more."""
         self._forsaken = True
         self.retire()
         self._let_go()

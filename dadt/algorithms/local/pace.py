@@ -35,8 +35,8 @@ class Pace:
 
     @property
     def longest(self) -> int:
-        """Most steps for which an exchange may run in the background: half a round. With a whole round, the ranks would
-        train apart for two rounds."""
+        """Largest number of steps that may run while an exchange is in the background: half a round. An exchange that
+        took a whole round would leave the ranks' weights without an average for two rounds."""
         return (self.every + 1) // 2 if self._fixed is None else self._fixed
 
     def begin(self, fragment: Fragment, number: int, steps: int) -> None:

@@ -98,7 +98,7 @@ class Connection:
     """Called after the C++ engine is closed. Returns whether the memory of all operations, failed ones included, is no
     longer in use; if not, the memory must stay allocated."""
     broadcaster: Engine | None = None
-    """C++ engine for broadcasts if they use another executor than other operations; else None."""
+    """C++ engine for broadcasts if they use a different executor than other operations; else None."""
     device: Device | None = None
     """Device that averages tensors in its own memory; None if tensors travel through host memory."""
 

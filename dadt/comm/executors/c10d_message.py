@@ -32,7 +32,7 @@ class C10dMessage:
         self._target = target
         self._lock = threading.Lock()
         self.what = "a message"
-        """How error texts call this message."""
+        """Name of this message in error texts."""
         self._ended: threading.Event | None = None
         self._error: Exception | None = None
 

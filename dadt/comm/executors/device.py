@@ -90,9 +90,9 @@ class Device:
         **beside: Any,
     ) -> Averaging:
         """Compute the weighted mean of `values` over ranks into `flat`, after the work already queued on the current
-        CUDA stream. places: parts of `flat`, one for each value; a value of None counts as zeros. coding: compression
-        state and residual factor. beside: arguments for `Engine.allreduce`: name, weight, step metadata (lane), bytes
-        without compression (plain).
+        CUDA stream. places: parts of `flat`, one for each value; a value of None counts as zeros. coding: state of the
+        compression, and the factor by which its residual is multiplied. beside: further arguments of `Engine.allreduce`
+        (name, weight, the step's metadata as `lane`, the number of bytes without compression as `plain`).
         """
         ready, began, ended = self._event(), self._event(timing=True), self._event(timing=True)
         ready.record(self.module.current_stream(self.device))

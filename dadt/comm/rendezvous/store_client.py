@@ -191,8 +191,8 @@ class StoreClient(WorkerLine):
         return [self._peer(rank) for rank in range(self.world.world_size)]
 
     def dump(self) -> None:
-        """Print this rank's stacks on stderr. Other ranks cannot be asked for their stacks, but ranks that wait as well
-        print theirs."""
+        """Print the stacks of this rank's threads on stderr. There is no way to ask other ranks for theirs, but each
+        rank that also waits prints its own."""
         faulthandler.dump_traceback(all_threads=True)
 
     def saved(self, path: str, count: int, number: int) -> None:

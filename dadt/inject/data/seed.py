@@ -174,7 +174,8 @@ class Streams:
             self._has_parted = True
 
     def _begun(self) -> tuple[State, State | None, set[str]]:
-        """Return the shared stream, this rank's own (if resumed), and names of generators seeded since resuming."""
+        """Return the random stream that all ranks share, this rank's own stream (if the job was resumed), and the names
+        of the generators that the script has seeded since then."""
         current, resumed, self._resumed = State.capture(), self._resumed, None
         if resumed is None:
             return current, None, set()

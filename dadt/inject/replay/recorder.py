@@ -110,8 +110,9 @@ class Recorder:
                 self._take(step)
 
     def saw(self, given: Any) -> None:
-        """Called when a training forward begins, with its arguments. The open snapshot records their hash, or is
-        dropped if the forward depends on earlier computations, which a replay does not have."""
+        """Note that a forward pass in training mode begins, with these arguments. The snapshot that is being recorded
+        keeps a hash of them. It is dropped if they depend on earlier computations, as a replay does not repeat
+        those."""
         self._began = self._began or time()
         step = self._ranks.step
         self._timing.saw(step)

@@ -150,7 +150,8 @@ class Replay:
             self._agree(b"own")
 
     def _agree(self, mine: bytes) -> bool:
-        """Return whether any rank's script resumes from its own checkpoint: all ranks replay or none. Waits for all."""
+        """Return whether the script of any rank resumes from a checkpoint of its own. If one does, no rank replays its
+        steps, as all ranks have to do the same. Waits for the answers of all ranks."""
         self._agreed = True
         self._values.unknown = 0  # values read before the first forward are real, as nothing has been skipped yet
         return not self._ranks.world.joins and any(self._exchange("replay", mine))

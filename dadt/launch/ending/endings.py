@@ -201,9 +201,9 @@ class Endings:
         node.works = False
 
     def turn(self, now: float) -> None:
-        """Fail the job if no rank that is left, or no rank whose whole island is left, can continue: then no rank
-        waits, so none would report the failure. If all ranks of the job are stopped, the job counts as suspended and
-        goes on."""
+        """Fail the job if no remaining rank can continue (with islands: no rank whose whole island can). No rank then
+        waits for another one, so none would report the failure. A job of which all ranks are paused (SIGSTOP) counts as
+        suspended, and is not failed."""
         living = [member for member in self._rendezvous.present if not member.ended]
         held, size = [member for member in living if member.held], self._membership.island_size or 1
         islands = {member.rank // size for member in held}

@@ -178,7 +178,7 @@ class Failure:
         if self.blame is not None:
             return self.blame.verdict
         if self.ending.stopped and self.record is not None:
-            # the worker failed by its own exception, but was stopped before it exited
+            # the worker had raised an exception, but was stopped before it exited
             return f"exit code {self.exit_code}"
         if self.ending.code < 0:
             return f"killed by signal {-self.ending.code}, {signal_name(-self.ending.code)}"

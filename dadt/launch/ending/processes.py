@@ -86,7 +86,7 @@ def _descendants(root: int) -> Iterator[int]:
 
 
 def kill(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each of these processes that still exists."""
+    """Send a signal to each of the processes `pids` that still exists."""
     for pid in pids:
         try:
             os.kill(pid, number)

@@ -71,7 +71,8 @@ class FileRendezvous:
             raise LaunchError(f"{self._name}: was not written by dadt; give another file") from error
 
     def open(self, reach: Reach) -> None:
-        """Write the file. Raises LaunchError if that is not possible, or if another job uses it."""
+        """Write the file by which the other nodes find node 0. Raises LaunchError if that is not possible, or if
+        another job uses the file."""
         if self._path.parent.is_dir():
             self._check_folder()
         self._refuse_used()

@@ -1,4 +1,4 @@
-"""The launcher that starts agents by SSH with Paramiko: one connection and one channel without terminal per host."""
+"""The launcher that starts agents by SSH with Paramiko: one connection and one channel without a terminal per host."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class BucketPlan:
         return frozenset(address for bucket in self.buckets for turn in bucket.pointers for address in turn)
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return the current buffers in the order of their buckets: a forward may have replaced the tensors."""
+        """Return the current buffers in the order of their buckets, as a forward may have replaced the tensors."""
         now = [module._buffers[name] for module, name in self.places]
         return [b.detach() for b in now if b is not None]
 

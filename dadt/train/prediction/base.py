@@ -54,7 +54,7 @@ class Prediction:
     """
 
     needs = 0
-    """Number of synchronous steps before the first late one from which the prediction learns."""
+    """Number of synchronous steps from which the prediction learns before the first step with late averages."""
     sees_gradients = False
     """Whether the prediction learns from gradients, including those of a step that applies none."""
 
@@ -172,8 +172,8 @@ class Prediction:
         self._norms = []
 
     def _undo_by_memory(self) -> bool:
-        """Give all parameters their own memory back if each uses the memory of its predicted weights. Returns whether
-        they did."""
+        """If every parameter uses the memory of its predicted weights, let each use its own memory again, and return
+        True. Otherwise change nothing, and return False."""
         places, buffers, ahead = self._places, self._buffers, self._memory_ahead
         if not (self.applied and places is ahead.tensors and ahead.shown_by(self.parameters) and ahead.is_lent()):
             return False
