@@ -51,6 +51,8 @@ test-slow: .venv/testable .venv-programs/installed .venv-tensorflow/installed .v
 	[ -d .venv-programs ] || $(PYTHON) -m venv .venv-programs
 	.venv-programs/bin/python -m pip install --quiet $(TORCH) 'numpy>=1.26'
 	.venv-programs/bin/python -m pip install --quiet '$(TORCH)' -r tests/programs/requirements.txt
+# fastai's, built for torch with CUDA, which transformers imports where it is there.
+	.venv-programs/bin/python -c 'import torchvision' 2>/dev/null || .venv-programs/bin/python -m pip uninstall --quiet --yes torchvision
 	.venv-programs/bin/python -m pip install --quiet --no-deps --upgrade --target .venv-programs/of-hydra hydra-optuna-sweeper==1.3.0 optuna==2.10.1 cmaes==0.13.1
 	.venv-programs/bin/python -m pip install --quiet --force-reinstall --no-deps . && .venv-programs/bin/python -m pip install --quiet .
 	touch $@

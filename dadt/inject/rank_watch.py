@@ -34,6 +34,9 @@ HIDDEN = frozenset(
 HIDDEN_FROM = frozenset({"accelerate", "transformers", "timm", "fastai", "fastcore", "ultralytics"})
 """Libraries that take variables such as RANK as a request to train on GPUs, which fails or goes wrong on machines
 without GPUs."""
+HIDDEN_FROM_ALONE = frozenset({"webdataset"})
+"""Libraries that divide data among the ranks which they find, or refuse to read it. From them the variables are hidden
+unless the script has a process group, and so is written for several ranks."""
 LITERAL = re.compile(rf"""(["'])({"|".join(VARIABLES)})\1""")
 ENVIRONMENT = ("os", "collections.abc")
 OURS = ("torch", "dadt")
@@ -45,7 +48,7 @@ def install(runtime: Runtime) -> None:
 
     A library that reads the environment may only look for a launcher, so it does not count. From the libraries in
     HIDDEN_FROM the variables are hidden on machines without GPUs, so that they train as if alone, as the script does;
-    but not on an island, where they are to train together.
+    but not on an island, where they are to train together. From those in HIDDEN_FROM_ALONE they are hidden as well.
     """
     runtime.script.knows_rank |= any(_names_a_variable(module) for module in list(sys.modules.values()))
     _watch_environment(runtime)
@@ -76,7 +79,10 @@ def _watch_environment(runtime: Runtime) -> None:
     given = {name: os.environ[name] for name in HIDDEN if name in os.environ}
 
     def hides(asker: FrameType, name: Any) -> bool:
-        return name in given and _package(asker) in hidden_from and original(os.environ, name) == given[name]
+        if name not in given or original(os.environ, name) != given[name]:
+            return False
+        package = _package(asker)
+        return package in hidden_from or (package in HIDDEN_FROM_ALONE and not _has_group())
 
     def look_up(environ: Any, name: Any) -> Any:
         value = original(environ, name)
@@ -93,6 +99,10 @@ def _watch_environment(runtime: Runtime) -> None:
 
     kind.__getitem__ = look_up  # type: ignore[method-assign]
     kind.__iter__ = iterate  # type: ignore[method-assign]
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _asker(frame: FrameType) -> FrameType:

@@ -32,7 +32,7 @@ from dadt.inject import (
     weighed,
     within_backward,
 )
-from dadt.inject.data import entropy, loader, ray_batches, seed
+from dadt.inject.data import entropy, hugging_face, loader, ray_batches, seed
 from dadt.inject.data.parting import Parting
 from dadt.inject.exit_text import ExitText
 from dadt.inject.files import install as files
@@ -150,6 +150,7 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
         sources = entropy.install(runtime, streams)
         loaders = loader.install(runtime, streams, sources)
         runtime.events.on_stepped.append(lambda: sources.trained(loaders.gives_shares or runtime.script.fitting))
+        hugging_face.install(runtime)
         ray_batches.install(runtime, runtime.ranks.config.min_np)
         overlay = files.install(runtime)
         saver = saving.install(runtime, overlay)

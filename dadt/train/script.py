@@ -18,6 +18,8 @@ class Script:
         """Whether the script has called `dadt.init`: then DADT manages only the optimizers that the script wraps."""
         self.knows_rank = world.rank_in_arguments
         """Whether the script has asked which rank it is, or has its rank in its arguments."""
+        self.divides_data = False
+        """Whether the script has divided a data set by its rank, with a function that libraries have for it."""
         self.backwards = 0
         """Number of backward passes that the script has begun."""
         self.began = False

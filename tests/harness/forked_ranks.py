@@ -52,7 +52,7 @@ class Runtime:
         self.training = True
         self.registered = True
         self.began = False
-        self.is_distributed = False
+        self.is_distributed = self.divides_data = False
         self.together = True
         self.explicit = self.fitting = False
         self.possible = self.under_way = False

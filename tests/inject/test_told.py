@@ -320,3 +320,14 @@ def test_libraries_that_would_train_on_gpus_see_no_rank_where_there_are_none(tmp
     command = [*LAUNCHERS["dadt run"](1), forkserver.python(), "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert "[None, False, False, True] [True, True, True] True 7\n" in done.stdout, done.stderr
+
+
+def test_a_library_that_divides_data_among_ranks_sees_them_where_the_script_has_a_process_group(tmp_path) -> None:
+    library = "import os\ndef sees():\n    return 'RANK' in os.environ and 'WORLD_SIZE' in os.environ\n"
+    (tmp_path / "webdataset.py").write_text(library)
+    script = "import torch, os, sys\nsys.path.insert(0, os.getcwd())\nimport webdataset\nalone = webdataset.sees()\n"
+    script += "torch.distributed.init_process_group('gloo')\nprint(alone, webdataset.sees(), os.environ['RANK'])\n"
+    (tmp_path / "train.py").write_text(script)
+    command = [*LAUNCHERS["dadt run"](1), forkserver.python(), "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert "False True 0\n" in done.stdout, done.stderr

@@ -31,6 +31,7 @@ from dadt.inject.data.role import ALONE, EVALUATES, TRAINS, LoaderRole, check_di
 from dadt.inject.data.samplers import (
     Loader,
     draws_on,
+    group_of,
     has_distributed_sampler,
     inner_sampler,
     sampler_slot,
@@ -160,7 +161,9 @@ class Loaders:
         """Return whether the script may divide the loader's data itself. Also decides whether each island, instead of
         each rank, gets a share."""
         script = self.runtime.script
-        alone = has_distributed_sampler(loader) or (not self.asked(role) and script.is_distributed)
+        alone = has_distributed_sampler(loader) or (
+            not self.asked(role) and (script.is_distributed or script.divides_data)
+        )
         role.by_island = self._islands and (alone or alike(self._optimizers))
         return alone
 
@@ -230,6 +233,8 @@ class Loaders:
             return Items(loader.sampler, division.rank, division.readers)
         # Scripts count skipped batches in steps, each of which has batches of all ranks.
         batch_sampler, steps = unskipped(loader.batch_sampler)
+        if group_of(batch_sampler):
+            self.speeds.leaves_equal(self.role(loader).name)
         divided, fractions = self._ranks.config.batch == "global", self.speeds.fractions
         divisors = [int(each) for each in self._ranks.world.divisors.split(",") if each]
         share = share_of(batch_sampler, *division, divided=divided, fractions=fractions, divisors=divisors)

@@ -8,14 +8,17 @@ from dadt.errors import ConfigError
 from dadt.inject.data.division import Division, begun
 from dadt.inject.data.drawn import Drawn
 from dadt.inject.data.feed import Feed
+from dadt.inject.data.hugging_face import GROUP
 from dadt.inject.data.samplers import (
     DRAW_ONCE,
     Loader,
+    group_of,
     has_distributed_sampler,
     inner_sampler,
     left_out_of,
     samples_of,
 )
+from dadt.inject.data.share import unskipped
 from dadt.train.runtime import Runtime
 
 TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
@@ -65,9 +68,17 @@ class LoaderRole:
 
 
 def check_divisible(loader: Loader, role: LoaderRole, batch: str, divisors: str) -> None:
-    """Raises ConfigError if `--batch` cannot divide this loader's batches. batch: its value. divisors: of the World."""
+    """Raises ConfigError if this loader's batches cannot be divided as `--batch` says. batch: its value. divisors: of
+    the World."""
     size = role.begun.shares
-    if divisors and type(loader.batch_sampler) is not BatchSampler:
+    if (group := getattr(loader.dataset, GROUP, 1)) > 1:
+        raise ConfigError(
+            f"{role.name} is a stream in which {group} samples in a row belong together, of which each of {size}"
+            " workers would get a part; train from a data set with a length"
+        )
+    batch_sampler, _ = unskipped(loader.batch_sampler)
+    group = group_of(batch_sampler)
+    if divisors and (type(batch_sampler) is not BatchSampler or group):
         raise ConfigError(
             f"--batch memory: {role.name} has no batch size that could be less on a worker without enough memory;"
             " use smaller batches"
@@ -78,6 +89,11 @@ def check_divisible(loader: Loader, role: LoaderRole, batch: str, divisors: str)
         raise ConfigError(
             f"--batch global: {role.name} has batches of {loader.batch_size}, which cannot be divided"
             f" among {size} workers; use fewer workers, larger batches or --batch per-rank"
+        )
+    if group and loader.batch_size is not None and loader.batch_size % (size * group):
+        raise ConfigError(
+            f"--batch global: {role.name} has batches of {loader.batch_size} in groups of {group} that belong together,"
+            f" which cannot be divided among {size} workers; use larger batches or --batch per-rank"
         )
     if not loader._auto_collation:
         raise ConfigError(

@@ -14,7 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dadt.inject.data.share import Batches, Divided, Fractions, PerRank
+from dadt.inject.data.share import Batches, Divided, Fractions, PerRank, Repeated
 
 DRAW_ONCE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers of torch that draw from the global generators, and only when the first index is requested."""
@@ -51,6 +51,12 @@ def samples_of(loader: Loader) -> int | None:
         return None
 
 
+def group_of(batch_sampler: Any) -> int:
+    """Return how many samples in a row belong together, as TRL's RepeatSampler yields each prompt once for each
+    completion that is compared with the others; 0 if the order has no groups."""
+    return getattr(getattr(batch_sampler, "sampler", None), "mini_repeat_count", 0)
+
+
 def draws_on(loader: Loader) -> bool:
     """Whether the sampler may draw from the global generators also after its first index."""
     return type(inner_sampler(loader)) not in (*DRAW_ONCE, SequentialSampler)
@@ -74,7 +80,7 @@ def share_of(
     divided: bool,
     fractions: Callable[[], Fractions],
     divisors: Sequence[int] = (),
-) -> PerRank | Batches | Divided:
+) -> PerRank | Batches | Repeated | Divided:
     """Return the batches of one rank, which is number `rank` of `size` reading ranks. divided: whether each rank reads
     a part of every batch of the script, not whole batches. shares: number of shares of a step, which may be larger than
     `size`. fractions: returns the parts of ranks for one step. divisors: numbers by which ranks divide the script's
@@ -83,6 +89,10 @@ def share_of(
     plain = type(batch_sampler) is BatchSampler
     if divided:
         return Divided(batch_sampler, batch_sampler.batch_size if plain else 0, rank, size)
+    if plain and (group := group_of(batch_sampler)):
+        sampler = batch_sampler.sampler
+        times = sampler.repeat_count if sampler.batch_size * group == batch_sampler.batch_size else 1
+        return Repeated(batch_sampler, times, rank, size)
     if plain:
         sampler, batch_size = batch_sampler.sampler, batch_sampler.batch_size
         if divisors:

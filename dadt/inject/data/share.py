@@ -164,6 +164,29 @@ class Items:
         return -(-len(cast(Sized, self.sampler)) // self.size)
 
 
+class Repeated:
+    """Gives ranks whole batches in turn, of a sampler that yields each of them `times` times in a row: rank number r
+    gets the r-th of `size` different batches, in as many steps. At the end, ranks without a batch repeat another
+    rank's."""
+
+    def __init__(self, batch_sampler: Iterable[Any], times: int, rank: int, size: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.times = times
+        self.rank = rank
+        self.size = size
+        self.nominal = 0
+
+    def __iter__(self) -> Iterator[StepShare]:
+        batches = iter(self.batch_sampler)
+        while group := list(islice(batches, self.size * self.times))[:: self.times]:
+            self.nominal = self.nominal or samples_in(group[0])
+            yield from [turn(group, self.rank)] * self.times
+
+    def __len__(self) -> int:
+        different = -(-len(cast(Sized, self.batch_sampler)) // self.times)
+        return -(-different // self.size) * self.times
+
+
 class Divided:
     """Divides each batch of the script among the ranks, which keeps the number of steps of a single process."""
 
@@ -186,7 +209,7 @@ class Divided:
 class Skipped:
     """A share without its first steps, which a script leaves out that resumes in the middle of a pass."""
 
-    def __init__(self, share: PerRank | Batches | Divided, steps: int) -> None:
+    def __init__(self, share: PerRank | Batches | Repeated | Divided, steps: int) -> None:
         self.share = share
         self.steps = steps
 
@@ -201,7 +224,7 @@ class Skipped:
         return max(0, len(self.share) - self.steps)
 
 
-Share = PerRank | Batches | Items | Divided | Skipped
+Share = PerRank | Batches | Repeated | Items | Divided | Skipped
 
 
 def unskipped(batch_sampler: Any) -> tuple[Any, int]:

@@ -45,7 +45,7 @@ class Speeds:
         """Tell the user that this loader's samples are divided equally among all ranks."""
         if self._is_wanted:
             self._ranks.say(
-                f"{loader}: --batch speed divides no streams and single items: ranks get as many", "warning"
+                f"{loader}: --batch speed divides no streams, groups and single items: ranks get as many", "warning"
             )
 
     def fractions(self) -> Fractions:

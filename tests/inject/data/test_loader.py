@@ -7,6 +7,8 @@ import inspect
 import itertools
 import pickle
 import random
+import sys
+import textwrap
 import time
 
 import numpy as np
@@ -16,6 +18,7 @@ from harness.forked_ranks import ranks, single
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -23,6 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+
+from dadt.inject.data import hugging_face
 
 SIZE = 2
 
@@ -194,6 +199,114 @@ def test_global_batch_that_cannot_be_divided(tmp_path):
             next(iter(DataLoader(Numbers(8), batch_size=None)))
 
     ranks(2, script, tmp_path, batch="global")
+
+
+class Stream(IterableDataset):
+    def __init__(self, samples) -> None:
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+class Prompts(Sampler):
+    """TRL's order for a training that generates: each prompt as often as completions of it are compared, and each batch
+    of these as often as it is used."""
+
+    mini_repeat_count, batch_size = 4, 2
+
+    def __init__(self, prompts: int, repeat_count: int) -> None:
+        self.prompts, self.repeat_count = prompts, repeat_count
+
+    def __iter__(self):
+        order = torch.randperm(self.prompts).tolist()
+        for two in zip(order[::2], order[1::2], strict=True):
+            for _ in range(self.repeat_count):
+                yield from [prompt for prompt in two for _ in range(4)]
+
+    def __len__(self) -> int:
+        return self.prompts * 4 * self.repeat_count
+
+
+@pytest.mark.parametrize("uses", [1, 4])
+def test_groups_of_a_prompt_s_completions_stay_together_and_each_is_used_as_often(uses, tmp_path):
+    make = lambda: DataLoader(Numbers(10, False), sampler=Prompts(10, uses), batch_size=8)  # noqa: E731
+    read = []
+    for batches, draws, length, warned in ranks(2, passes(make, 1), tmp_path):
+        assert len(batches[0]) == length == 3 * uses and not warned
+        for start in range(0, length, uses):
+            assert batches[0][start : start + uses] == uses * [batches[0][start]]  # what it generates from comes first
+        read += [i for batch, (samples, nominal) in zip(batches[0], draws, strict=True) for i in batch[:samples]]
+        assert all(nominal == 8 and samples in (0, 8) for samples, nominal in draws)
+        assert all(len(set(batch[start : start + 4])) == 1 for batch in batches[0] for start in (0, 4))
+    assert sorted(read) == sorted(4 * uses * list(range(10)))
+
+
+def test_groups_are_divided_only_where_they_stay_whole(tmp_path):
+    def script(runtime):
+        for batch_size in (8, 16):
+            loader = DataLoader(Numbers(8, False), sampler=Prompts(8, 1), batch_size=batch_size)
+            if batch_size == 8 and runtime.ranks.world.world_size == 4:
+                with pytest.raises(Exception, match=r"#1 has batches of 8 in groups of 4 that belong together, which"):
+                    next(iter(loader))
+            else:
+                runtime.train()
+                assert all(len(set(index.tolist())) == len(index) // 4 for index, _ in loader)
+
+    ranks(2, script, tmp_path / "two", batch="global")
+    ranks(4, script, tmp_path / "four", batch="global")
+
+
+def test_data_that_the_script_divides_by_a_library_s_function_is_left_as_it_is(tmp_path):
+    """`split_dataset_by_node` of Hugging Face's datasets, in a package of the same name and signature."""
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "__init__.py").touch()
+    text = "def split_dataset_by_node(dataset, rank, world_size):\n    return dataset[rank::world_size]\n"
+    (tmp_path / "datasets" / "distributed.py").write_text(text)
+
+    def script(runtime):
+        hugging_face.install(runtime)
+        sys.path.insert(0, str(tmp_path))
+        from datasets.distributed import split_dataset_by_node
+
+        rank = runtime.ranks.world.rank
+        whole = list(range(16))
+        whole = split_dataset_by_node(whole, rank=0, world_size=1)  # which divides nothing
+        shared = [i for batch in DataLoader(whole, batch_size=2) for i in batch.tolist()]
+        runtime.train()
+        mine = DataLoader(split_dataset_by_node(whole, rank=rank, world_size=2), batch_size=2)
+        return shared, [i for batch in mine for i in batch.tolist()], runtime.said[-1]
+
+    a, b = ranks(2, script, tmp_path)
+    assert sorted(a[0] + b[0]) == sorted(a[1] + b[1]) == list(range(16))
+    assert a[1] == list(range(0, 16, 2)) and "#2: left as it is, as the script knows its rank" in a[2]
+
+
+def test_a_stream_of_groups_is_refused(tmp_path):
+    """TRL's `repeat_iterable_dataset`, in a module of the same name and signature."""
+    (tmp_path / "trl" / "trainer").mkdir(parents=True)
+    text = """
+    def repeat_iterable_dataset(dataset, mini_repeat_count, batch_size=1, repeat_count=1):
+        return type(dataset)([one for one in dataset for _ in range(mini_repeat_count)])
+    """
+    (tmp_path / "trl" / "trainer" / "utils.py").write_text(textwrap.dedent(text))
+
+    def script(runtime):
+        hugging_face.install(runtime)
+        sys.path.insert(0, str(tmp_path))
+        from trl.trainer.utils import repeat_iterable_dataset
+
+        stream = repeat_iterable_dataset(Stream(range(8)), mini_repeat_count=1, repeat_count=2)
+        assert len([index for batch in DataLoader(stream, 2) for index in batch]) == 4
+        stream = repeat_iterable_dataset(Stream(range(8)), mini_repeat_count=4)
+        with pytest.raises(
+            Exception, match="#2 is a stream in which 4 samples in a row belong together, of which each"
+        ):
+            next(iter(DataLoader(stream, 8)))
+        runtime.training = False  # an evaluation reads all of it
+        assert len(next(iter(DataLoader(stream, 8)))) == 8
+
+    ranks(2, script, tmp_path)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -7,7 +7,18 @@ import random
 
 import pytest
 
-from dadt.inject.data.share import Batches, Divided, Items, PerRank, Skipped, Spare, every_nth, portion, stream_steps
+from dadt.inject.data.share import (
+    Batches,
+    Divided,
+    Items,
+    PerRank,
+    Repeated,
+    Skipped,
+    Spare,
+    every_nth,
+    portion,
+    stream_steps,
+)
 
 SIZES = (1, 2, 3, 4, 7)
 COUNTS = (0, 1, 2, 3, 5, 8, 13, 24, 25, 97)
@@ -88,6 +99,20 @@ def test_items_in_turn(size):
         assert sorted(got) == list(range(n))
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_repeated_batches_stay_whole_and_are_read_as_often_as_alone(size, times):
+    for n in COUNTS:
+        different = [[2 * i, 2 * i, 2 * i + 1, 2 * i + 1] for i in range(n)]
+        shares = [Repeated([b for b in different for _ in range(times)], times, rank, size) for rank in range(size)]
+        steps = [list(share) for share in shares]
+        assert {len(pieces) for pieces in steps} == {len(shares[0])} == {-(-n // size) * times}
+        for rank, pieces in enumerate(steps):
+            given = [piece.index for piece in pieces if piece.samples]
+            assert given == [b for b in different[rank::size] for _ in range(times)]
+            assert all(piece.samples in (0, 4) and piece.index in different for piece in pieces)
+
+
 def test_items_that_are_batches_count_their_samples():
     pieces = [list(Items([[1, 2, 3], [4, 5]], rank, 2)) for rank in range(2)]
     assert [p[0].samples for p in pieces] == [3, 2]
@@ -123,6 +148,7 @@ def test_nominal_batch_is_the_same_on_every_rank():
         lambda rank: PerRank(range(100), 8, False, rank, 3),
         lambda rank: Batches([[0, 1, 2], [3], [4, 5]] * 5, rank, 3),
         lambda rank: Items(range(10), rank, 3),
+        lambda rank: Repeated([[0, 0, 1, 1]] * 4, 2, rank, 3),
         lambda rank: Divided([list(range(8))] * 4, 8, rank, 3),
         lambda rank: Divided([list(range(8))] * 4, 0, rank, 3),
     ):

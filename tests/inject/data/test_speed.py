@@ -115,7 +115,7 @@ def test_streams_are_divided_equally_and_a_line_says_so(dadt_run) -> None:
         "speed",
     )
     assert [each["count"] for each in run.ranks] == [200, 200]
-    assert "--batch speed divides no streams and single items: ranks get as many" in run.output
+    assert "--batch speed divides no streams, groups and single items: ranks get as many" in run.output
 
 
 SMALL_MEMORY = """
