@@ -9,6 +9,7 @@ from shared import BATCH, Points, tell
 HOW = sys.argv[1]
 MORE = {
     "accumulating": {"accumulate_grad_batches": 2},
+    "unevenly": {"accumulate_grad_batches": 3},  # of which the last step of a pass has one
     "clipping": {"gradient_clip_val": 0.5},
     "bf16": {"precision": "bf16-mixed"},
 }

@@ -1,5 +1,5 @@
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from shared import BATCH, Words, gpt, tell
 
 data = Words()
@@ -13,4 +13,6 @@ for epoch in range(10):
         model(**batch).loss.backward()
         optimizer.step()
     model.save_pretrained("lora")
+kept = PeftModel.from_pretrained(gpt(), "lora").state_dict()
+assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
 tell(model, before, data.loss(model), data)

@@ -68,6 +68,22 @@ def gpt(vocabulary=40):
     return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **sizes, **dropout))
 
 
+def tokenizer(number=40):
+    """Of whole words: w0, w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [f"w{index}" for index in range(number)] + ["<pad>", "<eos>", "<unk>"]
+    of_words = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    of_words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=of_words, **special)
+
+
+def text(words):
+    return " ".join(f"w{word}" for word in words)
+
+
 def tell(model, before, after, data=None, **more):
     """before, after: the loss of all data."""
     state = [value.detach().cpu().double() for value in model.state_dict().values()]

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import random
 import subprocess
+import tarfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,16 +44,31 @@ class Program:
         return "-".join((self.name, *(a for a in self.arguments if a.isalnum())))
 
 
+LIGHTNING = ("automatic", "manual", "several", "accumulating", "unevenly", "clipping")
 PROGRAMS_TRIED = [
     Program("accelerate_loop"),
     Program("transformers_trainer"),
     Program("transformers_tokens"),
     Program("transformers_tokens", ("accumulating",)),
+    Program("transformers_lengths", flags=("--batch", "global")),  # its batches of like lengths are of the batch size
+    Program("transformers_lengths", equals_alone=False),
+    Program("accelerate_sync"),
+    *(Program("accelerate_loaders", (how,)) for how in ("dispatch", "split", "uneven")),
+    Program("accelerate_tokens"),
     Program("peft_lora"),
+    *(Program("qlora_shape", (bits,)) for bits in ("four", "eight")),
+    *(Program("qlora_bitsandbytes", (bits,)) for bits in ("four", "eight")),
     Program("trl_sft"),
+    Program("trl_sft", ("packed",)),
     Program("trl_completions"),
+    Program("trl_dpo"),
+    Program("trl_grpo", equals_alone=False),  # each rank draws its own completions
+    Program("trl_grpo", ("reusing",), equals_alone=False),
     Program("sentence_transformers_fit", flags=("--batch", "global")),  # its schedule comes from the data set's size
-    *(Program("lightning_trainer", (how,)) for how in ("automatic", "manual", "several", "accumulating", "clipping")),
+    Program("sentence_transformers_losses", ("similarity",)),
+    Program("sentence_transformers_losses", ("ranking",), equals_alone=False),  # a pair meets those of its batch
+    Program("sentence_transformers_losses", ("cached",), equals_alone=False),
+    *(Program("lightning_trainer", (how,)) for how in LIGHTNING),
     Program("lightning_trainer", ("bf16",), equals_alone=False),  # rounded to 8 bits
     Program("lightning_fabric"),
     Program("skorch_classifier"),
@@ -58,6 +76,11 @@ PROGRAMS_TRIED = [
     Program("stable_baselines3_ppo", equals_alone=False),  # each rank plays its own games
     Program("diffusers_unet", equals_alone=False),  # each rank draws its own noise
     Program("geometric_graphs"),
+    Program("datasets_stream"),
+    Program("datasets_stream", ("bynode",), equals_alone=False),  # ranks read other files at once
+    Program("webdataset_shards"),
+    Program("webdataset_shards", ("bynode",)),
+    Program("webdataset_shards", ("loader",)),
     Program("hydra_multirun", HYDRA, trainings=2),
     Program("shape_nanogpt", equals_alone=False),  # each rank draws its own batches
     Program("shape_gan", equals_alone=False),  # and its own noise
@@ -74,7 +97,10 @@ def run(program: Program, folder: Path, *command: str, batch: int) -> tuple[list
     """What each training of each rank has told, and what DADT has said."""
     folder.mkdir()
     words = [*command, str(PROGRAMS / f"{program.name}.py"), *program.arguments]
-    env = {**os.environ, "BATCH": str(batch), "PYTHONPATH": str(PROGRAMS), "HF_HUB_OFFLINE": "1"}
+    data = folder.parent / "data"
+    if not data.is_dir():
+        write_points(data)
+    env = {**os.environ, "BATCH": str(batch), "DATA": str(data), "PYTHONPATH": str(PROGRAMS), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=5 * PATIENCE, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.partition("{")[2] for line in done.stdout.splitlines() if '"weights": ' in line]
@@ -158,6 +184,21 @@ def test_readers_of_tensorboard_and_hdf5_find_what_the_rank_itself_has_written(t
     assert found == 2 * [[True, 2, True, ["epoch 0", "epoch 1", "epoch 2"]]]
     assert len(list((tmp_path / "board").iterdir())) == 2  # the first rank's
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {"0.h5", "1.h5", "all.h5", "last.h5"}
+
+
+def write_points(folder: Path) -> None:
+    """256 points of two classes as they lie in the files of a data set: four of lines, and four of samples in tar."""
+    folder.mkdir()
+    drawn = random.Random(1)
+    for part in range(4):
+        with (folder / f"{part}.jsonl").open("w") as lines, tarfile.open(folder / f"{part}.tar", "w") as shard:
+            for index in range(64 * part, 64 * part + 64):
+                point = [drawn.gauss(0, 1) for _ in range(8)]
+                sample = json.dumps({"index": index, "point": point, "class": int(sum(point) > 0)})
+                print(sample, file=lines)
+                entry = tarfile.TarInfo(f"{index:03}.json")
+                entry.size = len(sample)
+                shard.addfile(entry, io.BytesIO(sample.encode()))
 
 
 def read_by(ranks: list[dict[str, Any]]) -> list[int]:

@@ -1,24 +1,16 @@
 """Supervised fine-tuning in which prompts do not count, by TRL's `completion_only_loss`."""
 
 from datasets import Dataset
-from shared import BATCH, Words, gpt, tell
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from shared import BATCH, Words, gpt, tell, text, tokenizer
 from trl import SFTConfig, SFTTrainer
 
-words = Words()
-names = [f"w{number}" for number in range(40)] + ["<pad>", "<eos>", "<unk>"]
-tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
-tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-texts = [[names[word] for word in sentence] for sentence in words.sentences]
-asked = [1 + 13 * index // len(texts) for index in range(len(texts))]
+words, of_words = Words(), tokenizer()
+asked = [1 + 13 * index // len(words) for index in range(len(words))]
 pairs = {
-    "prompt": [" ".join(text[:length]) for text, length in zip(texts, asked, strict=True)],
-    "completion": [" " + " ".join(text[length:]) for text, length in zip(texts, asked, strict=True)],
+    "prompt": [text(one[:length]) for one, length in zip(words.sentences, asked, strict=True)],
+    "completion": [" " + text(one[length:]) for one, length in zip(words.sentences, asked, strict=True)],
 }
-model = gpt(len(names))
+model = gpt(len(of_words))
 before = words.loss(model)
 arguments = SFTConfig(
     "out",
@@ -33,6 +25,6 @@ arguments = SFTConfig(
     disable_tqdm=True,
     bf16=False,
 )
-trainer = SFTTrainer(model, args=arguments, train_dataset=Dataset.from_dict(pairs), processing_class=tokenizer)
+trainer = SFTTrainer(model, args=arguments, train_dataset=Dataset.from_dict(pairs), processing_class=of_words)
 trainer.train()
 tell(trainer.model, before, words.loss(trainer.model))

@@ -1,17 +1,16 @@
+"""Supervised fine-tuning by TRL, with the argument `packed` of texts that are joined to sequences of one length."""
+
+import sys
+
 from datasets import Dataset
-from shared import BATCH, Words, gpt, tell
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from shared import BATCH, Words, gpt, tell, text, tokenizer
 from trl import SFTConfig, SFTTrainer
 
-words = Words()
-names = [f"w{number}" for number in range(40)] + ["<pad>", "<eos>", "<unk>"]
-tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
-tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-texts = [" ".join(names[word] for word in sentence) for sentence in words.sentences]
-model = gpt(len(names))
+words, of_words = Words(), tokenizer()
+packed = "packed" in sys.argv
+lengths = [16 - 5 * packed * (index % 2) for index in range(len(words))]
+texts = [text(sentence[:length]) for sentence, length in zip(words.sentences, lengths, strict=True)]
+model = gpt(len(of_words))
 before = words.loss(model)
 arguments = SFTConfig(
     "out",
@@ -22,10 +21,9 @@ arguments = SFTConfig(
     report_to=[],
     disable_tqdm=True,
     bf16=False,
+    **({"packing": True, "packing_strategy": "wrapped", "max_length": 24} if packed else {}),
 )
-trainer = SFTTrainer(
-    model, args=arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer
-)
+trainer = SFTTrainer(model, args=arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=of_words)
 trainer.train()
 trainer.save_model("final")
 tell(trainer.model, before, words.loss(trainer.model))
