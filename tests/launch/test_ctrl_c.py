@@ -12,6 +12,7 @@ import pytest
 from harness.patience import await_that
 from harness.run import Result, Run, await_end_of
 
+pytestmark = pytest.mark.alone  # the parent of a forked rank counts as a shell, which gets Ctrl-C as well
 TRAIN = """
 import os, signal, time, torch
 torch.set_num_threads(1)

@@ -36,7 +36,9 @@ def report(value):
 def test_the_mean_stays_over_mpi(mpirun: str, size: int, compression: str, tmp_path: Path) -> None:
     script = REPORT + textwrap.dedent(PRELUDE + AVERAGE)
     options = ["--algorithm", "gossip", "--compression", compression, "--executor", "mpi", "--mpirun", mpirun]
-    result = Run(tmp_path, script, [*options, "-np", str(size), "train.py"], {"OMP_NUM_THREADS": "1"}).finish()
+    result = Run(
+        tmp_path, script, [*options, "-np", str(size), "train.py"], {"OMP_NUM_THREADS": "1"}, alone=True
+    ).finish()
     assert result.code == 0, result.err
     assert "dadt: gossip: " in result.err
     assert ("less than uncompressed" in result.err) == (compression != "none")

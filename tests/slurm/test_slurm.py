@@ -209,7 +209,7 @@ def test_nothing_outlives_scancel(cluster: Cluster, tmp_path: Path) -> None:
     cluster.await_idle()
     (name,) = os.listdir(tmp_path / "dadt-logs")
     await_that(lambda: not left_of(name), "the end of the workers", seconds=SETTLE_SECONDS)
-    assert "SIGTERM" in (tmp_path / "out").read_text()
+    await_that(lambda: "SIGTERM" in (tmp_path / "out").read_text(), "the launcher's last words")
 
 
 def test_nothing_outlives_a_launcher_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
