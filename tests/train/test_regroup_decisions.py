@@ -8,9 +8,11 @@ from dadt.errors import Mismatch
 from dadt.train.loss.position import CatchUp, Position, decide
 
 
-def at(*averaged: int, gathered: int = 0, consumed: bool = False, stuck: str = "", joins: bool = False) -> Position:
+def at(
+    *averaged: int, gathered: int = 0, consumed: bool = False, stuck: str = "", joins: bool = False, given: int = 0
+) -> Position:
     """The report of a rank that has averaged so many steps of each optimizer."""
-    return Position(averaged, [consumed] * len(averaged), [{}] * len(averaged), gathered, True, stuck, joins)
+    return Position(averaged, [consumed] * len(averaged), [{}] * len(averaged), gathered, True, stuck, joins, given)
 
 
 def test_who_lacks_an_average_takes_the_weights_of_the_first_that_has_it() -> None:
@@ -24,6 +26,13 @@ def test_who_has_not_begun_with_an_optimizer_is_behind_and_who_is_new_is_not() -
     assert decide([at(0, 0), at(0)], [0, 1]).catch_ups == [CatchUp(1, 0, {1})]
     course = decide([at(joins=True), at(7)], [0, 1])
     assert (course.catch_ups, course.greeter) == ([], 1)
+
+
+def test_who_will_start_from_what_it_was_given_is_not_behind() -> None:
+    """It was let in a moment ago, and has built its first optimizer, or its first of two, as another rank joins."""
+    for late in (at(joins=True, given=2), at(0, given=2)):
+        course = decide([at(0, 0), late, at(joins=True)], [0, 1, 2])
+        assert (course.catch_ups, course.greeter) == ([], 0)
 
 
 @pytest.mark.parametrize(

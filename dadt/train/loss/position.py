@@ -32,6 +32,9 @@ class Position:
     """Reason why the rank cannot continue; empty if it can."""
     joins: bool
     """Whether the rank is new and has trained nothing yet."""
+    given: int = 0
+    """Number of managed optimizers whose state the rank was given when it joined; it starts from that state where
+    `averaged` does not name the optimizer yet."""
 
 
 class CatchUp(NamedTuple):
@@ -62,6 +65,12 @@ class Course:
     """The rank that passes on the results of small allgathers that other ranks lack."""
 
 
+def _averaged(position: Position, optimizer: int, furthest: int) -> int:
+    if optimizer < len(position.averaged):
+        return position.averaged[optimizer]
+    return furthest if position.joins or optimizer < position.given else -1
+
+
 def decide(told: Sequence[Position], members: Sequence[int]) -> Course:
     """Decide how ranks train on. told: each rank's report, in the order of the group. members: the ranks by their
     numbers in the whole job. Raises Mismatch if they cannot."""
@@ -71,7 +80,7 @@ def decide(told: Sequence[Position], members: Sequence[int]) -> Course:
     furthest = [max(each) for each in zip_longest(*(position.averaged for position in told), fillvalue=-1)]
     catch_ups = []
     for index, averaged in enumerate(furthest):
-        theirs = [p.averaged[index] if index < len(p.averaged) else averaged if p.joins else -1 for p in told]
+        theirs = [_averaged(p, index, averaged) for p in told]
         if (least := min(theirs)) < averaged:
             root = theirs.index(averaged)
             if averaged - least > 1 or told[root].consumed[index]:

@@ -17,6 +17,7 @@ import torch
 from dadt.comm import plain
 from dadt.errors import Mismatch
 from dadt.train.algorithm import Relaunched
+from dadt.train.attachment import Attachment
 from dadt.train.attachments import Attachments
 from dadt.train.exchange.exchange import Exchange
 from dadt.train.loss.gathering import Gathering
@@ -36,7 +37,9 @@ def regroup(
     anchors (last averaged weights), after each exchange. Raises Mismatch if training cannot continue."""
     for a in attachments:
         a.prediction.undo()
-    mine = _mine(ranks, attachments)
+    # Optimizers that will start from the state which this rank was given are not behind.
+    started = [a for a in attachments if a.lockstep.averaged >= 0 or a.index >= len(replicas.given)]
+    mine = _mine(ranks, started, given=len(replicas.given))
     lanes = ranks.tell("position", json.dumps(asdict(mine)).encode())
     told = [Position(**json.loads(lane)) for lane in lanes]
     course = decide(told, ranks.members)
@@ -45,10 +48,10 @@ def regroup(
     for index, root, behind in course.catch_ups:
         replicas.catch_up(list(attachments)[index], root, behind=ranks.group.rank in behind)
     again = _settle(ranks, course, joins=mine.joins)
-    for a, averaged in zip(attachments, course.furthest, strict=False):
+    for a, averaged in zip(started, course.furthest, strict=False):
         if (exchange := a.lockstep.regroup(averaged, course.repeats)) is not None:
             again.append(exchange)
-    for index, a in enumerate(attachments):
+    for index, a in enumerate(started):
         again += a.algorithm.follow([p.rounds[index] if index < len(p.rounds) else {} for p in told])
     if equal:
         _compare(ranks, attachments, verification)
@@ -60,7 +63,7 @@ def regroup(
             each.repeat()
 
 
-def _mine(ranks: Ranks, attachments: Attachments) -> Position:
+def _mine(ranks: Ranks, attachments: Sequence[Attachment], given: int) -> Position:
     pending = [a.algorithm.pending for a in attachments]
     return Position(
         averaged=[a.lockstep.averaged for a in attachments],
@@ -70,6 +73,7 @@ def _mine(ranks: Ranks, attachments: Attachments) -> Position:
         repeatable=all(each.repeatable for each in pending if isinstance(each, Exchange)),
         stuck=_stuck(ranks, attachments),
         joins=ranks.world.joins and not attachments,
+        given=given,
     )
 
 
@@ -94,7 +98,7 @@ def _welcome(ranks: Ranks, replicas: Replicas, told: Sequence[Position], root: i
         replicas.given = plain.decode(given.numpy().tobytes())
 
 
-def _stuck(ranks: Ranks, attachments: Attachments) -> str:
+def _stuck(ranks: Ranks, attachments: Sequence[Attachment]) -> str:
     for a in attachments:
         if not a.algorithm.survives:
             return f"in algorithm {ranks.config.algorithm}"
