@@ -26,8 +26,8 @@ CHANGING = (0.001, 0.002, 0.003)
 """The same of three ranks, until each gets the speed of the next one."""
 PERIOD = 100.0
 """Seconds between two such changes."""
-CHANGING_PASSES = 145
-"""Passes over the data of three ranks in ten minutes, at the sum of their speeds."""
+CHANGING_PASSES = 135
+"""Passes over the data of three ranks in ten minutes."""
 BATCH, STEPS, PASSES = 64, 40, 4
 KINDS = {
     "sync": ("--algorithm", "sync"),
@@ -73,7 +73,7 @@ def compare_while_speeds_change() -> None:
     """Print what three ranks that exchange their speeds get of the sum of these."""
     three = sum(speeds(1, stands_for=rank, more=("--changing", "--passes", "2")) for rank in range(3))
     print("of the sum of three ranks' speeds alone, which they exchange:")
-    for kind, passes in (("sync", CHANGING_PASSES // 6), ("sync --batch speed", CHANGING_PASSES)):
+    for kind, passes in (("sync", CHANGING_PASSES // 12), ("sync --batch speed", CHANGING_PASSES)):
         found = speeds(3, *KINDS[kind], more=("--changing", "--passes", str(passes)))
         print(f"{kind:22} {found / three:.0%}", flush=True)
 
