@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -311,23 +312,26 @@ def own():
 """
 
 
-def test_libraries_that_would_train_on_gpus_see_no_rank_where_there_are_none(tmp_path) -> None:
-    (tmp_path / "accelerate.py").write_text(LIBRARY)
-    (tmp_path / "other.py").write_text(LIBRARY)
-    script = "import torch, os, sys\nsys.path.insert(0, os.getcwd())\nimport accelerate, other\n"
-    script += "print(accelerate.seen, other.seen[1:], os.environ['RANK'] in '01', accelerate.own())\n"
-    (tmp_path / "train.py").write_text(script)
+def printed(folder: Path, script: str, **libraries: str) -> str:
+    """What a job of one rank prints whose script imports these libraries, given by their text."""
+    for name, text in libraries.items():
+        (folder / f"{name}.py").write_text(text)
+    imports = f"import torch, os, sys\nsys.path.insert(0, os.getcwd())\nimport {', '.join(libraries)}\n"
+    (folder / "train.py").write_text(imports + script)
     command = [*LAUNCHERS["dadt run"](1), forkserver.python(), "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert "[None, False, False, True] [True, True, True] True 7\n" in done.stdout, done.stderr
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_libraries_that_would_train_on_gpus_see_no_rank_where_there_are_none(tmp_path) -> None:
+    script = "print(accelerate.seen, other.seen[1:], os.environ['RANK'] in '01', accelerate.own())\n"
+    out = printed(tmp_path, script, accelerate=LIBRARY, other=LIBRARY)
+    assert "[None, False, False, True] [True, True, True] True 7\n" in out
 
 
 def test_a_library_that_divides_data_among_ranks_sees_them_where_the_script_has_a_process_group(tmp_path) -> None:
     library = "import os\ndef sees():\n    return 'RANK' in os.environ and 'WORLD_SIZE' in os.environ\n"
-    (tmp_path / "webdataset.py").write_text(library)
-    script = "import torch, os, sys\nsys.path.insert(0, os.getcwd())\nimport webdataset\nalone = webdataset.sees()\n"
-    script += "torch.distributed.init_process_group('gloo')\nprint(alone, webdataset.sees(), os.environ['RANK'])\n"
-    (tmp_path / "train.py").write_text(script)
-    command = [*LAUNCHERS["dadt run"](1), forkserver.python(), "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert "False True 0\n" in done.stdout, done.stderr
+    script = "alone = webdataset.sees()\ntorch.distributed.init_process_group('gloo')\n"
+    script += "print(alone, webdataset.sees(), os.environ['RANK'])\n"
+    assert "False True 0\n" in printed(tmp_path, script, webdataset=library)

@@ -70,8 +70,7 @@ class OtherHosts:
         the seconds of silence. Call regularly."""
         if self._absence.has_ended(self._timeout, now):
             self._excuse(now)
-        since = [each for each in self._hosts.values() if each.silent or now - each.heard_at >= self._timeout]
-        return [frame for host in since if (frame := self._look(host, now)) is not None]
+        return [frame for host in self._hosts.values() if (frame := self._look(host, now)) is not None]
 
     def _excuse(self, now: float) -> None:
         """Do not count time in which this process itself did not run (stopped, or its machine asleep) as silence of the

@@ -239,8 +239,9 @@ def find_cause(
     def awaits(rank: int, other: int) -> bool:
         """Whether a rank has waited at the start for another one, which may have given it up before."""
         record = records.get(rank)
-        starts = record is not None and record.type == errors.StartTimeout.__name__
-        return starts and record is not None and str(other) in RANK.findall(record.message)
+        if record is None or record.type != errors.StartTimeout.__name__:
+            return False
+        return str(other) in RANK.findall(record.message)
 
     def names_another(ending: Ending) -> bool:
         record = records.get(ending.rank)

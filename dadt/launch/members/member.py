@@ -78,7 +78,7 @@ class Member:
     def held(self) -> str:
         """Text about the condition that prevents the rank from continuing, such as being suspended; empty if there is
         none."""
-        return self._condition if self.condition and self.condition in HELD and not self.ended else ""
+        return self._condition if self.condition in HELD and not self.ended else ""
 
     @property
     def standing(self) -> str:

@@ -134,9 +134,10 @@ class Silences:
     def turn(self, now: float) -> None:
         """Report new outages, once both hosts have had time to notice them. For hosts that do not answer, delete the
         recorded reasons why their ranks made no steps. Call regularly."""
-        for node in [node for node in self._nodes if node.ended or now - node.heard >= ANSWER_SECONDS]:
-            for rank in node.ranks:
-                self._rendezvous.members[rank].condition = ""
+        for index, node in enumerate(self._nodes):
+            if not self._answers(index, now):
+                for rank in node.ranks:
+                    self._rendezvous.members[rank].condition = ""
         for pair, outage in self._current.items():
             joined = len(outage.deaf) == 2 or now - outage.noticed >= JOIN_SECONDS
             if joined and not outage.told and all(self._answers(index, now) for index in pair):
