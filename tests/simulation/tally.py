@@ -6,14 +6,19 @@ import json
 import subprocess
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from datetime import date
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from simulation.kinds import KINDS
 from simulation.search import Simulation
 
 BLOCK = 500
-"""Seeds after which the file is written: at most so many are lost where the process is stopped."""
+"""Seeds after which the file is written: at most these of each process are lost where it is stopped."""
 FOLDERS = ("dadt", "csrc", "tests/simulation")
 
 
@@ -27,26 +32,48 @@ def go_on(kind: Simulation, path: Path, seeds: int) -> int:
         parts.append(
             {"version": version, "day": "", "from": done, "to": done, "seconds": 0.0, "faults": {}, "found": []}
         )
-    while done < seeds:
-        part, end = parts[-1], min(seeds, done + BLOCK)
-        _simulate(kind, part, range(done, end))
-        done = end
-        half = path.with_suffix(".half")
-        half.write_text(json.dumps(told, indent=1) + "\n")
-        half.rename(path)
+    blocks = [range(each, min(seeds, each + BLOCK)) for each in range(done, seeds, BLOCK)]
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as processes:
+        # in order, as the file holds all seeds below one
+        for found in processes.map(_simulate, repeat(kind.name), blocks):
+            _add(parts[-1], found)
+            half = path.with_suffix(".half")
+            half.write_text(json.dumps(told, indent=1) + "\n")
+            half.rename(path)
     print(f"{kind.name}: {page(parts)}")
     return sum(len(part["found"]) for part in parts)
 
 
-def _simulate(kind: Simulation, part: dict[str, Any], seeds: range) -> None:
-    begun, faults = time.process_time(), Counter[str](part["faults"])
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What the simulations of one block of seeds have found."""
+
+    end: int
+    """The seed after its last one."""
+    seconds: float
+    """Processor time that it took."""
+    faults: Counter[str]
+    """How many faults of each kind have come."""
+    found: list[dict[str, Any]]
+    """The seeds that have failed, each with what did not hold."""
+
+
+def _simulate(name: str, seeds: range) -> Block:
+    kind, begun = KINDS[name], time.process_time()
+    faults, found = Counter[str](), list[dict[str, Any]]()
     for seed in seeds:
         scenario = kind.draw(seed)
         faults.update(type(fault).__name__ for fault in scenario.faults)
         if why := kind.fail(scenario):
-            part["found"].append({"seed": seed, "why": why.strip().splitlines()[-1][:300]})
-    seconds = round(part["seconds"] + time.process_time() - begun, 1)
-    part.update(day=f"{date.today()}", to=seeds.stop, seconds=seconds, faults=dict(sorted(faults.items())))
+            found.append({"seed": seed, "why": why.strip().splitlines()[-1][:300]})
+    return Block(seeds.stop, time.process_time() - begun, faults, found)
+
+
+def _add(part: dict[str, Any], block: Block) -> None:
+    faults = Counter[str](part["faults"]) + block.faults
+    part["found"].extend(block.found)
+    seconds = round(part["seconds"] + block.seconds, 1)
+    part.update(day=f"{date.today()}", to=block.end, seconds=seconds, faults=dict(sorted(faults.items())))
 
 
 def page(parts: list[dict[str, Any]]) -> str:
