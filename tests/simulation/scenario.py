@@ -157,6 +157,7 @@ def draw(seed: int) -> Scenario:
             drawn += start_draws.draw_by_hand(random, hosts, span) if started_by == "hand" else ()
         if started_by != "ssh":
             drawn += start_draws.draw_calls(random)
+    drawn = start_draws.with_hangups(drawn, seed)
     return Scenario(
         seed, hosts, per_host, clocks, Config(**knobs), script, joins, spares, discovers, started_by, early, drawn,
         shares_disk,

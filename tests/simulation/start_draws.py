@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
-from signal import SIGINT, SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM
 
 from simulation.fault import FOR_GOOD, Fault
 from simulation.host_faults import AgentKilled, HostCrashes, MpirunKilled, ShimKilled
@@ -110,3 +111,15 @@ def draw_end(random: Random, hosts: int, per_host: int, script: Script, times: i
     while len(ats) < times and random.random() < 0.5:
         ats.append(ats[-1] + random.uniform(4.0, 20.0))
     return tuple(random.choice(ends)(at) for at in ats)
+
+
+def with_hangups(drawn: tuple[Fault, ...], seed: int) -> tuple[Fault, ...]:
+    """Some of the Ctrl-C among these faults become the end of the terminal (SIGHUP). They are drawn apart, so that a
+    seed decides all else as it does without them."""
+    random = Random(f"hangups of {seed}")
+    return tuple(
+        replace(fault, number=int(SIGHUP))
+        if isinstance(fault, UserSignals | NodeInterrupted) and fault.number == SIGINT and random.random() < 0.3
+        else fault
+        for fault in drawn
+    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from signal import SIGINT, SIGTERM
 from typing import TYPE_CHECKING
 
+from dadt.launch.ending.signals import ENDING_SIGNALS
 from simulation.fault import Fault, host_guilt, later
 from simulation.starter import Hand
 
@@ -21,7 +22,7 @@ class UserSignals(Fault):
 
     def strike(self, job: SimulatedJob, *, once_more: bool = False) -> None:
         if job.launcher.process.alive:
-            ends = self.number in (SIGINT, SIGTERM)
+            ends = self.number in ENDING_SIGNALS
             # Some ranks end by a signal for which they have no handler yet, or save and end while others begin.
             all_train = job.checkpoint_signal == self.number and job.all_train
             deaf = {} if ends or all_train else host_guilt(*range(job.hosts))
@@ -44,15 +45,17 @@ class HostPreempted(Fault):
 
 @dataclass(frozen=True, slots=True)
 class NodeInterrupted(Fault):
-    """Ctrl-C on another host than the launcher's, on which `dadt run` was called by hand as well."""
+    """Ctrl-C on another host than the launcher's, on which `dadt run` was called by hand as well, or the end of the
+    terminal there."""
 
     host: int
     again: float
     """After how many seconds it comes once more; infinite: never."""
+    number: int = SIGINT
 
     def strike(self, job: SimulatedJob) -> None:
         agent = job.machines[self.host]
         if isinstance(job.starter, Hand) and agent.process.alive:
-            self._struck(job, f"Ctrl-C on host{self.host}", **host_guilt(self.host))
-            agent.signal(SIGINT)
-            later(job, self.again, lambda: agent.signal(SIGINT))
+            self._struck(job, f"signal {self.number} on host{self.host}", **host_guilt(self.host))
+            agent.signal(self.number)
+            later(job, self.again, lambda: agent.signal(self.number))
