@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -115,6 +116,24 @@ def test_hosts_meet_over_the_newer_protocol(hosts, start):
     assert result.code == 0, result.err
     assert len({line[-1] for line in words(result.out) if line[2] == "weights"}) == 1
     assert [line[9] for line in words(result.out) if line[2] == "is"] == ["fd07::1", "fd07::2"]
+
+
+def test_ranks_meet_over_the_interface_of_a_virtual_network(hosts, start):
+    network = hosts(2)
+    for number, host in enumerate(network.hosts):
+        # As a VPN's: a tunnel with addresses of its own, and packets that are smaller than the network's.
+        ends = "dev", "eth0", "remote", network[1 - number].address
+        host.run("ip", "link", "add", "vpn0", "type", "vxlan", "id", "7", "dstport", "4789", *ends)
+        host.run("ip", "link", "set", "vpn0", "mtu", "1280", "up")
+        host.run("ip", "addr", "add", f"10.99.0.{number + 1}/24", "dev", "vpn0")
+    flags = "-np", 2, "-H", network.list(1), "--network-interface", "vpn0"
+    result = start(network, TRAIN + SHOW, *flags, "train.py").finish()
+    assert result.code == 0, result.err
+    assert len({line[-1] for line in words(result.out) if line[2] == "weights"}) == 1
+    shown = [line[9:11] for line in words(result.out) if line[2] == "is"]
+    assert shown == [["10.99.0.1", "vpn0"], ["10.99.0.2", "vpn0"]]
+    (tunnel,) = json.loads(network[0].run("ip", "-json", "-stats", "link", "show", "vpn0"))
+    assert tunnel["stats64"]["tx"]["bytes"] > 70 * 1010 * 4, "gradients do not travel by the tunnel"
 
 
 def test_networks_that_only_look_alike_are_not_taken_for_a_way(hosts, start):
