@@ -200,24 +200,41 @@ class Bucket:
 
 
 def split(
-    tensors: Sequence[torch.Tensor], max_bytes: int, direct: torch.device | None = None, turns: int = 2
+    tensors: Sequence[torch.Tensor],
+    max_bytes: int,
+    direct: torch.device | None = None,
+    turns: int = 2,
+    *,
+    ends: int = 0,
 ) -> list[Bucket]:
     """Split tensors into buckets of at most about `max_bytes` bytes, in the given order, each of one dtype and device.
 
-    direct: the device whose memory the executor moves itself. turns: number of flat buffers per bucket. A tensor larger
-    than max_bytes gets a bucket of its own. The result depends on the arguments only, so all ranks get the same
-    buckets.
+    direct: the device whose memory the executor moves itself. turns: number of flat buffers per bucket. ends: bytes at
+    which the first of several buckets is complete, and the most bytes of the last one, besides a larger tensor; 0: both
+    are like the others. A tensor larger than max_bytes gets a bucket of its own. The result depends on the arguments
+    only, so all ranks get the same buckets.
     """
+    ends = min(ends, max_bytes) if sum(map(_bytes, tensors)) > max_bytes else 0
     open_parts: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    buckets: list[Bucket] = []
+    parts: list[list[torch.Tensor]] = []
     for t in tensors:
         key = (t.dtype, t.device)
         part = open_parts.setdefault(key, [])
-        if part and (sum(local(x).numel() for x in part) + local(t).numel()) * t.element_size() > max_bytes:
-            buckets.append(Bucket(part, part[0].device == direct, turns))
+        size = sum(map(_bytes, part))
+        if part and (size + _bytes(t) > max_bytes or (not parts and 0 < ends <= size)):
+            parts.append(part)
             part = open_parts[key] = []
         part.append(t)
-    return buckets + [Bucket(part, part[0].device == direct, turns) for part in open_parts.values()]
+    parts += open_parts.values()
+    if ends:
+        *_, last = parts
+        after = next((i for i in range(len(last)) if sum(map(_bytes, last[i:])) <= ends), 0)
+        parts[-1:] = [last[:after], last[after:]] if after else [last]
+    return [Bucket(part, part[0].device == direct, turns) for part in parts]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return local(tensor).numel() * tensor.element_size()
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,11 @@ _REFERENCES = max(map(getrefcount, [object()]))
 """Reference count of an object to which only one list refers."""
 
 
+END_BYTES = 1 << 20
+"""Size of the first and of the last of several buckets: `sync` begins to send once the first one is complete, and
+nothing is left to compute behind which the last one could be sent."""
+
+
 class BucketPlan:
     """The buckets of one optimizer's exchanges, equal on all ranks: gradients, last parameters first, and buffers."""
 
@@ -51,9 +56,10 @@ class BucketPlan:
         places = {id(b): (m, n) for m, n, b in buffers}
         self.device = device
         direct = None if device is None else device.device
-        self.buckets = split(self.parameters[::-1], max_bytes, direct, turns)
-        # Buckets begin with the last parameters, as backward computes their gradients first. Module buffers have at
-        # least two turns (memory of one exchange): the script reads the newest averages while the next ones arrive.
+        # Buckets begin with the last parameters, as backward computes their gradients first.
+        self.buckets = split(self.parameters[::-1], max_bytes, direct, turns, ends=END_BYTES)
+        # Module buffers have at least two turns (memory of one exchange), because the script reads the newest averages
+        # while the next ones arrive.
         self.buffer_buckets = split([b for _, _, b in buffers], max_bytes, direct, max(2, turns))
         self.places = [places[id(b)] for bucket in self.buffer_buckets for b in bucket.tensors]
         """Module and buffer name of each averaged buffer, in the order of the buckets."""
