@@ -5,10 +5,10 @@
 
 namespace dadt {
 
-// How numbers are encoded for sending: in blocks of kBlock values; the last block is filled up with zeros. A
-// block consists of 16-bit floats, or of one float32 scale followed by small integers: from -127 to 127 in
-// one byte each, from -7 to 7 two in a byte, or one or two bits each, namely a sign, and with two bits one of
-// two magnitudes. The first value is in the lowest bits.
+// The codecs, which encode values for sending in blocks of kBlock; the last block is filled up by repeating
+// its values. The first two consist of 16-bit floats. In all others a block is one float32 scale followed by
+// an integer for each value: from -127 to 127 in 8 bits, from -7 to 7 in 4 bits, a sign and one of two
+// magnitudes in 2 bits, or a sign in 1 bit. The first value is in the lowest bits.
 enum class Codec : uint32_t { kNone = 0, kBFloat16, kFloat16, kInt8, kInt4, kBits2, kBits1 };
 inline constexpr int kCodecs = 7;
 inline constexpr const char* kCodecNames[kCodecs] = {"none", "bf16",  "fp16", "int8",
@@ -23,7 +23,7 @@ inline size_t block_bytes(Codec codec) {
 }
 inline size_t block_count(size_t values) { return (values + kBlock - 1) / kBlock; }
 
-// Bytes of `values` values in encoded form, without the padding of the last block.
+// Returns the bytes that encode `values` values, without the padding of the last block.
 inline size_t wire_bytes(Codec codec, size_t values) {
   const size_t padding = block_count(values) * kBlock - values;
   return block_count(values) * block_bytes(codec) - padding * kBitsOfAValue[static_cast<int>(codec)] / 8;

@@ -6,8 +6,8 @@
 
 namespace dadt {
 
-// Why an operation failed. Each code corresponds to a class in dadt/errors.py, except kInternal: it is a bug
-// of DADT's, reported as RuntimeError.
+// Reasons why an operation failed. Each code corresponds to a class in dadt/errors.py, except kInternal: a
+// bug in DADT, which is raised as RuntimeError.
 enum class Code : int { kInternal = 0, kComm, kPeerLost, kTimeout, kMismatch, kAborted };
 constexpr uint64_t kCodes = 6;
 

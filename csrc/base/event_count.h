@@ -36,9 +36,9 @@ inline void spin_pause() {
 #endif
 }
 
-// Lets threads sleep until something changes: an event count on a futex. It works between processes in shared
-// memory, holds no lock and needs no destructor, so a forked child may ignore it. Conditions must be
-// sequentially consistent atomics.
+// An event count on a futex, with which threads sleep until a condition becomes true. It works between
+// processes in shared memory, holds no lock and needs no destructor, so a forked child may ignore it.
+// Conditions must be sequentially consistent atomics.
 class EventCount {
  public:
   // Wakes all waiting threads, so that they check their conditions again. May be called from any thread and

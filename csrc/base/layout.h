@@ -17,7 +17,7 @@ class Layout {
   Layout(DType dtype, std::vector<size_t> counts)
       : dtype_(dtype), counts_(std::move(counts)), ends_(counts_) {
     for (size_t i = 1; i < ends_.size(); ++i) ends_[i] += ends_[i - 1];
-    // FNV-1a hash, which takes one count at a time
+    // FNV-1a hash over counts instead of bytes
     for (size_t count : counts_) hash_ = (hash_ ^ count) * 0x100000001b3ull;
   }
 
@@ -27,8 +27,8 @@ class Layout {
   size_t bytes() const { return total() * item_size(dtype_); }
   uint64_t hash() const { return hash_; }
 
-  // Calls piece(tensor, offset in the tensor, offset in the range, count), all in elements, for each tensor
-  // that overlaps elements [begin, end) of the bucket.
+  // Calls piece(index of the tensor, offset in the tensor, offset in the range, count) for each tensor that
+  // overlaps elements [begin, end) of the bucket. Offsets and count are in elements.
   template <typename Piece>
   void pieces(size_t begin, size_t end, Piece&& piece) const {
     size_t tensor = std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin();

@@ -8,8 +8,8 @@
 
 namespace dadt {
 
-// Starts a thread that receives no signals, since signals belong to Python's main thread. The exceptions are
-// faults of the thread itself, for which a handler prints where it was. name: at most 15 characters.
+// Starts a thread that blocks all signals, since Python's main thread handles them, except those of faults in
+// the thread itself, such as SIGSEGV, for which a handler prints the stack. name: at most 15 characters.
 template <typename Body>
 std::thread start_thread(const char* name, Body&& body) {
   sigset_t all;

@@ -1,5 +1,5 @@
-// The Python bindings of the core, described in dadt/_core.pyi. No other code here uses Python, and no thread
-// of the core ever takes the GIL.
+// The Python bindings of the core, described in dadt/_core.pyi. No code outside csrc/bindings uses Python,
+// and no thread of the core ever takes the GIL.
 #include "bindings/bindings.h"
 
 #include "engine/engine.h"

@@ -108,8 +108,8 @@ void abort_unlocked(Owner& owner, const py::str& reason, bool lost) {
   owner.abort(error);
 }
 
-// Waits without the GIL, and checks for Ctrl-C every 0.1 s. Returns false if the wait took longer than
-// `timeout` seconds.
+// Waits for a Work, Ticket or Transit without the GIL, and checks for Ctrl-C every 0.1 s. Returns false if it
+// is not done within `timeout` seconds.
 template <typename Handle>
 bool wait_unlocked(Handle& handle, double timeout) {
   const auto deadline = deadline_after(timeout);

@@ -1,4 +1,4 @@
-// Python bindings of the loops over memory.
+// Python bindings of the kernels: loops over memory that reduce, scale, encode and decode values.
 #include <numeric>
 
 #include "bindings/bindings.h"

@@ -1,4 +1,5 @@
-// Python bindings of the timeline. Times are in seconds of time.perf_counter, which is the same clock.
+// Python bindings of the timeline. Times are in seconds of time.perf_counter, which reads the same clock as
+// the core.
 #include <tuple>
 
 #include "bindings/bindings.h"

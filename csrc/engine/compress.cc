@@ -44,7 +44,7 @@ void compress(const Operation& operation, size_t begin, size_t end, void* wire) 
     // A block that is not full repeats its values, which does not change their mean and maximum.
     for (size_t i = count; i < kBlock; ++i) values[i] = values[i - count];
     encode(to, values, lost);
-    // With weight 0 the other ranks ignore these values, so the residual stays as it was.
+    // With weight 0 the other ranks ignore these values, so the earlier residual remains.
     if (!counts) std::fill_n(lost, kBlock, std::numeric_limits<float>::quiet_NaN());
     if (owed != nullptr) table.settle(owed + first, lost, keep, count);
   }
@@ -80,7 +80,7 @@ void combine(Codec codec, const Wires& wires, size_t first, size_t total, size_t
     encode(to, values, lost);
     if (owed == nullptr || first >= total) continue;
     const size_t count = std::min(kBlock, total - first);
-    // Computes owed + share * lost; the result is kept where it is finite.
+    // Adds share * lost to the residual, except where the result would not be finite.
     table.gather[kFloat32](values, owed + first, lost, static_cast<float>(share), count);
     table.settle(owed + first, values, 1.f, count);
   }

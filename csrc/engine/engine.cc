@@ -28,9 +28,9 @@ void EngineState::settled(const Work& work) {
   event.notify();
 }
 
-// Makes `reason` the sticky error, unless there is one already, and fails all pending operations. The
-// operation that a C++ executor is running is left to the executor: its abort makes the operation return, and
-// only then may the memory be freed.
+// Makes `reason` the engine's permanent error, unless it already has one, and fails all pending operations.
+// An operation in progress on a C++ executor fails later, when the executor's abort makes it return, since
+// the executor uses the operation's memory until then.
 void EngineState::fail(const Error& reason) {
   std::deque<std::shared_ptr<Work>> failed;
   Error first = reason;
@@ -62,7 +62,7 @@ void EngineState::run(Work& work) {
     result.error = Error(Code::kInternal, work.operation().title() + ": " + reason.what());
     fail(*result.error);
   }
-  if (result.error) {  // the engine's first error is reported
+  if (result.error) {  // the engine's first error may be the cause of this one
     const std::lock_guard lock(mutex);
     result.error = error;
   }
@@ -169,8 +169,8 @@ Engine::Engine(std::shared_ptr<Executor> executor, int rank, int world_size, dou
 
 Engine::~Engine() {
   if (inert()) {
-    // In a forked child the thread does not exist, and its data may be half written, so all of it is left
-    // alone.
+    // The thread does not exist in a forked child, and may have been changing its data during the fork, so
+    // the data is leaked instead of destroyed.
     new std::shared_ptr<EngineState>(std::move(state_));
     return;
   }

@@ -32,12 +32,13 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // May be called from any thread; does not block. Throws std::invalid_argument, and std::runtime_error once
-  // the engine is closed. held: the operation takes its place in the queue, but neither it nor later ones
-  // begin before `release`. Until then its inputs may still be written.
+  // May be called from any thread; does not block. Throws std::invalid_argument for an invalid operation, and
+  // std::runtime_error once the engine is closed. held: the operation takes its place in the queue, but
+  // neither it nor later ones begin before `release`. Until then its inputs may still be written.
   std::shared_ptr<Work> submit(Operation operation, bool held = false);
 
-  // May be called from any thread; does not block. Does nothing if the work is not held back.
+  // Lets an operation begin that was submitted as held; does nothing for any other. May be called from any
+  // thread; does not block.
   void release(Work& work);
 
   // Throws the error that submit would throw for an invalid operation.

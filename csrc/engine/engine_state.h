@@ -22,8 +22,8 @@ struct EngineState {
   int world_size = 1;
   double timeout = 0;
 
-  // Any thread. The event is notified after each change of what the mutex guards; the flags repeat that state
-  // for threads that sleep on it.
+  // Usable from any thread. `event` is notified after each change of the fields that the mutex guards; the
+  // flags repeat their state for threads that sleep on `event`.
   EventCount event;
   std::atomic<bool> has_next{false};  // whether the first operation of the queue may begin
   std::atomic<bool> is_idle{true};    // whether no operation is queued or running
@@ -39,7 +39,7 @@ struct EngineState {
   std::mutex mutex;
   std::shared_ptr<Timeline> recorded;  // owner of the object that `timeline` points to
   std::deque<std::shared_ptr<Work>> queue;
-  std::set<const Work*> held;  // the operations of the queue that are held back
+  std::set<const Work*> held;  // queued operations that may not begin before Engine::release
   std::shared_ptr<Work> current;
   std::optional<Error> error;
   bool closing = false;

@@ -34,8 +34,8 @@ void exchange_alone(const Operation& operation, int world_size, Result& result) 
 }  // namespace
 
 // Restricts the calling thread to this rank's share of the cores that the process may use. The ranks' threads
-// wake at the same moment, work in step and sleep again, so briefly that the scheduler does not separate two
-// threads that share a core; in a measurement that took three times as long.
+// wake at the same moment, and so briefly that the scheduler does not separate two threads that share a core;
+// operations with a shared core were measured to take three times as long.
 void Executor::settle_thread(int rank, int world_size) {
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
@@ -56,8 +56,8 @@ Result run_alone(const Operation& operation, int world_size) {
   Result result;
   if (operation.kind == Kind::kAllreduce) {
     const size_t item = item_size(operation.layout.dtype());
-    // The same rules apply as with peers: the mean of one rank is its own value, and a weight of 0 counts as
-    // 1.
+    // As in an allreduce with peers, the mean over one rank is its own value, and a sum counts a weight of 0
+    // as 1.
     const bool weighted = world_size == 1 && operation.reduction == Reduction::kSum &&
                           operation.weight != 0 && operation.weight != 1;
     for (size_t i = 0; i < operation.outputs.size(); ++i) {

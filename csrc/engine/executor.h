@@ -24,22 +24,24 @@ class Executor {
   // Error(kTimeout) names the ranks that have not.
   virtual void connect(const std::vector<std::string>&, double /*timeout*/) {}
 
-  // Called once on the engine's thread, before the first operation.
+  // Prepares the engine's thread, such as by choosing its cores. Called once on this thread, before the first
+  // operation.
   virtual void settle_thread(int rank, int world_size);
 
   // Runs one operation and blocks until it is done; no wait for a peer takes longer than `timeout` seconds.
   // Throws Error, after which only abort and close may be called.
   virtual Result run(const Operation& operation, double timeout) = 0;
 
-  // Makes a call of `run` in progress here and on the peers throw `error` now, and on peers that begin the
-  // operation later as well. Never blocks.
+  // Makes `run` throw `error` here and on the peers, both in a call that is in progress and in later calls.
+  // Never blocks.
   virtual void abort(const Error& error) = 0;
 
   // Informs the peers that this rank ends normally. Idempotent.
   virtual void close() = 0;
 };
 
-// Runs an operation on a rank without peers. The null executor calls this on each of `world_size` ranks.
+// Runs an operation without communication, as if all `world_size` ranks had submitted this rank's values.
+// Used for a single rank, and by the null executor on every rank.
 Result run_alone(const Operation& operation, int world_size);
 
 // Returns the error for a peer that has died, or has closed its connection while it lives. who: the peer,

@@ -9,7 +9,7 @@ namespace {
 
 bool is(const Head& head, Kind kind) { return head.kind == static_cast<uint32_t>(kind); }
 
-// Returns whether the operation's data has the same shape on all ranks.
+// Returns whether the operation's data must have the same shape on all ranks.
 bool is_uniform(const Head& head) { return is(head, Kind::kAllreduce) || is(head, Kind::kBroadcast); }
 
 std::string describe(const Head& head) {
@@ -86,7 +86,8 @@ Shares::Shares(const Operation& operation, std::vector<double> all) : weights(st
     if (equal || weights[rank] > 0) ranks.push_back(static_cast<int>(rank));
   }
   divisor = equal ? static_cast<double>(weights.size()) : sum;
-  // In a sum, a weight that all ranks have counts; a weight of 0 counts like 1.
+  // If all ranks have the same weight, a mean needs no weights; a sum needs them unless the weight is 0 or 1,
+  // since 0 counts as 1.
   const bool plain = operation.reduction != Reduction::kSum || weights[0] == 0 || weights[0] == 1;
   if (equal && plain) {
     weights.clear();

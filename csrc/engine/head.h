@@ -18,11 +18,11 @@ struct Head {
   uint32_t number;  // number of the operation on this executor, modulo 2^32
   uint64_t total;   // number of elements
   uint64_t layout;  // hash of the tensors' sizes
-  uint64_t lane;    // number of bytes of the lane
+  uint64_t lane;    // bytes of the operation's lane, which follows the header
   double weight;
   uint64_t rate;       // bytes per second that the rank's link can carry; 0 if unknown
-  uint64_t name_hash;  // hash of the whole name
-  char name[440];      // beginning of the name
+  uint64_t name_hash;  // hash of the operation's whole name
+  char name[440];      // beginning of the operation's name
 };
 static_assert(sizeof(Head) == 512);
 
@@ -30,7 +30,7 @@ static_assert(sizeof(Head) == 512);
 // bytes that follow the header.
 Head head_of(const Operation& operation, size_t total, size_t lane);
 
-// Returns whether the values are valid, so that a correct peer may have sent the header.
+// Returns whether all fields are in their valid ranges, as in every header from a correct peer.
 bool is_sound(const Head& head);
 
 // Returns an empty text if the headers of two ranks describe the same operation, otherwise a sentence that
@@ -44,7 +44,7 @@ struct Shares {
   Shares(const Operation& operation, std::vector<double> weights);
 
   std::vector<int> ranks;       // the ranks that take part, in order
-  std::vector<double> weights;  // weights of the ranks that take part; empty if they are equal
+  std::vector<double> weights;  // factors for the values of these ranks; empty if none must be multiplied
   double divisor = 1;
   double sum = 0;
 };

@@ -25,23 +25,22 @@ class Job {
 
   const Operation& operation() const { return work_->operation(); }
 
-  // Write the inputs, times `factor` (by default their weight), to `destination`, or `source`, times `scale`,
-  // to the outputs: one tensor after the other, or with `spread` at the same offsets as in the flat buffer.
-  // Nothing is written if an output is the source itself and the scale is 1. Throw Error if the engine has
-  // failed meanwhile, since the tensors' memory may be freed.
+  // pack writes the inputs times `factor` (by default the operation's weight) to `destination`; unpack writes
+  // `source` times `scale` to the outputs. The tensors lie one after the other, or with `spread` at the same
+  // offsets as in the flat buffer. unpack writes nothing to an output that is the source itself if the scale
+  // is 1. Both throw Error if the operation has ended, since the tensors' memory may be freed.
   void pack(void* destination, std::optional<double> factor = {}, bool spread = false) const;
   void unpack(const void* source, double scale, bool spread = false) const;
 
   // Returns the number of elements of the flat buffer up to the end of the last output; 0 without a flat
   // buffer.
   size_t spread_count() const;
-  // Returns whether no input lies in the flat buffer.
+  // Returns whether all inputs lie outside the flat buffer of the outputs.
   bool apart() const;
 
-  // Writes blocks [begin, end) of the inputs to `wire`, compressed. Throws Error if the engine has failed
-  // meanwhile.
+  // Writes blocks [begin, end) of the inputs to `wire`, compressed. Throws Error if the operation has ended.
   void compress(size_t begin, size_t end, void* wire) const;
-  // Writes the sum of all blocks of `wires` to the outputs. Throws Error if the engine has failed meanwhile.
+  // Writes the sum of all blocks of `wires` to the outputs. Throws Error if the operation has ended.
   void decompress(const Wires& wires) const;
 
   // Allocates memory for the bytes from each rank, for an exchange that does not say where to put them. After

@@ -10,7 +10,7 @@
 
 namespace dadt {
 
-// The times at which an operation reached each stage; a time that is unknown is the clock's zero.
+// The times at which an operation reached each stage; an unknown time is the zero of the clock.
 struct Marks {
   Clock::time_point submitted{};
   Clock::time_point started{};
@@ -31,7 +31,7 @@ struct Wait {
 class Timeline {
  public:
   static constexpr size_t kMost = size_t{1} << 17;  // most events stored between two drains
-  // Numbers of the first two tracks; the tracks of the engines follow them.
+  // Numbers of the first two tracks, which are rows of the display; the tracks of the engines follow them.
   static constexpr int kTraining = 1;
   static constexpr int kQueue = 2;
 

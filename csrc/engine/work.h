@@ -26,9 +26,9 @@ inline const char* kind_name(Kind kind) {
 // How the floats of an allreduce are compressed.
 struct Compression {
   Codec codec = Codec::kNone;
-  // Residual that compression has lost so far, one number per value of the layout; null to discard it.
+  // Residual: what compression has lost so far, one number per value of the layout; null to discard it.
   float* owed = nullptr;
-  double keep = 1;  // factor of the earlier residual
+  double keep = 1;  // factor by which the earlier residual is multiplied before it is added to the values
 };
 
 // One operation as a rank submits it. The caller owns the memory behind the pointers.
@@ -48,19 +48,22 @@ struct Operation {
   Layout receives{};
   Compression compression{};  // compression of a mean or a sum
   void* flat =
-      // A buffer that contains all outputs, in order, and nothing else; null if there is none.
+      // Flat buffer in which all outputs lie, in order and without other data; null if there is none.
       nullptr;
   // Number of elements of the flat buffer. Elements after the last output are free for the executor's use.
   size_t room = 0;
-  // Bytes of the uncompressed data that this operation stands for; negative: the bytes of its layout.
+  // Bytes that the data would have uncompressed; negative: as many as its layout, so it is not compressed
+  // before.
   int64_t plain = -1;
   double weight = 1.0;
-  // Number of ranks with weight 1, if all other ranks have weight 0; 0 if not known beforehand.
+  // Number of ranks with weight 1, if all other ranks have weight 0; 0 if this rank does not know the weights
+  // of others.
   int participants = 0;
   int root = 0;
   // Bytes that are sent along with an allreduce; in an allgather, the bytes to gather.
   std::string lane{};
-  // Whether the ranks may submit different operations, in which case all ranks must get an error.
+  // Whether ranks may submit different operations by mistake, so that executors must compare them and fail on
+  // all ranks.
   bool unsure = false;
 
   size_t plain_bytes() const { return plain < 0 ? layout.bytes() : static_cast<size_t>(plain); }
@@ -77,15 +80,15 @@ struct Buffer {
   size_t bytes;
 };
 
-// The end of an operation.
+// The outcome of an operation.
 struct Result {
   std::optional<Error> error{};
-  std::vector<std::string> lanes{};  // the bytes that each rank has sent along (Operation::lane)
-  // Data from each rank, for an exchange that does not say where to put it.
+  std::vector<std::string> lanes{};  // the lane (see Operation) of each rank
+  // Data from each rank, in an exchange without outputs.
   std::vector<Buffer> received{};
   double weight_sum = 0;
   size_t sent = 0;     // bytes that this rank has sent in an allreduce
-  size_t plain = 0;    // bytes that it would have sent uncompressed
+  size_t plain = 0;    // bytes that this rank would have sent uncompressed
   double seconds = 0;  // time from the arrival of the last rank to the end
   double waited = 0;   // time spent waiting for the last rank to arrive
   // Time at which the first part of the data was packed; zero if unknown.

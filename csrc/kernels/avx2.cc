@@ -62,8 +62,8 @@ struct F64 {
   F64 root() const { return {_mm256_sqrt_pd(v)}; }
 };
 
-// The instructions for min and max return the second operand if one is NaN or both are zero, so NaN in the
-// first needs a blend.
+// The instructions for min and max return the second operand if one is NaN or both are zero, so a NaN in the
+// first operand is selected by a blend.
 inline F32 lesser(F32 a, F32 b) {
   return {_mm256_blendv_ps(_mm256_min_ps(a.v, b.v), a.v, _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q))};
 }

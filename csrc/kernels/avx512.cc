@@ -60,8 +60,8 @@ struct F64 {
   F64 root() const { return {_mm512_sqrt_pd(v)}; }
 };
 
-// The instructions for min and max return the second operand if one is NaN or both are zero, so NaN in the
-// first needs a mask.
+// The instructions for min and max return the second operand if one is NaN or both are zero, so a NaN in the
+// first operand is selected by a mask.
 inline F32 lesser(F32 a, F32 b) {
   return {_mm512_mask_mov_ps(_mm512_min_ps(a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
 }

@@ -1,8 +1,8 @@
 #pragma once
 
-// Encodes and decodes blocks of values, for the tables of kernels; see loops.h. The loops are plain where the
-// compiler vectorizes them. Finite numbers stay finite; a block with a scale becomes NaN if it contains a
-// number that is not finite.
+// Encodes and decodes blocks of values, for the tables of kernels; see loops.h. Loops that the compiler
+// vectorizes itself use no vector types. Finite numbers stay finite; a block with a scale becomes NaN if it
+// contains a number that is not finite.
 #include <limits>
 
 #include "base/codec.h"
@@ -14,7 +14,8 @@ namespace {
 
 constexpr int32_t kInfinityBits = 0x7f800000;
 
-// Returns the bits of the greatest magnitude among the values; below kInfinityBits if all values are finite.
+// Returns the bit pattern of the greatest magnitude among the values, which is below kInfinityBits if all
+// values are finite.
 inline int32_t greatest_bits(const float* values, size_t count = kBlock) {
   int32_t most = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -27,16 +28,16 @@ inline int32_t greatest_bits(const float* values, size_t count = kBlock) {
 inline float largest(Half) { return 65504.f; }
 inline float largest(BFloat) { return from_bits(0x7f7f0000u); }
 
-// Returns the magnitude to which values are limited in 16 bits; infinity if some value is not finite, since
-// then no limit helps.
+// Returns the largest magnitude of the 16-bit type, to which values are clamped; infinity, so that nothing is
+// clamped, if some value is not finite.
 template <typename T>
 float limit_of(const float* values, size_t count) {
   const bool finite = greatest_bits(values, count) < kInfinityBits;
   return finite ? largest(T()) : std::numeric_limits<float>::infinity();
 }
 
-// Encodes values as 16-bit floats. A value beyond their range is encoded as the largest number of the
-// format, and the difference is added to `lost`.
+// Encodes values as 16-bit floats. A value beyond their range is encoded as the largest number of the format.
+// `lost` becomes the difference between each value and its encoded form.
 template <typename T>
 void encode_short(void* wire, const float* values, float* lost) {
   T* to = static_cast<T*>(wire);
@@ -59,8 +60,8 @@ void decode_short(float* values, const void* wire, float weight, bool first) {
   }
 }
 
-// A block's integers are in the range from -kMost to kMost. put packs them from floats whose low bits are the
-// integer in two's complement; get is its inverse, and returns the integers as floats.
+// A block's integers range from -kMost to kMost. put packs integers that are given in the low bits of floats,
+// in two's complement; get unpacks them and converts them to floats.
 struct Int8 {
   static constexpr Codec kCodec = Codec::kInt8;
   static constexpr float kMost = 127;
@@ -92,8 +93,8 @@ struct Int4 {
   }
 };
 
-// Returns a block's scale, of which `levels` make up the greatest magnitude; 0 if the magnitude is too small
-// to divide by.
+// Returns a block's scale, which times `levels` is the block's greatest magnitude `most`; 0 if `most` is too
+// small to divide by.
 inline float scale_of(float most, float levels) {
   if (most < 1e-30f) return 0;
   const float scale = most / levels;
@@ -102,7 +103,7 @@ inline float scale_of(float most, float levels) {
 
 template <typename Integer>
 void encode_integers(void* wire, const float* __restrict__ values, float* __restrict__ lost) {
-  // 1.5 * 2^23: adding it rounds a number to the nearest integer, ties to even
+  // Adding 1.5 * 2^23 rounds a number to the nearest integer, ties to even.
   constexpr float kRound = 12582912.f;
   uint8_t* to = static_cast<uint8_t*>(wire) + sizeof(float);
   const int32_t bits = greatest_bits(values);
@@ -136,10 +137,11 @@ void decode_integers(float* __restrict__ values, const void* wire, float weight,
   }
 }
 
-// Returns the mean magnitude of a block. It is summed by halves, so that all tables give the same bits.
+// Returns the mean magnitude of a block. The two halves are added, then the halves of the result and so on,
+// an order that all vector widths can follow.
 inline float mean_magnitude(const float* __restrict__ values) {
   float sums[kBlock / 2];
-  constexpr float kShare = 1.f / kBlock;  // multiplied before summing, since the sum could be infinite
+  constexpr float kShare = 1.f / kBlock;  // applied before summing, since the sum could overflow
   constexpr size_t half = kBlock / 2;
   for (size_t i = 0; i < half; ++i) {
     sums[i] = __builtin_fabsf(values[i]) * kShare + __builtin_fabsf(values[i + half]) * kShare;
@@ -150,9 +152,9 @@ inline float mean_magnitude(const float* __restrict__ values) {
   return sums[0];
 }
 
-// Two bits per value: a sign, and one of two magnitudes, relative to the mean magnitude of a block, which Max
-// (1960) and Lloyd (1982) found best for normally distributed numbers. kLow and kHigh are the magnitudes;
-// kCut is the threshold between them.
+// Two bits per value: a sign and one of two magnitudes, kLow or kHigh times the block's mean magnitude.
+// Values of more than kCut times the mean get kHigh. Max (1960) and Lloyd (1982) found these constants to be
+// best for normally distributed numbers.
 struct Bits2 {
   static constexpr Codec kCodec = Codec::kBits2;
   static constexpr float kLow = 0.56750f, kCut = 1.23025f, kHigh = 1.89250f;
@@ -180,7 +182,7 @@ struct Bits2 {
   }
 };
 
-// One bit per value: only the sign. Both magnitudes are the mean magnitude.
+// One bit per value: the sign. Every value is decoded to the block's mean magnitude.
 struct Bits1 {
   static constexpr Codec kCodec = Codec::kBits1;
   static constexpr float kLow = 1, kCut = 1, kHigh = 1;

@@ -44,7 +44,7 @@ void reduce(DType dtype, Reduction reduction, void* destination, const void* con
 
 namespace {
 
-// size of a sum that fits into a core's first-level cache together with its sources
+// Bytes that are summed at a time, so that the sum and its sources fit into a core's first-level cache.
 constexpr size_t kPassBytes = size_t{8} << 10;
 
 const void* at(const void* address, size_t bytes) {

@@ -9,40 +9,40 @@
 
 namespace dadt {
 
-// The next step of SGD or Adam, as factors. With g = expected + parameter * decay, the step leads to
+// The factors of the next step of SGD or Adam. With g = expected + parameter * decay, the parameter becomes
 // parameter * keep + (momentum * `momentum` + g * `gradient`) / (sqrt(square * `square` + g * g * squared) *
 // root + epsilon).
 struct NextStep {
   double momentum, gradient, decay, keep, square, squared, root, epsilon;
 };
 
-// Loops over memory, in one table per instruction set. All tables give the same bits. Counts are in elements;
-// addresses need only the alignment of their elements.
+// A table of loops over memory for one instruction set. The tables of all instruction sets give the same
+// bits. Counts are in elements; addresses need only the alignment of their elements.
 struct Kernels {
   // Computes destination = (sum over ranks of weights[r] * sources[r]) / divisor, added in the order of
-  // ranks; in float32 for 16-bit floats, exactly and truncated for integers. weights: null if all are 1.
-  // stream: write past the cache, since the destination is not read again soon.
+  // ranks, in float32 for 16-bit floats. Integers are truncated after the division. weights: null if all are
+  // 1. stream: whether to write past the cache, since the destination is not read again soon.
   using Reduce = void (*)(void* destination, const void* const* sources, const double* weights, int ranks,
                           double divisor, size_t count, bool stream);
-  // Computes the minimum, maximum or product of the sources. NaN results in NaN; products are computed like
-  // the sums above, and integers wrap around.
+  // Computes the minimum, maximum or product of the sources. If a source is NaN, so is the result. Products
+  // of 16-bit floats are computed in float32; those of integers wrap around.
   using Fold = void (*)(void* destination, const void* const* sources, int ranks, size_t count, bool stream);
   // Computes destination = factor * source.
   using Scale = void (*)(void* destination, const void* source, double factor, size_t count);
-  // Computes displacement = parameter + factor * displacement. Null for dtypes that are not floating-point.
+  // Computes displacement = parameter + factor * displacement. There is no such loop (null) for integers.
   using Predict = void (*)(const void* parameter, void* displacement, double factor, size_t count);
-  // Computes ahead = the parameter after a step with the expected gradient, whose memory may be that of
-  // `ahead`. momentum: null if there is none. square: null if the step is not divided. stream: as in Reduce.
-  // Null for dtypes that are not floating-point.
+  // Computes ahead = the parameter after a step with the gradient `expected`, which may be the same memory as
+  // `ahead`. momentum: null if the optimizer has none. square: mean of squared gradients, for Adam; otherwise
+  // null. stream: as in Reduce. There is no such loop (null) for integers.
   using Foresee = void (*)(const void* parameter, const void* expected, void* ahead, const void* momentum,
                            const void* square, const NextStep& step, size_t count, bool stream);
   // Copies source to destination, past the cache if `stream`.
   using Copy = void (*)(void* destination, const void* source, size_t bytes, bool stream);
 
-  // Encodes a block of values; lost = values minus their decoded values, and not finite where values are not
-  // finite.
+  // Encodes a block of values, and computes lost = values minus their decoded values, which is not finite
+  // where a value is not finite.
   using Encode = void (*)(void* wire, const float* values, float* lost);
-  // Adds weight * the decoded block to the values, or with `first` overwrites them.
+  // Adds weight * the decoded block to `values`; with `first`, overwrites `values` instead.
   using Decode = void (*)(float* values, const void* wire, float weight, bool first);
   // Computes values = source + keep * owed in float32; a null pointer stands for zeros. For floating-point
   // dtypes.
@@ -54,7 +54,7 @@ struct Kernels {
 
   const char* name;
   Reduce reduce[kDTypes];
-  const Fold* min;  // a row with one loop per dtype, as for the two below
+  const Fold* min;  // points to one loop per dtype, as do `max` and `product`
   const Fold* max;
   const Fold* product;
   Scale scale[kDTypes];
@@ -68,27 +68,28 @@ struct Kernels {
   Scatter scatter[kFloatDTypes];
 };
 
-// Outputs of at least this many bytes are written past the cache, which they would only fill with unused
-// data.
+// Outputs of at least this many bytes are written past the cache, since they would displace all other data
+// from it.
 inline constexpr size_t kStreamBytes = size_t{16} << 20;
 
-// Returns the best table for this processor, always the same one.
+// Returns the table of the best instruction set that this processor has; the same one in every call.
 const Kernels& kernels();
 
-// Computes any reduction. weights and divisor are used only by a mean (as in Kernels::Reduce) and a sum
-// (whose divisor is 1).
+// Computes any reduction. Only a mean and a sum use `weights`, and only a mean uses `divisor`, as in
+// Kernels::Reduce.
 void reduce(DType dtype, Reduction reduction, void* destination, const void* const* sources,
             const double* weights, int ranks, double divisor, size_t count, bool stream);
 
 // Computes ahead = the parameter after a step with the gradient sum(weights[s] * sources[s]), in one pass
-// over memory: the sum of a block is still in the cache when it is used. Without sources, `ahead` contains
-// that gradient. ahead: must not be the parameter's memory. stream: as in Kernels::Reduce. For floating-point
-// dtypes.
+// over memory, so that each part of the sum is still in the cache when it is used. Without sources, `ahead`
+// must contain the gradient. ahead: must not be the parameter's memory. stream: as in Kernels::Reduce. For
+// floating-point dtypes.
 void foresee(DType dtype, const void* parameter, void* ahead, const void* momentum, const void* square,
              const NextStep& step, const std::vector<const void*>& sources,
              const std::vector<double>& weights, size_t count, bool stream);
 
-// Return the single tables, for tests; null if a table was not built or the processor cannot run it.
+// Return the table for one instruction set, for tests; null if it was not built or the processor cannot run
+// it.
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();

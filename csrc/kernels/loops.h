@@ -1,8 +1,8 @@
 #pragma once
 
-// The loops in the tables of kernels, written once over `F32` and `F64`: vector types that the including file
-// defines for its instruction set, with kWidth, load, store, stream, fill, +, *, /, root, lesser and greater.
-// For the reason of the unnamed namespace see number.h.
+// The loops in the tables of kernels, written once for the vector types `F32` and `F64`, which the including
+// file defines for its instruction set, with kWidth, load, store, stream, fill, +, *, /, root, lesser and
+// greater. For the reason of the unnamed namespace see number.h.
 #include "kernels/coding.h"
 #include "kernels/kernels.h"
 #include "kernels/number.h"
@@ -30,14 +30,15 @@ size_t elements_to_aligned(const T* address, size_t width, size_t count) {
   return missing < count ? missing : count;
 }
 
-// Returns whether stores past the cache are possible. They need aligned vectors, which are never reached if
-// elements do not lie at multiples of their size.
+// Returns whether stores past the cache are possible: they need aligned vectors, and so elements that lie at
+// multiples of their size.
 template <typename T>
 bool can_stream(const T* address) {
   return reinterpret_cast<uintptr_t>(address) % sizeof(T) == 0;
 }
 
-// Combines the value of one more rank with those of the ranks before, for vectors and scalars alike.
+// Operators that combine the values of two ranks, as vectors or scalars. kScaled: whether the result is
+// divided by the divisor of the reduction.
 struct Add {
   static constexpr bool kScaled = true;
   static auto join(auto a, auto b) { return a + b; }
@@ -154,8 +155,7 @@ void fold_integer(void* destination, const void* const* sources, int ranks, size
   }
 }
 
-// Reduces integers: with equal weights exactly in 64 bits, otherwise in long double, as weights may be
-// fractions.
+// Reduces integers: without weights in 64 bits, otherwise in long double, since weights may be fractions.
 template <typename T>
 void reduce_integer(void* destination, const void* const* sources, const double* weights, int ranks,
                     double divisor, size_t count, bool stream) {

@@ -1,4 +1,4 @@
-// For aarch64, whose base instruction set includes NEON and its half-precision conversions.
+// Compiled for aarch64, whose base instruction set includes NEON and its half-precision conversions.
 #include <arm_neon.h>
 
 #include <cstddef>
@@ -49,8 +49,8 @@ struct F64 {
   F64 root() const { return {vsqrtq_f64(v)}; }
 };
 
-// The instructions vminq and vmaxq are not used: for two zeros or two NaNs they choose differently from the
-// other tables.
+// The instructions vminq and vmaxq are not used, since for two zeros or two NaNs they choose another operand
+// than the other tables of kernels.
 inline F32 lesser(F32 a, F32 b) {
   return {vbslq_f32(vorrq_u32(vcltq_f32(a.v, b.v), vmvnq_u32(vceqq_f32(a.v, a.v))), a.v, b.v)};
 }

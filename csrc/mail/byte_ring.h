@@ -8,8 +8,8 @@
 
 namespace dadt {
 
-// A ring buffer of bytes in shared memory, for one direction between two ranks. Frames pass through it whole.
-// There is one writer and one reader. Memory of zeros is an empty ring.
+// A ring buffer of bytes in shared memory, for one direction between two ranks. There is one writer and one
+// reader, and a frame is written only if there is room for all of it. A ring in zeroed memory is empty.
 class ByteRing {
  public:
   static size_t memory_bytes(size_t capacity) { return sizeof(Head) + capacity; }
@@ -33,8 +33,8 @@ class ByteRing {
     head_->written.fetch_add(ahead_);
     ahead_ = 0;
   }
-  // Called by the writer: asks the reader to report when there is more room. Check for room once more after
-  // this call.
+  // Called by the writer: asks the reader to report when there is more room. The writer must then check for
+  // room once more, since the reader may have made room before this call.
   void want_room() { head_->wanted.store(1); }
 
   // Called by the reader: copies bytes that begin `offset` bytes after the first unread one.
@@ -51,7 +51,7 @@ class ByteRing {
 
  private:
   struct Head {
-    alignas(64) std::atomic<uint64_t> written;  // bytes written since the beginning
+    alignas(64) std::atomic<uint64_t> written;  // total bytes written to the ring
     alignas(64) std::atomic<uint64_t> read;
     alignas(64) std::atomic<uint32_t> wanted;
   };
@@ -71,7 +71,7 @@ class ByteRing {
   size_t capacity_;
 
   // Used only by the writer.
-  size_t ahead_ = 0;  // bytes that were put but not published yet
+  size_t ahead_ = 0;  // bytes written by `put` that are not published yet
 };
 
 // Memory for a ring within this process.

@@ -147,7 +147,8 @@ bool Post::is_sound(const Line& line, const Frame& frame) const {
   return false;
 }
 
-// Handles a peer that has sent something that is no frame, so that nothing after it can be understood.
+// Makes all messages of all ranks fail, since a peer has sent an invalid frame, after which its bytes cannot
+// be interpreted.
 void Post::refuse(int peer) {
   const Error reason(Code::kComm, "rank " + std::to_string(peer) + " sent what is no message of DADT's");
   lines_[peer]->in.pop(lines_[peer]->in.unread());
@@ -158,7 +159,7 @@ void Post::refuse(int peer) {
 
 void Post::take_message(int peer, const Frame& frame) {
   lines_[peer]->last_id = frame.id;
-  if (error_) return;  // no receive can get this message any more
+  if (error_) return;  // all receives have failed, so none can get this message
   ByteRing& in = lines_[peer]->in;
   const Handle receive = take_posted(peer, frame.tag);
   if (receive == nullptr) {
@@ -208,7 +209,7 @@ void Post::take_data(int peer, const Frame& frame) {
   line.receiving.erase(found);
 }
 
-// Returns the number of bytes of the next frame for a rank; 0 if there is none.
+// Returns the bytes of the next frame to be sent to a rank, including the header; 0 if there is none.
 size_t Post::next_size(const Line& line) const {
   if (!line.frames.empty()) return sizeof(Frame) + line.frames.front().frame.payload;
   if (line.sending.empty()) return 0;
@@ -276,9 +277,9 @@ void Post::lose(int peer, bool lives) {
   });
 }
 
-// Returns a lost rank because of which the receive can never end, or nullopt if it still may. For a receive
-// from one rank that is its peer; for one from any rank it is a rank that has died, or one of the others if
-// all of them are lost.
+// Returns a lost rank that keeps the receive from ever being done, or nullopt if it may still be done. For a
+// receive from one rank, this is its peer. For a receive from any rank, it is a rank that has died, or if all
+// other ranks are lost, the last of these.
 std::optional<int> Post::nobody_for(const Transit& receive) const {
   if (receive.peer != Transit::kAny) {
     return lines_[receive.peer]->lost ? std::optional(receive.peer) : std::nullopt;

@@ -19,14 +19,14 @@ enum class FrameType : uint32_t { kMessage, kOffer, kAccept, kRefuse, kData };
 struct Frame {
   FrameType type;
   uint32_t payload;  // number of payload bytes after the header
-  uint64_t id;       // number given by the sender, the same for an offer and its later frames
+  uint64_t id;       // number of the message, chosen by its sender and the same in all its frames
   int64_t tag;
   uint64_t bytes;  // bytes of the whole message; in a refusal, bytes that the receiver expects
 };
 
 using Handle = std::shared_ptr<Transit>;
 
-// Interface that a Post needs of the transport which carries its frames to other ranks.
+// The interface by which a Post uses the transport that carries its frames to other ranks.
 class Carrier {
  public:
   virtual ~Carrier() = default;
@@ -35,20 +35,21 @@ class Carrier {
   virtual int world_size() const = 0;
   // Wakes a rank that may be asleep, since frames for it have arrived or there is room for its own frames.
   virtual void wake(int peer) = 0;
-  // Makes all ranks fail.
+  // Makes all messages of all ranks fail with this reason.
   virtual void abort(const Error& reason) = 0;
   // Returns the error for a peer that has died, or has closed its connection while it lives. title: the
   // operation in which this rank waited for it.
   virtual Error lost(int peer, bool lives, const std::string& title) const = 0;
 };
 
-// A frame that waits for room. Its payload is that of the transit, which is done once the payload is written.
+// A frame that waits for room to be written. Its payload is the message of `transit`, which is done once the
+// payload is written; without a transit it has no payload.
 struct Outgoing {
   Frame frame;
   Handle transit;
 };
 
-// A long message that both sides have agreed on, with the number of bytes transferred so far.
+// A long message that the receiver has accepted, with the number of bytes transferred so far.
 struct Course {
   uint64_t id;
   Handle transit;
@@ -75,7 +76,7 @@ struct Line {
   std::map<uint64_t, Course> receiving;
   uint64_t last_id = 0;          // highest id of the messages and offers received
   bool lost = false;             // whether nothing can be sent to or received from the rank any more
-  bool lives = true;             // of a lost rank, whether it has closed its connection but not died
+  bool lives = true;             // whether a lost rank has only closed its connection, and not died
   std::atomic<size_t> needs{0};  // bytes of room that the next waiting frame needs
 };
 
@@ -93,7 +94,7 @@ class Post {
   void open(std::vector<std::pair<ByteRing, ByteRing>> rings);
   bool is_open() const { return !lines_.empty(); }
 
-  // Begins to transfer a message. Some messages are done at once.
+  // Starts to transfer a message, which may be done within this call.
   void start(const Handle& transit);
 
   // Reads one frame from a rank. Returns false if there is none.
@@ -102,18 +103,19 @@ class Post {
   // written.
   bool flush(int peer);
 
-  // Handles a rank that has died, or has closed its connection while it lives. Messages that it sent before
-  // still count; those that wait for it fail. A receive from any rank fails if one rank has died, or no other
-  // rank is left.
+  // Handles a rank that has died, or has closed its connection while it lives. Messages that have already
+  // arrived from it can still be received; all other messages from or to it fail. A receive from any rank
+  // fails if one rank has died, or no other rank is left.
   void lose(int peer, bool lives);
   bool has_lost(int peer) const { return lines_[peer]->lost; }
-  // Makes all messages fail, now and later.
+  // Makes all current and future messages fail.
   void fail(const Error& reason);
   bool has_failed() const { return error_.has_value(); }
 
   // Returns whether there is something to read, or room for something that waits to be written.
   bool has_frames() const;
-  // Returns the most payload bytes of a frame: short enough that several frames fit into a pipe.
+  // Returns the bytes of the longest message that is sent in one frame, without an offer: several such frames
+  // fit into a pipe.
   size_t longest_message() const { return pipe_bytes_ / 8; }
   size_t chunk() const { return pipe_bytes_ / 4; }
   // Returns the number of messages that are not done.
@@ -150,11 +152,11 @@ class Post {
   // Usable from any thread.
   std::atomic<size_t> pending_{0};
 
-  // Used only by the calling thread.
-  std::deque<Handle> posted_;  // receives that wait, in the order of their calls
+  // Used by one thread at a time, which the owner of the Post must ensure.
+  std::deque<Handle> posted_;  // receives that wait for a message, in the order of their calls
   std::deque<Stray> strays_;   // messages without a receive, in the order of their arrival
   uint64_t last_id_ = 0;
-  std::optional<Error> error_;  // the first error
+  std::optional<Error> error_;  // the error with which all messages fail, if any
 };
 
 }  // namespace dadt
