@@ -9,7 +9,7 @@ namespace {
 
 std::string quoted(const std::string& name) { return "\"" + name + "\""; }
 
-// Describes a user's request, in full if the signatures alone do not show the difference.
+// Describes a request in an error message: by its signature, and if `in_full` by all its properties.
 std::string describe(const Request& request, bool in_full) {
   std::ostringstream text;
   text << request.signature;
@@ -56,7 +56,8 @@ void Coordinator::take(int rank, const Report& report, Time now) {
     if (auto request = cache_.find(id)) {
       submit(rank, std::move(request), now);
     } else {
-      // the id was removed meanwhile; the rank will learn this and send the request in full
+      // The id was removed after the rank had used it. The decision that removed it makes the rank send the
+      // request again, in full.
       understood = false;
     }
   }
@@ -65,8 +66,8 @@ void Coordinator::take(int rank, const Report& report, Time now) {
     submit(rank, known ? std::move(known) : std::make_shared<const Request>(request), now);
   }
   waits_[rank] = report.waits && report.seen == decisions_;
-  // Requests that precede a join are handled before it, and the rank repeats the join with requests that it
-  // sends in full.
+  // A join counts only if all requests before it were understood. Otherwise the rank repeats the join when it
+  // sends these requests in full.
   if (report.joined && understood && !joined_[rank]) {
     joined_[rank] = true;
     ++absent_;
@@ -87,7 +88,8 @@ void Coordinator::leave(int rank, Time now) {
   review_all(now);
 }
 
-// Reviews all pending tensors. A tensor that fails takes its group along, so names are looked up again.
+// Reviews all pending tensors. A tensor that fails removes the rest of its group from pending_, so each name
+// is looked up again.
 void Coordinator::review_all(Time now) {
   std::vector<std::string> names;
   for (const auto& [name, entry] : pending_) names.push_back(name);
@@ -122,7 +124,8 @@ void Coordinator::submit(int rank, std::shared_ptr<const Request> request, Time 
   review(entry, now);
 }
 
-// Returns the round of its group to which the rank's request belongs; 0 if it is in no group.
+// Counts a rank's request as a member of its group, and returns the number of the group's round; 0 if it is
+// in no group.
 uint64_t Coordinator::count_in(int rank, const Request& request) {
   if (request.group.empty()) return 0;
   Group& group = groups_[request.group];
@@ -136,7 +139,7 @@ uint64_t Coordinator::count_in(int rank, const Request& request) {
   return number;
 }
 
-// Checks whether the entry is complete now, or can never become complete.
+// Completes the entry if every rank has submitted it or joined, or makes it fail if it can never be complete.
 void Coordinator::review(Entry& entry, Time now) {
   if (entry.complete || (absent_ == 0 && entry.count < world_size_)) return;
   std::vector<uint64_t> missing;
@@ -169,7 +172,8 @@ void Coordinator::complete(Entry& entry, Time now) {
   entry.since = now;
   entry.id = cache_.id_of(request);
   if (!request.group.empty()) {
-    // The round is missing if its members do not agree on their number.
+    // The round no longer exists if its members have different group sizes and it is complete for a smaller
+    // one.
     Group& group = groups_[request.group];
     group.progress.resize(world_size_);
     auto& rounds = group.rounds;
@@ -193,8 +197,8 @@ void Coordinator::complete(Entry& entry, Time now) {
   }
 }
 
-// Describes a difference between the requests of two ranks: the first that has submitted the tensor, and the
-// first whose request differs. Empty if there is no difference.
+// Describes how one rank's request differs from that of the first rank that has submitted the tensor; empty
+// if all requests are equal.
 std::string Coordinator::difference(const Entry& entry) const {
   int first = -1;
   for (int rank = 0; rank < world_size_; ++rank) {
@@ -215,7 +219,8 @@ std::string Coordinator::difference(const Entry& entry) const {
   return {};
 }
 
-// Makes the entry fail, and with it all groups to which it belongs, as a group succeeds or fails as a whole.
+// Makes the entry fail, and with it all groups to which it belongs, since a group succeeds or fails as a
+// whole.
 void Coordinator::fail(Entry& entry, Code code, const std::string& text) {
   std::vector<int> ranks;
   std::vector<std::pair<std::string, uint64_t>> rounds;
@@ -238,7 +243,8 @@ void Coordinator::fail(Entry& entry, Code code, const std::string& text) {
 }
 
 void Coordinator::fail_round(const std::string& name, uint64_t number, Code code, const std::string& text) {
-  // If all ranks have finished the group, no rank will submit to the round any more.
+  // The error is stored for ranks that still submit to this round. If all ranks have finished the group, it
+  // is no longer in groups_.
   if (const auto group = groups_.find(name); group != groups_.end()) {
     Round& round = group->second.rounds[number];
     if (round.error) return;
@@ -259,8 +265,8 @@ void Coordinator::fail_round(const std::string& name, uint64_t number, Code code
   }
 }
 
-// Marks the round as finished for a rank that has put one of its tensors into another group and has not begun
-// the round, so the rank will not come to it.
+// Marks a group's round as finished for a rank that has not begun it and has submitted one of its tensors in
+// another group, so that the rank will never submit the round.
 void Coordinator::pass_over(int rank, const std::string& name, uint64_t number) {
   const auto group = groups_.find(name);
   if (group == groups_.end()) return;
@@ -268,7 +274,7 @@ void Coordinator::pass_over(int rank, const std::string& name, uint64_t number) 
   if (progress.round == number && progress.members == 0) ++progress.round;
 }
 
-// Lets all tensors that wait for the rest of their groups fail, once no rank submits any more.
+// Makes all tensors fail that wait for the rest of their groups, since all ranks have joined or left.
 void Coordinator::fail_unfinished_groups() {
   std::vector<std::string> names;
   for (const auto& [name, entry] : pending_) {
@@ -342,8 +348,8 @@ std::optional<Decision> Coordinator::decide(Time now) {
     fuse(std::exchange(fusible_, {}), options_.buffer_bytes, all, decision);
   }
   fuse(std::exchange(single_, {}), 0, true, decision);
-  // Names of pending tensors are kept, since a rank that has already used such an id would have to send the
-  // request again.
+  // Ids of pending tensors are kept, since a rank that has used such an id would have to send its request
+  // again.
   const auto is_pending = [this](const std::string& name) { return pending_.contains(name); };
   cache_.trim(options_.cache_capacity, is_pending, decision);
   forget_groups();
@@ -357,10 +363,10 @@ std::optional<Decision> Coordinator::decide(Time now) {
   return decision;
 }
 
-// Divides the entries into operations of up to `limit` bytes of one kind. Unless `all`, a buffer that is not
-// full waits.
+// Fuses allreduces of one dtype, reduction and set of missing ranks into operations of up to `limit` bytes.
+// If `all` is false, entries whose operation is not full wait for more.
 void Coordinator::fuse(std::vector<Entry*> entries, size_t limit, bool all, Decision& decision) {
-  // An entry without an id (0) is ordered last, as 0 - 1 wraps around.
+  // An entry without an id (0) is ordered last, since 0 - 1 wraps around.
   const auto place = [](const Entry* entry) {
     return std::tuple<uint64_t, const std::string&>(entry->id - 1, entry->name);
   };
@@ -410,7 +416,7 @@ void Coordinator::emit(const std::vector<Entry*>& entries, Decision& decision) {
   for (const Entry* entry : entries) pending_.erase(std::string(entry->name));
 }
 
-// Returns the id by which the ranks know this request from now on.
+// Returns the id by which ranks report this request from now on; gives it a new id if it has none.
 uint64_t Coordinator::identify(const Entry& entry, Decision& decision) {
   if (entry.id == 0) return cache_.admit(entry.requests[entry.first_rank()], decision);
   cache_.use(entry.id);

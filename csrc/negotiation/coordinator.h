@@ -16,30 +16,30 @@ namespace dadt {
 
 // Options for the negotiation of named tensors. The values of rank 0 apply.
 struct NegotiationOptions {
-  double cycle = 1e-3;                     // seconds that a ready tensor may wait for others to be fused with
-  size_t buffer_bytes = size_t{64} << 20;  // size of a fused operation; 0 if nothing is fused
-  size_t group_buffer_bytes = size_t{64} << 20;  // size of a fused operation within a group
+  double cycle = 1e-3;                     // seconds that a ready tensor waits for others to be fused with
+  size_t buffer_bytes = size_t{64} << 20;  // most bytes of a fused operation; 0: no fusion
+  size_t group_buffer_bytes = size_t{64} << 20;  // most bytes of a fused operation within a group
   double stall_warning = 60;     // seconds until a warning about a tensor that some ranks have not submitted
-  size_t cache_capacity = 4096;  // most names with an id
+  size_t cache_capacity = 4096;  // most names that have an id (NameCache)
 };
 
-// A tensor that some ranks have submitted and others have not, for a warning.
+// A tensor to warn about, because some ranks have submitted it and others have not.
 struct Stall {
   std::string name;
   double seconds = 0;
   std::vector<int> submitted;
   std::vector<int> missing;
   std::vector<int64_t> steps;  // the last known step of each rank
-  // The group of a tensor, with the number of its members submitted by all ranks and its size, if the tensor
-  // waits for the rest of its group; otherwise empty and 0.
+  // If the tensor waits for the rest of its group: the group's name, how many of its tensors all ranks have
+  // submitted, and how many it has; otherwise empty and 0.
   std::string group;
   uint64_t group_has = 0;
   uint64_t group_size = 0;
 };
 
-// Decides on rank 0 what runs next, from the reports of all ranks. It uses no threads, sockets or clock:
-// times are passed to it. What is decided together has an order that does not depend on the order of the
-// reports: groups first, then allreduces by id (new ones after them, by name), then all others.
+// Decides on rank 0 which operations run next, from the reports of all ranks. It uses no threads, sockets or
+// clock; the caller passes the time. The order within a decision does not depend on the order of the reports:
+// groups come first, then allreduces by id (those without an id last, by name), then all other operations.
 class Coordinator {
  public:
   using Time = Clock::time_point;
@@ -50,33 +50,33 @@ class Coordinator {
   // Handles the normal end of a rank.
   void leave(int rank, Time now);
 
-  // Returns whether some rank has still to submit to a round that was already decided to fail.
+  // Returns whether some rank must still submit tensors of a group's round that has already failed.
   bool owes() const;
 
-  // Returns the operations to run now, if any.
+  // Returns the next decision; nullopt if there is nothing to decide now.
   std::optional<Decision> decide(Time now);
-  // Returns the time at which there may be something to decide or report even if no rank reports before.
+  // Returns the time at which `decide` and `stalls` must be called even if no rank sends a report before.
   Time next() const;
 
-  // Returns tensors that have waited for long. Each is returned again after twice as long.
+  // Returns the tensors that a warning is due for. After each warning, the time until the next one doubles.
   std::vector<Stall> stalls(Time now);
 
  private:
-  // The time at which to warn about something that waits: after the stall warning's seconds, then after twice
-  // as long, and so on.
+  // The time of the next warning about something that waits. After each warning, the time until the next one
+  // doubles.
   struct Patience {
     double seconds = 0;
     Time ends;
 
     Patience() = default;
     Patience(double first, Time now);
-    // Returns whether the time has passed; if so, the next, longer wait begins.
+    // Returns whether the warning is due; if so, sets the time of the next one.
     bool is_over(Time now);
   };
   struct Entry {
     std::string name;
     std::vector<std::shared_ptr<const Request>> requests;  // request of each rank; null if not submitted
-    std::vector<uint64_t> rounds;                          // for each rank, the round of its group
+    std::vector<uint64_t> rounds;                          // for each rank, its round of the tensor's group
     int count = 0;
     Time first;
     Patience patience;
@@ -84,31 +84,32 @@ class Coordinator {
     bool complete = false;
     bool ready = false;  // whether the tensor's group is complete as well
     Time since;
-    uint64_t id = 0;                // 0 while it has none
-    std::vector<uint64_t> missing;  // ranks that have joined instead of submitting it
+    uint64_t id = 0;                // id in the NameCache; 0 if it has none
+    std::vector<uint64_t> missing;  // ranks that have joined instead of submitting the tensor
 
-    size_t first_rank() const;  // first rank that has submitted it
+    size_t first_rank() const;  // first rank that has submitted the tensor
     const Request& request() const { return *requests[first_rank()]; }
     uint64_t round() const { return rounds[first_rank()]; }
   };
-  // Tensors that run together. An error of one is an error of all, including those that are submitted later.
+  // One round of a group, whose tensors run together. If one fails, all fail, including those that are
+  // submitted later.
   struct Round {
     std::vector<Entry*> complete;
     std::optional<std::pair<Code, std::string>> error;
   };
-  // The rounds of one group name, counted separately for each rank: a fast rank may be in the next round
-  // while others finish the last.
+  // The rounds of one group name, counted separately for each rank, since a fast rank may be in the next
+  // round while others finish the previous one.
   struct Group {
     struct Progress {
       uint64_t round = 0;
-      uint64_t members = 0;  // number of its tensors submitted in this round
+      uint64_t members = 0;  // number of tensors that the rank has submitted in this round
     };
-    std::vector<Progress> progress;  // progress of each rank
+    std::vector<Progress> progress;  // one entry for each rank
     std::map<uint64_t, Round>
-        // Rounds in progress, and failed rounds to which some rank has still to come.
+        // Rounds in progress, and failed rounds that some rank has not finished.
         rounds;
   };
-  // what allreduces must have in common to be fused
+  // What allreduces must have in common to be fused: dtype, reduction, and the ranks that have joined.
   using Kin = std::tuple<DType, Reduction, std::vector<uint64_t>>;
 
   void submit(int rank, std::shared_ptr<const Request> request, Time now);
@@ -141,7 +142,7 @@ class Coordinator {
   std::vector<Entry*> single_;
   std::vector<std::pair<std::string, std::vector<Entry*>>> full_groups_;
   std::vector<Decision::Failure> failures_;
-  std::map<Kin, size_t> bytes_;  // bytes of the entries in fusible_, by kind
+  std::map<Kin, size_t> bytes_;  // bytes of the entries in fusible_, by what they have in common
   bool has_full_buffer_ = false;
   Time next_stall_ = Time::max();
 
@@ -154,7 +155,8 @@ class Coordinator {
   int absent_ = 0;  // number of ranks that have joined or left
   int64_t last_joined_ = -1;
   Time first_joined_;
-  // Set while some ranks have joined; restarted with each tensor that others submit.
+  // The time to warn that some ranks have joined and others have not; restarted by each report of a new
+  // request.
   std::optional<Patience> join_patience_;
 };
 

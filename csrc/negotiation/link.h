@@ -8,10 +8,11 @@
 
 namespace dadt {
 
-// Sends and receives messages over a connected stream socket. Never blocks; for a single thread.
+// Sends and receives messages over a connected stream socket. Its methods never block, and only one thread
+// may call them.
 class Link {
  public:
-  // Takes ownership of the descriptor.
+  // Takes ownership of the socket's descriptor.
   Link(int fd, int peer);
   ~Link();
   Link(const Link&) = delete;
@@ -22,10 +23,11 @@ class Link {
   bool open() const { return fd_ >= 0; }
   bool wants_to_write() const { return open() && written_ < out_.size(); }
 
-  // Sends as much as is possible now; `flush` sends the rest. That a peer is gone is noticed by `receive`.
+  // Sends as much as is possible now; `flush` sends the rest. Only `receive` reports that the connection has
+  // ended.
   void send(const std::string& message);
   void flush();
-  // Ends sending, once everything is written.
+  // Shuts down the sending side of the socket once everything is written.
   void finish();
 
   // Reads all bytes that have arrived. Returns false at the end of the stream, or if it is broken.

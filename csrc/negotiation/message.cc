@@ -15,7 +15,8 @@ std::string framed(MessageType type, const std::string& body) {
   return frame + body;
 }
 
-// Writer and Reader have the same methods, so that `fields` below defines once what a message consists of.
+// Encodes the fields of a message. Reader has the same methods, so that one function `fields` for each kind
+// of message serves both.
 class Writer {
  public:
   template <typename T>
@@ -74,7 +75,7 @@ class Reader {
   void number(Number& value) {
     value = static_cast<Number>(next());
   }
-  // subtracted as unsigned, so that 0 wraps around to -1
+  // Decodes a number that is -1 or more. The subtraction is unsigned, so that 0 wraps around to -1.
   void place(int64_t& value) { value = static_cast<int64_t>(next() - 1); }
   template <typename Enum>
   void choice(Enum& value, uint64_t below) {
@@ -115,7 +116,7 @@ class Reader {
     }
     fail();
   }
-  // Returns the number of items that follow; each has at least one byte.
+  // Decodes the number of items that follow, which cannot exceed the number of bytes that are left.
   size_t count() {
     const uint64_t value = next();
     if (value > bytes_.size() - at_) fail();

@@ -8,10 +8,10 @@
 
 namespace dadt {
 
-// A rank's request for a named tensor. It must be the same on every rank, or the tensor fails.
+// A rank's request for a named tensor. It must be equal on all ranks, otherwise the tensor fails.
 struct Request {
   std::string name;
-  std::string signature;  // other properties that must be equal, as text for users
+  std::string signature;  // further properties that must be equal, as text for error messages
   std::string group;      // name of the tensor's group; empty if the tensor has none
   uint64_t group_size = 0;
   Kind kind = Kind::kAllreduce;
@@ -31,8 +31,8 @@ std::string fused_name(const std::string& first, size_t tensors);
 struct Report {
   uint64_t seen = 0;  // number of decisions that this rank has carried out
   int64_t step = 0;
-  bool waits = false;   // whether a thread waits for a tensor that was undecided at that time
-  bool joined = false;  // whether this rank submits no more
+  bool waits = false;   // whether a thread waits for a tensor that is not decided yet
+  bool joined = false;  // whether this rank has joined, so that it submits no more
   std::vector<uint64_t> ids;
   std::vector<Request> requests;  // requests that have no id yet
 };
@@ -40,8 +40,8 @@ struct Report {
 // One operation that all ranks must run.
 struct Batch {
   std::vector<uint64_t> ids;
-  // Ranks that have joined and contribute nothing. The fields below are for these ranks, and empty if there
-  // are none.
+  // Ranks that have joined and contribute nothing. The fields below describe the operation to these ranks,
+  // and are empty if there are no such ranks.
   std::vector<uint64_t> missing;
   std::string name;
   DType dtype = DType::kUInt8;
@@ -49,7 +49,7 @@ struct Batch {
   std::vector<size_t> counts;
 };
 
-// A message from rank 0 to all ranks; they carry out its parts in the order of these fields.
+// A message from rank 0 to all ranks, which carry out its parts in the order of these fields.
 struct Decision {
   struct Admission {
     uint64_t id;
@@ -59,7 +59,7 @@ struct Decision {
     Code code;
     std::string name;
     std::string text;
-    // Ranks whose request has failed; requests of other ranks for the same name continue.
+    // Ranks whose request has failed; other ranks' requests for the same name are not affected.
     std::vector<int> ranks;
   };
 
@@ -68,10 +68,10 @@ struct Decision {
   std::vector<Batch> batches;
   std::vector<Failure> failures;
   std::vector<uint64_t> evicted;
-  int64_t last_joined = -1;  // the last rank to join, once all ranks have joined; else -1
+  int64_t last_joined = -1;  // the rank that joined last, once all have joined; before, -1
 };
 
-// The reason why a rank gives up, sent to all ranks.
+// The error because of which a rank ends the negotiation; it is sent to all ranks.
 struct GivingUp {
   int64_t rank = -1;  // rank that gave up; -1 if the text names it already
   Code code = Code::kAborted;

@@ -11,8 +11,9 @@
 
 namespace dadt {
 
-// Requests that have an id, at most one for each name. Changes are reported to the ranks in a decision. Ids
-// are never reused, as a rank may still use one that was removed.
+// The requests to which rank 0 has given an id, at most one for each name: ranks report the short id instead
+// of the whole request. Changes are sent to the ranks in a decision. Ids are never reused, since a rank may
+// still use one that was removed.
 class NameCache {
  public:
   NameCache() = default;
@@ -24,12 +25,11 @@ class NameCache {
   // Returns the id of this request; 0 if its name has no id, or the id of another request.
   uint64_t id_of(const Request& request) const;
 
-  // Marks the id as the one used last.
+  // Marks the id as the most recently used one.
   void use(uint64_t id);
   // Gives the request a new id, in place of any earlier id of its name, and returns this id.
   uint64_t admit(std::shared_ptr<const Request> request, Decision& decision);
-  // Removes the ids that were not used for the longest time, until `capacity` are left. Names that are
-  // pending are kept.
+  // Removes the least recently used ids until `capacity` are left, but none whose name is pending.
   void trim(size_t capacity, const std::function<bool(const std::string& name)>& is_pending,
             Decision& decision);
 

@@ -55,8 +55,8 @@ Negotiation::Negotiation(Engine& engine, Engine& broadcaster, int rank, int worl
 
 Negotiation::~Negotiation() {
   if (inert()) {
-    // In a forked child the thread does not exist, and its data may be half written, so all of it is left
-    // alone.
+    // The thread does not exist in a forked child, and may have been changing its data during the fork, so
+    // the data is leaked instead of destroyed.
     new std::shared_ptr<NegotiationState>(std::move(state_));
     return;
   }

@@ -14,7 +14,8 @@ namespace dadt {
 
 struct NegotiationState;
 
-// News for a rank besides results: stalls on rank 0, and orders of rank 0 on other ranks.
+// A notice for Python: a stalled tensor, on rank 0, or a text that rank 0 has sent by `order`, on other
+// ranks.
 struct Notice {
   std::optional<Stall> stall;
   std::string order;
@@ -31,19 +32,19 @@ class ToldTime {
 };
 
 // Accepts named tensors in any order and from any thread, brings them into one order on all ranks, fuses
-// them, and submits them to engines that have no other user. One thread does this, and sleeps while there is
-// nothing to do.
+// them, and submits them to engines that nothing else may use. One thread does this, and sleeps while there
+// is nothing to do.
 //
 // 1. All ranks are connected to rank 0, which decides (Coordinator). The thread never takes the GIL.
-// 2. A mismatch is an error of that tensor only. Any other error is permanent, is sent to all ranks, and
-// makes all pending and later tensors fail, including the engine's operations.
-// 3. In a forked child it is inert: submit throws, and all other methods do nothing.
+// 2. Requests that do not match make only their tensor fail. Any other error is permanent, is sent to all
+// ranks, and makes all pending and later tensors fail, including the engine's operations.
+// 3. In a forked child the negotiation is inert: submit throws, and all other methods do nothing.
 class Negotiation {
  public:
-  // sockets: connected stream sockets, which this object takes over: on rank 0 one for each rank (-1 for
-  // itself), on other ranks one to rank 0. broadcaster: the engine for broadcasts, which may be the same
-  // engine. The engines must outlive this object. time: if set, there is no thread, and the test that
-  // simulates ranks calls `turn` at the times of this clock.
+  // sockets: descriptors of connected stream sockets, which this object then owns. Rank 0 passes one for each
+  // rank, with -1 for itself; other ranks pass one that leads to rank 0. broadcaster: the engine for
+  // broadcasts, which may be `engine`. The engines must outlive this object. time: null except in tests that
+  // simulate ranks; with a clock there is no thread, and the test calls `turn`.
   Negotiation(Engine& engine, Engine& broadcaster, int rank, int world_size, const std::vector<int>& sockets,
               const NegotiationOptions& options, std::shared_ptr<const ToldTime> time = nullptr);
   // Aborts all pending tensors and joins the thread.
@@ -52,44 +53,46 @@ class Negotiation {
   Negotiation& operator=(const Negotiation&) = delete;
 
   // May be called from any thread; does not block. operation.name: name of the tensor. signature: properties
-  // that must be equal on all ranks, as text for users. group: tensors of one group, of which there are
-  // group_size, are decided together; empty for no group. Throws std::invalid_argument, and
-  // std::runtime_error once closed.
+  // that must be equal on all ranks, as text for users. group: name of a group of group_size tensors, which
+  // are decided together; empty for no group. Throws std::invalid_argument for an invalid operation, and
+  // std::runtime_error once the negotiation is closed.
   std::shared_ptr<Ticket> submit(Operation operation, std::string signature, std::string group = {},
                                  uint64_t group_size = 0);
 
-  // Ends this rank's submissions. Until all ranks have joined, it takes part in their allreduces without
-  // data.
+  // Ends this rank's submissions. Until all ranks have joined, this rank takes part in the others' allreduces
+  // with weight 0.
   std::shared_ptr<Ticket> join();
 
-  // Sets the step that this rank is in. It is sent to rank 0 with the next report.
+  // Sets the number of this rank's current training step, which is sent to rank 0 with the next report.
   void set_step(int64_t step);
 
   // Makes all tensors fail on all ranks. May be called from any thread; does not block.
   void abort(const Error& error);
 
-  // Returns new notices. Blocks until there is one, at most `timeout` seconds. Returns none once closed.
+  // Returns new notices. Blocks until there is one, at most `timeout` seconds. Returns nullopt once the
+  // negotiation is closed.
   std::optional<std::vector<Notice>> notices(double timeout);
 
-  // Called on rank 0: sends a notice to all other ranks.
+  // Called on rank 0: sends the text to all other ranks, where `notices` returns it.
   void order(const std::string& text);
 
-  // Says goodbye to the peers once all pending tensors are decided. May be called from any thread; does not
-  // block.
+  // Informs the peers that this rank ends normally, once all its pending tensors are decided. May be called
+  // from any thread; does not block.
   void leave();
 
-  // Blocks until all pending tensors are decided, then says goodbye to the peers. Idempotent. If that takes
-  // longer than `timeout` seconds, aborts the remaining tensors and throws Error(kTimeout).
+  // Blocks until all pending tensors are decided, then informs the peers that this rank ends normally.
+  // Idempotent. If that takes longer than `timeout` seconds, aborts the remaining tensors and throws
+  // Error(kTimeout).
   void close(double timeout);
 
   bool closed() const;
   std::optional<Error> error() const;
 
-  // Without a thread: does everything that is due now. Returns the seconds until more is due, unless a socket
-  // or a call of this rank comes first; none at the end.
+  // For a negotiation without a thread: does everything that is due now. Returns the seconds until the next
+  // call is due if no bytes arrive and no method is called before; nullopt once the negotiation has ended.
   std::optional<double> turn();
 
-  // Closes the sockets in a forked child, since open copies would hide this process's end from its peers.
+  // Closes the sockets in a forked child, since open copies would hide the parent's end from its peers.
   void forsake();
 
  private:

@@ -8,8 +8,8 @@
 namespace dadt {
 namespace {
 
-// Seconds between two checks of the engines while something is pending or running, and seconds to wait until
-// peers have received a goodbye.
+// kEngineCheck: seconds between two checks of the engines while a tensor is pending or an operation is
+// running. kFarewell: longest time in seconds to wait for the peers' goodbyes after this rank's own.
 constexpr double kEngineCheck = 0.1;
 constexpr double kFarewell = 1.0;
 
@@ -27,7 +27,8 @@ void NegotiationState::run() {
   }
 }
 
-// Runs one round of the loop, with `sleeps` after sleeping. Returns false at the end.
+// Runs the body of the thread's loop once; with `sleeps`, sleeps first until there is something to do.
+// Returns false once the negotiation has ended.
 bool NegotiationState::turn(bool sleeps) {
   if (is_finished) return false;
   try {
@@ -88,7 +89,8 @@ Clock::time_point NegotiationState::wake_at() {
   if (coordinator) at = std::min(at, coordinator->next());
   while (!running.empty() && running.front()->done()) running.pop_front();
   if (!running.empty()) at = std::min(at, now() + duration(kEngineCheck));
-  // An engine may have failed since the last check, and then its operations have failed as well.
+  // An engine that has failed since the last check has also ended its operations, so the error must be
+  // handled at once.
   if (engine->error() || broadcaster->error()) return now();
   const std::lock_guard lock(mutex);
   if (!pending.empty()) at = std::min(at, now() + duration(kEngineCheck));
@@ -116,7 +118,8 @@ void NegotiationState::hear(Link& link, const Link::Message& message) {
       if (!has_error) follow(decode_decision(message.body));
       return;
     case MessageType::kGivingUp:
-      // Rank 0 passes the first reason on as its own; the ranks that receive it answer with theirs.
+      // Rank 0 forwards the first error that it receives to all ranks. These send it back, which changes
+      // nothing.
       return fail(decode_giving_up(message.body));
     case MessageType::kGoodbye:
       gone[link.peer()] = true;
@@ -143,14 +146,15 @@ void NegotiationState::check_rank_0() {
   fail({-1, Code::kPeerLost, title_of_pending() + ": rank 0 has ended and submits no more"});
 }
 
-// Returns the name of an undecided tensor; empty if there is none.
+// Returns the quoted name of one undecided tensor, or `join` for an undecided join; empty if nothing is
+// undecided.
 std::string NegotiationState::title_of_pending() {
   const std::lock_guard lock(mutex);
   if (!pending.empty()) return "\"" + pending.begin()->first + "\"";
   return joining != nullptr ? "join" : "";
 }
 
-// Returns whether this rank has something to report that should not wait any longer.
+// Returns whether this rank must report to rank 0 now, instead of collecting more requests.
 bool NegotiationState::is_due(Clock::time_point at) {
   const std::lock_guard lock(mutex);
   const bool waits = alarm->waiters > 0 || (closing && !pending.empty());
@@ -160,7 +164,7 @@ bool NegotiationState::is_due(Clock::time_point at) {
          seconds_between(fresh_since, at) >= options.cycle / 2;
 }
 
-// Reports to rank 0 what was submitted on this rank.
+// Reports the requests that were submitted on this rank to rank 0, if a report is due.
 void NegotiationState::report() {
   if (!is_due(now())) return;
   Report report;
@@ -170,7 +174,7 @@ void NegotiationState::report() {
     told.swap(fresh);
     fresh_bytes = 0;
     report.joined = std::exchange(join_is_fresh, false);
-    // Checked after the tickets were taken, so that a thread that waits for one of them counts.
+    // Checked after `fresh` was emptied, so that a thread that waits for one of its tensors counts.
     report.waits = alarm->waiters > 0 || closing;
   }
   report.seen = followed;
@@ -231,7 +235,7 @@ void NegotiationState::follow(const Decision& decision) {
   if (decision.last_joined >= 0) finish_join(decision.last_joined);
 }
 
-// Removes the tensors with these ids from those pending and returns them. Throws Error if one is not pending.
+// Removes the tensors with these ids from `pending` and returns them. Throws Error if one is not pending.
 std::vector<NegotiationState::Pending> NegotiationState::take(const std::vector<uint64_t>& ids) {
   std::vector<Pending> taken;
   taken.reserve(ids.size());
@@ -242,7 +246,7 @@ std::vector<NegotiationState::Pending> NegotiationState::take(const std::vector<
     if (node.empty()) {
       const std::string what = named == names.end() ? std::to_string(id) : "\"" + named->second + "\"";
       const Error error(Code::kInternal, "rank 0 has decided " + what + ", which is not pending here");
-      for (Pending& one : taken) one.ticket->fail(error);  // no other object refers to these tickets any more
+      for (Pending& one : taken) one.ticket->fail(error);  // nothing else could end them any more
       throw error;
     }
     taken.push_back(std::move(node.mapped()));
@@ -300,8 +304,8 @@ void NegotiationState::start(const Batch& batch) {
   }
 }
 
-// Forgets an id. A tensor that was reported under it and that rank 0 has not understood is reported again in
-// full.
+// Forgets an id that rank 0 has removed. A tensor that this rank has reported by this id is reported again,
+// in full.
 void NegotiationState::drop(uint64_t id) {
   const auto named = names.find(id);
   if (named == names.end()) return;
@@ -315,7 +319,7 @@ void NegotiationState::drop(uint64_t id) {
   found->second.sent_as = 0;
   if (fresh.empty()) fresh_since = now();
   fresh.push_back(&found->second);
-  // rank 0 does not count a rank as joined whose requests it has not understood
+  // Rank 0 counts a join only if it has understood all requests before it, so the join is repeated.
   join_is_fresh = joining != nullptr;
 }
 
@@ -331,8 +335,8 @@ void NegotiationState::finish_join(int64_t last) {
 
 // Failing ---------------------------------------------------------------------------------------------
 
-// Makes this reason the permanent error, unless there is one already; the thread does the rest. May be called
-// from any thread.
+// Makes this reason the permanent error, unless there is one already, and wakes the thread, which makes all
+// tensors fail and informs the peers. May be called from any thread.
 void NegotiationState::fail(GivingUp reason) {
   {
     const std::lock_guard lock(mutex);
@@ -363,7 +367,7 @@ void NegotiationState::give_up() {
   settle_all(error);
 }
 
-// May be called from any thread.
+// Makes all operations of both engines fail. May be called from any thread.
 void NegotiationState::abort_engines(const Error& error) {
   engine->abort(error);
   if (broadcaster != engine) broadcaster->abort(error);

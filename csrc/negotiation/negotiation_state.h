@@ -18,20 +18,20 @@ struct NegotiationState {
     Request request;
     // Used only by the negotiation's thread.
     bool sent = false;
-    uint64_t sent_as = 0;  // id under which it was reported; 0 if it was reported in full
+    uint64_t sent_as = 0;  // id by which the tensor was reported; 0 if it was reported in full
   };
   struct Known {
     uint64_t id = 0;
-    std::optional<Request> request;  // none if this rank has not submitted the tensor
+    std::optional<Request> request;  // this rank's request; none if it has not submitted the tensor
   };
 
   // Constant after construction.
   Engine* engine = nullptr;
-  Engine* broadcaster = nullptr;  // engine for broadcasts, possibly the same one
+  Engine* broadcaster = nullptr;  // engine for broadcasts; may be the same as `engine`
   int rank = 0;
   int world_size = 1;
   NegotiationOptions options;
-  std::shared_ptr<const ToldTime> time;  // null if the system's clock is used, and there is a thread
+  std::shared_ptr<const ToldTime> time;  // clock that a test sets; null outside of tests
   std::shared_ptr<Alarm> alarm = std::make_shared<Alarm>();
 
   // Usable from any thread.
@@ -44,10 +44,11 @@ struct NegotiationState {
   std::atomic<bool> is_closed{false};
   EventCount event;
 
-  // Guarded by mutex. Only the thread erases entries of `pending`, so it may use them without the mutex.
+  // Guarded by mutex. Only the negotiation's thread erases entries of `pending`, so this thread may use
+  // entries without the mutex.
   std::mutex mutex;
   std::unordered_map<std::string, Pending> pending;
-  std::vector<Pending*> fresh;  // tensors not reported to rank 0 yet
+  std::vector<Pending*> fresh;  // tensors that are not reported to rank 0 yet
   Clock::time_point fresh_since;
   size_t fresh_bytes = 0;
   std::shared_ptr<Ticket> joining;
@@ -59,12 +60,12 @@ struct NegotiationState {
 
   // Used only by the negotiation's thread.
   std::vector<std::unique_ptr<Link>> links;
-  std::vector<bool> gone;                  // for each peer, whether it has said goodbye
+  std::vector<bool> gone;                  // for each rank, whether it has sent a goodbye
   std::optional<Coordinator> coordinator;  // set only on rank 0
   std::unordered_map<std::string, Known> known;
   std::unordered_map<uint64_t, std::string> names;
   std::deque<std::shared_ptr<Work>> running;  // operations in progress, the oldest first
-  uint64_t followed = 0;                      // number of decisions carried out
+  uint64_t followed = 0;                      // number of decisions that this rank has carried out
   // One more than the number of the decision after which rank 0 was informed that this rank waits.
   uint64_t told_to_wait = 0;
   bool told_error = false;

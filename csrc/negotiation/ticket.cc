@@ -25,7 +25,7 @@ Alarm::Alarm() : fd_(make_eventfd()) {}
 Alarm::~Alarm() { close(fd_); }
 
 void Alarm::notify() {
-  // A failed write is ignored: an eventfd that is full wakes the thread as well.
+  // A failed write is ignored, since an eventfd whose counter is full wakes the thread as well.
   if (!rung_.exchange(true)) [[maybe_unused]]
     const int done = eventfd_write(fd_, 1);
 }
@@ -77,7 +77,8 @@ bool Ticket::finish(std::unique_ptr<const End> end) {
   const End* expected = nullptr;
   if (!end_.compare_exchange_strong(expected, end.get())) return false;
   end.release();
-  // Of this thread and the waiting one, the second decrements the count, which may be below 0 for a moment.
+  // The waiting thread may increment the count only after this decrement, so the count may be below 0 for a
+  // moment.
   if (counted_.fetch_or(kDecided) & kWaitedFor) --alarm_->waiters;
   event_.notify();
   return true;

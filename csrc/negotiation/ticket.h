@@ -20,9 +20,9 @@ class Alarm {
   Alarm& operator=(const Alarm&) = delete;
 
   int fd() const { return fd_; }
-  // May be called from any thread; does not block.
+  // Wakes the thread. May be called from any thread; does not block.
   void notify();
-  // Called by the negotiation's thread before it checks what has changed.
+  // Clears the alarm. Called by the negotiation's thread before it checks what has changed.
   void reset();
 
   // Number of undecided tickets for which a thread waits.
@@ -51,20 +51,21 @@ class Ticket {
   // return false early.
   bool wait(Clock::time_point deadline);
 
-  // Reports that a thread waits for this tensor: once all ranks wait, tensors that are ready run without
-  // waiting for others.
+  // Records that a thread waits for this tensor. Once threads wait on all ranks, complete tensors run at once
+  // instead of waiting for others to be fused with.
   void tell_that_it_is_waited_for();
 
   // Returns the result; call it only once the tensor is done. Does not throw the error that the result may
   // contain. The result of a fused operation is common to all its tensors.
   const Result& result() const;
-  // Returns the operation, once decided; null if there is none.
+  // Returns the operation that runs for the tensor, once decided; null before that, and for a ticket that
+  // failed or is a join.
   std::shared_ptr<Work> work() const;
   // Returns the rank that joined last, once a join is done.
   int last_joined() const;
 
-  // End the ticket. The first call counts and wakes the waiting threads; later calls change nothing and
-  // return false.
+  // Decide the ticket: by the operation that runs, an error, or the rank that joined last. The first call
+  // wakes the waiting threads and returns true; later calls change nothing and return false.
   bool run(std::shared_ptr<Work> work);
   bool fail(const Error& error);
   bool join(int last);
@@ -87,7 +88,7 @@ class Ticket {
 
   // Usable from any thread.
   std::atomic<const End*> end_{nullptr};
-  std::atomic<int> counted_{0};  // bits that say whether a thread waits, and whether the tensor is decided
+  std::atomic<int> counted_{0};  // bit kWaitedFor: a thread waits; bit kDecided: the tensor is decided
   EventCount event_;
 };
 

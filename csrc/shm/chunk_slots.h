@@ -5,12 +5,12 @@
 
 namespace dadt {
 
-// Counters of a rank's progress in its stream of chunks: the number of chunks so far, modulo 2^32.
+// A rank's counters of the chunks that it has packed and reduced so far, modulo 2^32.
 enum Counter { kPacked = 0, kReduced, kCounters };
 
 // The chunks of all ranks in shared memory. Every rank writes chunks 0, 1, 2, ... to the slots of its own
-// segment, chunk c to slot c % kSlots, and publishes its progress in counters. For the engine's thread only,
-// except for methods that Neighbours allows to others.
+// segment, chunk c to slot c % kSlots, and publishes its progress in counters. Only the engine's thread may
+// use it, except for methods that Neighbours allows to other threads.
 class ChunkSlots : public Neighbours {
  public:
   static constexpr uint32_t kSlots = 4;
@@ -43,7 +43,8 @@ class ChunkSlots : public Neighbours {
   }
 
  private:
-  // Bytes before each slot. They begin with the counters and end with the slot's Head.
+  // Bytes before each slot, at whose end the slot's Head lies. The counters lie at the beginning of the first
+  // gap.
   static constexpr size_t kGap = 4096;
   struct alignas(64) Count {
     std::atomic<uint32_t> value;

@@ -7,30 +7,32 @@
 
 namespace dadt {
 
-// The layout of an exchange. A rank's stream contains the bytes for each other rank, beginning with the next
-// rank, so that the readers of equal pieces take turns. Bytes that several ranks get are in the stream once.
+// The layout of an exchange through shared memory. A rank's stream contains the bytes for each other rank,
+// beginning with the next rank, so that the ranks do not all read the same rank's stream at once. Bytes that
+// the rank sends to several ranks are in its stream once.
 class Exchange {
  public:
-  // For any other kind of operation the layout is empty.
+  // For an operation that is not an exchange, the layout is empty.
   Exchange(const Operation& operation, int rank, int world_size);
 
   // Returns the number of bytes of this rank's stream.
   size_t bytes() const { return bytes_; }
-  // Returns the table for the peers, which says where in this rank's stream their bytes are, and how many
-  // bytes this rank expects.
+  // Returns the table that this rank sends to its peers: where in its stream the bytes for each peer are, and
+  // how many bytes it expects from each.
   const std::string& table() const { return table_; }
 
-  // Uses the tables of all ranks, and allocates memory in `result` if the operation has no outputs. Throws
-  // Error(kMismatch), the same on all ranks.
+  // Reads the tables of all ranks, and allocates memory in `result` if the operation has no outputs. Throws
+  // the same Error(kMismatch) on all ranks if a rank expects another number of bytes than it is sent.
   void route(const std::vector<std::string>& tables, Result& result);
 
   // Copies bytes [begin, end) of this rank's stream to `slot`.
   void pack(void* slot, size_t begin, size_t end) const;
 
-  // Copies this rank's part of bytes [begin, end) of a rank's stream to the output. Call it after `route`.
+  // Copies those of bytes [begin, end) of a rank's stream that are for this rank to the output. Call it after
+  // `route`.
   void deliver(int rank, const void* slot, size_t begin, size_t end) const;
 
-  // Copies the rank's own bytes, if they are not in its stream.
+  // Copies the bytes that this rank sends to itself, unless they are in its stream.
   void deliver_own() const;
 
  private:
@@ -38,7 +40,7 @@ class Exchange {
 
   // The entry for one rank in another rank's table.
   struct Entry {
-    uint64_t offset;    // position in the stream; kUnknown if not in the stream
+    uint64_t offset;    // position of the bytes in the stream; kUnknown if they are not in it
     uint64_t bytes;     // number of bytes sent to that rank
     uint64_t expected;  // number of bytes expected from that rank; kUnknown for any number
   };

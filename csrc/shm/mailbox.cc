@@ -21,11 +21,10 @@ struct MailboxState final : Carrier {
   const size_t pipe_bytes;
   const pid_t pid;
 
-  // Usable from any thread.
-  // whether the thread checks from time to time that the peers are alive
+  // Usable from any thread. is_looking: whether the thread regularly checks that the peers are alive.
   std::atomic<bool> is_looking{false};
   std::atomic<bool> is_stopping{false};
-  std::atomic<int> ends_seen{0};  // number of ranks that have closed or aborted, as seen by the thread
+  std::atomic<int> ends_seen{0};  // number of closed or aborted ranks that the thread has handled
 
   // Guarded by mutex, except for methods that Post allows to any thread.
   std::mutex mutex;
@@ -49,7 +48,7 @@ struct MailboxState final : Carrier {
   bool has_news() const;
 };
 
-// Opens the pipes. The pipe from rank r is in its reader's segment, at place r.
+// Opens the rings to and from all ranks. The ring from rank r is the r-th one in the reader's segment.
 void MailboxState::open() {
   const size_t stride = ByteRing::memory_bytes(pipe_bytes);
   std::vector<std::pair<ByteRing, ByteRing>> rings;
@@ -69,7 +68,7 @@ Handle MailboxState::submit(Handle transit) {
     if (!post.is_open()) throw std::runtime_error("the mailbox is not connected: call connect() first");
     if (closing) throw std::runtime_error("the mailbox is closed");
     if (!thread.joinable()) thread = start_thread("dadt-mail", [this] { run(); });
-    try {  // the thread may not have noticed a peer's abort yet
+    try {  // the mailbox's thread may not have noticed a peer's abort yet
       if (!post.has_failed()) neighbours.check_aborted();
     } catch (const Error& reason) {
       post.fail(reason);
@@ -89,7 +88,7 @@ int MailboxState::ends() const {
   return count;
 }
 
-// Returns whether the thread has something to do. Reads atomics only.
+// Returns whether the mailbox's thread has something to do; reads atomics only.
 bool MailboxState::has_news() const {
   return post.has_frames() || is_stopping || (post.pending() > 0 && !is_looking) || ends() != ends_seen;
 }
@@ -118,7 +117,8 @@ void MailboxState::run() {
   }
 }
 
-// Checks for aborts and for ranks that have ended, if some message is pending.
+// Makes messages fail if a rank has aborted or ended. Does nothing while no message is pending. at_lives:
+// whether to check that the peers' processes are alive.
 void MailboxState::look(bool at_lives) {
   ends_seen = ends();
   if (post.has_failed() || post.pending() == 0) return;
@@ -144,8 +144,8 @@ Mailbox::Mailbox(int rank, int world_size, size_t pipe_bytes) {
 
 Mailbox::~Mailbox() {
   if (inert()) {
-    // In a forked child the thread does not exist, and its data may be half written, so all of it is left
-    // alone.
+    // The thread does not exist in a forked child, and may have been changing its data during the fork, so
+    // the data is leaked instead of destroyed.
     state_.release();
     return;
   }
@@ -163,7 +163,7 @@ void Mailbox::connect(const std::vector<std::string>& endpoints, double timeout)
 
 std::shared_ptr<Transit> Mailbox::send(const void* data, size_t bytes, int peer, int64_t tag) {
   check_rank(peer, state_->neighbours.world_size());
-  // The memory is only read; the cast allows one class for both sides.
+  // A Transit also serves receives, which write to the memory; a send only reads it.
   auto* from = const_cast<uint8_t*>(static_cast<const uint8_t*>(data));
   return state_->submit(std::make_shared<Transit>(Transit::kSend, from, bytes, peer, tag));
 }

@@ -7,7 +7,8 @@
 namespace dadt {
 namespace {
 
-// Changes a segment's state to an end state, unless it already has one. Returns whether it did.
+// Changes a segment's state to the end state `to`, unless it already has an end state. Returns whether the
+// state was changed.
 bool end(SegmentHead& head, State to) {
   State from = head.state.load();
   while (from == State::kOpening || from == State::kAttached) {

@@ -26,7 +26,7 @@ class Neighbours {
   std::string endpoint() const;
   // Blocks until all ranks have opened each other's segments, as Executor::connect does.
   void connect(const std::vector<std::string>& endpoints, double timeout);
-  // As in Executor, any thread may call abort, and one thread close.
+  // These methods have the same meaning as in Executor. Any thread may call abort, and one thread close.
   void abort(const Error& error);
   void close();
 
@@ -37,12 +37,12 @@ class Neighbours {
   State state(int rank) const { return head(rank).state.load(); }
   bool alive(int rank) const { return watches_[rank] == nullptr || watches_[rank]->alive(); }
 
-  // Throws Error if this rank or a peer was aborted.
+  // Throws Error if this rank or a peer has called abort.
   void check_aborted() const;
 
-  // Blocks until ready() is true. lags(rank) tells whether this rank waits for that one. Throws Error if such
-  // a rank has died, has closed or is silent for `timeout` seconds, or if any rank aborts. title: the
-  // operation for error messages.
+  // Blocks until ready() is true. lags(rank) returns whether this rank waits for the given rank. Throws Error
+  // if a rank that this one waits for has died or closed, if ready() is false for `timeout` seconds, or if
+  // any rank aborts. title: the operation for error messages.
   template <typename Ready, typename Lags>
   void wait(Ready&& ready, Lags&& lags, const std::string& title, double timeout) {
     for (int i = 0; i < kSpins; ++i) {
@@ -86,7 +86,7 @@ class Neighbours {
       if (rank == rank_ || !lags(rank)) continue;
       const bool lives = alive(rank);
       if (state(rank) != State::kClosed && lives) continue;
-      // Checked again, since the last action of a rank counts even if the rank has ended since.
+      // Checked again, since the rank may have done what this rank waits for just before it ended.
       if (lags(rank)) throw lost(rank, lives, title);
     }
   }
@@ -108,7 +108,7 @@ class Neighbours {
 
   // Constant after connect.
   std::vector<std::unique_ptr<Segment>> segments_;  // segment of each rank; before connect, only this rank's
-  std::vector<std::unique_ptr<Watch>> watches_;     // null for a rank in this process
+  std::vector<std::unique_ptr<Watch>> watches_;     // watch on each rank; null for a rank in this process
   std::atomic<bool> connected_{false};              // whether abort may use the peers' segments
 };
 

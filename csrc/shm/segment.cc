@@ -14,7 +14,7 @@
 namespace dadt {
 namespace {
 
-// The description of a segment that is sent to the peers.
+// The description of a segment that its owner sends to the peers.
 struct Endpoint {
   char format[8];
   uint64_t nonce;
@@ -35,7 +35,7 @@ void* map(int fd, size_t bytes, bool ready) {
     throw Error(Code::kComm,
                 "cannot map " + std::to_string(bytes) + " bytes of shared memory" + reason(errno));
   }
-  madvise(memory, bytes, MADV_DONTFORK);  // forked processes such as DataLoader workers do not need it
+  madvise(memory, bytes, MADV_DONTFORK);  // forked DataLoader workers do not need this memory
   return memory;
 }
 

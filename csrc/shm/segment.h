@@ -14,24 +14,24 @@ namespace dadt {
 
 enum class State : uint32_t { kOpening = 0, kAttached, kClosed, kAborting, kAborted };
 
-// The header of a segment. Only its owner writes to it, except for `event`.
+// The header of a segment. Only the segment's owner writes to it, except for `event` and, in the same
+// process, `users`.
 struct SegmentHead {
   uint64_t nonce;
-  std::atomic<uint32_t> users;  // number of users of the mapping within the owner's process
+  std::atomic<uint32_t> users;  // number of Segment objects in the owner's process that use its mapping
   std::atomic<State> state;
-  Code code;  // reason of an abort, written before state becomes kAborted
+  Code code;  // error code of an abort, written before `state` becomes kAborted
   char reason[1024];
-  // The event on which the owner waits; others notify it after changing something for which the owner may
-  // wait.
+  // The event on which the owner waits; other ranks notify it after each change that the owner may wait for.
   alignas(64) EventCount event;
 };
 
-// The memory of one rank that the ranks of a host share: a header and a body, which is initially zeros. Its
+// Memory of one rank that all ranks of its host share: a header and a body, which is initially zeros. Its
 // owner creates it as an anonymous file, so that no named file can be left behind, and other ranks open it
 // through /proc.
 class Segment {
  public:
-  // Creates a segment. ready: whether to allocate all pages at once instead of at their first use.
+  // Creates a segment. ready: whether to allocate all memory pages now instead of at their first use.
   Segment(size_t body_bytes, bool ready);
   // Opens a peer's segment. Throws Error(kPeerLost) if its owner has ended, and Error(kComm) if it cannot be
   // opened.

@@ -6,8 +6,9 @@
 namespace dadt {
 
 // An executor that uses shared memory between the ranks of one host. An operation runs chunk by chunk through
-// the slots of a ChunkSlots, so that data is reduced while it is in the cache: each rank packs its chunk into
-// its slot, waits for the peers' chunks and reduces all of them directly into its outputs.
+// the slots of a ChunkSlots, so that data is reduced while it is in the cache: each rank copies its values of
+// a chunk into its slot, waits until the peers have done so, and reduces the values of all ranks directly
+// into its outputs.
 class ShmExecutor final : public Executor {
  public:
   static constexpr size_t kSlotBytes = 128 * 1024;

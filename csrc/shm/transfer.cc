@@ -15,8 +15,8 @@ namespace {
 constexpr uint32_t kAhead = 2;
 static_assert(ChunkSlots::kSlots >= 2 * kAhead);
 
-// With at most this many ranks, each rank reduces whole chunks for itself, which measurably takes less time
-// than waiting for the others twice.
+// With at most this many ranks, each rank reduces whole chunks for itself. This was measured to take less
+// time than reducing a share of each chunk for all ranks, for which ranks must wait for each other twice.
 constexpr int kDirect = 8;
 
 size_t padded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
@@ -45,7 +45,7 @@ Transfer::Transfer(ChunkSlots& ring, const Operation& operation, int rank, int w
 }
 
 void Transfer::plan(size_t lane_bytes, size_t data_bytes) {
-  // whether data consists of compressed blocks, which no chunk may divide
+  // Whether data consists of compressed blocks, of which each must lie in one chunk.
   const bool blocks = codec_ != Codec::kNone;
   lane_room_ = padded(lane_bytes, blocks ? item_ : 64);
   data_bytes_ = data_bytes;
@@ -141,7 +141,7 @@ Transfer::Move Transfer::next_move() const {
   return Move::kNone;
 }
 
-// Returns whether this rank waits for that one. Called when this rank has no next move.
+// Returns whether this rank waits for rank `rank`. Called when this rank has no next move.
 bool Transfer::lags(int rank) const {
   if (!two_phase_) return !ring_.passed(rank, kPacked, first_ + delivered_);
   if (delivered_ < reduced_) return !ring_.passed(rank, kReduced, first_ + delivered_);
@@ -167,8 +167,8 @@ void Transfer::pack() {
           if (from == nullptr) {
             std::memset(to + at * item_, 0, count * item_);
           } else {
-            // If cores have caches of their own, moving cache lines between them takes longer than going
-            // through memory.
+            // Large inputs are written past the cache (stream_), since peers would fetch cache lines from
+            // this core's cache more slowly than from memory.
             kernels().copy(to + at * item_, from + offset * item_, count * item_, stream_);
           }
         });
@@ -203,8 +203,8 @@ void Transfer::reduce_to(void* destination, const Extent& part, size_t offset, s
                static_cast<int>(shares_->ranks.size()), shares_->divisor, count, stream);
 }
 
-// In two-phase mode: reduces this rank's share of a chunk in place in its own slot, where no other rank reads
-// this share before.
+// Reduces this rank's share of a chunk for all ranks (only with two_phase_). The result overwrites the share
+// in this rank's own slot, which no other rank reads before.
 void Transfer::reduce() {
   const Extent part = extent(reduced_);
   const auto [begin, end] = share(part, rank_);

@@ -9,11 +9,12 @@
 namespace dadt {
 
 // Runs one operation through a ChunkSlots. Every rank's stream consists of its padded lane and its tensors
-// one after the other, divided into chunks of equal size. In an exchange the lane is the table of the layout,
-// so that all ranks know the layout before the data arrives. For the engine's thread only.
+// one after the other, divided into chunks of equal size. In an exchange the lane is the table of the layout
+// (Exchange::table), so that all ranks know the layout before the data arrives. Only the engine's thread may
+// use it.
 class Transfer {
  public:
-  // first: number of the first chunk. slot_bytes: most bytes of a chunk.
+  // first: number of the operation's first chunk in the ranks' streams. slot_bytes: most bytes of a chunk.
   Transfer(ChunkSlots& ring, const Operation& operation, int rank, int world_size, uint32_t first,
            size_t slot_bytes, double timeout);
 
@@ -26,8 +27,8 @@ class Transfer {
  private:
   enum class Move { kPack, kReduce, kDeliver, kNone };
 
-  // A chunk's range of the lane in bytes and of the tensors in items, and the offset of the latter in the
-  // slot.
+  // The content of a chunk: a range of the lane in bytes, a range of the tensors in items, and the offset in
+  // the slot at which the tensors' range begins.
   struct Extent {
     size_t lane_begin, lane_end, begin, end, slot_offset;
     size_t count() const { return end - begin; }
@@ -60,7 +61,7 @@ class Transfer {
   const size_t slot_bytes_;
   const double timeout_;
   const Codec codec_;
-  const size_t item_;  // bytes of an item, which no chunk divides: an element or a compressed block
+  const size_t item_;  // bytes of an item: an element or a compressed block, which lies in one chunk
   Exchange exchange_;
   const std::string_view lane_;
   // Whether each rank reduces its share of a chunk for all ranks, instead of the whole chunk for itself.

@@ -11,9 +11,10 @@ namespace dadt {
 namespace {
 
 constexpr size_t kPieceBytes = 256 * 1024;
-// most bytes that a rank sends in total if it sends all its data to each rank
+// If a rank sends at most this many bytes by sending all its data to every other rank, it does so, instead of
+// in two phases.
 constexpr size_t kDirectBytes = 64 * 1024;
-// smallest operation in bytes from which the links' speed is measured
+// Bytes of the smallest operation by which the speed of links is measured.
 constexpr size_t kMeasuredBytes = 4 << 20;
 constexpr size_t kUnknown = ~size_t{0};
 
@@ -64,8 +65,8 @@ Collective::Range Collective::part(int owner) const {
   return {edges_[owner], edges_[owner + 1]};
 }
 
-// Measures how busy this rank's link was: if the link is the bottleneck, the network delays everything that
-// is sent.
+// Measures for which share of the operation this rank's link was the bottleneck: the link then delays the
+// bytes to every other rank.
 void Collective::measure() {
   parts_.told(greetings_.rates());
   const double seconds = seconds_between(begun_, Clock::now());
@@ -79,7 +80,7 @@ void Collective::measure() {
   parts_.measured(bytes, seconds, least / seconds);
 }
 
-// Determines what is sent to each rank, and allocates the memory for it.
+// Determines how many bytes are sent to and received from each rank, and allocates the memory for them.
 void Collective::prepare() {
   const bool reduces = operation_.kind == Kind::kAllreduce;
   const size_t mine = bytes_of(rank_);
@@ -94,7 +95,7 @@ void Collective::prepare() {
       if (operation_.root == rank) peer.receive_first = mine;
     } else if (operation_.kind == Kind::kExchange) {
       peer.send_first = operation_.layout.counts()[rank];
-      peer.receive_first = kUnknown;  // the rank's table will tell the number of bytes
+      peer.receive_first = kUnknown;  // known once the rank's table has arrived
     }
     if (direct_ || (operation_.kind == Kind::kBroadcast && operation_.root == rank_)) {
       if (!direct_) peer.send_second = mine;
@@ -182,7 +183,8 @@ bool Collective::advance() {
   return moved;
 }
 
-// Sums the next piece of this rank's part, if all ranks have sent theirs. Returns whether it did.
+// Sums the next piece of this rank's part, if all ranks' values of it have arrived. Returns whether a piece
+// was summed.
 bool Collective::reduce_piece() {
   if (done_ == pieces_) return false;
   const Range mine = part(rank_);
@@ -243,7 +245,7 @@ void Collective::reduce_coded(Range piece) {
   decompress(operation_, piece.begin, piece.end, {{to}, {}, 1});
 }
 
-// Decodes the next piece of another rank's sums, if it has arrived. Returns whether it did.
+// Decodes the next piece of another rank's sums, if it has arrived. Returns whether a piece was decoded.
 bool Collective::decode_piece(int rank) {
   Peer& peer = peers_[rank];
   const Range theirs = part(rank);
@@ -284,7 +286,7 @@ std::vector<int> Collective::awaited() const {
 }
 
 // Sleeps until data of a rank can be read or written, and reads it. The kernel wakes this thread only once
-// enough data is there to be worth it.
+// enough bytes have arrived, so that it wakes less often.
 void Collective::wait() {
   interests_.clear();
   for (int rank = 0; rank < world_size_; ++rank) {

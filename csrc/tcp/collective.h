@@ -12,11 +12,11 @@
 
 namespace dadt {
 
-constexpr size_t kAhead = 2;         // pieces of a rank that may arrive before they are summed
+constexpr size_t kAhead = 2;         // number of a rank's pieces that may arrive before they are summed
 constexpr size_t kAtOnce = 1 << 20;  // most bytes in one system call
 
-// Memory that an executor's operations use one after the other. It is as large as the largest operation has
-// needed.
+// Memory that the operations of an executor reuse one after the other. It grows to the size that the largest
+// operation has needed.
 class Scratch {
  public:
   uint8_t* take(size_t bytes, bool zeros = false) {
@@ -33,28 +33,29 @@ class Scratch {
 
 struct CollectiveMemory {
   Scratch slots, wires, copy, combined, reduced;
-  Scratch zeros, sink;  // memory used in place of missing tensors
+  Scratch zeros, sink;  // stand for tensors whose address is null: inputs read zeros, outputs go to sink
 };
 
 // Runs one operation of all ranks over TCP. Each rank sends a header, its lane, and then data in two phases
-// to each other rank.
+// to every other rank.
 //
 // Allreduce: each rank owns a part of the values, which is smaller for ranks with slower links. In phase 1
-// each rank sends its values of a part to the owner. The owner sums them piece by piece in the order of
-// ranks, while they are in its cache, and sends the sums to all ranks in phase 2. Small operations have no
-// phase 2: each rank sends all its values to every rank, which sums them. Broadcast: the root sends each rank
-// a part in phase 1, and that rank passes it on in phase 2. Exchange: the bytes for each rank are sent in
-// phase 1; the lane says how many bytes a rank sends to and expects from each other. Allgather: only the lane
-// is sent.
+// each rank sends its values of each part to the part's owner. The owner sums them piece by piece, in the
+// order of ranks and while they are in its cache, and sends the sums to all ranks in phase 2. Small
+// operations have no phase 2: each rank sends all its values to every rank, which sums them. Broadcast: the
+// root sends each rank a part in phase 1, which the rank sends on to all others in phase 2. Exchange: the
+// bytes for each rank are sent in phase 1; the lane contains how many bytes a rank sends to and expects from
+// each other rank. Allgather: only the lane is sent.
 //
-// Phase 1 waits for no other rank, and phase 2 only for phase 1. For the engine's thread only.
+// What a rank sends in phase 1 depends on no other rank, and what it sends in phase 2 only on phase 1, so
+// ranks cannot deadlock. Only the engine's thread may use it.
 class Collective {
  public:
-  // number: number of the operation.
+  // number: number of the operation on this executor, which must be equal on all ranks.
   Collective(Links& links, CollectiveMemory& memory, Parts& parts, const Operation& operation,
              uint32_t number, double timeout);
 
-  // Blocks until this rank has received everything, and has passed everything it sends to the kernel. Throws
+  // Blocks until this rank has received all data, and the kernel has accepted all data that it sends. Throws
   // Error.
   Result run();
 
@@ -129,7 +130,7 @@ class Collective {
 
   uint8_t* slots_ = nullptr;     // received pieces of each rank that are still needed
   uint8_t* wires_ = nullptr;     // this rank's compressed values
-  uint8_t* copy_ = nullptr;      // a copy of this rank's values, if sums overwrite them before all are sent
+  uint8_t* copy_ = nullptr;      // copy of this rank's values, if sums overwrite them before all are sent
   uint8_t* combined_ = nullptr;  // the compressed sums of this rank's part
   uint8_t* reduced_ = nullptr;   // the uncompressed sums of this rank's part, if some outputs are discarded
 
@@ -145,8 +146,8 @@ class Collective {
   std::vector<Links::Interest> interests_;
   Clock::time_point moved_at_{};  // time at which bytes were last sent or received
   Clock::time_point begun_{};
-  // For each rank, the seconds for which the network had delayed sending when the operation began; empty if
-  // the parts are equal in any case.
+  // For each rank, Stream::held_up at the beginning of the operation; empty if the operation does not measure
+  // the speed of this rank's link.
   std::vector<double> held_up_;
   Result result_;
 };

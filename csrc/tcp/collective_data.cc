@@ -1,4 +1,4 @@
-// The data that an operation sends to and receives from the other ranks.
+// Methods of Collective that send data to and receive it from the other ranks.
 #include <cstring>
 
 #include "tcp/collective.h"
@@ -19,8 +19,8 @@ void Collective::add(const void* data, size_t bytes) {
   gathered_ += bytes;
 }
 
-// Adds bytes [begin, end) of the tensors, one after the other. missing: memory to use for a tensor that is
-// null.
+// Adds the memory of bytes [begin, end) of the tensors, one after the other, to vectors_. missing: memory
+// that stands for a tensor whose address is null.
 template <typename Pointer>
 void Collective::add_tensors(const std::vector<Pointer>& tensors, size_t begin, size_t end, void* missing) {
   end = std::min(end, begin + kAtOnce - gathered_);
@@ -36,7 +36,7 @@ void Collective::add_tensors(const std::vector<Pointer>& tensors, size_t begin, 
       });
 }
 
-// Encodes the values of an owner's part, up to `items` items.
+// Encodes this rank's values of an owner's part, up to `items` items.
 void Collective::encode(int owner, size_t items) {
   size_t& encoded = encoded_[direct_ ? 0 : owner];
   if (encoded >= items) return;
@@ -45,7 +45,8 @@ void Collective::encode(int owner, size_t items) {
   encoded = items;
 }
 
-// Collects the bytes for a rank from offset `at` on, as far as they are ready to be sent.
+// Collects in vectors_ the memory of the bytes for a rank, from offset `at` on and as far as they are ready
+// to be sent.
 void Collective::collect(int rank, size_t at) {
   const Peer& peer = peers_[rank];
   vectors_.clear();
@@ -66,7 +67,7 @@ void Collective::collect(int rank, size_t at) {
       encode(rank, std::min(items, (at / item_ / piece_ + 1) * piece_));
       const size_t bytes = encoded_[direct_ ? 0 : rank] * item_;
       add(wires_ + part(rank).begin * item_ + at, bytes - at);
-      return;  // data after this must wait until these bytes are sent
+      return;  // data of phase 2 is collected only once these bytes are sent
     }
     if (vectors_.size() >= kVectors || gathered_ >= kAtOnce) return;
   }
@@ -101,8 +102,9 @@ bool Collective::write(int rank) {
   return count > 0;
 }
 
-// Called at the operation's end: stores copies of bytes that a rank may not have received. A rank that has
-// sent its sums has received all values, whose memory the sums have overwritten.
+// Called at the operation's end: for each rank, stores a copy of the bytes that it may not have received, to
+// send them again if a connection breaks. Values of phase 1 need no copy, since a rank has received all of
+// them before it sends its sums.
 void Collective::settle() {
   for (int rank = 0; rank < world_size_; ++rank) {
     if (rank == rank_) continue;
@@ -125,8 +127,8 @@ const uint8_t* Collective::slot_of(int rank, size_t piece) const {
   return slots_ + slot * piece_ * item_;
 }
 
-// Returns how many bytes may be read from a rank now. The rank sends all of these without waiting for this
-// one.
+// Returns how many bytes this rank can receive from another one now: those for which it has memory, and which
+// the other rank sends without waiting for this one.
 size_t Collective::readable(int rank) const {
   const Peer& peer = peers_[rank];
   if (!greetings_.has(rank)) return greetings_.missing(rank);
@@ -167,7 +169,7 @@ bool Collective::read(int rank) {
   return count > 0;
 }
 
-// Called once the headers and lanes of all ranks have arrived.
+// Handles the headers and lanes of all ranks, once they have arrived.
 void Collective::greeted() {
   result_.waited = seconds_between(begun_, Clock::now());
   if (operation_.kind == Kind::kAllreduce) {
@@ -182,7 +184,8 @@ void Collective::greeted() {
   }
 }
 
-// Adds the slots for the next bytes of a rank. piece: number of the first piece that arrives in this phase.
+// Adds the memory of the slots for the next bytes from a rank to vectors_. piece: number of the first piece
+// of this phase. at: bytes of this phase that have already arrived.
 void Collective::add_slots(int rank, size_t piece, size_t at, size_t bytes) {
   const size_t whole = piece_ * item_;
   for (const size_t end = at + bytes; at < end;) {

@@ -6,10 +6,11 @@ namespace dadt {
 namespace {
 
 constexpr size_t kLaneStep = size_t{1} << 20;     // step by which a lane's memory grows as its bytes arrive
-constexpr uint64_t kLongest = uint64_t{1} << 40;  // most bytes from one rank to another
+constexpr uint64_t kLongest = uint64_t{1} << 40;  // most bytes that a rank may send to another one
 constexpr uint64_t kFastest = uint64_t{1} << 50;  // highest valid speed of a link, in bytes per second
 
-// The bytes that a rank sends to and expects from another one in an exchange, as stated in its lane.
+// An entry of the table in a rank's lane in an exchange: how many bytes it sends to and expects from one
+// other rank.
 struct Entry {
   uint64_t bytes;
   uint64_t expected;  // number of bytes expected; kWhatever for any number

@@ -10,23 +10,23 @@ namespace dadt {
 
 // The data that all ranks exchange before an operation: a header, from which they see whether all run the
 // same operation, and a lane. In an exchange the lane is a table of the bytes that a rank sends to and
-// expects from each other rank. For the engine's thread only.
+// expects from each other rank. Only the engine's thread may use it.
 class Greetings {
  public:
-  // number: number of the operation. rate: speed of this rank's link, in bytes per second.
+  // number: number of the operation on this executor. rate: speed of this rank's link, in bytes per second.
   Greetings(Links& links, const Operation& operation, uint32_t number, uint64_t rate);
 
   // Returns the header and lane that this rank sends to every other rank.
   const std::string& mine() const { return mine_; }
 
-  // Returns whether a rank's header and its lane (the bytes that it adds for all ranks) have arrived, and
-  // belong to the operation that this rank is in.
+  // Returns whether a rank's header and lane have arrived and belong to the operation that this rank runs.
   bool has(int rank) const { return peers_[rank].is_here; }
   bool has_all() const { return has_all_; }
-  // Returns the number of bytes still missing from a rank; 0 also if it runs another operation.
+  // Returns the bytes of a rank's header or lane that have not arrived yet; 0 also if the rank runs another
+  // operation.
   size_t missing(int rank) const;
-  // Reads missing bytes from a rank. Returns false if none have arrived. Throws Error, the same one on all
-  // ranks, if the ranks run different operations.
+  // Reads bytes of a rank's header or lane. Returns false if none have arrived. Throws Error, the same one on
+  // all ranks, if the ranks run different operations.
   bool read(int rank);
 
   // The following methods may be called once the data of all ranks has arrived.

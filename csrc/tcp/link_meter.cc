@@ -10,7 +10,7 @@ namespace dadt {
 namespace {
 
 constexpr auto kLeastPause = std::chrono::milliseconds(200);
-// the time between two readings is this many times the processor time of a reading
+// The time between two readings is at least this many times the processor time that a reading takes.
 constexpr int kShare = 1000;
 
 // Returns the processor time that this thread has used.
@@ -68,8 +68,8 @@ std::vector<LinkCounts> LinkMeter::counts() const {
     for (const Connection& each : connections) {
       add(link, each.before);
       add(link, each.now);
-      // Several connections are busy at the same time, so their times are not added; the round trip is that
-      // of the connection that carries the most.
+      // The connections with a rank are busy at the same time, so the longest time counts instead of the sum.
+      // The round trip is that of the connection with the most bytes.
       busy = std::max(busy, each.before.busy + each.now.busy);
       link.at = std::max(link.at, each.now.at);
       if (each.now.sent >= most) link.round_trip = each.now.round_trip;

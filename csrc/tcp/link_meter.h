@@ -9,9 +9,9 @@
 
 namespace dadt {
 
-// The kernel's counts for the connections with one rank.
+// What the kernel has counted on this rank's connections with one other rank.
 struct LinkCounts {
-  uint64_t sent = 0;      // bytes sent by this rank that have arrived
+  uint64_t sent = 0;      // bytes sent by this rank that were acknowledged
   uint64_t received = 0;  // bytes received from the other rank
   uint64_t resent = 0;    // bytes that were sent again; always 0 before Linux 4.19
   double busy = 0;        // seconds in which bytes were in transfer and the other rank had room for more
@@ -20,7 +20,7 @@ struct LinkCounts {
   double at = 0;          // time of this reading, in seconds of the monotonic clock
 };
 
-// Reads from time to time the kernel's counts for a rank's connections with the others (TCP_INFO).
+// Reads the kernel's counts for this rank's connections with the other ranks (TCP_INFO), at intervals.
 class LinkMeter {
  public:
   explicit LinkMeter(int world_size) : links_(world_size) {}
@@ -28,16 +28,16 @@ class LinkMeter {
   // Returns whether the next reading is due. Readings use at most a thousandth of a processor.
   bool is_due() const { return Clock::now() >= due_.load(std::memory_order_relaxed); }
 
-  // Reads the counts. sockets: the connections with each rank. The counts of a connection that replaces
-  // another continue.
+  // Reads the counts. sockets: the connections with each rank. A connection that replaces another one
+  // continues its counts.
   void read(const std::vector<std::vector<int>>& sockets);
 
-  // Returns the last reading, by rank. May be called from any thread.
+  // Returns the counts of the last reading, by rank. May be called from any thread.
   std::vector<LinkCounts> counts() const;
 
  private:
   struct Connection {
-    LinkCounts before{};  // counts of former sockets in this place
+    LinkCounts before{};  // counts of connections that this one has replaced
     LinkCounts now{};
   };
 

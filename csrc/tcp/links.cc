@@ -17,7 +17,7 @@ namespace {
 
 constexpr uint32_t kBye = ~uint32_t{0};
 constexpr uint32_t kLongestNotice = 2048;
-// time by which one connection may be slower than another
+// Longest time to wait for a rank's notice after its data connections have ended.
 constexpr auto kGrace = std::chrono::milliseconds(200);
 
 // The header of a notice, which precedes its text.
@@ -63,8 +63,8 @@ Links::~Links() {
 
 bool Links::inert() const { return getpid() != pid_; }
 
-// Sends a notice to all ranks. A notice is short and alone on its connection, so it always fits into the
-// socket's buffer.
+// Sends a notice to all ranks. A notice is short and the only data on its connection, so it always fits into
+// the socket's buffer.
 void Links::send_notices(uint32_t code, const std::string& text) {
   NoticeHead head{code, static_cast<uint32_t>(std::min<size_t>(text.size(), kLongestNotice))};
   std::string notice(reinterpret_cast<const char*>(&head), sizeof head);
@@ -121,7 +121,7 @@ void Links::check_aborted() {
   wait(none, Clock::time_point::min());
 }
 
-// Reads a peer's notice about its end.
+// Reads the notice in which a peer reports its end, as far as it has arrived.
 void Links::read_notice(int rank) {
   Notice& notice = heard_[rank];
   char bytes[sizeof(NoticeHead) + kLongestNotice];
@@ -151,7 +151,7 @@ void Links::read_notice(int rank) {
     if (notice.closed) return;
     const Code code = static_cast<Code>(head.code);
     const std::string reason = notice.text.substr(sizeof head);
-    // A mismatch is reported in the same words by all ranks, so the rank is not named.
+    // All ranks report a mismatch in the same words, so the rank that sent the notice is not named.
     notice.reason = Error(code, code == Code::kMismatch ? reason : who + " gave up: " + reason);
   }
 }
@@ -186,7 +186,7 @@ void Links::wait(std::vector<Interest>& interests, Clock::time_point deadline) {
   streams_mutex_.unlock();
   const int found = poll(polled.data(), polled.size(), left);
   streams_mutex_.lock();
-  // If the bell has rung, connections may have been replaced or closed.
+  // If bell_ was notified, connections may have been replaced or closed.
   const bool is_rung = found > 0 && polled[polled.size() - peers.size() - 1].revents != 0;
   for (size_t i = 0, at = 0; i < interests.size(); ++i) {
     interests[i].found = is_ready || is_rung ? interests[i].events : short{0};
@@ -233,7 +233,7 @@ bool Links::is_gone(int rank) const {
 
 // Returns the error for a rank whose data connections have ended.
 Error Links::lost(int rank, const std::string& title) {
-  // The notice may arrive later than the end of the data connection, so its reason or goodbye is awaited.
+  // The notice with the reason may arrive later than the end of the data connection, so it is awaited.
   const auto deadline = Clock::now() + kGrace;
   while (!heard_[rank].ended) {
     pollfd polled{notices_[rank], POLLIN, 0};

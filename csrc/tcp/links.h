@@ -17,14 +17,14 @@
 namespace dadt {
 
 // One rank's TCP connections with the other ranks of a group: for each rank one or more for data, and one for
-// a notice which says why a rank gives up or that it ends normally. They are connected elsewhere, by code in
-// which both sides prove themselves, and which may replace the connections with a rank if they break.
+// a notice with which a rank reports that it ends normally, or the error with which it fails. Python code
+// connects them, authenticates both sides, and may replace the connections with a rank if they break.
 class Links {
  public:
-  // data, notices: descriptors of connected sockets by rank; for this rank itself, no descriptors and a
-  // negative number. This object takes ownership of them. silence: seconds without an acknowledgement after
-  // which a connection counts as broken. If above 0, a thread waits in `await_break` for connections that
-  // break and replaces them. If 0, a rank whose connections break is lost.
+  // data, notices: descriptors of connected sockets by rank; for this rank itself, an empty list and a
+  // negative number. This object takes ownership of the sockets. silence: seconds without an acknowledgement
+  // after which a connection counts as broken. If above 0, a thread waits in `await_break` for connections
+  // that break and replaces them. If 0, a rank whose connections break is lost.
   Links(int rank, const std::vector<std::vector<int>>& data, const std::vector<int>& notices,
         double silence = 0);
   ~Links();
@@ -34,25 +34,26 @@ class Links {
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(notices_.size()); }
 
-  // As in Executor, any thread may call abort, and one thread close.
+  // These methods have the same meaning as in Executor. Any thread may call abort, and one thread close.
   void abort(const Error& error);
   void close();
 
-  // Returns the last counts of the data connections with each rank. May be called from any thread.
+  // Returns the kernel's counts for the data connections with each rank, as last read. May be called from any
+  // thread.
   std::vector<LinkCounts> counts() const;
 
   // The following methods may be called from any thread except the engine's; in a forked child they do
   // nothing.
 
   // Blocks until connections with a rank break, detaches them as `detach` does, and returns the rank. Returns
-  // none once this rank has been closed or aborted.
+  // nullopt once this object is closed or aborted.
   std::optional<int> await_break();
-  // Gives up the connections with a rank, unless that was done before, and returns how many bytes of its
-  // stream were received. Returns none if the rank has ended, or this one has been closed or aborted.
+  // Shuts down the connections with a rank, unless they already are, and returns how many bytes of the rank's
+  // stream were received. Returns nullopt if the rank has ended, or this object is closed or aborted.
   std::optional<uint64_t> detach(int rank);
-  // Returns whether the connections with a rank are given up and not replaced yet.
+  // Returns whether the connections with a rank are detached and may still be replaced.
   bool is_detached(int rank);
-  // Returns whether the rank has closed its connection for notices as well.
+  // Returns whether nothing more will arrive on the rank's connection for notices.
   bool has_left(int rank);
   // Replaces the connections with a rank by new ones, whose descriptors the caller keeps. received: number of
   // bytes of this rank's stream that the other rank has received. Blocks until all bytes of earlier
@@ -73,17 +74,17 @@ class Links {
   // if the rank is gone. title: the operation for error messages.
   size_t send(int rank, const std::vector<iovec>& from, const std::string& title);
   size_t receive(int rank, const std::vector<iovec>& to, const std::string& title);
-  // Passes remaining bytes of earlier sends to the kernel. Returns false if some still remain.
+  // Passes bytes to the kernel that earlier sends have stored. Returns false if some still remain.
   bool flush(int rank, const std::string& title);
   // For these methods see Stream.
   size_t sent(int rank) const { return streams_[rank].sent(); }
   size_t unacknowledged(int rank) { return streams_[rank].unacknowledged(); }
   void settle(int rank, std::string tail) { streams_[rank].settle(std::move(tail)); }
-  // Makes a wait for data from a rank end once this many bytes have arrived.
+  // Lets `wait` for data from a rank end only once this many bytes have arrived.
   void wake_at(int rank, size_t bytes) { streams_[rank].wake_at(bytes); }
   // For these methods see Stream.
   double held_up(int rank) const { return streams_[rank].held_up(); }
-  // Throws Error if this rank or a peer was aborted.
+  // Throws Error if this rank or a peer has called abort.
   void check_aborted();
   // The events of poll(2) to await on a rank's data sockets, and after `wait` the events that have occurred.
   struct Interest {
@@ -91,16 +92,16 @@ class Links {
     short events;
     short found;
   };
-  // Blocks until one of the events occurs, this rank or a peer is aborted (throws Error), or the deadline
-  // passes.
+  // Blocks until one of the events occurs or the deadline passes. Throws Error if this rank or a peer calls
+  // abort.
   void wait(std::vector<Interest>& interests, Clock::time_point deadline);
 
  private:
   struct Notice {
-    std::string text{};             // bytes received so far
+    std::string text{};             // bytes of the notice received so far
     bool ended = false;             // whether the rank sends nothing more
     bool closed = false;            // whether the rank has ended normally
-    std::optional<Error> reason{};  // reason why the rank gives up
+    std::optional<Error> reason{};  // error with which the rank fails
   };
 
   bool inert() const;
@@ -117,7 +118,7 @@ class Links {
   const int rank_;
   const std::vector<std::vector<int>> data_;
   const std::vector<int> notices_;
-  std::vector<int> sockets_;            // all sockets
+  std::vector<int> sockets_;            // the sockets of all connections, to close them
   std::vector<std::string> addresses_;  // addresses of the peers, for error messages
   const pid_t pid_;
   const double silence_;
@@ -130,14 +131,14 @@ class Links {
 
   // Guarded by mutex.
   std::mutex mutex_;
-  std::optional<Error> error_;  // error of this rank's own abort
+  std::optional<Error> error_;  // error with which `abort` was called on this rank
   bool told_ = false;           // whether the peers were informed of this rank's end
 
   // Guarded by streams_mutex_.
   std::mutex streams_mutex_;
   std::vector<Notice> heard_;
   std::vector<Stream> streams_;  // data stream of each rank
-  std::vector<bool> given_up_;   // for each rank, whether it was given up
+  std::vector<bool> given_up_;   // for each rank, whether `give_up` was called
 };
 
 }  // namespace dadt

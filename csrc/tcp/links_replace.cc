@@ -1,4 +1,4 @@
-// Handles connections that break while both ranks are alive, and their replacement.
+// Methods of Links that detect connections which break while both ranks are alive, and replace them.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -13,13 +13,13 @@
 namespace dadt {
 namespace {
 
-// time by which a notice may arrive later than the end of a connection
+// Longest time to wait for a rank's notice after one of its connections has ended.
 constexpr auto kGoodbye = std::chrono::milliseconds(200);
 constexpr auto kLook = std::chrono::milliseconds(1000);
 
-// Finds connections on which bytes are sent again and again because nobody acknowledges them. The kernel
-// itself gives up such a connection after a quarter of an hour; a shorter limit in the kernel would also end
-// connections whose reader is merely slow.
+// Detects connections on which the kernel resends bytes because nothing is acknowledged. The kernel itself
+// closes such a connection only after a quarter of an hour. A shorter limit in the kernel would also close
+// connections whose receiver reads slowly.
 class Silences {
  public:
   explicit Silences(double most) : most_(duration(most)) {}
@@ -88,15 +88,15 @@ std::optional<int> Links::await_break() {
 }
 
 // Returns whether the connections with a rank are broken although the rank has not ended; if so, detaches
-// them. is_sure: whether one is known to be broken. Otherwise the other side has closed it, and may still
-// send the reason.
+// them. is_sure: whether a connection is known to be broken. If false, the other side has closed it, and its
+// notice may still arrive.
 bool Links::breaks(int rank, bool is_sure) {
   const auto deadline = Clock::now() + kGoodbye;
   while (true) {
     {
       const std::lock_guard lock(streams_mutex_);
       if (streams_[rank].is_detached() || given_up_[rank]) return false;
-      // The connections may have been replaced meanwhile.
+      // The connections may have been replaced since the event was detected, so they are checked again.
       const bool is_still = is_sure || is_broken(notices_[rank]) ||
                             std::ranges::any_of(data_[rank], [](int socket) { return is_broken(socket); });
       if (!is_still) return false;
@@ -165,7 +165,7 @@ bool Links::attach(int rank, const std::vector<int>& data, int notices, uint64_t
   }
   ring(bell_);
   ring(watch_);
-  // This thread sends the remaining bytes itself, as the engine's thread may not be in any operation.
+  // This thread sends the remaining bytes itself, since the engine's thread may not run an operation now.
   std::vector<pollfd> polled;
   while (true) {
     {

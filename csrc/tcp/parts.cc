@@ -6,15 +6,15 @@
 namespace dadt {
 namespace {
 
-// unit of time in which all values are transferred once at the highest rate
+// The amount of data of all values together; the unit of a rank's share.
 constexpr uint64_t kUnit = uint64_t{1} << 20;
-constexpr uint64_t kRates = 1024;  // resolution of a rate
-constexpr double kIdlest = 0.05;   // below this share of use, a link's capacity cannot be estimated
-// parts become unequal only if equal parts take more than 4 / 3 as long
+constexpr uint64_t kRates = 1024;  // highest rate after scaling
+constexpr double kIdlest = 0.05;   // a link that is used less than this counts as used this much
+// Parts become unequal only if equal parts would take more than 4 / 3 times as long.
 constexpr uint64_t kGain = 4, kOf = 3;
 
-// Returns the share of each rank such that no rank takes longer than `time` (in units of kUnit / kRates). All
-// values together are (ranks - 2) * kUnit.
+// Returns for each rank its part of the values, times (ranks - 2), such that no rank takes longer than
+// `time`: a rank transfers all values (kUnit) once, and its part ranks - 2 times more.
 std::vector<uint64_t> within(uint64_t time, const std::vector<uint64_t>& rates) {
   std::vector<uint64_t> shares;
   for (uint64_t rate : rates) shares.push_back(time * rate > kUnit ? time * rate - kUnit : 0);
@@ -37,7 +37,8 @@ std::vector<size_t> Parts::edges(size_t lines) const {
     for (uint64_t rate : rates_) rates.push_back(std::max<uint64_t>(1, rate / (most / kRates)));
     const uint64_t whole = (ranks - 2) * kUnit;
     const uint64_t least = *std::ranges::min_element(rates);
-    // The slowest rank has to transfer all values once, and could own an equal part.
+    // The time with equal parts: the slowest rank transfers all values once, and its part ranks - 2 times
+    // more.
     const uint64_t equal = (kUnit + whole / ranks + least - 1) / least;
     uint64_t time = kUnit / least, enough = equal + 1;
     while (time + 1 < enough) {

@@ -6,15 +6,15 @@
 
 namespace dadt {
 
-// Decides which part of the values each rank sums for all ranks. A rank that owns a part transfers all values
-// once, and its part to and from each other rank, so a rank with a slower link should own less.
+// Decides which part of the values each rank sums for all ranks. A rank transfers all values once, and its
+// own part to and from every other rank, so a rank with a slower link should own a smaller part.
 //
 // Only integers are used, so that all ranks get the same division on any processor.
 class Parts {
  public:
   explicit Parts(int world_size) : rates_(world_size) {}
 
-  // Returns the speed of this rank's link in bytes per second, in each direction; 0 if unknown.
+  // Returns the measured speed of this rank's link in bytes per second, in each direction; 0 if unknown.
   uint64_t rate() const { return static_cast<uint64_t>(rate_); }
   // Records that an operation transferred `bytes` bytes in `seconds` seconds. busy: share of the time in
   // which the link was the bottleneck for this rank.
@@ -22,7 +22,8 @@ class Parts {
   // Sets the rates that all ranks have reported, which are the same on every rank.
   void told(const std::vector<uint64_t>& rates) { rates_ = rates; }
 
-  // Divides `lines` lines among the ranks. Returns the first line of each rank, and the end.
+  // Divides `lines` cache lines of values among the ranks. Returns the first line of each rank's part, and
+  // the end of the last part.
   std::vector<size_t> edges(size_t lines) const;
 
  private:

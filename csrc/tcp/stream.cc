@@ -16,12 +16,12 @@ namespace dadt {
 namespace {
 
 constexpr size_t kStripe = 16 * 1024;
-// most bytes that wait in one of several sockets, besides those in transfer
+// If there are several sockets, most bytes that the kernel stores for each but has not sent yet.
 constexpr int kUnsent = 64 * 1024;
 constexpr int kMeanwhile = 1 << 20;  // room for bytes that arrive over one socket while another is late
 constexpr size_t kMostEarly = 64 << 20;
 
-// Adds bytes [begin, begin + count) of the parts to `to`.
+// Appends the memory of bytes [begin, begin + count) of the parts to `to`.
 void add_slice(const std::vector<iovec>& parts, size_t begin, size_t count, std::vector<iovec>& to) {
   for (const iovec& part : parts) {
     if (count == 0) return;
@@ -54,7 +54,8 @@ Stream::Stream(int rank, const std::vector<int>& sockets) : rank_(rank) {
 void Stream::prepare(Socket& socket) const {
   if (sockets_.size() == 1) return;
   setsockopt(socket.descriptor, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsent, sizeof kUnsent);
-  // The kernel makes room for this many bytes, and keeps it even if it must wake for fewer.
+  // Makes the kernel reserve room for this many received bytes, which it keeps when SO_RCVLOWAT is lowered
+  // later.
   setsockopt(socket.descriptor, SOL_SOCKET, SO_RCVLOWAT, &kMeanwhile, sizeof kMeanwhile);
   socket.low_water = kMeanwhile;
 }
@@ -85,8 +86,8 @@ size_t Stream::receive_some(Socket& socket, std::vector<iovec>& to) {
 
 size_t Stream::send(const std::vector<iovec>& from) { return resend() ? push(from) : 0; }
 
-// Sends bytes of earlier operations again that the other side of a new connection lacks. Returns whether all
-// are sent.
+// Sends bytes of earlier operations again that the other side had not received when the sockets were
+// replaced. Returns whether all are sent.
 bool Stream::resend() {
   while (sent_ < settled_) {
     const size_t left = static_cast<size_t>(settled_ - sent_);
@@ -164,8 +165,8 @@ void Stream::settle(std::string tail) {
 uint64_t Stream::detach() {
   if (is_detached_) return received_;
   is_detached_ = true;
-  // After the shutdown nothing more is acknowledged, so the other side knows of all bytes that are not taken
-  // here.
+  // After the shutdown the kernel acknowledges nothing more, so bytes that are not read here remain stored on
+  // the other side.
   for (const Socket& socket : sockets_) shutdown(socket.descriptor, SHUT_RDWR);
   early_.erase(0, early_at_);
   early_at_ = 0;
@@ -243,7 +244,8 @@ size_t Stream::take(const std::vector<iovec>& to) {
   return done;
 }
 
-// Returns the socket with the next stripe, if the header of this stripe has been read.
+// Returns the socket with the next stripe of the stream, if the header of this stripe has been read;
+// otherwise null.
 Stream::Socket* Stream::found() {
   for (Socket& socket : sockets_) {
     if (!socket.has_head()) continue;
@@ -256,7 +258,8 @@ Stream::Socket* Stream::found() {
   return nullptr;
 }
 
-// Returns the socket with the next stripe, after reading headers that have arrived meanwhile.
+// Reads headers that have arrived, and returns the socket with the next stripe of the stream; null if its
+// header has not arrived.
 Stream::Socket* Stream::next() {
   if (Socket* socket = found()) return socket;
   bool may_come = false;

@@ -10,54 +10,58 @@
 
 namespace dadt {
 
-// The bytes to and from one rank, over one or more connected sockets, which this object does not own.
+// The two streams of bytes to and from one rank, over one or more connected sockets, which this object does
+// not own.
 //
-// Over one socket the bytes are sent as they are. Over several sockets they are sent in stripes: each on the
-// next socket that has room, after a header with its position in the stream. The receiver takes the stripes
-// in the order of the stream; while one is late, the others arrive in the memory of their sockets.
+// Over one socket the bytes are sent as they are. Over several sockets they are sent in stripes: each stripe
+// on the next socket that has room, after a header with its position in the stream. The receiver reads the
+// stripes in the order of the stream; while one is late, the kernel stores those that arrive on other
+// sockets.
 //
-// Sockets that break can be replaced: both sides detach theirs, inform each other how many bytes of the
-// stream they have received, and continue from there over the new ones.
+// Sockets that break can be replaced: both sides detach their sockets, inform each other how many bytes of
+// the stream they have received, and continue from this position over the new sockets.
 class Stream {
  public:
   // rank: number of the other rank, for error messages.
   Stream(int rank, const std::vector<int>& sockets);
 
-  // Send or receive as many bytes as is possible at once, possibly 0. Never block. The last bytes sent may
-  // have to be flushed. Receive throws Error if the data is not a valid stream.
+  // Send or receive as many bytes as is possible at once, possibly 0. Never block. After send, `flush` may be
+  // needed for the last bytes. receive throws Error if the data is not a valid stream.
   size_t send(const std::vector<iovec>& from);
   size_t receive(const std::vector<iovec>& to);
-  // Passes bytes to the kernel that must be sent again, and the rest of stripes that were partly sent.
+  // Passes bytes to the kernel that must be sent again, and the rest of stripes that it has accepted in part.
   // Returns false if some still remain.
   bool flush();
   // Returns whether nothing more can be received or sent over these sockets.
   bool has_ended() const { return has_ended_ && early_.size() == early_at_; }
 
-  // Returns the bytes sent in the current operation. A replaced socket may reduce this number.
+  // Returns the bytes sent in the current operation. This number may decrease when sockets are replaced,
+  // since bytes must be sent again.
   size_t sent() const { return sent_ > settled_ ? static_cast<size_t>(sent_ - settled_) : 0; }
   // Returns how many of the sent bytes the other side may not have received.
   size_t unacknowledged();
-  // Ends the operation. tail: its last bytes, which the other side may not have received.
+  // Ends the operation. tail: copy of its last bytes, which the other side may not have received.
   void settle(std::string tail);
 
-  // Gives up the sockets. Reads all bytes that have arrived, and returns the position in the stream after
+  // Shuts down the sockets, stores bytes that have arrived, and returns the position in the stream after
   // them. Idempotent.
   uint64_t detach();
   bool is_detached() const { return is_detached_; }
-  // Returns whether all bytes after a position can be sent again.
+  // Returns whether all bytes after a position are still stored, so that they can be sent again.
   bool can_resume(uint64_t position) const {
     return position + tail_.size() >= settled_ && position <= sent_;
   }
-  // Continues over other sockets, for which the descriptors now stand. position: number of bytes that the
-  // other side has received.
+  // Continues over the new sockets to which the same descriptors now refer. position: number of bytes that
+  // the other side has received.
   void attach(uint64_t position);
 
   // Returns the seconds in which the network delayed the sent bytes, as the kernel measures it.
   double held_up() const;
 
-  // Makes a wait end once this many bytes have arrived.
+  // Lets a wait for received bytes end only once this many have arrived.
   void wake_at(size_t bytes) { wake_at_ = bytes; }
-  // Adds the sockets on which poll(2) must wait. Returns whether data is available without waiting.
+  // Adds the sockets on which poll(2) must wait for these events. Returns whether data can be received
+  // without waiting.
   bool add_to(std::vector<pollfd>& polled, short events);
 
  private:
@@ -66,20 +70,20 @@ class Stream {
     uint64_t bytes;
   };
   struct Stripe {
-    uint64_t end;       // position of its end among the bytes sent over the socket
-    uint64_t position;  // its position in the stream
+    uint64_t end;       // position of the stripe's end among the bytes sent over the socket
+    uint64_t position;  // position of the stripe in the stream
   };
   struct Socket {
     int descriptor;
-    int low_water = 1;  // low-water mark set in the kernel
+    int low_water = 1;  // bytes from which the kernel reports the socket as readable (SO_RCVLOWAT)
     bool is_full = false;
-    bool is_closed = false;        // whether nothing more arrives
-    std::string left{};            // rest of a stripe that the kernel has accepted in part
+    bool is_closed = false;        // whether the other side has closed the socket
+    std::string left{};            // rest of a stripe of which the kernel has accepted a part
     uint64_t sent = 0;             // bytes sent, including headers and `left`
     std::deque<Stripe> stripes{};  // stripes that may not be acknowledged yet
     StripeHead head{};             // header of the stripe that is being received
-    size_t head_bytes = 0;         // bytes received of the header
-    size_t got = 0;                // bytes received of the stripe
+    size_t head_bytes = 0;         // bytes of the header that were received
+    size_t got = 0;                // bytes of the stripe that were received
     bool has_head() const { return head_bytes == sizeof head; }
   };
 
@@ -101,7 +105,7 @@ class Stream {
   uint64_t sent_ = 0;      // total bytes sent, which is the position of the next stripe
   uint64_t received_ = 0;  // total bytes received
   uint64_t settled_ = 0;   // position at which the current operation begins
-  std::string tail_;       // last bytes before the current operation
+  std::string tail_;       // last bytes before the current operation, which may have to be sent again
   std::string early_;      // bytes that arrived before the sockets were detached
   size_t early_at_ = 0;    // bytes of `early_` that were already passed on
   size_t turn_ = 0;        // index of the socket to try first

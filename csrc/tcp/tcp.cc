@@ -4,7 +4,7 @@
 
 namespace dadt {
 
-// Uses batch scheduling: the thread does not interrupt computing threads for every few packets, and so
+// Uses batch scheduling, so that the thread does not interrupt computing threads for every few packets, and
 // handles more packets at once.
 void TcpExecutor::settle_thread(int, int) {
   const sched_param none{};

@@ -8,10 +8,10 @@
 
 namespace dadt {
 
-// An executor that uses TCP between ranks, over sockets that are connected elsewhere.
+// An executor that uses TCP between ranks, over sockets that the caller has connected.
 class TcpExecutor final : public Executor {
  public:
-  // For details see Links.
+  // The parameters are those of Links.
   TcpExecutor(int rank, const std::vector<std::vector<int>>& data, const std::vector<int>& notices,
               double silence = 0)
       : links_(rank, data, notices, silence), parts_(links_.world_size()) {}
@@ -22,7 +22,7 @@ class TcpExecutor final : public Executor {
   void abort(const Error& error) override { links_.abort(error); }
   void close() override { links_.close(); }
 
-  // For details see Links.
+  // Returns the kernel's counts for the connections with each rank; see Links::counts.
   std::vector<LinkCounts> counts() const { return links_.counts(); }
   Links& links() { return links_; }
 

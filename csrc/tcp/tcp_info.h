@@ -9,8 +9,8 @@
 
 namespace dadt {
 
-// The kernel's struct tcp_info. New kernels only add fields at its end, and C libraries' headers have fewer
-// fields than the kernel.
+// The kernel's struct tcp_info. It is defined here, since the struct in the C library's headers lacks fields
+// of newer kernels; new fields are only added at its end.
 struct TcpInfo {
   uint8_t state[8];
   uint32_t timeouts[4];
@@ -36,7 +36,7 @@ static_assert(offsetof(TcpInfo, bytes_acked) == 120);
 static_assert(offsetof(TcpInfo, busy_time) == 168);
 static_assert(sizeof(TcpInfo) == 216);
 
-// Returns the TCP facts about a socket; fields that the kernel does not know are zeros.
+// Returns the kernel's tcp_info of a socket; fields that the kernel does not know are 0.
 inline TcpInfo tcp_info_of(int socket) {
   TcpInfo info{};
   socklen_t length = sizeof info;

@@ -23,8 +23,8 @@ constexpr double kCloseSeconds = 5;
 constexpr size_t kLongestReason = 1024;
 
 // Types of frames in addition to those of a Post.
-constexpr FrameType kGoodbye = static_cast<FrameType>(100);  // the rank ends normally
-// the rank fails; `bytes` is the code, and the payload the reason
+constexpr FrameType kGoodbye = static_cast<FrameType>(100);  // sent by a rank that ends normally
+// Sent by a rank that fails: `bytes` of the frame is the error's code, and the payload its text.
 constexpr FrameType kGiveUp = static_cast<FrameType>(101);
 
 }  // namespace
@@ -37,8 +37,8 @@ struct TcpMailboxState final : Carrier {
     Frame frame{};   // frame that is being received
     size_t got = 0;  // bytes received of the frame, including its payload
     std::vector<uint8_t> payload;
-    bool ended = false;   // whether nothing more will come
-    bool closed = false;  // whether the rank has said goodbye
+    bool ended = false;   // whether nothing more can be received
+    bool closed = false;  // whether the rank has sent a goodbye
     bool broken = false;  // whether nothing can be sent any more
   };
 
@@ -78,10 +78,10 @@ struct TcpMailboxState final : Carrier {
 
   // Guarded by mutex, except for methods that Post allows to any thread.
   std::mutex mutex;
-  std::vector<std::unique_ptr<Pipe>> pipes;  // pipe of each rank; empty until the first use
+  std::vector<std::unique_ptr<Pipe>> pipes;  // the pipe to each rank; empty until the first message
   Post post;
   bool told = false;                          // whether the other ranks were informed why this rank fails
-  std::optional<Clock::time_point> close_at;  // time at which it closes even if bytes still wait to be sent
+  std::optional<Clock::time_point> close_at;  // time at which it closes even if bytes are still unsent
   std::thread thread;
 
   int rank() const override { return own; }
@@ -144,7 +144,7 @@ void TcpMailboxState::read_meter() {
   meter.read(read);
 }
 
-// Moves all data that can be moved now.
+// Sends and receives all data that can be transferred without blocking.
 void TcpMailboxState::move() {
   for (int peer = 0; peer < world_size(); ++peer) {
     bool moved = true;
@@ -217,7 +217,7 @@ bool TcpMailboxState::push(int peer) {
   pipe.out.peek(bytes, 0, count);
   const ssize_t sent = send(sockets[peer], bytes, count, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent < 0) {
-    // Only once everything that the rank has sent is read, the rank counts as gone.
+    // A rank to which nothing can be sent counts as gone only once everything that it has sent is read.
     pipe.broken = errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK;
     return pipe.broken;
   }
@@ -229,7 +229,7 @@ bool TcpMailboxState::is_empty() const {
   return std::ranges::all_of(pipes, [](const auto& pipe) { return pipe->out.unread() == 0 || pipe->broken; });
 }
 
-// Appends a frame of the mailbox itself, after all waiting frames.
+// Appends a goodbye or an error frame for a rank, after all waiting frames, if there is room.
 void TcpMailboxState::put(int peer, FrameType type, uint64_t bytes, const std::string& payload) {
   Pipe& pipe = *pipes[peer];
   const Frame frame{type, static_cast<uint32_t>(payload.size()), 0, 0, bytes};
@@ -240,7 +240,7 @@ void TcpMailboxState::put(int peer, FrameType type, uint64_t bytes, const std::s
   push(peer);
 }
 
-// Makes all messages fail here, and informs the other ranks.
+// Makes all messages of this rank fail, and sends the error to the other ranks.
 void TcpMailboxState::give_up(const Error& reason) {
   if (told) return;
   told = true;
@@ -264,7 +264,7 @@ void TcpMailboxState::run() {
       const bool is_over = close_at && (is_empty() || Clock::now() >= *close_at);
       if (is_over || meter.is_due()) read_meter();
       if (is_over) return;
-      if (close_at) patience = 100;  // milliseconds between two checks of the time
+      if (close_at) patience = 100;  // milliseconds between two checks of close_at
       for (int peer = 0; peer < world_size(); ++peer) {
         if (peer == own) continue;
         const Pipe& pipe = *pipes[peer];
@@ -287,8 +287,8 @@ TcpMailbox::TcpMailbox(int rank, std::vector<int> sockets) {
 
 TcpMailbox::~TcpMailbox() {
   if (inert()) {
-    // In a forked child the thread does not exist, and its data may be half written, so all of it is left
-    // alone.
+    // The thread does not exist in a forked child, and may have been changing its data during the fork, so
+    // the data is leaked instead of destroyed.
     state_.release();
     return;
   }
@@ -299,7 +299,7 @@ bool TcpMailbox::inert() const { return getpid() != state_->pid; }
 
 std::shared_ptr<Transit> TcpMailbox::send(const void* data, size_t bytes, int peer, int64_t tag) {
   check_rank(peer, state_->world_size());
-  // The memory is only read; the cast allows one class for both sides.
+  // A Transit also serves receives, which write to the memory; a send only reads it.
   auto* from = const_cast<uint8_t*>(static_cast<const uint8_t*>(data));
   return state_->submit(std::make_shared<Transit>(Transit::kSend, from, bytes, peer, tag));
 }

@@ -10,15 +10,16 @@ namespace dadt {
 
 struct TcpMailboxState;
 
-// Messages between two ranks over TCP, in addition to operations of all ranks. The promises are those of
-// Mailbox, which uses shared memory. A thread, started at the first use, moves data that cannot be sent at
+// Point-to-point messages between ranks over TCP, beside operations of all ranks. It has the same semantics
+// as Mailbox, which uses shared memory. A thread, started at the first use, moves data that cannot be sent at
 // once.
 //
 // In a forked child the mailbox is inert: send and receive throw, and all other methods do nothing.
 class TcpMailbox {
  public:
-  // sockets: descriptors of connected sockets by rank; negative for this rank itself. Both ends have proved
-  // themselves, and nothing has been read yet. This object takes ownership of the sockets.
+  // sockets: descriptors of connected sockets by rank; negative for this rank itself. Both ends are
+  // authenticated, and no message has been read from the sockets yet. This object takes ownership of the
+  // sockets.
   TcpMailbox(int rank, std::vector<int> sockets);
   ~TcpMailbox();
   TcpMailbox(const TcpMailbox&) = delete;
@@ -32,8 +33,8 @@ class TcpMailbox {
   // Returns the kernel's counts of the connections, as Links::counts does.
   std::vector<LinkCounts> counts() const;
 
-  // Ends the thread, once all messages were sent or after 5 seconds, and makes pending messages of this rank
-  // fail. Idempotent.
+  // Ends the thread once all messages are sent, at the latest after 5 seconds, and makes pending messages of
+  // this rank fail. Idempotent.
   void close();
 
  private:
