@@ -27,7 +27,7 @@ KNOBS = ("executor", "sync_every")
 SHOWN = (2, 4, 8, 16, 64, 256, 1024)
 """Numbers of hosts whose predictions fit on a screen; the JSON output has more numbers of hosts."""
 STEPS = 5
-"""Number of steps of the progress bar, except for the steps of --check."""
+"""Number of steps of the progress bar without --check, which adds a step for each algorithm and compression."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from dadt_cli.bench.training import Task, flags_of
 WARMUP = 2
 """Number of synchronous steps at the start of each training (--warmup-steps)."""
 LEAD = 1
-"""Number of uncounted steps at the start of each turn: they use up an exchange that was launched before the training
-was paused."""
+"""Number of steps at the start of each turn that are not counted, since an exchange from before the pause of the
+training finishes in them."""
 STEPS_SECONDS = 3.0
 CHECK_SECONDS = 6.0
 """Approximate seconds to measure one algorithm and compression with --check."""
@@ -80,8 +80,8 @@ def network_of(found: Sequence[ProbeResult], hosts: int) -> NetworkSpeed:
         return NetworkSpeed(0.0, float("inf"))
     spoke = [each for each in found if each.pairs]
     _, per_byte = fit(_slowest([each.pairs for each in spoke]))
-    # An allreduce may get more out of a link than single messages over one connection, so bandwidth is also fitted to
-    # allreduces.
+    # An allreduce may use more of a link's bandwidth than messages over a single connection, so bandwidth is also
+    # fitted to allreduces.
     _, in_ring = fit(_slowest([each.exchanges["none"] for each in found]))
     bandwidth = max(1.0 / per_byte, 2 * (hosts - 1) / hosts / in_ring)
     return NetworkSpeed(statistics.median(each.alpha for each in spoke), bandwidth)
@@ -116,8 +116,8 @@ def _link_cost(found: Sequence[ProbeResult], compression: str) -> LinkCost:
 
 
 def fit(times: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Return a and b of seconds = a + b * bytes, by least squares of the relative error. Raises ConfigError unless b is
-    positive."""
+    """Fit seconds = a + b * bytes by least squares of the relative error, and return a and b. Raises ConfigError unless
+    b is positive."""
     each, per_byte = _fit([(size, seconds, seconds) for size, seconds in times])
     if per_byte <= 0:
         raise ConfigError("the measurement was disturbed: larger messages took no longer than small ones; try again")
@@ -161,8 +161,8 @@ def check(
                 share = CHECK_SECONDS / CHECK_TURNS
                 steps = _steps(algorithm, share / cost.seconds(figures, way, hosts), every)
                 least = _steps(algorithm, share / 2 / figures.compute[algorithm], every)
-                # A round of `local` is the steps between two averages. The steps before its first average belong to no
-                # round, so as many steps as a round has are left uncounted.
+                # `local` averages weights once in `every` steps, and its first average may come earlier, so the first
+                # `every` steps are not counted.
                 lead = every if algorithm == "local" else LEAD
                 with _party(task, location, ranks, [*way.options, "--sync-every", str(every)]) as party:
                     turns = [(_turn(alone, least, LEAD), _turn(party, steps, lead)) for _ in range(CHECK_TURNS)]
@@ -173,7 +173,7 @@ def check(
 
 
 def _alone(algorithm: str, sync_every: int) -> list[str]:
-    """Return options of `dadt run` that train without exchanging anything, by the null executor."""
+    """Return options of `dadt run` for the null executor, which transfers nothing."""
     return ["--executor", "null", "--algorithm", algorithm, "--sync-every", str(sync_every)]
 
 
@@ -220,8 +220,8 @@ def _slowest(tries: Sequence[probe.Times]) -> list[tuple[int, float]]:
 
 
 def _fit(rows: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
-    """Return a and b of y = a + b x by weighted least squares. rows: x, y and the scale by which the error of y is
-    divided."""
+    """Fit y = a + b x by weighted least squares, and return a and b. rows: x, y and the scale by which the error of y
+    is divided."""
     x, y, scale = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
     if np.ptp(x) == 0:
         weights = scale**-2.0

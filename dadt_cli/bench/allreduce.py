@@ -21,7 +21,7 @@ TENSORS = 60
 
 @dataclass(frozen=True, slots=True)
 class AllreduceRow:
-    """Results for one size. Seconds are those of the slowest rank; the seconds of DADT and Gloo include packing
+    """Results for one message size. Seconds are those of the slowest rank; the seconds of DADT and Gloo include packing
     separate tensors and unpacking into them."""
 
     bytes: int
@@ -43,7 +43,7 @@ class AllreduceRow:
 
     def busbw(self, seconds: Interval) -> Interval:
         """Return the bus bandwidth as nccl-tests defines it: `algbw` times 2 (n - 1) / n for n ranks, the bytes per
-        second that each rank's link carries. Comparable between different numbers of ranks."""
+        second that each rank's link carries. It can be compared between different numbers of ranks."""
         factor = 2 * (self.ranks - 1) / self.ranks
         speed = self.algbw(seconds)
         return Interval(factor * speed.median, factor * speed.low, factor * speed.high)
@@ -127,7 +127,8 @@ def _worker(rank: int, world_size: int, pipe: Connection, store: str, sizes: lis
 
 
 class _Bucket:
-    """The tensors of one size, and the three contenders that process them: dadt, Gloo and memcpy."""
+    """The tensors of one message size, and the three functions to measure with them: averaging by dadt, by Gloo, and a
+    memcpy."""
 
     def __init__(self, engine: Any, gloo: Any, rank: int, world_size: int, counts: list[int]) -> None:
         import torch
@@ -148,7 +149,8 @@ class _Bucket:
         return [torch.randn(count, generator=generator) for count in self.counts]
 
     def run(self, rounds: int) -> tuple[dict[str, list[float]], int]:
-        """Run all contenders in turn. Returns each contender's seconds by round, and the number of wrong elements."""
+        """Measure dadt, Gloo and memcpy in turn. Returns the seconds of each by round, and the number of wrong
+        elements."""
         wrong = self.check()
         contenders = {"dadt": self.by_dadt, "gloo": self.by_gloo, "memcpy": self.by_memcpy}
         return take_turns(contenders, rounds, 3, self.meet), wrong

@@ -23,7 +23,7 @@ from dadt_cli.terminal.options import Brief, config_of, some_knobs
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 HOW = ("algorithm", "executor", "compression")
-"""Flags that affect only DADT's own contenders, not other libraries such as DDP."""
+"""Flags that affect only training with DADT, not with other libraries such as DDP."""
 KNOWN = (*HOW, "sync_every")
 """Settings that affect a measurement, whether set by flags, variables or a file."""
 
@@ -43,11 +43,11 @@ class Bench(click.Group):
         return [*MODELS, *SHARDED, "advise", *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name == "advise":  # imported only when needed, because the module of `advise` imports this module
+        if name == "advise":  # imported only when needed, since other commands do not use it
             from dadt_cli.bench.advise import advise
 
             return advise
-        if name in SHARDED:  # imported only when needed, for the same reason
+        if name in SHARDED:  # imported only when needed, since other commands do not use it
             from dadt_cli.bench.fsdp import fsdp
 
             return fsdp

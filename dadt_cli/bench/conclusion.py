@@ -47,8 +47,8 @@ def conclusion(rows: Sequence[TrainingRow]) -> str:
 
 
 def _is_rival(row: TrainingRow, first: TrainingRow) -> bool:
-    """Whether the contender of `row` trains by the same method as the contender `first` and exchanges data: it is
-    neither a set of plain copies nor uses the null executor."""
+    """Return whether the contender of `row` can be compared with the contender `first`: whether both exchange data, so
+    that `row` is neither plain copies of the script nor the null executor."""
     return first.ranks > 1 and row.name != "plain" and "null" not in row.options
 
 

@@ -11,19 +11,19 @@ handling the data, an exchange takes:
                                                  int4 (128 + 4) / 1024, momentum:1 (32 + 4) / 1024, and every
                                                  50 steps int8 (comm/executors/compressed.py, train/momentum.py)
     up to 32 KiB: all data goes to all hosts     T(M) = o + (h - 1) alpha + (h - 1) M / B + g M
-    hierarchical: the same, with hosts as ranks, because a host's workers share its link; alpha counts per 4 MiB
+    hierarchical: the same, with hosts as ranks, because a host's workers share its link; alpha is paid per 4 MiB
 
-PowerSGD of rank r sends r n values of each n x m matrix, then r m values. Tensors that are no matrices travel
-uncompressed with the first half.
+PowerSGD of rank r averages two factors of each n x m matrix, first one of r n values, then one of r m values. Tensors
+that are not matrices are sent uncompressed, together with the first factor.
 
 With C the compute time of a step (forward, then backward) and X the sum of T over all buckets, a step takes:
 
-    sync     each bucket is exchanged when backward has completed it, one after the other; the last one is waited for
-    pipe     max(C, X) (arXiv:1811.03619); with PowerSGD, X has both halves, and C includes PowerSGD's computation
-    local    (H/2 C + max(H/2 C, X)) / H for rounds of H steps: an average has half a round to arrive
-    gossip   C, since no rank waits. An exchange takes 2 (alpha + m / B) + 2 s + t: question and answer of m bytes go
-             one after the other, each after s seconds of computing, and t seconds are computed at the end; at most
-             one exchange begins in each step
+    sync     each bucket is exchanged when backward has completed it, one after the other; training waits for the last
+    pipe     max(C, X) (arXiv:1811.03619); with PowerSGD, X has both factors, and C includes PowerSGD's computation
+    local    (H/2 C + max(H/2 C, X)) / H for rounds of H steps, since an average has half a round to arrive
+    gossip   C, since no rank waits. An exchange takes 2 (alpha + m / B) + 2 s + t: a request and an answer of m bytes
+             follow each other, each takes s seconds to compute, and both are applied in t seconds; at most one
+             exchange begins in each step
 
 If computing uses all cores of a worker, the processor time of exchanges in the background is added to C. C is measured
 for each algorithm with the null executor, which transfers nothing, and excludes packing, which is part of T. The model
@@ -129,7 +129,7 @@ class MeasuredCosts:
     link_costs: Mapping[str, LinkCost]
     """The costs of a `gossip` exchange at one of its two ends, by compression."""
     mail: float
-    """Processor seconds per byte of messages with one other worker: for one byte sent and one byte received."""
+    """Processor seconds to send one byte to another worker and to receive one byte from it."""
     busy: float
     """Share of a step in which computing uses all cores of a worker; 0 if a core is free for communication."""
     chunked: bool

@@ -14,7 +14,7 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A folder with a subfolder of images for each class; each image is scaled to 3 x side x side.
+    """Dataset of a folder with a subfolder of images for each class; each image is scaled to 3 x side x side.
 
     Raises ConfigError if there are no images or too many classes, or Pillow, which reads images, is not installed.
     """
@@ -52,8 +52,8 @@ class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Text(Dataset[tuple[torch.Tensor]]):
-    """A text file divided into pieces of `length` bytes; each byte is a token. Raises ConfigError if the file cannot be
-    read or is shorter than one piece."""
+    """Dataset of a text file, divided into pieces of `length` bytes; each byte is a token. Raises ConfigError if the
+    file cannot be read or is shorter than one piece."""
 
     def __init__(self, file: Path, length: int) -> None:
         try:

@@ -86,7 +86,7 @@ def _worker(rank: int, ranks: int, pipe: Connection, store: str, width: int, bat
         return step
 
     contenders = {name: training(name) for name in ("dadt", "gloo", "alone")}
-    # Two rounds are not counted, as DDP rearranges its buckets after the first step.
+    # The first two rounds are not counted, since DDP rebuilds its buckets after the first step.
     seconds = take_turns(contenders, rounds, 2, lambda name, number: dist.barrier())
     dist.barrier()
     pipe.send(seconds)

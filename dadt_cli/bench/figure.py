@@ -32,7 +32,8 @@ FILES = {
 
 
 def writes(*kinds: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds these flags of FILES to a command, which receives their values as `outputs`."""
+    """Return a decorator that adds the flags `kinds` of FILES to a command. The command receives their values as
+    `outputs`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -85,8 +86,8 @@ class ResultTable:
 
     @classmethod
     def of(cls, title: str, rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]) -> ResultTable:
-        """Return a table with a line for each of `rows`. columns: for each head, the function that gives a row's
-        cell."""
+        """Return a table with a line for each of `rows`. columns: maps each column's heading to the function that
+        returns the cell of a row."""
         return cls(title, list(columns), [[cell_of(row) for cell_of in columns.values()] for row in rows])
 
     def rich(self) -> Any:
@@ -201,8 +202,8 @@ def _write(name: str, file: str, text: str) -> None:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Context that shows a progress bar on stderr if stderr is a terminal. Yields a function to call before each step,
-    with a text that says what the step does."""
+    """Context manager that shows a progress bar if stderr is a terminal. Yields a function to call before each step,
+    with a text that describes the step."""
     if not sys.stderr.isatty():
         yield lambda what: None
         return

@@ -22,7 +22,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "local": ("--algorithm", "local", "--sync-every", "8"),
     "auto": ("--algorithm", "auto", "--compression", "auto"),
 }
-"""DADT's contenders, and what each adds to the options of `dadt run`."""
+"""Ways to train with DADT, and the options that each adds to `dadt run`."""
 CHOSEN = "pipe,sync,pipe-int8,local,hsdp,fsdp"
 
 

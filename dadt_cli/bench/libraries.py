@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Plain:
-    """Training without code for any peer library: plain copies of the script, or the script with DADT injected."""
+    """Trains without another library: plain copies of the script, or the script with DADT injected."""
 
     def __init__(self) -> None:
         world = World.from_env()
@@ -45,7 +45,7 @@ class Plain:
             fully_shard(module, mesh=mesh)
 
     def mesh(self, device: str) -> DeviceMesh:
-        """Return the ranks that share the model: those of this worker's torch world."""
+        """Return the device mesh over which the model is sharded: all ranks of torch's default process group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device, (torch.distributed.get_world_size(),))
@@ -54,26 +54,26 @@ class Plain:
         return model, optimizer
 
     def without_exchange(self, model: Any) -> AbstractContextManager[None]:
-        """Return a context for every backward pass of a step but the last; gradients are not exchanged in this
-        context."""
+        """Return a context manager for every backward pass of a step but the last, in which gradients are not
+        exchanged."""
         return nullcontext()
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return a context for this worker's turn. Outside of it, while other contenders train, this worker must not
-        use the processor."""
+        """Return a context manager for this worker's turn to train. Outside of it, while other contenders train, this
+        worker must not use the processor."""
         return nullcontext()
 
 
 def library(tensor: torch.Tensor) -> str:
-    """Return the backend with which torch exchanges tensors on this device: NCCL if each worker has a GPU of its own,
+    """Return the backend of torch.distributed for tensors on this device: NCCL if each worker has a GPU of its own,
     otherwise Gloo."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # noqa: TID251 (torch's variable)
     return "nccl" if tensor.is_cuda and local <= torch.cuda.device_count() else "gloo"
 
 
 def join(tensor: torch.Tensor) -> None:
-    """Connect this process with the other ranks by torch's process group for tensors such as this one; connections are
-    slowed to the pace of --link."""
+    """Initialize torch's process group with a backend for tensors on the device of `tensor`. Its connections are slowed
+    if --link sets a pace."""
     config = Config.from_env()
     pace = pace_of(config.link)
     # Simulated hosts share the GPUs of this machine, and NCCL does not work with shared GPUs.
@@ -131,8 +131,8 @@ class Hsdp(Plain):
 
 
 class Bare(Plain):
-    """A baseline: the script without averaging, plus a bare allreduce of as many bytes per step, on buffers that nobody
-    reads or writes. Late averaging over the same library costs at least this much."""
+    """A baseline: the script without averaging, and in each step an allreduce of as many bytes as its gradients have,
+    on buffers that are not used otherwise. Delayed averaging by the same library takes at least this long."""
 
     DTYPE: torch.dtype | None = None
     BUCKET = 25 << 20
@@ -159,8 +159,8 @@ class BareBf16(Bare):
 
 
 class Horovod(Plain):
-    """Trains with Horovod's distributed optimizer as its documentation shows, over Gloo. Horovod's launcher knows no
-    simulated hosts, so each rank sets Horovod's variables from those of `dadt run`."""
+    """Trains with Horovod's distributed optimizer as its documentation shows, over Gloo. Horovod's launcher does not
+    support simulated hosts, so each rank sets Horovod's variables from those of `dadt run`."""
 
     def __init__(self) -> None:
         super().__init__()

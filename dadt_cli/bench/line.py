@@ -16,8 +16,8 @@ from dadt.errors import DadtError
 from dadt_cli.bench.folder import folder
 
 KEY = "BENCH_KEY"
-"""Environment variable with the secret by which workers prove that they belong to this benchmark. Its name does not
-begin with DADT_, since such variables are settings."""
+"""Environment variable with the secret by which workers authenticate to this benchmark. Its name does not begin with
+DADT_, since such variables are settings."""
 TRY_SECONDS = 5.0
 """Seconds to wait for an address to answer, and for a process that connects to authenticate itself."""
 
@@ -57,7 +57,8 @@ class Worked:
 
 
 class Reception:
-    """Socket to which workers connect. No process that connects can make the benchmark wait for long."""
+    """Socket to which workers connect. It has timeouts, so that an unknown process that connects cannot block the
+    benchmark."""
 
     def __init__(self, listener: Listener, where: str, key: str) -> None:
         self._listener = listener
@@ -117,5 +118,5 @@ def connect(where: str) -> Connection:
             socket.create_connection((name, int(port)), TRY_SECONDS).close()
             return Client((name, int(port)), "AF_INET", authkey=key)
         except (OSError, EOFError, AuthenticationError):
-            continue  # this address is unreachable, or belongs to another machine, too: try the next one
+            continue  # this address is unreachable, or another machine has it as well
     raise DadtError(f"{socket.gethostname()} reaches whoever measures at none of {names}, port {port}")

@@ -37,6 +37,6 @@ def link_costs(weights: Sequence[torch.Tensor], compressions: Sequence[str]) -> 
             mine.settle(here, sent, answer, step)
             rows.append((size, said - begun, time.thread_time() - answered))
         # The first exchange is left out, since under any compression it sends all weights. The mean covers two
-        # exchanges, because PowerGossip alternates between two kinds.
+        # exchanges, because PowerGossip alternates between two kinds of exchange.
         found[compression] = LinkCost(*(statistics.mean(column) for column in zip(*rows[1:], strict=True)))
     return found

@@ -57,7 +57,7 @@ def check_hosts(config: Config, ranks: int) -> None:
 
 
 def network_of(config: Config) -> str:
-    """Describe the hosts and links of a benchmark, for titles."""
+    """Return a text for titles that describes the hosts and links of a benchmark."""
     hosts = f", {config.simulate_hosts} simulated hosts" if config.simulate_hosts else ""
     hosts += f", on {config.hosts or config.hostfile}" if config.hosts or config.hostfile else ""
     speed = config.link.removeprefix(PACED)
@@ -66,7 +66,8 @@ def network_of(config: Config) -> str:
 
 
 def notes_on(config: Config) -> list[str]:
-    """Return notes on what connections slowed by --link paced: do not simulate of a real network."""
+    """Return notes on which properties of a real network `--link paced:` does not simulate; empty without such a
+    link."""
     if not pace_of(config.link):
         return []
     return [

@@ -54,8 +54,8 @@ def save(figure: Any, file: str, about: dict[str, Any], tables: Sequence[Any]) -
 
 
 def page(svg: str, about: dict[str, Any], tables: Sequence[Any]) -> str:
-    """Return an HTML page with the plot, its figures and the conditions, which needs no other file. tables: the tables
-    of results."""
+    """Return an HTML page, which needs no other file, with the plot, its figures and the conditions of the measurement.
+    tables: the tables of results."""
     return template(TEMPLATE, "--plot").render(svg=svg[svg.index("<svg") :], tables=tables, **about)
 
 
@@ -83,8 +83,7 @@ def _figure(title: str) -> tuple[Any, Any]:
 
 
 def _over_workers(axes: Any, rows: Sequence[TrainingRow], unit: str) -> None:
-    """Draw throughput and efficiency over the number of workers. Each contender has a line, and one for each batch size
-    if there are several."""
+    """Draw throughput and efficiency over the number of workers. There is a line for each contender and batch size."""
     batches = {row.batch_size for row in rows}
     one = {row.batch_size: row for row in reversed(rows) if row.ranks == 1}
     lines: dict[tuple[str, int], list[TrainingRow]] = {}

@@ -84,15 +84,16 @@ class ProbeResult:
     parts: tuple[float, float, float]
     """Seconds of the forward pass, the backward pass and the optimizer's step."""
     busy: float
-    """Share of the training time in which the training thread ran or wanted a core; small on a GPU."""
+    """Share of the training time in which the training thread ran or waited for a core; small on a GPU."""
     scarcity: float
-    """Seconds that pass per second in which the training thread has a core: above 1 if cores are shared."""
+    """Seconds in which the training thread ran or waited for a core, divided by the seconds in which it ran: above 1 if
+    cores are shared."""
     parameters: int
 
 
 def probe(model: str, batch_size: int, device: str, seconds: float = COMPUTE_SECONDS) -> ProbeResult:
-    """Measure this rank's part of the figures that `dadt bench advise` needs; runs on all ranks at once. seconds: how
-    long to train for. Raises ConfigError for a model that cannot be trained."""
+    """Measure on this rank what `dadt bench advise` needs; runs on all ranks at once. seconds: duration of the
+    training. Raises ConfigError for a model that cannot be trained."""
     runtime = worker.ask()
     if runtime.ranks.control is not None:
         runtime.ranks.control.claim()
@@ -149,14 +150,16 @@ class _Over:
 
 
 class _Ranks:
-    """Two connections with all other ranks: one as used in training, and one of Gloo for messages between two ranks."""
+    """This rank's connections with all others: one as in training, one by the null executor, and one by Gloo for
+    messages between two ranks."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._world = world = runtime.ranks.world
         self._config = replace(runtime.ranks.config, timeout=TIMEOUT)
         hosts = [int(blob) for blob in runtime.ranks.meet.exchange("probe: host", str(world.cross_rank).encode())]
         self._peer = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 0)
-        """Rank 0 measures the network with this rank, the first on another host; 0 if there is none."""
+        """The first rank on another host than rank 0, which measures the network together with rank 0; 0 if there is
+        one host."""
         self._numbers = count()
         self._connection: Connection = executors.connect(self._config, world, Apart(runtime.ranks.meet, "probe:"))
         still = replace(self._config, executor="null", broadcast_executor="", allreduce_executor="")
@@ -216,7 +219,7 @@ class _Ranks:
             parameter.grad = torch.randn_like(parameter)
             schema = BucketPlan([parameter], [], 1 << 40, over.device, 2, compression, compression == MOMENTUM)
             for turn in range(REPEATS):
-                gradient = parameter.grad.clone()  # a copy, as the gradient lies in the bucket, which is overwritten
+                gradient = parameter.grad.clone()  # a copy, since the bucket's memory is overwritten
                 parameter.grad = gradient
                 self._together()
                 before = time.process_time()

@@ -18,7 +18,7 @@ from dadt_cli.bench.ratio import Interval, cell, interval, ratio
 
 SECONDS = 120.0
 Progress = Callable[[str], None]
-"""Called with a text that says which start is measured next."""
+"""Called with a text that names the launcher whose start is measured next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dadt_cli.bench.place import WHERE
 from dadt_cli.bench.training import Contender, alone, copies, limit
 
 OWN = ("batch", "np")
-"""Keys of --sweep that are no settings of `dadt run`: samples of each worker's step, and number of workers."""
+"""Keys of --sweep that are not settings of `dadt run`: batch size of each worker, and number of workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,8 @@ def peak(device: torch.device) -> int:
 
 
 def own_seconds() -> float:
-    """Return the seconds that DADT's hooks around steps have taken so far, waiting included; 0 without DADT."""
+    """Return the seconds that DADT's hooks around steps have taken so far, including waits for other ranks; 0 without
+    DADT."""
     return worker.runtime.ranks.progress.hook_seconds if worker.runtime is not None else 0.0
 
 

@@ -22,8 +22,8 @@ from dadt_cli.terminal.table import duration
 LEAST_ROUNDS = 6
 """Minimum number of rounds, even if the time limit has passed: fewer rounds give no 95 % interval."""
 LEAD = 1
-"""Number of uncounted steps at the start of each turn; they use up an exchange that was launched before the pause
-between turns."""
+"""Number of steps at the start of each turn that are not counted, since an exchange from before the pause between turns
+finishes in them."""
 WARMUP = 6
 WARMUP_STEPS = {"auto": 10}
 """Values of --warmup-steps by algorithm, where they differ from 2, the usual value."""
@@ -111,7 +111,7 @@ class TrainingRow:
     """Processor seconds of a step in threads that move data between ranks, on the rank that needs the most; None if
     there are no such threads."""
     own: float
-    """Share of its training time that rank 0 spends in DADT's hooks around steps, waiting included."""
+    """Share of its training time that rank 0 spends in DADT's hooks around steps, including waits for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Measured:
 
 
 Progress = Callable[[str], None]
-"""Called with a text that says which start or measurement comes next."""
+"""Called before each start or measurement with a text that describes it."""
 
 
 def alone() -> Contender:

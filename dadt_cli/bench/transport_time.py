@@ -15,26 +15,27 @@ NAMES = {
     # threads of Gloo, as torch starts it
     *("gloo_tcp_loop", "pt_gloo_runloop"),
 }
-"""Names of threads that only move data between ranks, and add it up."""
+"""Names of threads that only move data between ranks and sum it."""
 TASKS = Path("/proc/self/task")
 
 
 class TransportThreads:
-    """Measures the threads of this process that move data between ranks, apart from those that compute."""
+    """Measures the processor time of this process's threads that move data between ranks, without threads that
+    compute."""
 
     def __init__(self) -> None:
         self._others: set[int] = set()
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Count the threads that the block starts, in place of those of an earlier block, for a library that gives its
-        threads no names."""
+        """Count also the threads that are started in this block, for a library that does not name its threads; they
+        replace those of an earlier block."""
         before = set(_threads())
         yield
         self._others = set(_threads()) - before
 
     def seconds(self) -> Mapping[int, float]:
-        """Return the processor seconds that each of these threads has used so far, by thread."""
+        """Return the processor seconds that each thread that moves data has used so far, by thread id."""
         python = {thread.native_id: thread.name for thread in threading.enumerate()}
         found = {}
         for number, name in _threads().items():

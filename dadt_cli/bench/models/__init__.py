@@ -21,7 +21,7 @@ MODELS = {
 }
 
 SHARDED = {"fsdp": "dadt_cli.bench.models.transformer:sharded_gpt"}
-"""Models whose parts lie on several workers, which only `dadt bench fsdp` measures."""
+"""Models that are sharded over several workers, which only `dadt bench fsdp` measures."""
 
 
 def make(name: str) -> Workload:

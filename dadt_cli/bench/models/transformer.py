@@ -11,12 +11,12 @@ WIDTH, HEADS, DEPTH = 768, 12, 12
 SMALL = {"vocabulary": 4096, "places": 64, "width": 320, "heads": 5, "depth": 6}
 """The sizes of the GPT that `dadt bench fsdp` trains."""
 MASK, MASKED = 103, 0.15
-"""The token that replaces hidden tokens, and the share of tokens that are hidden."""
+"""The token that replaces masked tokens, and the share of tokens that are masked."""
 IGNORED = -100
 
 
 def bert_base() -> Workload:
-    """Return BERT base with 109.5 million parameters, which guesses hidden tokens in sequences of 128 tokens."""
+    """Return BERT base with 109.5 million parameters, which predicts masked tokens in sequences of 128 tokens."""
     found, source = installed("transformers", lambda library: library.BertForMaskedLM(library.BertConfig()))
     return tokens(Bert() if found is None else found, source, hidden, length=128, vocabulary=30522)
 
@@ -92,10 +92,9 @@ def block(norm_first: bool, width: int, heads: int) -> nn.TransformerEncoderLaye
 
 
 def hidden(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Hide random tokens and return the loss of the model's guesses of the hidden tokens, as in the training of
-    BERT."""
+    """Mask random tokens and return the loss of the model's predictions of them, as in the training of BERT."""
     chosen = torch.rand(tokens.shape, device=tokens.device) < MASKED
-    chosen[:, 0] = True  # always hide the first token: in a batch of few tokens, random choice may hide none
+    chosen[:, 0] = True  # masked in any case, since random choice may mask none of a few tokens
     logits = logits_of(model, tokens.masked_fill(chosen, MASK))
     return nn.functional.cross_entropy(
         logits.flatten(0, 1), tokens.masked_fill(~chosen, IGNORED).flatten(), ignore_index=IGNORED

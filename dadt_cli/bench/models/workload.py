@@ -28,20 +28,21 @@ class Workload(NamedTuple):
     per_sample: int = 1
     """Number of units (see `unit`) in one sample."""
     source: str = ""
-    """Who defines the model, in words; empty if the factory itself does."""
+    """Text that names whose definition of the model is used, such as a library's; empty if the factory defines it."""
     real: Callable[[Path], Dataset[Any]] | None = None
     """Called with the path given to --data: returns real samples as tuples of tensors. None if the model cannot read
     real data."""
     shards: Sequence[nn.Module] = ()
-    """Modules whose parts FSDP gathers one module at a time; none for a model that each worker holds whole."""
+    """Modules that FSDP shards, and whose parts it gathers one module at a time; empty if each worker holds the whole
+    model."""
 
 
 OURS = "dadt's definition"
 
 
 def installed(module: str, factory: Callable[[Any], nn.Module]) -> tuple[nn.Module | None, str]:
-    """Return a model built by a library, and words that say whose definition of the model it is. The model is None if
-    the library is missing or broken."""
+    """Return a model built by a library, and a text that names whose definition of the model is used. The model is None
+    if the library is missing or broken."""
     package = module.partition(".")[0]
     try:
         library = importlib.import_module(module)
