@@ -1,4 +1,4 @@
-"""Asynchronous data-parallel training for PyTorch scripts that nobody has to change."""
+"""Asynchronous data-parallel training for unmodified PyTorch scripts."""
 
 import sys
 from importlib import import_module

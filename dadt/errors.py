@@ -21,7 +21,8 @@ class NotResumed(ConfigError):
 
 
 class Sharded(DadtError):
-    """The script shards its model over several hosts, and the job is to begin again in islands."""
+    """The script shards its model over several hosts. The launcher restarts the job with each host as an island, inside
+    which the script shards."""
 
 
 class LaunchError(DadtError):
@@ -33,13 +34,14 @@ class LaunchError(DadtError):
 
 
 class StartTimeout(DadtError):
-    """Some ranks never arrived; the message names these ranks and what they were doing."""
+    """Some ranks did not connect in time; the message names these ranks and what they were doing."""
 
     exit_code = 124
 
 
 class Unproved(DadtError):
-    """A process joined a group of ranks without proving that it belongs to the job; the message names its rank."""
+    """A process connected to a group of ranks without a proof that it belongs to the job; the message names its
+    rank."""
 
     answered = "answered there, without a proof of the job's secret"
     """End of the sentence in an error message about a process that answered at a known address, but is not part of the

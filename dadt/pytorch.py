@@ -1,4 +1,4 @@
-"""The API of the first DADT: `import dadt.pytorch as dadt`. New scripts use `import dadt`.
+"""The API of DADT's first version: `import dadt.pytorch as dadt`. New scripts use `import dadt`.
 
 Its operations take a tensor and its name or number, in either order, and return sums. Those whose names end in `_async`
 do not wait: they return the sum of the previous call with the same name, and zeros the first time.

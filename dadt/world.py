@@ -54,15 +54,16 @@ class World:
     """Number of ranks of each island: consecutive ranks that the script's own torch.distributed connects, and that are
     averaged with the ranks at the same place in other islands; 0 without islands."""
     may_divide: bool = False
-    """Whether the job begins again in islands if the script shards its model over all hosts (`--island auto`)."""
+    """Whether the launcher restarts the job in islands if the script shards its model over all hosts (`--island
+    auto`)."""
     shard_size: int = 0
-    """Number of consecutive ranks among which the script's own mesh divides the model, in one torch world of all ranks:
-    DADT averages between equal parts (HSDP). 0 otherwise."""
+    """Number of consecutive ranks over which the script's own device mesh of all ranks shards the model (HSDP); DADT
+    averages ranks that hold the same part. 0 without such a mesh."""
     divisors: str = ""
-    """Numbers by which ranks divide the script's batch size, in the order of ranks, with commas between; empty where no
-    rank does (`--batch memory`)."""
+    """For each rank, the number by which it divides the script's batch size (`--batch memory`), separated by commas;
+    empty if no rank divides it."""
     generation: int = 0
-    """Number of times that ranks of this world were lost, or have joined."""
+    """Number of times that the set of ranks has changed because ranks were lost or have joined."""
     launcher: str = ""
     """The launcher (a key of LAUNCHERS) that started this worker; empty for `dadt run`."""
 
@@ -95,17 +96,19 @@ class World:
 
     @property
     def equals(self) -> range:
-        """The ranks that hold the same part of the model as this one, and itself; all ranks if each holds the whole."""
+        """The ranks that hold the same part of the model as this one, including this one; all ranks if each holds the
+        whole model."""
         return range(self.rank % self.parts, self.world_size, self.parts)
 
     @property
     def parts(self) -> int:
-        """Number of consecutive ranks that hold the model together, in parts; 1 if every rank holds the whole."""
+        """Number of consecutive ranks over which one copy of the model is sharded; 1 if every rank holds the whole
+        model."""
         return self.island_size or self.shard_size or 1
 
     @property
     def island(self) -> int:
-        """Number of this rank's island; its rank if there are no islands."""
+        """Index of this rank's island; without islands, its rank."""
         return self.rank // (self.island_size or 1)
 
     def among(self, members: Sequence[int], generation: int) -> World:
@@ -125,20 +128,20 @@ VARIABLES = {
     for field in fields(World)
     if field.name not in ("generation", "launcher", "shard_size")
 }
-"""Environment variables from which a worker of `dadt run` reads the fields of its World. A flag that is not set is an
+"""Environment variables from which a worker of `dadt run` reads the fields of its World. A field that is false is an
 empty text."""
 
 
 def master(env: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Address and port of torch's rendezvous, or None if the environment does not give both."""
+    """Return address and port of torch's rendezvous, or None if the environment does not set both."""
     if not env.get("MASTER_ADDR") or not env.get("MASTER_PORT", "").isdigit():
         return None
     return env["MASTER_ADDR"], int(env["MASTER_PORT"])
 
 
 def torchrun_attempt(env: Mapping[str, str] = os.environ) -> tuple[bool, str]:
-    """Whether torchrun itself serves a store at the address that `master` returns, and how often it has restarted the
-    workers."""
+    """Return whether torchrun itself serves a store at the address that `master` returns, and how often torchrun has
+    restarted the workers."""
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", env.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -162,7 +165,7 @@ def see_all() -> None:
 
 
 def threads_chosen(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment sets the number of threads of a process, by OMP_NUM_THREADS."""
+    """Return whether the environment sets the number of threads of a process, by OMP_NUM_THREADS."""
     return "OMP_NUM_THREADS" in env
 
 
@@ -173,15 +176,15 @@ def speak_over(interface: str) -> None:
 
 
 def outlive_peers() -> None:
-    """Keep torch's watchdog from ending this process when NCCL fails, unless the user has set the variables for this.
-    The variable's second name is for torch before 2.2."""
+    """Keep torch's watchdog from ending this process when NCCL fails, unless the user has set the environment variable
+    for this. Its second name is for torch before 2.2."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
         os.environ.setdefault(name, "0")
 
 
 def tell_horovod(place: Mapping[str, int]) -> None:
-    """Set HOROVOD_RANK and similar variables, in which scripts for Horovod find this rank's numbers. place: the numbers
-    by name, such as RANK."""
+    """Set HOROVOD_RANK and similar variables, in which scripts for Horovod find this rank's number and similar ones.
+    place: these numbers by name, such as RANK."""
     os.environ.update({f"HOROVOD_{name}": str(number) for name, number in place.items()})
 
 
@@ -192,7 +195,8 @@ def adopt() -> None:
 
 
 def _tasks(counts: str, node: int) -> int:
-    """Number of tasks on a node in Slurm's notation: "2(x3),1" is 2 on the first three nodes, 1 on the fourth."""
+    """Return the number of tasks on a node from Slurm's notation, in which "2(x3),1" is 2 on the first three nodes, 1
+    on the fourth."""
     for part in counts.split(","):
         count, _, repeated = part.partition("(x")
         node -= int(repeated.rstrip(")")) if repeated else 1

@@ -126,7 +126,8 @@ def _run() -> int:
         return error.exit_code
     except OSError as error:
         if error.errno in console.FULL and error.filename is None:
-            # stdout's file is full: the null device takes the rest of the buffer, which is flushed at exit
+            # The file of stdout is on a full disk, so the rest of the buffer, which is flushed at exit, goes to the
+            # null device.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             console.error(f"stdout: {error.strerror}")
             return 1

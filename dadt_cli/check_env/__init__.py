@@ -1,7 +1,6 @@
-"""The subjects that `dadt check-env` checks on one host. Each subject is a module in this folder and an entry here.
-
-The module's function `checks(asked)` yields Check objects. A subject runs in a process of its own, so it may hang or
-crash: the checks yielded before that count, and a failed check says how the process ended.
+"""The subjects that `dadt check-env` checks on one host. Each subject is a module in this folder and an entry in
+SUBJECTS. The module's function `checks(asked)` yields Check objects. A subject runs in a process of its own, so it may
+hang or crash: checks that it has yielded before are kept, and a failed check says how the process ended.
 """
 
 SUBJECTS = {

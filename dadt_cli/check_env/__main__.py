@@ -1,5 +1,5 @@
 """Run as `python -m dadt_cli.check_env`: prints all checks of this host as one line of JSON, and measures the
-connections to other hosts if given an order.
+connections to other hosts if the second argument is an order to do so (PairOrder).
 
 With a subject's name as first argument: prints only the checks of this subject, one line of JSON each.
 """
@@ -35,7 +35,7 @@ def main() -> None:
             told = {"checks": [asdict(check) for check in checks], "ways": [asdict(way) for way in ways]}
             json.dump(told, out)
             return
-        end_with(os.getppid())  # nobody would read the results any more
+        end_with(os.getppid())  # end with the parent process, which reads the results
         if subject != "variables":
             # Remove DADT's variables, since neither a calling worker nor its settings may affect the checks.
             for name in [name for name in os.environ if name.startswith("DADT_")]:

@@ -38,8 +38,8 @@ class Check:
     hint: str = ""
     """The remedy for the problem found, in one line; empty if nothing needs to be done."""
     alike: str = ""
-    """The verdict if values differ between hosts; empty if they may differ. Checks with such a verdict describe the
-    environment in a bug report."""
+    """The verdict if the check's values differ between hosts; empty if they may differ. Checks for which it is not
+    empty describe the environment in a bug report."""
     subject: str = ""
 
     def of(self, subject: str) -> Check:
@@ -77,8 +77,8 @@ def said(error: BaseException) -> str:
 
 
 def ask(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """Run a program and return its output. Also returns why the output cannot be relied on, as the rest of a sentence
-    that begins with the program's name; empty if it can."""
+    """Run a program and return its output and its failure. The failure is worded as the rest of a sentence that begins
+    with the program's name; empty if the program succeeded."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:

@@ -25,8 +25,8 @@ BUSY = 0.1
 NODES = Path("/dev/nvidiactl")
 INSTALL = "https://pytorch.org/get-started/locally names the pip line for it"
 UNPEERED, PEERED_DRIVER = "GeForce RTX 40", (550, 40, 7)
-"""Name of GPUs whose drivers wrongly report access to other GPUs' memory, and the first driver version that reports
-correctly."""
+"""Name of GPUs for which older drivers wrongly report that they can access each other's memory, and the first driver
+version that reports correctly."""
 ARCH = re.compile(r"(sm|compute)_(\d+?)(\d)[a-z]?")
 
 
@@ -70,8 +70,8 @@ def checks(asked: CheckOptions) -> Iterator[Check]:
 
 
 def _gpus() -> list[Gpu] | Check:
-    """Return the GPUs that nvidia-smi lists, which comes with the driver and needs no torch. Empty without a driver; a
-    Check with the reason if nvidia-smi should list GPUs but fails."""
+    """Return the GPUs that nvidia-smi lists, which is part of the driver and does not need torch: an empty list without
+    a driver, or a Check with the reason if nvidia-smi fails."""
     if shutil.which("nvidia-smi") is None:
         if NODES.exists():
             hint = "add it to PATH; for a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
@@ -230,8 +230,8 @@ def _each() -> Iterator[Check]:
 
 
 def _fits(built: Sequence[str], major: int, minor: int) -> bool:
-    """Whether code built for one of these architectures runs on a GPU of this compute capability: binary code needs the
-    same major and at most this minor version, PTX (compute_) runs on all later versions."""
+    """Return whether code built for one of these architectures runs on a GPU of this compute capability: binary code
+    needs the same major and at most this minor version, PTX (compute_) runs on all later versions."""
     for arch in built:
         if (found := ARCH.fullmatch(arch)) is None:
             continue

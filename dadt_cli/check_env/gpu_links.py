@@ -21,7 +21,8 @@ NAMES = {
     "NODE": "one NUMA node",
     ACROSS: "both processors",
 }
-"""Parts of the machine that each kind of connection between two GPUs passes through, the nearest first."""
+"""Parts of the machine that each kind of connection between two GPUs passes through, from the shortest path to the
+longest."""
 NAME = "GPU links"
 
 
@@ -49,8 +50,8 @@ def parsed(text: str) -> dict[tuple[str, str], str]:
 
 
 def judged(ways: dict[tuple[str, str], str]) -> Check:
-    """Return a check that warns if all connections between GPUs lead from one processor to the other, so that no order
-    of ranks is better."""
+    """Return a check that warns if every connection between two GPUs leads from one processor to another. ways: kind of
+    connection of each pair of GPUs."""
     if not ways:
         return warn(NAME, "nvidia-smi topo -m draws no table", "see what it says; update the driver")
     found = set(ways.values())

@@ -1,4 +1,4 @@
-"""Checks several hosts: each host by an agent on this host, and the connections between hosts.
+"""Checks several hosts: each host by an agent that runs there, and the connections between hosts.
 
 Agents start and their addresses are found as in `dadt run`. A host that `dadt run` would refuse is reported with the
 reason; all other hosts are checked.
@@ -46,14 +46,14 @@ SPARE_SECONDS = 15.0
 SKEW_SECONDS = 1.0
 """Difference in seconds between two hosts' clocks above which times in logs are misleading."""
 NOTHING_ELSE = {"terminal": None, "adopt": 0.0, "secret": ""}
-"""Entries of an agent's order that only the workers of a script need, with values that mean none."""
+"""Entries of an agent's order that only workers of a script need, with neutral values."""
 OUT_LIMIT = 4 << 20
 ABSENT = "none"
 SAME = "install the same on all hosts, or let --python name the same environment"
 REMEDIES = {
     "network MTU": "ip link set DEVICE mtu N: the same on all hosts, and no more than the switches between them take"
 }
-"""Remedies for differences between hosts that no installation removes, by the name of the check."""
+"""Remedies for differences between hosts that cannot be removed by installing software, by the name of the check."""
 SSH = "docs/ssh.md says what the other host needs"
 
 
@@ -64,7 +64,7 @@ class HostChecks:
     hosts: dict[str, list[Check]] = field(default_factory=dict)
     between: list[Check] = field(default_factory=list)
     pairs: list[dict[str, Any]] = field(default_factory=list)
-    """An entry for each pair of hosts with names, round trip, jitter and speed, as in the JSON output."""
+    """An entry of the JSON output for each pair of hosts: names, round trip, jitter and speed."""
 
     @property
     def all(self) -> list[Check]:
@@ -151,7 +151,8 @@ def _agent(node: Node, seconds: float) -> Check:
 
 
 def _shell(printed: bytes) -> Iterator[Check]:
-    """Warn if a host's login shell prints something: dadt copes with the output, but scp, rsync and MPI do not."""
+    """Warn if a host's login shell prints something, since scp, rsync and MPI fail because of the output, although dadt
+    does not."""
     if words := last_line(printed):
         hint = "let its .bashrc print only where a person reads it: [[ $- == *i* ]] || return"
         yield warn("shell", f"prints before it runs a command: {words[:80]!r}", hint).of("ssh")
@@ -276,12 +277,12 @@ def differences(hosts: Mapping[str, Sequence[Check]]) -> list[Check]:
 
 
 def is_checked(checks: Sequence[Check]) -> bool:
-    """Whether the host's own subjects were checked, not only the connection to it."""
+    """Return whether the host itself was checked, not only the connection to it."""
     return any(check.subject in SUBJECTS for check in checks)
 
 
 def _typed(host: Host) -> str:
-    """Format the host as -H takes it, with one slot."""
+    """Return the host in the syntax of -H, with one slot."""
     name = f"[{host.name}]" if ":" in host.name else host.name
     return f"{host.user}@{name}:1" if host.user else f"{name}:1"
 

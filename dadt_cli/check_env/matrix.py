@@ -18,7 +18,7 @@ SHOWN = 6
 
 
 def judged(ways: Sequence[HostPair], names: Sequence[str], links: Sequence[float]) -> list[Check]:
-    """Return checks of the measurements between hosts. names: of all hosts. links: bits per second of each host's
+    """Return checks of the measurements between hosts. names: names of all hosts. links: bits per second of each host's
     network card; 0 if unknown."""
     found = []
     if failed := [way for way in ways if way.error]:

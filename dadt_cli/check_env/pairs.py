@@ -60,8 +60,8 @@ class PairOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPair:
-    """Measurements from one host to another, which are named by their indices; None if a value was not measured, with
-    the reason in `error`."""
+    """Measurements from one host to another, which are given by their indices. A value that was not measured is None,
+    and `error` contains the reason."""
 
     source: int
     target: int
@@ -113,7 +113,7 @@ class _Host:
         self._server = server
         self._started = self._deadline = time.monotonic() + START_SECONDS
         self._early: dict[tuple[int, int], list[socket.socket]] = {}
-        """Connections that arrived before their round, by calling host and kind of measurement."""
+        """Connections that arrived before the round of their pair, by calling host and kind of measurement."""
 
     def close(self) -> None:
         for connections in self._early.values():

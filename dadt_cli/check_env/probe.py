@@ -31,7 +31,7 @@ def of_host(
     """Check all subjects on this host, several at once, and return the checks in order. seen: called from several
     threads whenever a subject has ended."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    # The slowest subjects (groups of checks) start first, so that all are done sooner.
+    # Subjects (groups of checks) with the longest time limits start first, so that all are done sooner.
     for subject in sorted(SUBJECTS, key=lambda subject: -SUBJECTS[subject]):
         waiting.put(subject)
     found: dict[str, list[Check]] = {}

@@ -25,8 +25,8 @@ RANKS = re.compile(
     r"|TORCHELASTIC_\w+|OMPI_COMM_WORLD_\w+|PMI_\w+|PMIX_RANK"
     r"|DADT_(RANK|LOCAL_RANK|CROSS_RANK|WORLD_SIZE|LOCAL_SIZE|JOB|AGENT)"
 )
-"""Names of variables by which launchers give a worker its rank and place. If such variables are left over in a shell, a
-script wrongly uses them as its own."""
+"""Names of variables by which launchers give a worker its rank and place. A script that is started in a shell with
+left-over variables of this kind uses them by mistake."""
 TUNING = re.compile(r"(NCCL|GLOO|UCX|FI|CUDA|CUBLAS|TORCH|PYTORCH)_\w+")
 SHOWN = 200
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -95,8 +95,8 @@ def _proxies(names: Sequence[str], hosts: Sequence[str]) -> Check:
 
 
 def _bypassed(host: str) -> bool:
-    """Whether no_proxy covers this host: names and suffixes are read as Python does, and networks as requests and curl
-    do."""
+    """Return whether the variable no_proxy covers this host. Host names and suffixes match as in Python, networks as in
+    requests and curl."""
     if proxy_bypass(host):
         return True
     for part in getproxies_environment().get("no", "").split(","):

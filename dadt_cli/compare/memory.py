@@ -1,4 +1,4 @@
-"""Limits the memory that reading a file may take, since a small file can ask for any amount."""
+"""Limits the memory that reading a file may take, since even a small file can make its reader allocate any amount."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class WeightFile:
     whole: str
     """The file and the prefix that was removed from all names, such as last.pth:model/"""
     values: dict[str, Any]
-    """Tensors and other values by name. Mappings and sequences appear only if empty; otherwise their items do."""
+    """Tensors and other values by name. An empty mapping or sequence is a value; of others, each item is one."""
     kinds: dict[str, str]
     tied: list[tuple[str, ...]]
     """Groups of names that refer to the same tensor."""
@@ -87,7 +87,7 @@ def path_of(text: str) -> Path:
 
 
 def _split(text: str) -> tuple[Path, str]:
-    """Split FILE:PART into path and part; a file whose name contains a colon is recognized."""
+    """Split FILE:PART into path and part. A file whose own name contains a colon is recognized if it exists."""
     path, _, part = text.rpartition(":")
     if path and not Path(text).exists() and Path(path).is_file():
         return Path(path), part
@@ -123,14 +123,14 @@ def _check_archive(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             parts = {name.partition("/")[2] for name in archive.namelist()}
             packed = any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist())
-    # The library raises ValueError, for example, for names that are not UTF-8.
+    # Module zipfile raises ValueError, for example, for names that are not UTF-8.
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise ConfigError(f"{path}: is damaged or cut short ({error})") from error
     if "constants.pkl" in parts:
         raise ConfigError(f"{path}: is a TorchScript program; give a file of its state_dict")
     if "data.pkl" not in parts:
         raise ConfigError(f"{path}: {NEITHER}")
-    if packed:  # such files are refused, since a small compressed file may expand to any size
+    if packed:  # compressed files are refused, since they may expand to any size
         raise ConfigError(f"{path}: is a compressed archive, and torch.save writes none; unpack it, and zip it by -0")
 
 

@@ -17,7 +17,7 @@ from dadt_cli.terminal.options import paths
 
 
 def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> set[int] | None:
-    """Parse ranks given as 0,3-5; None, where the option is not given, means all ranks."""
+    """Parse the value of an option such as 0,3-5 into ranks. None, if the option is not used, means all ranks."""
     if text is None:
         return None
     ranks = numbers(text)
@@ -84,7 +84,7 @@ def describe(trace: Trace) -> dict[str, Any] | None:
         except TimeoutError:
             remedy = f"dadt kill {trace.job}"
             raise DadtError(f"job {trace.job}: its launcher (pid {line.pid}) does not answer -> {remedy}") from None
-    return None  # the launcher has ended before it answered the question
+    return None  # the launcher has ended before it answered
 
 
 def folder_of(job: str, log_dir: Path, file: str) -> tuple[Trace | None, Path]:

@@ -20,7 +20,7 @@ from dadt_cli.terminal import console
 
 LOG = re.compile(r"rank([0-9]{1,7})\.log")
 LOOK_SECONDS = 0.2
-"""Seconds between two looks at files that may have grown."""
+"""Seconds between two checks whether files have grown."""
 
 
 @click.command()
@@ -46,7 +46,8 @@ def logs(job: str, ranks: set[int] | None, follow: bool, log_dir: str) -> None:
 
 
 def _called_again(trace: Trace) -> CallerLine | None:
-    """Connect to the launcher of a job that restarts, for the next attempt; None once the launcher has ended."""
+    """Return a new connection to the launcher of a job that may restart its workers; None once the launcher has
+    ended."""
     while trace.launcher is not None and is_held(trace.launcher.parent):
         if (line := trace.call()) is not None:
             return line

@@ -133,14 +133,14 @@ def _rank_state(rank: Mapping[str, Any]) -> str:
 
 
 def _ranks_here(trace: Trace) -> list[str]:
-    """Return a table of the ranks on this machine, for a job whose launcher cannot be asked."""
+    """Return a table of the ranks on this machine, for a job whose launcher cannot be queried."""
     head = ["RANK", "PID", "STATE"]
     return table(head, [[str(rank), str(pid), _state(trace)] for rank, pid in sorted(trace.workers.items())], LEFT)
 
 
 def _state(trace: Trace) -> str:
-    # The launcher may still be starting, or have ended while its folder is not yet removed: in both cases it answers no
-    # questions.
+    # The launcher may still be starting, or have ended while its folder is not yet removed: in both cases it cannot be
+    # queried.
     silent = trace.launcher is not None and is_held(trace.launcher.parent)
     return "starting, or at its end" if silent else "no launcher on this machine"
 

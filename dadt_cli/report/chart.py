@@ -89,8 +89,8 @@ def over_time(title: str, curves: Mapping[int, Curve], end: float, top: float | 
 
 
 def distribution(title: str, counts: Mapping[float, int], ratio: float) -> Chart | None:
-    """Build a histogram over a logarithmic axis of seconds. counts: by lower bound of each bar, which extends to
-    `ratio` times that bound."""
+    """Build a histogram over a logarithmic axis of seconds. counts: number of values in each bar, by the bar's lower
+    bound; its upper bound is `ratio` times as large."""
     if not counts:
         return None
     first, last = min(counts), max(counts) * ratio
@@ -134,7 +134,7 @@ def duration(seconds: float) -> str:
 
 
 def _log_ticks(first: float, last: float) -> list[float]:
-    """Return at most about six round values such as 1, 2, 5, 10 between `first` and `last`, for a logarithmic axis."""
+    """Return about six or fewer round values such as 1, 2, 5, 10 between `first` and `last`, for a logarithmic axis."""
     powers = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
     for factors in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         found = [factor * 10.0**power for power in powers for factor in factors]

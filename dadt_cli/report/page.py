@@ -106,7 +106,7 @@ def _moment(seconds: float | None) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
-        return ""  # a time that the calendar of this platform does not know
+        return ""  # a damaged time, which is out of the range of dates
 
 
 # Tables of ranks, failures and events ------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def _plain(text: str) -> str:
 
 
 def _is_borne(event: Mapping[str, Any]) -> bool:
-    """Whether the event reports a loss or failure after which the job continued, or how it continued."""
+    """Return whether the event reports how the job continued after a loss or failure, such as by a restart."""
     return event["kind"] in ("regroup", "join", "restart") or str(event.get("text", "")).startswith("resumed:")
 
 

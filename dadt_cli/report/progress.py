@@ -19,7 +19,7 @@ SILENT_SECONDS = 5.0
 still."""
 QUANTILES = (0.5, 0.95, 0.99)
 SIZES = range(-240, 240)
-"""Numbers of valid step-time bins, from nanoseconds to years."""
+"""Valid numbers of bins in the histogram of step times, from nanoseconds to years."""
 
 
 def over_time(record: JobRecord) -> list[Chart]:
@@ -53,7 +53,7 @@ def _rates(record: JobRecord, moments: list[Moment], of: str) -> list[tuple[floa
     every = max(1, len(known) // POINTS)
     known = [*known[:-1:every], known[-1]]
     # Records reach the launcher with a delay. The record with the shortest delay gives the best estimate of the
-    # difference between the two clocks.
+    # difference between the launcher's and the rank's clock.
     offset = min(moment.time - moment.clock for moment in known) - record.report.get("begin", 0.0)
     return [
         (max(0.0, (a.clock + b.clock) / 2 + offset), max(0.0, getattr(b, of) - getattr(a, of)) / (b.clock - a.clock))
@@ -84,7 +84,7 @@ def _last(record: JobRecord) -> float:
 
 
 def _counts(rank: Mapping[str, Any]) -> dict[int, int]:
-    """Return a rank's number of steps by step-time bin, without keys that are not bins."""
+    """Return a rank's number of steps by number of the step-time bin, without invalid bins."""
     told = (rank.get("step_times") or {}).get("counts") or {}
     sizes = {str(size): size for size in SIZES}
     return {sizes[name]: n for name, n in told.items() if name in sizes and isinstance(n, int) and 0 < n < LARGEST}

@@ -180,7 +180,7 @@ def _is_event(event: Mapping[str, Any]) -> bool:
 
 
 def _is_sane(value: Any) -> bool:
-    """Whether the value is no number, or a number of reasonable size."""
+    """Return whether the value is not a number, or is a number of reasonable size."""
     return not isinstance(value, NUMBER) or -LARGEST < value < LARGEST
 
 

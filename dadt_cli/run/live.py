@@ -38,7 +38,7 @@ SILENT_SECONDS = 10.0
 DRAWN_BAR = re.compile(r"(?:(?<=%)\|[^|]*\||[━╸╺]|\s)+")
 """Matches the drawn part of a progress bar and the blanks that fill it, which are cut if the line is too long."""
 LINE_WIDTH = 12
-"""Columns are dropped until a rank's last printed line has at least this many characters."""
+"""Minimum number of characters for a rank's last printed line; columns of the view are dropped to make room."""
 
 
 def check(wish: str) -> None:
@@ -48,7 +48,8 @@ def check(wish: str) -> None:
 
 
 def wanted(wish: str) -> bool:
-    """Whether to show the live view. With `auto`, only if stdout and stderr are terminals that can move the cursor."""
+    """Return whether to show the live view. With `auto`, it is shown only if stdout and stderr are terminals that can
+    move the cursor."""
     if wish != "auto":
         return wish == "on"
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
@@ -85,7 +86,7 @@ class Live:
         self._time = float("-inf")
         ours = os.fstat(STDERR).st_rdev
         self._shared = {stream for stream in (1, 2) if os.isatty(stream) and os.fstat(stream).st_rdev == ours}
-        """Output streams that show on the terminal of the view."""
+        """Output streams (1: stdout, 2: stderr) that lead to the terminal that shows the view."""
 
     def above(self, stream: int, data: bytes) -> None:
         if stream not in self._shared:
@@ -127,7 +128,8 @@ class Live:
 
     def _home(self) -> bytes:
         """Return the escape sequence that moves the cursor from the end of the view to its beginning. If the terminal
-        has become narrower since the last drawing, rows that no longer fit count as several."""
+        has become narrower since the last drawing, a row of the view that is wider than the terminal counts as several
+        rows."""
         if not self._drawn:
             return b""
         width, _ = console.size()
@@ -153,7 +155,7 @@ class Live:
 
 
 def _table(gauges: list[Gauge], watch: Watch, width: int) -> list[Text]:
-    """Return a header and a row for each rank (gauge). Columns that do not fit are left out."""
+    """Return a header and a row for each rank. Columns that do not fit are left out."""
     from rich.text import Text
 
     slowest = watch.slowest(time.monotonic())

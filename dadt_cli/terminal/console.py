@@ -29,7 +29,8 @@ class ReaderGone(DadtError):
 
 
 _above: Callable[[int, bytes], None] | None = None
-"""Prints whole lines of bytes to a stream, above the view at the bottom of the screen; None if there is no view."""
+"""Function that prints whole lines of bytes to a stream, above the live view at the bottom of the screen; None without
+a view."""
 _meanwhile: Callable[[], None] | None = None
 _grows = False
 """Whether the last line that this process wrote is unfinished and may be continued."""
@@ -47,7 +48,8 @@ def meanwhile(act: Callable[[], None]) -> None:
 
 
 def print_by(above: Callable[[int, bytes], None] | None) -> None:
-    """Print all further output by this function, which moves the view at the bottom of the screen; None: directly."""
+    """Print all further output by this function, which keeps the live view below it on the screen; None: print
+    directly."""
     global _above
     _above = above
 
@@ -62,7 +64,7 @@ def size() -> tuple[int, int]:
 
 
 def bars_move() -> bool:
-    """Whether a live view that shows how workers' progress bars move is on the screen."""
+    """Return whether the screen has a live view, which shows how workers' progress bars move."""
     return _above is not None
 
 
@@ -108,8 +110,9 @@ def _put(stream: int, data: bytes) -> None:
 
 
 def _attend(blocked: bool = False) -> None:
-    """Call the function registered by `meanwhile` if enough time has passed. blocked: the reader accepts nothing; if
-    the job must end now, its remaining output is dropped."""
+    """Call the function registered by `meanwhile` if enough time has passed. blocked: whether the program that reads
+    dadt's output accepts nothing; if the function then raises DadtError to end the job, all remaining output is
+    dropped."""
     global _attended, _given_up
     now = time.monotonic()
     if _meanwhile is None or now - _attended < MEANWHILE_SECONDS:
@@ -172,7 +175,7 @@ def _folded(text: str, to: TextIO | None = None) -> str:
 def _write(text: str, loud: bool, end: str = "\n", stream: int = 2) -> None:
     global _grows
     if _grows:
-        text, _grows = "\n" + text, False  # the last line on the screen is unfinished: start a new one
+        text, _grows = "\n" + text, False  # start a new line, since the last one is unfinished
     to = sys.stdout if stream == 1 else sys.stderr
     if loud and to.isatty():
         text = f"\x1b[1m{text}\x1b[0m"

@@ -1,4 +1,4 @@
-"""Reads settings from a YAML file, which maps their names to values."""
+"""Reads settings from a YAML file, which maps names of settings to values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Setting]:
     text = document.read(path, "--config", LIMIT)
     try:
         content = yaml.load(text, Loader)
-    # The YAML library raises these for impossible dates, and for very deep nesting.
+    # The YAML library raises these exceptions for impossible dates and for very deep nesting.
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:
@@ -70,7 +70,7 @@ def read(path: Path) -> dict[str, Setting]:
             raise ConfigError(f"--config {path}: {other} and {key} are the same setting; give it once")
         try:
             found[name] = Setting(_value(path, str(key), value, defaults[name]), f"{path}: {key}")
-        # Functions int() and float() raise these for numbers with thousands of digits.
+        # Functions int() and float() raise ValueError for numbers with thousands of digits.
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"--config {path}: {key}: is no value of a setting ({error})") from error
     return found

@@ -54,7 +54,7 @@ def command(arguments: Sequence[str], known: Collection[str]) -> str:
 
 def slip(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
     """Suggest what was meant by a flag that `dadt run` does not have: a similar flag, or a flag of the script that was
-    placed before the script. Empty if neither is likely. arguments: of the command. known: its flags."""
+    placed before the script. Empty if neither is likely. arguments: those of `dadt run`. known: its flags."""
     if meant := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
         return f"did you mean {meant[0]}?"
     place = next((i for i, each in enumerate(arguments) if each.partition("=")[0] == name), len(arguments))
@@ -71,8 +71,8 @@ def _is_script(word: str) -> bool:
 
 
 def instead(name: str, arguments: Sequence[str], known: Collection[str]) -> str:
-    """Suggest a replacement for a flag that does not exist; empty if none is known. arguments: of the command. known:
-    its flags."""
+    """Suggest a replacement for a flag that does not exist; empty if none is known. arguments: those of the command.
+    known: the command's flags."""
     flag = spelt(name)
     if flag in known and flag != name:
         return f"give {flag}"
@@ -130,8 +130,8 @@ def _hosts(arguments: Sequence[str]) -> str:
 
 
 def _value(name: str, arguments: Sequence[str]) -> str:
-    """Return the value of a flag that dadt does not know; empty if the flag takes none. Only words that look like a
-    number of workers count as values, since an unknown flag may take no value."""
+    """Return the value of a flag that dadt does not know; empty if it has none. Only words that look like a number of
+    workers count as values, since an unknown flag may take no value."""
     for place, argument in enumerate(arguments):
         before, equals, value = argument.partition("=")
         if before == name:
