@@ -16,8 +16,8 @@ uint64_t start_time(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text;
   if (!std::getline(file, text)) return 0;
-  // The file contains "pid (name) state ...". The name may contain any characters, so parsing starts after
-  // the last parenthesis.
+  // /proc/PID/stat contains "pid (name) state ...". The name may contain any characters, so parsing starts
+  // after the last parenthesis.
   std::istringstream fields(text.substr(text.rfind(')') + 1));
   std::string field;
   fields >> field;

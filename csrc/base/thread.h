@@ -8,8 +8,9 @@
 
 namespace dadt {
 
-// Starts a thread that blocks all signals, since Python's main thread handles them, except those of faults in
-// the thread itself, such as SIGSEGV, for which a handler prints the stack. name: at most 15 characters.
+// Starts a thread that blocks signals, since Python's main thread handles them. Signals of faults in the
+// thread itself, such as SIGSEGV, are not blocked, so that a handler can print its stack. name: at most 15
+// characters.
 template <typename Body>
 std::thread start_thread(const char* name, Body&& body) {
   sigset_t all;

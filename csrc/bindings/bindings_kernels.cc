@@ -50,7 +50,7 @@ void foresee_all(DType dtype, const std::vector<size_t>& counts, const Addresses
     from.clear();
     by.clear();
     for (size_t s = 0; s < sources.size(); ++s) {
-      if (sources[s][i] == 0) continue;  // a null source adds nothing
+      if (sources[s][i] == 0) continue;  // a null address stands for zeros
       from.push_back(reinterpret_cast<const void*>(sources[s][i]));
       by.push_back(weights[s]);
     }

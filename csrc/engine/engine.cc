@@ -9,7 +9,8 @@
 
 namespace dadt {
 
-// Makes the next operation the current one and returns it; null if there is none, or it is held back.
+// Makes the next operation the current one and returns it; null if there is none, or the next one is still
+// held (see Engine::submit).
 std::shared_ptr<Work> EngineState::take() {
   const std::lock_guard lock(mutex);
   if (!may_begin()) return nullptr;

@@ -32,9 +32,10 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // May be called from any thread; does not block. Throws std::invalid_argument for an invalid operation, and
-  // std::runtime_error once the engine is closed. held: the operation takes its place in the queue, but
-  // neither it nor later ones begin before `release`. Until then its inputs may still be written.
+  // Appends an operation to the queue. May be called from any thread; does not block. Throws
+  // std::invalid_argument for an invalid operation, and std::runtime_error once the engine is closed. held:
+  // the operation takes its place in the queue, but neither it nor later ones begin before `release`. Until
+  // then its inputs may still be written.
   std::shared_ptr<Work> submit(Operation operation, bool held = false);
 
   // Lets an operation begin that was submitted as held; does nothing for any other. May be called from any
@@ -48,7 +49,7 @@ class Engine {
   // operation must be finished.
   std::shared_ptr<Job> pull(double timeout);
 
-  // May be called from any thread; does not block.
+  // Makes all pending and later operations fail with `error`. May be called from any thread; does not block.
   void abort(const Error& error);
 
   // Blocks until all pending operations are done or failed, then stops the thread. Idempotent. If that takes
@@ -63,8 +64,8 @@ class Engine {
   // uncompressed.
   std::pair<uint64_t, uint64_t> sent() const;
 
-  // Records from now on the times of all operations in the timeline, on this track. May be called once, from
-  // any thread.
+  // Starts to record the times of all operations in the timeline, on the row `track`. May be called once,
+  // from any thread.
   void record(std::shared_ptr<Timeline> timeline, int track);
   // Returns the timeline in which operations are recorded; null if there is none.
   Timeline* timeline() const;

@@ -33,7 +33,7 @@ struct EngineState {
   std::atomic<Timeline*> timeline{nullptr};
   std::atomic<uint64_t> sent{0};
   std::atomic<uint64_t> plain{0};
-  int track = 0;  // track in the timeline; written before `timeline` is set
+  int track = 0;  // row in the timeline; written before `timeline` is set
 
   // Guarded by mutex.
   std::mutex mutex;

@@ -43,8 +43,8 @@ class Job {
   // Writes the sum of all blocks of `wires` to the outputs. Throws Error if the operation has ended.
   void decompress(const Wires& wires) const;
 
-  // Allocates memory for the bytes from each rank, for an exchange that does not say where to put them. After
-  // finish, this memory is in Result::received.
+  // Allocates memory for the bytes from each rank, for an exchange without outputs. After finish, this memory
+  // is in Result::received.
   std::vector<void*> allocate(const std::vector<size_t>& bytes);
 
   void finish(Result result);

@@ -4,8 +4,8 @@
 
 namespace dadt {
 
-// An executor that transfers nothing: every rank gets its own values back. Benchmarks use it as the limit of
-// fast communication.
+// An executor that transfers nothing: every rank gets its own values back. Benchmarks use it to measure the
+// limit that faster communication could reach.
 class NullExecutor final : public Executor {
  public:
   NullExecutor(int rank, int world_size) : world_size_(world_size) { check_rank(rank, world_size); }

@@ -30,7 +30,7 @@ struct Wait {
 // drains them. Events that are not drained in time are counted but not stored, so that memory stays bounded.
 class Timeline {
  public:
-  static constexpr size_t kMost = size_t{1} << 17;  // most events stored between two drains
+  static constexpr size_t kMost = size_t{1} << 17;  // most events stored between two calls of `drain`
   // Numbers of the first two tracks, which are rows of the display; the tracks of the engines follow them.
   static constexpr int kTraining = 1;
   static constexpr int kQueue = 2;
@@ -44,11 +44,11 @@ class Timeline {
   // Records a step with its waits, which are in order of time and within the step.
   void step(int64_t number, Clock::time_point begin, Clock::time_point end, const std::vector<Wait>& waits);
 
-  // Returns the events since the last call, each as a line that ends with a comma. Blocks until there are
-  // many events, `timeout` seconds have passed, or the timeline is closed.
+  // Returns and removes the events recorded since the last call, each as a line of JSON that ends with a
+  // comma. Blocks until there are many events, `timeout` seconds have passed, or the timeline is closed.
   std::string drain(double timeout);
 
-  // Makes a waiting call of drain return, and every later call return at once.
+  // Makes a call of `drain` that waits return, and every later call return at once.
   void close();
 
   uint64_t dropped() const { return dropped_; }

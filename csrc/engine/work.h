@@ -52,8 +52,8 @@ struct Operation {
       nullptr;
   // Number of elements of the flat buffer. Elements after the last output are free for the executor's use.
   size_t room = 0;
-  // Bytes that the data would have uncompressed; negative: as many as its layout, so it is not compressed
-  // before.
+  // Bytes that the data would have without any compression; negative: as many as its layout, since it was not
+  // compressed before it was submitted.
   int64_t plain = -1;
   double weight = 1.0;
   // Number of ranks with weight 1, if all other ranks have weight 0; 0 if this rank does not know the weights
@@ -89,8 +89,8 @@ struct Result {
   double weight_sum = 0;
   size_t sent = 0;     // bytes that this rank has sent in an allreduce
   size_t plain = 0;    // bytes that this rank would have sent uncompressed
-  double seconds = 0;  // time from the arrival of the last rank to the end
-  double waited = 0;   // time spent waiting for the last rank to arrive
+  double seconds = 0;  // seconds from the arrival of the last rank to the operation's end
+  double waited = 0;   // seconds spent waiting for the last rank to arrive
   // Time at which the first part of the data was packed; zero if unknown.
   Clock::time_point packed{};
 };

@@ -9,9 +9,9 @@
 
 namespace dadt {
 
-// The factors of the next step of SGD or Adam. With g = expected + parameter * decay, the parameter becomes
-// parameter * keep + (momentum * `momentum` + g * `gradient`) / (sqrt(square * `square` + g * g * squared) *
-// root + epsilon).
+// Factors that describe the next step of SGD or Adam. With these factors in backticks and g = expected +
+// parameter * `decay`, the parameter becomes parameter * `keep` + (momentum * `momentum` + g * `gradient`) /
+// (sqrt(square * `square` + g * g * `squared`) * `root` + `epsilon`).
 struct NextStep {
   double momentum, gradient, decay, keep, square, squared, root, epsilon;
 };

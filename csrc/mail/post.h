@@ -63,8 +63,8 @@ struct Stray {
   std::unique_ptr<uint8_t[]> data;
 };
 
-// The state of messages between this rank and one other. Guarded by the owner of the Post, except for atomic
-// fields.
+// The state of messages between this rank and one other. The owner of the Post guards it by a mutex, except
+// for atomic fields.
 struct Line {
   Line(const ByteRing& incoming, const ByteRing& outgoing) : in(incoming), out(outgoing) {}
 
@@ -90,7 +90,7 @@ class Post {
 
   Post(Carrier& carrier, size_t pipe_bytes);
 
-  // Sets the rings from and to each rank, by rank. Call it once all ranks are connected.
+  // Sets the rings of bytes from and to each rank, by rank. Call it once all ranks are connected.
   void open(std::vector<std::pair<ByteRing, ByteRing>> rings);
   bool is_open() const { return !lines_.empty(); }
 
@@ -112,7 +112,7 @@ class Post {
   void fail(const Error& reason);
   bool has_failed() const { return error_.has_value(); }
 
-  // Returns whether there is something to read, or room for something that waits to be written.
+  // Returns whether a frame can be read, or there is room to write a waiting frame.
   bool has_frames() const;
   // Returns the bytes of the longest message that is sent in one frame, without an offer: several such frames
   // fit into a pipe.

@@ -139,7 +139,8 @@ uint64_t Coordinator::count_in(int rank, const Request& request) {
   return number;
 }
 
-// Completes the entry if every rank has submitted it or joined, or makes it fail if it can never be complete.
+// Completes a pending tensor if every rank has submitted it or joined, or makes it fail if it can never be
+// complete.
 void Coordinator::review(Entry& entry, Time now) {
   if (entry.complete || (absent_ == 0 && entry.count < world_size_)) return;
   std::vector<uint64_t> missing;
@@ -219,8 +220,8 @@ std::string Coordinator::difference(const Entry& entry) const {
   return {};
 }
 
-// Makes the entry fail, and with it all groups to which it belongs, since a group succeeds or fails as a
-// whole.
+// Makes a pending tensor fail, and with it all groups to which it belongs, since a group succeeds or fails as
+// a whole.
 void Coordinator::fail(Entry& entry, Code code, const std::string& text) {
   std::vector<int> ranks;
   std::vector<std::pair<std::string, uint64_t>> rounds;
@@ -364,9 +365,9 @@ std::optional<Decision> Coordinator::decide(Time now) {
 }
 
 // Fuses allreduces of one dtype, reduction and set of missing ranks into operations of up to `limit` bytes.
-// If `all` is false, entries whose operation is not full wait for more.
+// If `all` is false, tensors whose operation is not full wait for more.
 void Coordinator::fuse(std::vector<Entry*> entries, size_t limit, bool all, Decision& decision) {
-  // An entry without an id (0) is ordered last, since 0 - 1 wraps around.
+  // A tensor without an id (0) is ordered last, since 0 - 1 wraps around.
   const auto place = [](const Entry* entry) {
     return std::tuple<uint64_t, const std::string&>(entry->id - 1, entry->name);
   };

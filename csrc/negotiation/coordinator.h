@@ -31,7 +31,7 @@ struct Stall {
   std::vector<int> missing;
   std::vector<int64_t> steps;  // the last known step of each rank
   // If the tensor waits for the rest of its group: the group's name, how many of its tensors all ranks have
-  // submitted, and how many it has; otherwise empty and 0.
+  // submitted, and how many tensors it has; otherwise empty and 0.
   std::string group;
   uint64_t group_has = 0;
   uint64_t group_size = 0;
@@ -80,9 +80,9 @@ class Coordinator {
     int count = 0;
     Time first;
     Patience patience;
-    // The following fields are set once the entry is complete.
+    // The following fields are set once all ranks have submitted the tensor or joined.
     bool complete = false;
-    bool ready = false;  // whether the tensor's group is complete as well
+    bool ready = false;  // whether the tensor's group, if any, is complete as well
     Time since;
     uint64_t id = 0;                // id in the NameCache; 0 if it has none
     std::vector<uint64_t> missing;  // ranks that have joined instead of submitting the tensor
@@ -137,12 +137,12 @@ class Coordinator {
 
   std::unordered_map<std::string, Entry> pending_;
   std::unordered_map<std::string, Group> groups_;
-  // Entries that are complete and not decided yet.
+  // Complete tensors that are not part of a decision yet.
   std::vector<Entry*> fusible_;
   std::vector<Entry*> single_;
   std::vector<std::pair<std::string, std::vector<Entry*>>> full_groups_;
   std::vector<Decision::Failure> failures_;
-  std::map<Kin, size_t> bytes_;  // bytes of the entries in fusible_, by what they have in common
+  std::map<Kin, size_t> bytes_;  // bytes of the tensors in fusible_, by what they have in common
   bool has_full_buffer_ = false;
   Time next_stall_ = Time::max();
 

@@ -32,11 +32,11 @@ class Link {
 
   // Reads all bytes that have arrived. Returns false at the end of the stream, or if it is broken.
   bool receive();
-  // Returns the next complete message among the bytes read.
   struct Message {
     MessageType type;
     std::string body;
   };
+  // Returns the next complete message among the bytes read.
   std::optional<Message> next();
 
   void close();

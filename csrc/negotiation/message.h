@@ -27,7 +27,7 @@ struct Request {
 // Returns the name of an operation that combines several tensors.
 std::string fused_name(const std::string& first, size_t tensors);
 
-// A message from a rank to rank 0.
+// A message in which a rank submits tensors to rank 0.
 struct Report {
   uint64_t seen = 0;  // number of decisions that this rank has carried out
   int64_t step = 0;

@@ -86,7 +86,7 @@ std::shared_ptr<Ticket> Negotiation::submit(Operation operation, std::string sig
   const size_t bytes = request.bytes();
   NegotiationState& state = *state_;
   bool rings = false;
-  bool is_refused = false;  // if false, the thread handles the operation, which may already be running
+  bool is_refused = false;  // whether the negotiation has failed, and so the ticket fails at once
   {
     const std::lock_guard lock(state.mutex);
     if (state.closing) throw std::runtime_error("\"" + name + "\": the negotiation is closed");

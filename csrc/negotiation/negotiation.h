@@ -52,10 +52,10 @@ class Negotiation {
   Negotiation(const Negotiation&) = delete;
   Negotiation& operator=(const Negotiation&) = delete;
 
-  // May be called from any thread; does not block. operation.name: name of the tensor. signature: properties
-  // that must be equal on all ranks, as text for users. group: name of a group of group_size tensors, which
-  // are decided together; empty for no group. Throws std::invalid_argument for an invalid operation, and
-  // std::runtime_error once the negotiation is closed.
+  // Submits a named tensor. May be called from any thread; does not block. operation.name: name of the
+  // tensor. signature: properties that must be equal on all ranks, as text for users. group: name of a group
+  // of group_size tensors, which are decided together; empty for no group. Throws std::invalid_argument for
+  // an invalid operation, and std::runtime_error once the negotiation is closed.
   std::shared_ptr<Ticket> submit(Operation operation, std::string signature, std::string group = {},
                                  uint64_t group_size = 0);
 

@@ -15,7 +15,7 @@ class ChunkSlots : public Neighbours {
  public:
   static constexpr uint32_t kSlots = 4;
 
-  // slot_bytes: must be a multiple of 64.
+  // slot_bytes: size of the largest chunk; must be a multiple of 64.
   ChunkSlots(int rank, int world_size, size_t slot_bytes)
       : Neighbours(rank, world_size, kSlots * (kGap + slot_bytes), true), stride_(kGap + slot_bytes) {}
 

@@ -26,7 +26,7 @@ struct MailboxState final : Carrier {
   std::atomic<bool> is_stopping{false};
   std::atomic<int> ends_seen{0};  // number of closed or aborted ranks that the thread has handled
 
-  // Guarded by mutex, except for methods that Post allows to any thread.
+  // Guarded by mutex, except for methods of `post` that any thread may call.
   std::mutex mutex;
   Post post;
   bool closing = false;

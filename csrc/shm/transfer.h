@@ -8,10 +8,10 @@
 
 namespace dadt {
 
-// Runs one operation through a ChunkSlots. Every rank's stream consists of its padded lane and its tensors
-// one after the other, divided into chunks of equal size. In an exchange the lane is the table of the layout
-// (Exchange::table), so that all ranks know the layout before the data arrives. Only the engine's thread may
-// use it.
+// Runs one operation through a ChunkSlots. Every rank's stream consists of its lane (bytes sent along with
+// the operation), padded, and its tensors one after the other, divided into chunks of equal size. In an
+// exchange the lane is the table of the layout (Exchange::table), so that all ranks know the layout before
+// the data arrives. Only the engine's thread may use it.
 class Transfer {
  public:
   // first: number of the operation's first chunk in the ranks' streams. slot_bytes: most bytes of a chunk.

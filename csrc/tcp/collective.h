@@ -36,8 +36,8 @@ struct CollectiveMemory {
   Scratch zeros, sink;  // stand for tensors whose address is null: inputs read zeros, outputs go to sink
 };
 
-// Runs one operation of all ranks over TCP. Each rank sends a header, its lane, and then data in two phases
-// to every other rank.
+// Runs one operation of all ranks over TCP. Each rank sends a header, its lane (bytes sent along with the
+// operation), and then data in two phases to every other rank.
 //
 // Allreduce: each rank owns a part of the values, which is smaller for ranks with slower links. In phase 1
 // each rank sends its values of each part to the part's owner. The owner sums them piece by piece, in the
@@ -72,7 +72,7 @@ class Collective {
 
     size_t first = 0, second = 0;                  // bytes received in each phase
     size_t receive_first = 0, receive_second = 0;  // bytes to receive in each phase
-    size_t consumed = 0;                           // received pieces that are no longer needed
+    size_t consumed = 0;                           // number of received pieces that are no longer needed
   };
 
   Range part(int owner) const;

@@ -9,8 +9,8 @@
 namespace dadt {
 
 // The data that all ranks exchange before an operation: a header, from which they see whether all run the
-// same operation, and a lane. In an exchange the lane is a table of the bytes that a rank sends to and
-// expects from each other rank. Only the engine's thread may use it.
+// same operation, and a lane of bytes sent along with the operation. In an exchange the lane is a table of
+// the bytes that a rank sends to and expects from each other rank. Only the engine's thread may use it.
 class Greetings {
  public:
   // number: number of the operation on this executor. rate: speed of this rank's link, in bytes per second.

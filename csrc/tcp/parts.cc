@@ -6,10 +6,10 @@
 namespace dadt {
 namespace {
 
-// The amount of data of all values together; the unit of a rank's share.
+// The amount of data of all values of an operation, in the unit in which parts are computed.
 constexpr uint64_t kUnit = uint64_t{1} << 20;
-constexpr uint64_t kRates = 1024;  // highest rate after scaling
-constexpr double kIdlest = 0.05;   // a link that is used less than this counts as used this much
+constexpr uint64_t kRates = 1024;  // relative rate of the fastest link
+constexpr double kIdlest = 0.05;   // least share of the time in which a link counts as busy
 // Parts become unequal only if equal parts would take more than 4 / 3 times as long.
 constexpr uint64_t kGain = 4, kOf = 3;
 

@@ -106,8 +106,8 @@ class Stream {
   uint64_t received_ = 0;  // total bytes received
   uint64_t settled_ = 0;   // position at which the current operation begins
   std::string tail_;       // last bytes before the current operation, which may have to be sent again
-  std::string early_;      // bytes that arrived before the sockets were detached
-  size_t early_at_ = 0;    // bytes of `early_` that were already passed on
+  std::string early_;      // bytes that had arrived when the sockets were detached
+  size_t early_at_ = 0;    // bytes of `early_` that `receive` has returned
   size_t turn_ = 0;        // index of the socket to try first
   size_t wake_at_ = 1;
   std::vector<iovec> parts_;

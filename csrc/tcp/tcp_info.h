@@ -25,7 +25,7 @@ struct TcpInfo {
   uint32_t notsent_bytes;
   uint32_t min_rtt, data_segs_in, data_segs_out;
   uint64_t delivery_rate;
-  uint64_t busy_time, rwnd_limited;  // times in microseconds; the first includes the second
+  uint64_t busy_time, rwnd_limited;  // microseconds; busy_time includes rwnd_limited
   uint64_t sndbuf_limited;
   uint32_t delivered, delivered_ce;
   uint64_t bytes_sent;

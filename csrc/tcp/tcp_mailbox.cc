@@ -76,7 +76,7 @@ struct TcpMailboxState final : Carrier {
   // Usable from any thread.
   LinkMeter meter;
 
-  // Guarded by mutex, except for methods that Post allows to any thread.
+  // Guarded by mutex, except for methods of `post` that any thread may call.
   std::mutex mutex;
   std::vector<std::unique_ptr<Pipe>> pipes;  // the pipe to each rank; empty until the first message
   Post post;
@@ -86,7 +86,7 @@ struct TcpMailboxState final : Carrier {
 
   int rank() const override { return own; }
   int world_size() const override { return static_cast<int>(sockets.size()); }
-  void wake(int) override {}  // does nothing, as the calling thread moves all data itself
+  void wake(int) override {}  // does nothing, since the calling thread moves all data itself
   void abort(const Error& reason) override { give_up(reason); }
   Error lost(int peer, bool lives, const std::string& title) const override;
 
