@@ -41,7 +41,7 @@ class Layout {
   }
 
  private:
-  // Constant after construction.
+  // The following fields are constant after construction.
   DType dtype_;
   std::vector<size_t> counts_;
   std::vector<size_t> ends_;  // ends_[i] is the number of elements in tensors 0 to i

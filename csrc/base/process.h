@@ -24,7 +24,7 @@ class Watch {
   bool alive() const;
 
  private:
-  // Constant after construction.
+  // The following fields are constant after construction.
   pid_t pid_;
   uint64_t start_;
   int fd_;  // pidfd of the process; -1 if the kernel has no pidfds, so that /proc is read instead

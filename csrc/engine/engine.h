@@ -73,7 +73,7 @@ class Engine {
  private:
   bool inert() const;
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const pid_t pid_;
   std::shared_ptr<EngineState> state_;
 };

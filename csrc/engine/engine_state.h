@@ -16,14 +16,14 @@ namespace dadt {
 
 // The state that an engine shares with its thread and with operations pulled from it.
 struct EngineState {
-  // Constant after construction.
+  // The following fields are constant after construction.
   std::shared_ptr<Executor> executor;  // null if operations are pulled
   int rank = 0;
   int world_size = 1;
   double timeout = 0;
 
-  // Usable from any thread. `event` is notified after each change of the fields that the mutex guards; the
-  // flags repeat their state for threads that sleep on `event`.
+  // Any thread may use the following fields. `event` is notified after each change of the fields that the
+  // mutex guards; the flags repeat their state for threads that sleep on `event`.
   EventCount event;
   std::atomic<bool> has_next{false};  // whether the first operation of the queue may begin
   std::atomic<bool> is_idle{true};    // whether no operation is queued or running
@@ -35,7 +35,7 @@ struct EngineState {
   std::atomic<uint64_t> plain{0};
   int track = 0;  // row in the timeline; written before `timeline` is set
 
-  // Guarded by mutex.
+  // This mutex guards the following fields.
   std::mutex mutex;
   std::shared_ptr<Timeline> recorded;  // owner of the object that `timeline` points to
   std::deque<std::shared_ptr<Work>> queue;
@@ -44,7 +44,7 @@ struct EngineState {
   std::optional<Error> error;
   bool closing = false;
 
-  // Used only by the thread that closes the engine.
+  // Only the thread that closes the engine uses the following field.
   std::thread thread;
 
   std::shared_ptr<Work> take();

@@ -59,7 +59,7 @@ class Job {
   const std::shared_ptr<Work> work_;
   const pid_t pid_;
 
-  // Used only by the thread that pulled the operation.
+  // Only the thread that pulled the operation uses the following fields.
   std::vector<Buffer> received_;
   mutable Marks marks_;
 };

@@ -70,18 +70,18 @@ class Timeline {
                    Clock::time_point begin, Clock::time_point end);
   void write(std::string& text, const Event& event) const;
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const int rank_;
   const Clock::time_point origin_;
 
-  // Usable from any thread.
+  // Any thread may use the following fields.
   EventCount event_;  // an event count, since a forked child could not destroy a condition variable
   std::atomic<uint64_t> next_id_{1};
   std::atomic<uint64_t> dropped_{0};
   std::atomic<bool> is_many_{false};
   std::atomic<bool> is_closed_{false};
 
-  // Guarded by mutex.
+  // This mutex guards the following field.
   std::mutex mutex_;
   std::vector<Event> events_;
 };

@@ -121,12 +121,12 @@ class Work {
   bool fail(const Error& error);
 
  private:
-  // Constant after construction.
+  // The following fields are constant after construction.
   const Operation operation_;
   const pid_t pid_;
   const Clock::time_point submitted_ = Clock::now();
 
-  // Usable from any thread.
+  // Any thread may use the following fields.
   std::atomic<const Result*> result_{nullptr};
   EventCount event_;
 };

@@ -65,12 +65,12 @@ class ByteRing {
     if (bytes > first) part(bytes_, first, bytes - first);
   }
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   Head* head_;
   uint8_t* bytes_;
   size_t capacity_;
 
-  // Used only by the writer.
+  // Only the writer uses the following field.
   size_t ahead_ = 0;  // bytes written by `put` that are not published yet
 };
 

@@ -141,15 +141,15 @@ class Post {
   Error lost(const Transit& transit, int peer) const;
   std::optional<int> nobody_for(const Transit& receive) const;
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   Carrier& carrier_;
   const int rank_;
   const size_t pipe_bytes_;
 
-  // Constant after open.
+  // The following field is constant after `open`.
   std::vector<std::unique_ptr<Line>> lines_;  // one line per rank, including this rank itself
 
-  // Usable from any thread.
+  // Any thread may use the following field.
   std::atomic<size_t> pending_{0};
 
   // Used by one thread at a time, which the owner of the Post must ensure.

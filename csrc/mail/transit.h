@@ -46,7 +46,7 @@ class Transit {
     settle();
   }
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const Side side;
   uint8_t* const data;  // memory of the message; only read for a send
   const size_t bytes;
@@ -63,11 +63,11 @@ class Transit {
 
   const pid_t pid_;
 
-  // Constant once the message is done.
+  // The following fields are constant once the message is done.
   std::optional<Error> error_;
   int source_ = kAny;
 
-  // Usable from any thread.
+  // Any thread may use the following fields.
   std::atomic<bool> done_{false};
   EventCount event_;
 };

@@ -131,7 +131,7 @@ class Coordinator {
   Stall describe_stall(const Entry& entry, Time now) const;
   Stall describe_join(Time now) const;
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const int world_size_;
   const NegotiationOptions options_;
 

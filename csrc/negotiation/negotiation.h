@@ -99,7 +99,7 @@ class Negotiation {
   bool inert() const;
   void check_alive() const;
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const pid_t pid_;
   std::shared_ptr<NegotiationState> state_;
 };

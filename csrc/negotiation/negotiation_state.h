@@ -16,7 +16,7 @@ struct NegotiationState {
     std::shared_ptr<Ticket> ticket;
     Operation operation;
     Request request;
-    // Used only by the negotiation's thread.
+    // Only the negotiation's thread uses the following fields.
     bool sent = false;
     uint64_t sent_as = 0;  // id by which the tensor was reported; 0 if it was reported in full
   };
@@ -25,7 +25,7 @@ struct NegotiationState {
     std::optional<Request> request;  // this rank's request; none if it has not submitted the tensor
   };
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   Engine* engine = nullptr;
   Engine* broadcaster = nullptr;  // engine for broadcasts; may be the same as `engine`
   int rank = 0;
@@ -34,7 +34,7 @@ struct NegotiationState {
   std::shared_ptr<const ToldTime> time;  // clock that a test sets; null outside of tests
   std::shared_ptr<Alarm> alarm = std::make_shared<Alarm>();
 
-  // Usable from any thread.
+  // Any thread may use the following fields.
   std::atomic<int64_t> step{0};
   std::atomic<bool> has_error{false};
   std::atomic<bool> has_notices{false};
@@ -44,8 +44,8 @@ struct NegotiationState {
   std::atomic<bool> is_closed{false};
   EventCount event;
 
-  // Guarded by mutex. Only the negotiation's thread erases entries of `pending`, so this thread may use
-  // entries without the mutex.
+  // This mutex guards the following fields. Only the negotiation's thread erases entries of `pending`, so
+  // this thread may use entries without the mutex.
   std::mutex mutex;
   std::unordered_map<std::string, Pending> pending;
   std::vector<Pending*> fresh;  // tensors that are not reported to rank 0 yet
@@ -58,7 +58,7 @@ struct NegotiationState {
   std::vector<std::string> orders;
   bool closing = false;
 
-  // Used only by the negotiation's thread.
+  // Only the negotiation's thread uses the following fields.
   std::vector<std::unique_ptr<Link>> links;
   std::vector<bool> gone;                  // for each rank, whether it has sent a goodbye
   std::optional<Coordinator> coordinator;  // set only on rank 0
@@ -71,7 +71,7 @@ struct NegotiationState {
   bool told_error = false;
   std::optional<Clock::time_point> farewell;
 
-  // Used only by the thread that closes the negotiation.
+  // Only the thread that closes the negotiation uses the following field.
   std::thread thread;
 
   Clock::time_point now() const { return time ? time->now() : Clock::now(); }

@@ -80,13 +80,13 @@ class Ticket {
   bool finish(std::unique_ptr<const End> end);
   const End& end() const;
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const std::string name_;
   const std::shared_ptr<Alarm> alarm_;
   const pid_t pid_;
   const Clock::time_point submitted_ = Clock::now();
 
-  // Usable from any thread.
+  // Any thread may use the following fields.
   std::atomic<const End*> end_{nullptr};
   std::atomic<int> counted_{0};  // bit kWaitedFor: a thread waits; bit kDecided: the tensor is decided
   EventCount event_;

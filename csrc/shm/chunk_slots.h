@@ -55,7 +55,7 @@ class ChunkSlots : public Neighbours {
     return reinterpret_cast<Count*>(body(rank))[which].value;
   }
 
-  // Constant after construction.
+  // The following field is constant after construction.
   const size_t stride_;
 };
 

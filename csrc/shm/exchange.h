@@ -52,7 +52,7 @@ class Exchange {
   static Entry entry(const std::string& table, int rank);
   void place();
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const Operation& operation_;
   const int rank_;
   const int world_size_;
@@ -60,7 +60,7 @@ class Exchange {
   size_t bytes_ = 0;
   std::string table_;
 
-  // Constant after route.
+  // The following fields are constant after `route`.
   std::vector<Entry> incoming_;  // for each rank, this rank's entry in its table
   std::vector<uint8_t*> to_;     // for each rank, the address to which its bytes are copied
   bool stream_ = false;          // whether to write past the cache (see Kernels::Copy)

@@ -16,17 +16,18 @@ struct MailboxState final : Carrier {
         pid(getpid()),
         post(*this, bytes) {}
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   Neighbours neighbours;
   const size_t pipe_bytes;
   const pid_t pid;
 
-  // Usable from any thread. is_looking: whether the thread regularly checks that the peers are alive.
+  // Any thread may use the following fields. is_looking: whether the thread regularly checks that the peers
+  // are alive.
   std::atomic<bool> is_looking{false};
   std::atomic<bool> is_stopping{false};
   std::atomic<int> ends_seen{0};  // number of closed or aborted ranks that the thread has handled
 
-  // Guarded by mutex, except for methods of `post` that any thread may call.
+  // This mutex guards the following fields, except for methods of `post` that any thread may call.
   std::mutex mutex;
   Post post;
   bool closing = false;

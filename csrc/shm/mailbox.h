@@ -53,7 +53,7 @@ class Mailbox {
  private:
   bool inert() const;
 
-  // Constant after construction.
+  // The following field is constant after construction.
   std::unique_ptr<MailboxState> state_;
 };
 

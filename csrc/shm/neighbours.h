@@ -99,14 +99,14 @@ class Neighbours {
     return late_error(ranks, title, timeout);
   }
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const int rank_;
   const int world_size_;
   const size_t body_bytes_;
   const bool ready_;
   const pid_t pid_;
 
-  // Constant after connect.
+  // The following fields are constant after `connect`.
   std::vector<std::unique_ptr<Segment>> segments_;  // segment of each rank; before connect, only this rank's
   std::vector<std::unique_ptr<Watch>> watches_;     // watch on each rank; null for a rank in this process
   std::atomic<bool> connected_{false};              // whether abort may use the peers' segments

@@ -56,14 +56,14 @@ class Segment {
 
   size_t bytes() const { return kHeadBytes + body_bytes_; }
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const size_t body_bytes_;
   const pid_t pid_;  // process that mapped the memory; a forked child leaves the mapping alone
   pid_t owner_;
   uint64_t owner_start_;
   void* memory_ = nullptr;
 
-  // Used by a single thread.
+  // Only one thread uses the following field.
   int fd_ = -1;
 };
 

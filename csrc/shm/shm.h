@@ -24,14 +24,14 @@ class ShmExecutor final : public Executor {
   void close() override { ring_.close(); }
 
  private:
-  // Constant after construction.
+  // The following fields are constant after construction.
   const int rank_;
   const int world_size_;
   const size_t slot_bytes_;
 
   ChunkSlots ring_;
 
-  // Used only by the engine's thread.
+  // Only the engine's thread uses the following fields.
   bool connected_ = false;
   uint32_t chunk_ = 0;  // number of chunks of all operations so far
 };

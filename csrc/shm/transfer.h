@@ -52,7 +52,7 @@ class Transfer {
   void reduce_to(void* destination, const Extent& extent, size_t offset, size_t count, bool stream) const;
   std::pair<size_t, size_t> share(const Extent& extent, int rank) const;
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   ChunkSlots& ring_;
   const Operation& operation_;
   const int rank_;

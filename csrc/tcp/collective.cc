@@ -11,8 +11,8 @@ namespace dadt {
 namespace {
 
 constexpr size_t kPieceBytes = 256 * 1024;
-// If a rank sends at most this many bytes by sending all its data to every other rank, it does so, instead of
-// in two phases.
+// If all data of a rank times the number of other ranks is at most this many bytes, the rank sends all its
+// data to every other rank, instead of parts in two phases.
 constexpr size_t kDirectBytes = 64 * 1024;
 // Bytes of the smallest operation by which the speed of links is measured.
 constexpr size_t kMeasuredBytes = 4 << 20;

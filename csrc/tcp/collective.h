@@ -111,7 +111,7 @@ class Collective {
   void wait();
   std::vector<int> awaited() const;
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   Links& links_;
   CollectiveMemory& memory_;
   Parts& parts_;

@@ -52,7 +52,7 @@ class Greetings {
   void check();
   void check_tables() const;
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   Links& links_;
   const Operation& operation_;
   const int rank_;

@@ -41,10 +41,10 @@ class LinkMeter {
     LinkCounts now{};
   };
 
-  // Usable from any thread.
+  // Any thread may use the following field.
   std::atomic<Clock::time_point> due_{};
 
-  // Guarded by mutex.
+  // This mutex guards the following field.
   mutable std::mutex mutex_;
   std::vector<std::vector<Connection>> links_;
 };

@@ -125,16 +125,16 @@ class Links {
   int bell_ = -1;   // eventfd that wakes the engine's thread
   int watch_ = -1;  // eventfd that wakes await_break
 
-  // Usable from any thread.
+  // Any thread may use the following fields.
   std::atomic<bool> is_aborted_{false};
   LinkMeter meter_;
 
-  // Guarded by mutex.
+  // This mutex guards the following fields.
   std::mutex mutex_;
   std::optional<Error> error_;  // error with which `abort` was called on this rank
   bool told_ = false;           // whether the peers were informed of this rank's end
 
-  // Guarded by streams_mutex_.
+  // This mutex guards the following fields.
   std::mutex streams_mutex_;
   std::vector<Notice> heard_;
   std::vector<Stream> streams_;  // data stream of each rank

@@ -24,7 +24,7 @@ class Silences {
  public:
   explicit Silences(double most) : most_(duration(most)) {}
 
-  // Returns the milliseconds between two checks.
+  // Returns the milliseconds between two checks of all connections.
   int pause() const {
     return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(most_ / 8).count());
   }

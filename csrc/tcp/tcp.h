@@ -29,7 +29,7 @@ class TcpExecutor final : public Executor {
  private:
   Links links_;
 
-  // Used only by the engine's thread.
+  // Only the engine's thread uses the following fields.
   CollectiveMemory memory_;
   Parts parts_;
   uint32_t operations_ = 0;

@@ -66,17 +66,17 @@ struct TcpMailboxState final : Carrier {
   TcpMailboxState(const TcpMailboxState&) = delete;
   TcpMailboxState& operator=(const TcpMailboxState&) = delete;
 
-  // Constant after construction.
+  // The following fields are constant after construction.
   const int own;
   const std::vector<int> sockets;
   const pid_t pid;
   const int bell;
   std::vector<std::string> addresses;
 
-  // Usable from any thread.
+  // Any thread may use the following field.
   LinkMeter meter;
 
-  // Guarded by mutex, except for methods of `post` that any thread may call.
+  // This mutex guards the following fields, except for methods of `post` that any thread may call.
   std::mutex mutex;
   std::vector<std::unique_ptr<Pipe>> pipes;  // the pipe to each rank; empty until the first message
   Post post;

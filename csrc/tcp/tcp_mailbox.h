@@ -40,7 +40,7 @@ class TcpMailbox {
  private:
   bool inert() const;
 
-  // Constant after construction.
+  // The following field is constant after construction.
   std::unique_ptr<TcpMailboxState> state_;
 };
 

@@ -60,7 +60,7 @@ class Contender:
         return round_steps(self._chosen("--sync-every", Config().sync_every)) if local else 1
 
     def _chosen(self, option: str, default: str) -> str:
-        """Return the last value of the option among this contender's options, or the default."""
+        """Return the value of an option of this contender; the last one if it is set several times, or the default."""
         pairs = [value for name, value in zip(self.options, self.options[1:], strict=False) if name == option]
         return pairs[-1] if pairs else default
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @cache
 def template(path: Path, command: str) -> Template:
-    """Load the template in a file. command: command that needs it, for an error message. Raises ConfigError if jinja2
-    is not installed."""
+    """Load the template in a file. command: the `dadt` command that needs jinja2, for an error message. Raises
+    ConfigError if jinja2 is not installed."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
