@@ -16,8 +16,8 @@ class ConfigError(DadtError):
 
 
 class NotResumed(ConfigError):
-    """The job cannot resume from a snapshot: the snapshot is damaged, or the script does not reach the same state
-    again, or loads a checkpoint of its own."""
+    """The job cannot resume from a snapshot, because the snapshot is damaged, or the script does not reach the same
+    state again or loads a checkpoint of its own."""
 
 
 class Sharded(DadtError):

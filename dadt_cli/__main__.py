@@ -1,4 +1,4 @@
-"""Entry point of `python -m dadt_cli`, which is the same as the command `dadt`."""
+"""Entry point of `python -m dadt_cli`, which runs the same program as the command `dadt`."""
 
 from dadt_cli import main
 

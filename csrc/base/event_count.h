@@ -48,7 +48,7 @@ class EventCount {
     if (sleepers_.load() != 0) futex(FUTEX_WAKE, INT_MAX, nullptr);
   }
 
-  // Like notify, for a caller that has just changed the condition. Costs one load if nobody sleeps.
+  // Like notify, for a caller that has just changed the condition. Costs one load if no thread sleeps.
   void notify_if_waiting() {
     if (sleepers_.load() != 0) notify();
   }

@@ -28,7 +28,7 @@ uint64_t start_time(pid_t pid) {
 
 Watch::Watch(pid_t pid, uint64_t start)
     : pid_(pid), start_(start), fd_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {
-  // The start time is compared after pidfd_open, so that the descriptor is known to refer to this process and
+  // The start time is compared after pidfd_open, so that the descriptor certainly refers to this process and
   // not to a later one with the same pid.
   if (start_time(pid) != start) {
     if (fd_ >= 0) ::close(fd_);

@@ -34,7 +34,7 @@ struct Report {
   bool waits = false;   // whether a thread waits for a tensor that is not decided yet
   bool joined = false;  // whether this rank has joined, so that it submits no more
   std::vector<uint64_t> ids;
-  std::vector<Request> requests;  // requests that have no id yet
+  std::vector<Request> requests;  // requests to which rank 0 has given no id yet
 };
 
 // One operation that all ranks must run.

@@ -28,8 +28,7 @@ void Collective::add_tensors(const std::vector<Pointer>& tensors, size_t begin, 
   operation_.layout.pieces(
       begin / item_, (end + item_ - 1) / item_, [&](size_t tensor, size_t offset, size_t at, size_t count) {
         if (vectors_.size() >= kVectors || gathered_ >= kAtOnce) return;
-        const size_t first =
-            begin / item_ * item_ + at * item_;  // offset in the bucket at which this piece begins
+        const size_t first = begin / item_ * item_ + at * item_;  // offset of this piece in the bucket
         const size_t from = std::max(first, begin);
         const size_t to = std::min(first + count * item_, end);
         const uint8_t* memory = static_cast<const uint8_t*>(tensors[tensor]);

@@ -149,8 +149,8 @@ def check(
     tell: Progress,
 ) -> list[Checked]:
     """Train with each algorithm and compression on the available hosts, in turn with the same algorithm on the null
-    executor, which transfers nothing. The compute time on the null executor goes into the prediction, so that
-    prediction and measurement see the same load of the machine.
+    executor, which transfers nothing. The compute time measured with the null executor is used in the prediction, so
+    that prediction and measurement see the same load of the machine.
     """
     checked = []
     every = figures.sync_every

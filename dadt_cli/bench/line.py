@@ -45,9 +45,9 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """A worker's measurements: seconds of the counted steps, how many of these were spent in DADT's hooks, processor
-    seconds of all threads of the process, the peak memory in bytes, and processor seconds of the threads that move data
-    between ranks, if there are any."""
+    """A worker's measurements of its counted steps: seconds, how many of these DADT's hooks took, processor seconds of
+    the whole process, its peak memory in bytes, and processor seconds of its threads that move data between ranks (None
+    without such threads)."""
 
     seconds: float
     own: float

@@ -1,5 +1,5 @@
-"""The workers of one contender of a benchmark. These workers stay up while other contenders train, and train only in
-their own turn."""
+"""The workers of one contender of a benchmark. These workers keep running while other contenders train, and train only
+in their own turn."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ class ProbeResult:
     link_costs: dict[str, LinkCost]
     """The costs of a `gossip` exchange at one of its two ends, by compression."""
     mail: float
-    """Processor seconds of this process per byte of a message sent to another rank while one of the same size is
-    received from this rank."""
+    """Processor seconds of this process to send a message to another rank and receive one of the same size, divided by
+    this size in bytes."""
     buffers: list[int]
     parts: tuple[float, float, float]
     """Seconds of the forward pass, the backward pass and the optimizer's step."""

@@ -56,7 +56,7 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
 def blocks(
     config: Config, base: Sequence[str], sweep: dict[str, list[str]], peers: Sequence[str], ranks: int, batch_size: int
 ) -> list[ContenderGroup]:
-    """Return one block of contenders for each number of workers and batch size of the sweep. base: options of `dadt
+    """Return one group of contenders for each number of workers and batch size of the sweep. base: options of `dadt
     run` for all of DADT's contenders, equal to those in `config`."""
     swept = {key: values for key, values in sweep.items() if key not in OWN}
     made = []

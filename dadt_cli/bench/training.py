@@ -1,5 +1,5 @@
-"""Measures how fast contenders train the same model. All contenders stay up at once and train in turn, so that the
-machine's load affects all of them equally."""
+"""Measures how fast contenders train the same model. The workers of all contenders run at the same time but train in
+turn, so that the machine's load affects all contenders equally."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Results of contenders measured in turn, all with the same batch size and number of ranks (or with one rank)."""
+    """Results of contenders measured in turn, with the same batch size and, except for the single worker, the same
+    number of ranks."""
 
     hello: Hello
     rows: list[TrainingRow]
@@ -169,9 +170,9 @@ def measure(
     begun = time.monotonic()
     with ExitStack() as stack:
         location, threads, guess = location or Location(), 0, 0.0
-        # Contenders with the most ranks start first, since a single worker shall get as many threads as each of their
-        # workers. DADT's contenders start before plain ones, because the memory of the first contender is the estimate
-        # for all others.
+        # Contenders with the most ranks start first, since their workers determine the number of threads that a single
+        # worker gets. DADT's contenders start before plain ones, because the memory of the first contender is the
+        # estimate for all others.
         order = sorted(range(len(contenders)), key=lambda i: (-contenders[i].ranks, contenders[i].plain))
         started: dict[int, Party] = {}
         for at, i in enumerate(order):

@@ -43,19 +43,20 @@ class TransportThreads:
                 try:
                     found[number] = int((TASKS / str(number) / "schedstat").read_text().split()[0]) / 1e9
                 except OSError:
-                    continue  # the thread has just ended, or the kernel keeps no such statistics
+                    continue  # the thread has just ended, or the kernel has no scheduling statistics
         return found
 
 
 def between(before: Mapping[int, float], after: Mapping[int, float]) -> float | None:
-    """Return the processor seconds that threads have used between two readings; None if there are no such threads."""
+    """Return the processor seconds that threads have used between two results of TransportThreads.seconds; None if
+    there are no such threads."""
     if not after:
         return None
     return sum(seconds - before.get(number, 0.0) for number, seconds in after.items())
 
 
 def _threads() -> dict[int, str]:
-    """Return the names of this process's threads, as the kernel knows them."""
+    """Return the names of this process's threads in the kernel, by thread id."""
     found = {}
     for task in TASKS.iterdir():
         try:

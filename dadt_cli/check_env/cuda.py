@@ -158,7 +158,7 @@ def _without_peers(gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def _users(index: str) -> str:
-    """Name the processes that use the GPU's memory, in words. A container may hide them."""
+    """Return the names of the processes that use the GPU's memory as text. A container may hide these processes."""
     command = ["nvidia-smi", "-i", index, "--query-compute-apps=pid", "--format=csv,noheader"]
     pids = [line.strip() for line in ask(command, SMI_SECONDS)[0].splitlines() if line.strip().isdigit()]
     return f" by processes {', '.join(pids)}" if pids else ""

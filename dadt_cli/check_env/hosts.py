@@ -178,7 +178,7 @@ def _names(nodes: Sequence[Node]) -> Iterator[Check]:
 
 
 def _addresses(agents: Agents, wanted: str, outbox: Outbox, perform: Callable[[Action], None]) -> list[Check]:
-    """Let the agents find an address for each host by which all reach each other; return checks of the result."""
+    """Let the agents find an address of each host by which all other hosts reach it; return checks of the result."""
     if len(agents.nodes) < 2:
         return []
     machines: dict[str, list[str]] = {}

@@ -104,7 +104,7 @@ def _mpi4py(asked: CheckOptions, mpirun: Path) -> Iterator[Check]:
 
 
 def _cuda(path: Path) -> str:
-    """Return in words whether an MPI library is CUDA-aware. A process of its own loads the library, since one process
-    cannot load two MPI libraries."""
+    """Return a text that says whether an MPI library is CUDA-aware. A separate process loads the library, since one
+    process cannot load two MPI libraries."""
     out, _ = ask([sys.executable, "-c", ASK_CUDA, str(path)], ASK_SECONDS)
     return AWARE.get(out.strip(), "does not tell whether it is CUDA-aware")

@@ -83,7 +83,7 @@ def _python_path(value: str) -> Check:
 
 
 def _proxies(names: Sequence[str], hosts: Sequence[str]) -> Check:
-    """Check that HTTP and gRPC between these hosts bypass the proxy. The proxy's address is not shown, as it may
+    """Check that HTTP and gRPC between these hosts bypass the proxy. The proxy's address is not shown, since it may
     contain a password."""
     left = [host for host in hosts if not _bypassed(host)]
     listed = ", ".join(names)

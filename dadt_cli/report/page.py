@@ -161,8 +161,8 @@ def _end(code: int | None) -> str:
 
 
 def _snapshots(record: JobRecord, running: bool) -> dict[str, Any] | None:
-    """Return the steps of complete snapshots, and the command that resumes the job, even if its launcher was killed;
-    None if there are no snapshots and no such command."""
+    """Return the steps of complete snapshots and, unless the job runs or has succeeded, the command that resumes it;
+    None without snapshots and such a command."""
     config = record.report.get("config") or {}
     root, came_from = (_path(config.get(name)) for name in ("snapshot_dir", "resume"))
     found = snapshots.whole(Path(root)) if root else []

@@ -56,7 +56,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def read(paths: Sequence[Path], summary: Summary) -> None:
-    """Add all events of the files to the summary. Raises ConfigError for a file that is no timeline."""
+    """Add all events of the files to the summary. Raises ConfigError for a file that is not a timeline."""
     for path in paths:
         for event in events(path, summary.torn):
             try:
@@ -66,8 +66,8 @@ def read(paths: Sequence[Path], summary: Summary) -> None:
 
 
 def events(path: Path, torn: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file, reading line by line since the file may be large. torn: receives a sentence if the
-    file is incomplete. Raises ConfigError if the file is no timeline."""
+    """Yield the events of a file, reading line by line since the file may be large. torn: a list to which a sentence is
+    added if the file is incomplete. Raises ConfigError if the file is not a timeline."""
     try:
         with path.open("rb") as file:
             head = file.readline()

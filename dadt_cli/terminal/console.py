@@ -22,8 +22,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ReaderGone(DadtError):
-    """Raised when the program that reads dadt's output has closed it. The training then ends, since nobody would see
-    its output."""
+    """Raised when the program that reads dadt's output has closed the pipe. The training then ends, since nobody would
+    see its output."""
 
     exit_code = 141
 
