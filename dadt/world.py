@@ -183,8 +183,8 @@ def outlive_peers() -> None:
 
 
 def tell_horovod(place: Mapping[str, int]) -> None:
-    """Set HOROVOD_RANK and similar variables, in which scripts for Horovod find this rank's number and similar ones.
-    place: these numbers by name, such as RANK."""
+    """Set HOROVOD_RANK and similar variables, in which scripts for Horovod find their rank, world size and so on.
+    place: the numbers by name, such as RANK."""
     os.environ.update({f"HOROVOD_{name}": str(number) for name, number in place.items()})
 
 

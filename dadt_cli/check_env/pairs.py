@@ -150,7 +150,7 @@ class _Host:
 
     def _flow(self, other: int, kind: int, *, calls: bool) -> float | None:
         """Send or receive data at full speed: with UP, the calling host sends, with DOWN, the answering host. Returns
-        bytes per second on the receiving host, otherwise None."""
+        bytes per second on the host that receives, None on the host that sends."""
         with ExitStack() as stack:
             lines = [
                 stack.enter_context(self._call(other, kind) if calls else self._answer(other, kind))

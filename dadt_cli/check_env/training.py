@@ -83,7 +83,7 @@ def _job(name: str, function: Any, np: int, hosts: str, settings: dict[str, Any]
 
 
 def _steps() -> list[float]:
-    """Runs in a worker: train a few steps as an ordinary script would. Returns the weights."""
+    """Train a few steps as an ordinary script would, and return the weights; called in each worker."""
     import torch
 
     torch.manual_seed(int(os.environ["DADT_RANK"]))
@@ -97,7 +97,7 @@ def _steps() -> list[float]:
 
 
 def _average() -> float:
-    """Runs in a worker: return the median seconds to average a tensor."""
+    """Return the median seconds to average a tensor; called in each worker."""
     import statistics
 
     import torch

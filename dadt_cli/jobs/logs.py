@@ -81,7 +81,8 @@ class LogTail:
 
 
 def _files(folder: Path, ranks: set[int] | None) -> list[Path]:
-    """Return the log files of the ranks (None: of all). Raises ConfigError if a rank has no log file."""
+    """Return the log files of the ranks; those of all ranks if `ranks` is None. Raises ConfigError if a rank has no log
+    file."""
     try:
         logs = ((LOG.fullmatch(path.name), path) for path in folder.iterdir())
         found = {int(name[1]): path for name, path in logs if name}
