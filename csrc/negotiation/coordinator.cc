@@ -292,7 +292,7 @@ void Coordinator::fail_unfinished_groups() {
   groups_.clear();
 }
 
-// Deletes failed rounds that all ranks have passed, and groups that all ranks have finished.
+// Deletes failed rounds that all ranks have finished, and groups in which no round is unfinished on any rank.
 void Coordinator::forget_groups() {
   for (auto item = groups_.begin(); item != groups_.end();) {
     Group& group = item->second;

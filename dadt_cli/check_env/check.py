@@ -1,4 +1,4 @@
-"""The result of one check: a verdict, a value and a remedy; and a function that runs a program for a check."""
+"""Defines the result of one check (a verdict, a value and a remedy), and a function that runs a program for a check."""
 
 from __future__ import annotations
 
