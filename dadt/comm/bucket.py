@@ -28,7 +28,8 @@ DTYPES = {
 }
 _ALIGNMENT = 16  # elements per alignment unit, so that every fp32 tensor starts on a new cache line
 _LARGE = 1 << 20
-"""Least bytes of a flat buffer that gets extra room for step metadata (lanes), so that it can be reduced in place."""
+"""Size in bytes from which a flat buffer has extra room for step metadata (lanes), so that values and metadata can be
+reduced together in place."""
 _RANKS, _LANE = 64, 64
 """Extra room behind a flat buffer: step metadata (lanes) of up to 64 ranks, each 64 bytes plus one bit per tensor. If
 the metadata needs more, the buffer is not reduced in place."""
@@ -49,8 +50,9 @@ class Bucket:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], direct: bool = False, turns: int = 2) -> None:
-        """tensors: of a sharded tensor, only this rank's part is sent. direct: whether the executor moves the tensors'
-        device memory itself, so that the flat buffers are allocated on the device. turns: number of flat buffers."""
+        """tensors: if one is sharded, only this rank's part of it is sent. direct: whether the executor moves the
+        tensors' device memory itself, so that the flat buffers are allocated on the device. turns: number of flat
+        buffers."""
         self.tensors = list(tensors)
         first = self.tensors[0]
         self.device = first.device
@@ -118,8 +120,9 @@ class Bucket:
         return self._views_of(flat)[1]
 
     def _views_of(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the flat buffer and one tensor per bucket tensor that shares the buffer's memory. These tensors are
-        not views to autograd, which would forbid detach_(); scripts call detach_() on gradients."""
+        """Return the flat buffer and, for each tensor of the bucket, a tensor that lies in the buffer's memory.
+        Autograd does not know these tensors as views: it forbids detach_() on views, and scripts call detach_() on
+        gradients."""
         return flat, [
             torch.empty(0, dtype=self.dtype, device=flat.device).set_(flat.untyped_storage(), o, t.size(), s)
             for o, t, s in zip(self._offsets, self.parts, self.strides, strict=False)
@@ -132,8 +135,8 @@ class Bucket:
         self.__dict__.pop("pointers", None)
 
     def stage(self, values: Sequence[torch.Tensor | None], turn: int) -> Staged:
-        """Return the values in the order that all ranks use, in memory that the exchange can read. A value is copied
-        only if its device, dtype or strides do not fit.
+        """Return the values in memory that the exchange can read, with the strides that all ranks use. A value is
+        copied only if its device, dtype or strides do not fit.
 
         Copies from a GPU run asynchronously; the result's `ready` event marks their end.
         """
@@ -152,8 +155,8 @@ class Bucket:
         return Staged([*self.views[turn]], None)
 
     def _bring(self, values: Sequence[torch.Tensor | None], turn: int) -> Staged:
-        """Copy a GPU's values to host memory: packs them into one tensor on the GPU, then copies it on a separate CUDA
-        stream, overlapping with computation."""
+        """Copy values from a GPU to host memory: pack them into one tensor on the GPU, then copy this tensor on a
+        separate CUDA stream while computation continues."""
         views = self.views[turn]
         flat, places = self._views_of(torch.zeros(self._offsets[-1], dtype=self.dtype, device=self.device))
         moved = [(place, v) for place, v in zip(places, values, strict=True) if v is not None]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 _FEW = 64
-"""Number of operations up to which finished ones are released only in the order of their start, which is cheaper."""
+"""Number of operations in the queue up to which it is only checked from its oldest end, which is cheaper than checking
+all."""
 _forever: list[Any] = []
 
 
@@ -51,15 +52,16 @@ class KeepAlive:
         del gone
 
     def close(self) -> None:
-        """Release all objects, since no operation is in progress any more; after an error, leak the objects instead."""
+        """Release all objects, since no operation is in progress any more. After an error, keep them alive forever
+        instead."""
         with self._lock:
             gone, self._held = self._held, deque()
             self._keep_if_failed(gone)
         del gone
 
     def _keep_if_failed(self, gone: deque[tuple[Waited, Any]]) -> None:
-        """After an error, leak both what is about to be released and what is still in use. Call this after checking
-        `done`: an operation that was done before the error has really ended."""
+        """After an error, keep alive forever both what is about to be released and what is still in use. Call this
+        after checking `done`, because only an operation that was done before the error has surely ended."""
         if self._failed():
             leak((gone, self._held))
             self._held = deque()

@@ -8,25 +8,26 @@ from typing import Any, NamedTuple, Protocol
 from dadt._core import LinkCounts
 
 TELL_SECONDS = 1.0
-"""Least seconds between two reports of links."""
+"""Shortest time in seconds between two of a rank's reports about its links to the launcher."""
 MOST_TOLD = 8
-"""Largest number of links in a report, which has those that carried most since they were last reported."""
+"""Largest number of links in a report: those that carried most bytes since they were last reported."""
 MOST_AT_END = 256
 """Largest number of links in a rank's last report."""
 
 
 class LinkTotals(NamedTuple):
-    """Totals of all connections with the ranks of one other host so far."""
+    """Traffic totals, so far, of all connections of this rank with the ranks of one other host."""
 
     sent: int = 0
     """Bytes that this rank has sent and the other host has received."""
     received: int = 0
     resent: int = 0
-    """Bytes that were sent again."""
+    """Bytes that TCP has sent again, because they were lost."""
     busy: float = 0.0
-    """Seconds in which bytes were under way and the other host had room for more."""
+    """Seconds in which bytes were in flight and the other host was able to receive more, so that only the network
+    limited the rate."""
     round_trip: float = 0.0
-    """Seconds of a round trip, at the last reading."""
+    """Round trip time in seconds, at the last reading."""
     queued: int = 0
     """Bytes that waited in the kernel to be sent, at the last reading."""
     at: float = 0.0
@@ -37,7 +38,7 @@ class LinkTotals(NamedTuple):
         return self.sent + self.received
 
     def beside(self, other: LinkTotals) -> LinkTotals:
-        """Return the sum of two totals of connections that are used at the same time, so that their busy seconds may
+        """Return these totals plus those of connections that are used at the same time, whose busy seconds may
         overlap."""
         most = max(self, other, key=lambda totals: totals.sent)
         sums = (self.sent + other.sent, self.received + other.received, self.resent + other.resent)
@@ -45,24 +46,25 @@ class LinkTotals(NamedTuple):
         return LinkTotals(*sums, max(self.busy, other.busy), most.round_trip, queued, at)
 
     def after(self, before: LinkTotals) -> LinkTotals:
-        """Return the sum of these totals and those of earlier connections, which these connections have replaced."""
+        """Return these totals plus those of earlier connections that these connections have replaced."""
         sums = (self.sent + before.sent, self.received + before.received, self.resent + before.resent)
         return LinkTotals(*sums, self.busy + before.busy, self.round_trip, self.queued, max(self.at, before.at))
 
 
 class Counting(Protocol):
-    """Interface of an object that counts the bytes of its connections, by the other rank's index."""
+    """Interface of an object that counts the bytes of a rank's connections. `counts` returns one entry for each rank of
+    the group."""
 
     def counts(self) -> list[LinkCounts]: ...
 
 
 Links = Callable[[], Mapping[int, LinkTotals]]
-"""Function that returns the totals for each other host, by one rank of that host."""
+"""Function that returns the traffic totals for each other host. A key is the number of one rank on that host."""
 
 
 def by_host(counting: Sequence[Counting], stands: Sequence[int | None]) -> Links:
-    """Return a function for the totals of these connections. stands: for each rank of the group, the rank under which
-    its host is listed; None for ranks on this host."""
+    """Return a function that adds up the totals of these connections for each host. stands: for each rank of the group,
+    the rank that stands for its host as a key of the result; None for ranks on this host."""
 
     def read() -> Mapping[int, LinkTotals]:
         counts = [zip(stands, each.counts(), strict=True) for each in counting]
@@ -72,7 +74,8 @@ def by_host(counting: Sequence[Counting], stands: Sequence[int | None]) -> Links
 
 
 def together(links: Iterable[tuple[int, LinkTotals]]) -> dict[int, LinkTotals]:
-    """Add up the totals of links that are used at the same time. links: pairs of totals and the rank of their host."""
+    """Add up, for each host, the totals of connections that are used at the same time. links: pairs of a rank that
+    stands for a host, and totals."""
     sums: dict[int, LinkTotals] = {}
     for rank, totals in links:
         sums[rank] = sums[rank].beside(totals) if rank in sums else totals
@@ -80,8 +83,8 @@ def together(links: Iterable[tuple[int, LinkTotals]]) -> dict[int, LinkTotals]:
 
 
 def renumbered(read: Links, ranks: Sequence[int]) -> Links:
-    """Return the same function with hosts listed by ranks' numbers in the whole job. ranks: these numbers, by index in
-    the group."""
+    """Return the function `read` with keys converted to ranks' numbers in the whole job. ranks: these numbers, by index
+    in the group."""
     return lambda: {ranks[place]: totals for place, totals in read().items()}
 
 
@@ -91,7 +94,7 @@ def _after(now: Mapping[int, LinkTotals], before: Mapping[int, LinkTotals]) -> d
 
 
 def _told(totals: LinkTotals) -> dict[str, Any]:
-    """Return the totals to report to the launcher, without the time, which is that of another host's clock."""
+    """Return the totals to report to the launcher, without the time of reading, since clocks differ between hosts."""
     return {name: value for name, value in totals._asdict().items() if name != "at"}
 
 
@@ -106,8 +109,8 @@ class LinkRecord:
         self._told: dict[int, LinkTotals] = {}
         self._due = float("-inf")
         self._counted: tuple[Mapping[int, LinkTotals], Mapping[object, Links]] = {}, {}
-        """Totals of connections that have ended, and the functions that return those of open ones. Both are replaced at
-        once, as another thread may read them."""
+        """Totals of connections that have ended, and functions that return the totals of open ones. The pair is
+        replaced as a whole, because another thread may read it."""
 
     def begin(self, name: object, read: Links) -> None:
         """Count the bytes of a connection, which takes the place of an earlier one of the same name."""
@@ -123,13 +126,14 @@ class LinkRecord:
             self._counted = _after(open[name](), ended), others
 
     def totals(self) -> Mapping[int, LinkTotals]:
-        """Return the totals for each other host, by one rank of that host."""
+        """Return the traffic totals for each other host. A key is the number of one rank on that host."""
         ended, open = self._counted
         return _after(together(link for read in open.values() for link in read().items()), ended)
 
     def news(self, now: float, last: bool = False) -> list[dict[str, Any]]:
-        """Return the links to report to the launcher; none if the last report is less than TELL_SECONDS old, which
-        bounds the amount. now: seconds of a monotonic clock. last: whether this is the rank's last report."""
+        """Return the totals of links to report to the launcher. The list is empty if the last report is less than
+        TELL_SECONDS old, which bounds the number of reports. now: seconds of a monotonic clock. last: whether this is
+        the rank's last report."""
         if now < self._due and not last:
             return []
         self._due = now + TELL_SECONDS

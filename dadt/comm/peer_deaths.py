@@ -16,7 +16,8 @@ from typing import Protocol
 from dadt.errors import CommError, CommTimeout, Mismatch, PeerLost
 
 NAME_SECONDS = 2.0
-"""Seconds to wait for an agent's report of which rank has ended, since a library may notice a peer's end earlier."""
+"""Seconds that a rank waits, after a library's error, for its agent to report which rank has ended: a library may
+notice a peer's end earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,12 @@ class Generation:
     members: tuple[int, ...] = ()
     """Ranks of this generation, ascending, by their numbers in the whole job."""
     firsts: tuple[int, ...] = ()
-    """First rank on each host, which writes files there. Replacement workers do not become first rank unless all ranks
-    are new."""
+    """The first rank on each host, which writes the files there. A replacement worker does not become first rank unless
+    all ranks of its host are replacements."""
     text: str = ""
     """Text for the user that says which rank has ended, where and how."""
     handed: int = 0
-    """Number of the newest generation that began with a replacement worker for which all other ranks had waited."""
+    """Number of the newest generation that began when a replacement worker joined and all other ranks waited for it."""
     writers: tuple[int, ...] = ()
     """`World.folder_writer` of each member, in the order of `members`; empty if no hosts share a folder."""
 
@@ -60,9 +61,9 @@ class Deaths:
         self._news = threading.Condition(self._lock)
         self._aborts: list[Abort] = []
         self._known = threading.Event()
-        """Set once the end of a rank, or a generation that this rank has not entered yet, was reported."""
+        """Set once an agent has reported the end of a rank, or a generation that this rank has not entered yet."""
         self._final = False
-        """Whether the end of a rank was reported without which the job does not continue."""
+        """Whether a rank has ended without which the job cannot continue."""
         self.text = ""
         """Text of the first reported end: which rank has ended, where and how."""
         self._newest = Generation()
@@ -70,7 +71,8 @@ class Deaths:
         self.listening = False
         """Whether a thread listens to the agent, so that `tell` will be called if a rank ends."""
         self.preempted = False
-        """Whether this rank must end soon because its host is being taken away, however far other ranks are."""
+        """Whether this rank must end soon because its host is being preempted, no matter which step the other ranks
+        have reached."""
         self._left: tuple[int, str] | None = None
         """Number of steps after which a rank exited successfully while others still train, and the error text that says
         so; None if no rank has."""
@@ -90,8 +92,8 @@ class Deaths:
             self._aborts = [each for each in self._aborts if each != abort]
 
     def tell(self, text: str) -> None:
-        """Report the end of a rank that the other ranks need: all operations fail. text: which rank, where and how;
-        only the first report counts."""
+        """Report the end of a rank without which the job cannot continue, so that all operations fail. text: which rank
+        has ended, where and how; only the first report counts."""
         with self._lock:
             if self._final:
                 return
@@ -132,7 +134,7 @@ class Deaths:
     def enter(self, error: Exception, seconds: float) -> Generation:
         """Enter and return the newest generation. Connections of the previous one have failed with `error`.
 
-        Raises `error` if no generation is reported within this many seconds, and PeerLost if the job does not continue.
+        Raises `error` if no generation is reported within this many seconds, and PeerLost if the job cannot continue.
         """
         known = self._known.wait(seconds)
         if self._final and str(error) != self.text:
@@ -148,26 +150,28 @@ class Deaths:
 
     def tell_left(self, text: str, steps: int, mine: int) -> None:
         """Report that a rank ended successfully after `steps` steps, while this rank has taken `mine`. Operations that
-        both have begun may still complete, so the end counts once this rank has taken as many steps."""
+        both ranks have begun may still complete, so the end counts as a loss only once this rank has taken `steps`
+        steps, too."""
         with self._lock:
             self._left = (steps, text)
         self.stepped(mine)
 
     def stepped(self, mine: int) -> None:
-        """Called when this rank has taken `mine` steps: an earlier end of another rank may count from this step on."""
+        """Called after each step of this rank, the last of which is number `mine`: report the end of a rank that has
+        exited after as many steps."""
         if self._left is not None and mine >= self._left[0]:
             self.tell(self._left[1])
 
     def check(self) -> None:
-        """Raise PeerLost if a rank has ended without which the job does not continue. Called by ranks that wait for no
-        operation, whose errors would report this."""
+        """Raise PeerLost if a rank has ended without which the job cannot continue. For ranks that wait for no
+        operation, whose error would report this."""
         if self._final:
             raise PeerLost(self.text)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Context manager: if a rank's end has caused an error raised within, raises PeerLost that names the rank
-        instead."""
+        """Context manager that replaces a CommError raised in its body by a PeerLost that names the ended rank, if a
+        rank's end has caused the error."""
         try:
             yield
         except CommError as error:

@@ -19,16 +19,16 @@ import torch
 from dadt.errors import DadtError, Mismatch
 
 DEPTH = 100
-"""Most levels of nested containers that are accepted."""
+"""Maximum nesting depth of containers in a value."""
 _DIMENSIONS = 32
 _MOST = 1 << 56
-"""Most elements of a tensor or array, with dimensions of 0 counted as 1: few enough that torch and NumPy can count the
-bytes without overflow."""
+"""Maximum number of elements of a tensor or array, where a dimension of 0 counts as 1: few enough that torch and NumPy
+can compute the size in bytes without overflow."""
 _COUNT = struct.Struct("<Q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<dd")
 _FACTORIES = (None, list, dict, set, tuple, int, float, str)
-"""Values of a defaultdict's `default_factory` that can be sent. Bytes hold the index of an entry, so their order is
+"""Factories of a defaultdict that can be sent. The bytes contain the index of a factory in this tuple, so the order is
 part of the format."""
 _DTYPES: list[torch.dtype] = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
@@ -107,8 +107,8 @@ class _Writer:
             self._path.pop()
 
     def tensor(self, value: torch.Tensor) -> None:
-        """Append the tensor. The memory of a dense tensor is copied once, as it lies, with the order of its
-        dimensions."""
+        """Append the tensor. The memory of a dense tensor is copied once, without reordering, together with the order
+        of its dimensions."""
         if value.layout != torch.strided or value.dtype not in _NAMES or value.is_meta:
             self._refuse(value, f"a {str(value.layout).removeprefix('torch.')} tensor of {value.dtype}, ")
         host = value.detach().resolve_conj().resolve_neg().to("cpu")
@@ -165,7 +165,8 @@ class _Reader:
         return number
 
     def items(self) -> int:
-        """Read the number of items that follow. Each item takes at least one byte, which bounds the number."""
+        """Read the number of items that follow. Each item takes at least one byte, so a number above the remaining
+        bytes is refused."""
         number = self.count()
         if number > self.left:
             _wrong(f"{number} items are announced, and {self.left} bytes are there")
@@ -217,8 +218,8 @@ class _Reader:
         return sizes
 
     def memory(self, sizes: Sequence[int], width: int) -> memoryview:
-        """Return the memory of an array with these sizes and elements of `width` bytes. Raises Mismatch if the length
-        differs."""
+        """Read the memory of an array with these sizes, whose elements have `width` bytes. Raises Mismatch if the
+        stored length is another one."""
         data = self.bytes()
         if len(data) != math.prod(sizes) * width:
             _wrong(f"{len(data)} bytes are not {sizes} elements of {width} bytes")

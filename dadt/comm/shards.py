@@ -16,13 +16,13 @@ PART = "_local_tensor"
 
 
 def is_sharded(tensor: torch.Tensor | None) -> bool:
-    # The class is not tested, since its module is slow to import.
+    # Looks for a method instead of the class DTensor, whose module is slow to import.
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part, in the memory of the tensor itself: the same object at each call, which `to_local` of a
-    parameter does not return."""
+    """Return this rank's part of the tensor, not a copy. Unlike a parameter's `to_local`, this returns the same object
+    at each call."""
     return cast(torch.Tensor, getattr(tensor, PART, tensor))
 
 
@@ -34,7 +34,7 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return this rank's part of each parameter's gradient; None for a parameter without one."""
     every = list(map(_gradient, parameters))
-    # All gradients are tested without a Python call for each, as this runs several times in a step.
+    # `map` avoids a Python call for each gradient, since this runs several times in a step.
     sharded = any(map(hasattr, every, repeat("to_local")))
     return [None if g is None else local(g) for g in every] if sharded else every
 
@@ -50,7 +50,8 @@ def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def place(tensor: torch.Tensor) -> str:
-    """Return a text about the part of the tensor that this rank stores; equal on ranks with equal parts."""
+    """Return a text that describes which part of the tensor this rank stores; equal on ranks with equally divided
+    tensors. Empty if it is not sharded."""
     if not is_sharded(tensor):
         return ""
     sharded = cast(Any, tensor)

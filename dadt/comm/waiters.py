@@ -1,4 +1,4 @@
-"""Reusable threads that wait for blocking library calls, so that other threads need not wait."""
+"""Reusable threads that make blocking calls of libraries, so that other threads need not wait for these calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Waiters:
         self._jobs.put(job)
 
     def close(self, timeout: float = 0.0) -> None:
-        """End the threads as soon as their waits are over. timeout: seconds to wait for the threads to end."""
+        """End the threads as soon as their jobs are done. timeout: seconds to wait for the threads to end."""
         self._closed = True
         self._jobs.put(None)
         deadline = monotonic() + timeout
@@ -42,6 +42,6 @@ class Waiters:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # the reference would keep tensors alive that the job uses
+            del job  # otherwise the variable keeps the job's tensors alive
             self._idle.release()
         self._jobs.put(None)  # the end mark (None) is passed on to the next thread of the pool

@@ -50,7 +50,7 @@ _live: weakref.WeakSet[Backend] = weakref.WeakSet()
 
 def create(options: Any, own: Any, watch: Callable[[Abort], None]) -> Backend:
     """Create one rank's side of a process group; torch calls this from init_process_group and new_group. watch:
-    registers a callback for the end of a rank of the job. Raises ValueError if `own` (pg_options) is set."""
+    registers a callback that is called when a rank of the job ends. Raises ValueError if `own` (pg_options) is set."""
     if own is not None:
         raise ValueError(f"backend dadt has no options of its own, but pg_options is {own!r}; leave it out")
     members = list(options.global_ranks_in_group)
@@ -63,7 +63,7 @@ def create(options: Any, own: Any, watch: Callable[[Abort], None]) -> Backend:
 
 
 def _lose(reason: str, lost: bool) -> None:
-    """Called when a rank has ended: fail all open process groups, so that no operation waits for it."""
+    """Fail all open process groups because a rank of the job has ended, so that no operation waits for this rank."""
     for group in list(_live):
         group.lose(reason)
 
@@ -79,7 +79,8 @@ def _end() -> None:
 
 
 def _verb(method: _Verb) -> _Verb:
-    """Decorate a collective: CUDA tensors use NCCL's method of the same name if every rank has its own GPU."""
+    """Decorator for the method of a collective. For CUDA tensors, it calls NCCL's method of the same name if every rank
+    has its own GPU."""
 
     @wraps(method)
     def either(self: Backend, *args: Any, **options: Any) -> Any:
@@ -92,7 +93,8 @@ def _verb(method: _Verb) -> _Verb:
 
 
 class Backend(_ProcessGroup):  # type: ignore[misc]
-    """The methods that torch.distributed calls. Ranks count within the group; most calls pass lists with one tensor."""
+    """The methods that torch.distributed calls. Rank numbers are those within the group; most calls pass a list with
+    one tensor."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, members: Sequence[int] = ()) -> None:
         """members: global ranks of the group. Raises StartTimeout naming those that do not join in `timeout`
@@ -226,12 +228,12 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> BackendWork:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # like NCCL's barrier, wait for queued work too
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # waits for queued work, as NCCL does
             torch.cuda.current_stream().synchronize()
         return self._run([], opts, [operation.barrier(self._size)])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks arrive. wait_all_ranks changes nothing, as errors always name every missing rank."""
+        """Wait until all ranks arrive. wait_all_ranks has no effect, because errors always name every missing rank."""
         self._run([], None, [operation.barrier(self._size)]).wait(timeout)
 
     # Messages between two ranks ---------------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
         return self._deliveries.add(delivery)
 
     def _nccl(self) -> Any:
-        """Return the group's NCCL process group, created on first use: by then the script has chosen its GPU.
+        """Return the group's NCCL process group, created on first use, because by then the script has chosen its GPU.
 
         Wraps ProcessGroupNCCL in a ProcessGroup, because only the wrapper exposes all collectives to Python.
         """

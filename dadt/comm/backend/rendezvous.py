@@ -37,8 +37,8 @@ class Surroundings:
 
 
 class GroupRendezvous(Meet):
-    """One rank's view of the rendezvous of a process group. It has no secret, since every process that can reach the
-    script's own store counts as a rank of the group. timeout: seconds within which all ranks must join."""
+    """One rank's view of the rendezvous of a process group. The ranks share no secret, since every process that can
+    reach the script's own store counts as a rank of the group. timeout: seconds within which all ranks must join."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         self._store = store
@@ -61,7 +61,7 @@ class GroupRendezvous(Meet):
         return [self._store.get(each) for each in keys]
 
     def _await(self, keys: Sequence[str], blame: Callable[[Sequence[str]], str]) -> None:
-        """Wait until all keys are in the store. blame: describes the missing keys for the error text. Raises
+        """Wait until all keys are in the store. blame: returns the error text for the keys that are missing. Raises
         StartTimeout."""
         # Poll, because the store's own wait() prints a warning whenever it times out.
         if not polled(lambda: self._store.check(list(keys)), self._timeout):
@@ -106,7 +106,7 @@ class GroupRendezvous(Meet):
 
     def absent(self, call: int) -> list[int]:
         """Return the ranks that have not reported, within ROLL_CALL_SECONDS, a wait in call number `call` or a later
-        one. Empty if the store is unreachable."""
+        one. Returns an empty list if the store is unreachable."""
 
         def missing() -> list[int]:
             return [rank for rank in range(self._size) if self._last(rank) < call]

@@ -52,8 +52,8 @@ class BackendWork(Work):
 
     @classmethod
     def of(cls, owner: PendingWorks, several: Sequence[BackendWork], limit: float) -> BackendWork:
-        """Return one work handle that is done when all works in `several` are. limit: seconds to wait; 0 or less leaves
-        the limit to the executor."""
+        """Return one work handle that is done when all work handles in `several` are done. limit: seconds to wait; 0 or
+        less leaves the limit to the executor."""
         parcels = [parcel for each in several for parcel in each._parcels]
         outputs = [output for each in several for output in each._outputs]
         number = max((each._number for each in several), default=0)
@@ -189,8 +189,8 @@ class PendingWorks:
         self._flying.discard(delivery)
 
     def complete_later(self, delivery: BackendWork) -> None:
-        """Complete the work's future in a separate Python thread. The C++ core's threads never take the GIL, and the
-        callback of one future may wait for another future."""
+        """Complete the work's future in a separate Python thread, because the C++ core's threads never take the GIL,
+        and because the callback of one future may wait for another future."""
         self._waiters.run(delivery.complete)
 
     def announce(self, number: int) -> None:

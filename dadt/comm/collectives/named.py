@@ -34,12 +34,12 @@ _RANK = struct.Struct("<I")
 _GREETING_BYTES = _TOKEN_BYTES + _RANK.size
 _DUMP = "dump"
 _MOST_TOLD = 8
-"""Largest number of tensors of which a rank prints that they wait, of those that stall at the same time."""
+"""Largest number of tensors that a rank names when several stall at the same time; it only counts the others."""
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 6),
-    # Milliseconds until unacknowledged data ends a connection; keepalive probes are not sent in this case.
+    # Milliseconds after which unacknowledged data breaks a connection; meanwhile the kernel sends no keepalive probes.
     (socket.TCP_USER_TIMEOUT, 40_000),
 )
 """TCP options that detect the loss of a peer's host within 40 s."""
@@ -48,7 +48,7 @@ _KEEPALIVE = (
 class Named:
     """One rank's collectives on named tensors. Methods may be called from any thread.
 
-    An error of one tensor fails this tensor only; any other error is permanent and reaches all ranks.
+    An error that concerns one tensor fails this tensor only; any other error is permanent and reaches all ranks.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Named:
         return self._negotiation.error is not None or self.connection.failed
 
     def _listen(self) -> None:
-        """Body of the watch thread: prints which tensors rank 0 reports as stalled, and dumps stacks when rank 0 orders
-        a dump."""
+        """Thread that prints which tensors rank 0 reports as stalled, and writes this rank's stacks when rank 0 orders
+        it."""
         while (notices := self._negotiation.notices(3600.0)) is not None:
             self._hear(notices)
 
@@ -158,8 +158,8 @@ class Named:
             _dump(self.rank)
 
     def _tell(self, stalls: Sequence[_core.Stall]) -> None:
-        """Handle tensors that have stalled together as `--on-stall` says. Printing comes after the orders to other
-        ranks, since writing fails if the reader of the output is gone."""
+        """Report tensors that have stalled at the same time, and abort or write stacks as `--on-stall` says. Other
+        ranks get their orders before this rank prints, since printing fails if the reader of the output has ended."""
         texts = [describe(stall) for stall in stalls[:_MOST_TOLD]]
         if self._on_stall == "abort":
             self._negotiation.abort(texts[0])
@@ -214,8 +214,8 @@ def _connect(world: World, meet: Meet, timeout: float) -> list[int]:
 
 
 def _listener(world: World) -> socket.socket:
-    """Return a listening socket. If all ranks share a host, it has an abstract Unix address: no file remains, and other
-    hosts cannot connect."""
+    """Return a listening socket. If all ranks share a host, it has an abstract Unix address, so that no file remains
+    and other hosts cannot connect."""
     if world.local_size == world.world_size:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(f"\0dadt-{secrets.token_hex(16)}")
@@ -322,8 +322,8 @@ _open: weakref.WeakSet[Named] = weakref.WeakSet()
 
 
 def _forsake_all() -> None:
-    """Close the inherited connections in a forked child: while the child holds them open, peers would not notice the
-    parent's end."""
+    """Close the inherited connections in a forked child, because peers would not notice the parent's end while the
+    child has them open."""
     for named in list(_open):
         named._negotiation.forsake()
 

@@ -284,7 +284,8 @@ def _receive(call: Operation, outputs: Sequence[torch.Tensor] | None, like: torc
 
 
 def _new(memory: Any, like: torch.Tensor, trail: tuple[int, ...], rows: int) -> torch.Tensor:
-    """Return the received bytes as a tensor with one row per received row. rows: number of rows if they are empty."""
+    """Return the received bytes as a tensor of rows with the sizes `trail`. rows: number of rows if a row has no
+    elements, so that the bytes do not show it."""
     size = memoryview(memory).nbytes
     if size == 0:
         row = torch.Size(trail).numel()

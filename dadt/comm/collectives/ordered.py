@@ -57,8 +57,8 @@ class OrderedGroup:
     def submit(self, call: Operation) -> Pending:
         """Start the operation without waiting for it."""
         self.calls += 1
-        # All ranks compare the operation's name, which includes the call's number and signature: scripts may differ in
-        # the order of calls or in their arguments.
+        # All ranks compare the operation's name, which includes the call's number and signature, because scripts may
+        # differ in the order or the arguments of their calls.
         engine = self.connection.engine_of(call.kind)
         work = start(engine, call, f"call {self.calls}, {call.signature}")
         self._kept.add(work, call)

@@ -133,7 +133,8 @@ class ProcessSet:
 
     @property
     def links(self) -> Links:
-        """Function that returns the totals of the set's connection, by the ranks' numbers in the whole job."""
+        """Function that returns the traffic of the set's connections with other hosts, by the ranks' numbers in the
+        whole job."""
         return renumbered(self.named.connection.links, self.ranks)
 
     def number_of(self, rank: int, what: str) -> int:
@@ -153,8 +154,8 @@ class ProcessSet:
             return f"{call} after join {self._joins}" if self._joins else call
 
     def joined(self) -> None:
-        """Called when all ranks have joined. Restarts the numbering of unnamed calls, since ranks may have made
-        different numbers of them."""
+        """Restart the numbering of unnamed calls after all ranks have joined, since ranks may have made different
+        numbers of them before."""
         with self._lock:
             self._calls = itertools.count(1)
             self._joins += 1
@@ -182,7 +183,7 @@ class ProcessSet:
         )
 
     def naming_ranks(self) -> _NamingRanks:
-        """Return a context manager. Errors raised in its body get a note that ranks are counted within this set."""
+        """Return a context manager that adds to errors raised in its body that ranks are counted within this set."""
         return _NamingRanks(self)
 
     def close(self, timeout: float, reason: str = "") -> None:

@@ -17,7 +17,8 @@ from dadt.comm.compression.signs import BITS1, BITS2
 
 CODECS: dict[str, Codec] = {"bf16": BFLOAT16, "fp16": FLOAT16, "int8": INT8, "int4": INT4}
 OF_MOMENTUM: dict[str, Codec] = {"momentum:1": BITS1, "momentum:2": BITS2}
-"""Codecs of the optimizer's momentum, by the value of --compression; gradients travel by int4 under these names."""
+"""Codec for the optimizer's momentum under each `--compression momentum:N`. Gradients are sent as int4 under these
+values."""
 
 Form = Feedback | LowRank
 """State that one bucket carries from one exchange to the next under compression."""

@@ -55,7 +55,8 @@ class Feedback(Owing):
         self._owed: torch.Tensor | None = None
 
     def owed(self, total: int, device: torch.device | None = None) -> torch.Tensor:
-        """Return the residual of `total` values on the device (None: host memory); zeros at the first call."""
+        """Return the residual of the bucket's `total` values on this device (None: in host memory). At the first call
+        it is zero."""
         if self._owed is None:
             self._owed = torch.zeros(total, device=device or "cpu", dtype=torch.float32)
         # Restoring a snapshot may have put the residual on another device.

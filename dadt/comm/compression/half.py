@@ -28,8 +28,8 @@ class Short:
 
 
 def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values rounded once to `dtype`. Finite values stay finite: those out of range become the largest
-    finite value."""
+    """Return the values rounded once to `dtype`. Finite values stay finite, because those out of range become the
+    largest finite value."""
     most = torch.finfo(dtype).max
     return torch.where(values.isfinite(), values.clamp(-most, most), values).to(dtype)
 

@@ -23,7 +23,7 @@ class Integers:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         magnitude = values.abs().amax(1, keepdim=True)
-        # Divides by a tensor, since a GPU would replace division by a constant with multiplication by its reciprocal,
+        # Divide by a tensor, since a GPU would replace division by a constant with multiplication by its reciprocal,
         # which gives different bits.
         largest = torch.full_like(magnitude, 2 ** (self._bits - 1) - 1)
         scale = magnitude / largest

@@ -17,8 +17,8 @@ from dadt.comm.compression.feedback import Owing
 from dadt.comm.compression.half import narrowed
 
 _DEPENDENT = 1e-4
-"""A column counts as linearly dependent, so that its remainder is rounding error, if removing its projections on
-earlier columns leaves at most this share of its norm."""
+"""A column counts as linearly dependent on earlier columns if subtracting its projections on them leaves at most this
+share of its norm, because such a small remainder is mere rounding error."""
 _SEED = 1905_13727
 Learned = tuple[torch.Tensor, torch.Tensor | None]
 """Result of averaging one matrix: the mean of Q over ranks, and this rank's error, the part of its own matrix that P Q'
@@ -30,8 +30,8 @@ class LowRank(Owing):
     and this rank's residuals.
 
     A tensor counts as a matrix of its first dimension by all others. Vectors, and matrices that approximation would not
-    make smaller, travel unchanged. Ranks must have the same kind of processor, since each computes the product itself.
-    16-bit gradients travel as 32-bit floats, so that sums are not rounded.
+    make smaller, travel unchanged. Ranks must have the same kind of processor, since each computes the product P Q'
+    itself and the results must agree. 16-bit gradients travel as 32-bit floats, so that sums are not rounded.
     """
 
     def __init__(self, bucket: Bucket, rank: int) -> None:
@@ -67,7 +67,7 @@ class LowRank(Owing):
         self.epoch = 0
 
     def _begin(self) -> list[torch.Tensor]:
-        """Return the start values of the first iteration: random, but equal on all ranks."""
+        """Return the start values of the first iteration, which are random but equal on all ranks."""
         generator = torch.Generator().manual_seed(_SEED)
         sizes = [(m, r) for (_, m), r in zip(self._shapes, self._ranks, strict=True)]
         return [
@@ -93,14 +93,14 @@ class LowRank(Owing):
         """Store the residuals and the start values of the next iteration, after one averaging."""
         with torch.no_grad():
             for k, (mean, lost) in enumerate(learned):
-                # An infinite gradient reaches all ranks and must spoil neither residuals nor start values. A column of
-                # zeros would stay zero in every later iteration.
+                # An infinite gradient reaches all ranks; residuals and start values must stay finite. A column of zeros
+                # would stay zero in every later iteration.
                 useful = mean.isfinite().all() & mean.ne(0).any(0, keepdim=True)
                 self.bases[k] = torch.where(useful, mean, self.bases[k])
                 if lost is not None:
                     owed = self.owed[k]
                     # Under the algorithm `pipe` the next exchange has already started with its residual, so this error
-                    # is added to what the exchange after it will carry.
+                    # is added to the residual of the exchange after it.
                     self.owed[k] = lost if owed is None else owed + lost
 
     def owes(self, index: int) -> torch.Tensor | None:
@@ -163,11 +163,12 @@ class Round:
 
     @property
     def then(self) -> Staged:
-        """Input of the second allreduce. In host memory, the tensors may be taken before `halfway` has filled them."""
+        """Input of the second allreduce. In host memory, the caller may submit these tensors before `halfway` has
+        filled them."""
         return self.form.second.stage(list(self._own), self._turn)
 
     def halfway(self) -> None:
-        """Called when the first allreduce is done: compute the input of the second one."""
+        """Compute the input of the second allreduce from the result of the first."""
         form = self.form
         with torch.no_grad():
             self._bases = [orthonormal(form.first.deliver(i, self._turn)) for i in form.matrices]
@@ -176,7 +177,7 @@ class Round:
                     torch.mm(matrix.T, basis, out=own)
 
     def finish(self) -> None:
-        """Called when the second allreduce is done: write the averages into the bucket's flat buffer."""
+        """Write the averages into the bucket's flat buffer, once the second allreduce is done."""
         form, turn = self.form, self._turn
         places, place_dtype = form.bucket.views[turn], form.bucket.dtype
         with torch.no_grad():

@@ -84,7 +84,7 @@ class Measured(Protocol):
     """An executor that counts the bytes of its connections with other hosts."""
 
     def links(self) -> Mapping[int, LinkTotals]:
-        """Return the totals for each other host, by one rank of that host."""
+        """Return the traffic totals for each other host; a key is the number of one rank on that host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,11 @@ class Connection:
     """Device that averages tensors in its own memory; None if tensors travel through host memory."""
 
     links: Links = dict
-    """Function that returns the totals of the connections with other hosts; an empty mapping if nothing counts them."""
+    """Function that returns the traffic with other hosts so far; an empty mapping if no bytes are counted."""
 
     told: bool = True
-    """Whether ranks that call different operations get an error that says so; some libraries end the process instead.
-    """
+    """Whether ranks that call different operations get an error that names the difference. Some libraries end the
+    process instead."""
 
     def engine_of(self, kind: str) -> Engine:
         """Return the C++ engine for operations of this kind, such as "broadcast"."""
@@ -163,7 +163,7 @@ def beside(host: Connection, device: Device) -> Connection:
             device.close(failed=host.engine.error is not None)
         finally:
             ended = host.close()
-        # Only the answer of the host connection matters: CUDA reuses freed GPU memory only after the operations on its
+        # Only the result for host memory matters, because CUDA reuses freed GPU memory only after the operations on its
         # stream.
         return ended
 

@@ -100,7 +100,7 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
     own = name_of(name, ranks)
     devices = Backend.backend_capability.get(name, ["cpu"])
     device = None
-    if "cpu" not in devices:  # the only visible device, or the one that the script has chosen
+    if "cpu" not in devices:  # the script may have chosen this device
         device = torch.device(devices[0], torch.get_device_module(devices[0]).current_device())
     rank = ranks.index(world.rank)
 
@@ -146,7 +146,7 @@ def gloo_group(store: Any, address: str, rank: int, world_size: int, timeout: fl
 @contextmanager
 def _threads_give_way() -> Iterator[None]:
     """Context manager that gives threads started within it batch scheduling. Such threads do not interrupt a computing
-    thread for every few packets; they handle more packets at once, which halves the kernel's work."""
+    thread for every few packets, but handle many packets at once, which halves the kernel's work."""
     usual = os.sched_getscheduler(0) == os.SCHED_OTHER and _schedule(os.SCHED_BATCH)
     try:
         yield
@@ -203,7 +203,7 @@ class C10d:
         self._letters = FramedMessages(group, rank)
 
     def start(self, flat: torch.Tensor) -> Any:
-        """Start a sum or mean, in place, of a tensor in the kind of memory that the group moves. Returns
+        """Start a sum or mean over ranks, in place, of a tensor in memory that the group can access. Returns
         torch.distributed's Work."""
         options, real = AllreduceOptions(), torch.view_as_real(flat) if flat.is_complex() else flat
         if self.means and real.is_floating_point():
@@ -211,7 +211,7 @@ class C10d:
         return self._group.allreduce([real], options)
 
     def alltoall(self, sent: torch.Tensor, received: torch.Tensor) -> Any:
-        """Start to exchange parts of equal size with each rank, in the kind of memory that the group moves. Returns
+        """Start to exchange parts of equal size with each rank, of tensors in memory that the group can access. Returns
         torch.distributed's Work."""
         return self._group.alltoall_base(received.view(-1), sent.view(-1), [], [], AllToAllOptions())
 
@@ -300,7 +300,8 @@ class C10d:
             raise PeerLost("no message is sent or received any more: the job has failed")
 
     def _keep(self, message: C10dMessage, what: str) -> C10dMessage:
-        """Keep the message alive, since it would not be delivered otherwise. what: how error texts call the message."""
+        """Keep the message's object alive, since a library does not deliver a message whose object is destroyed. what:
+        the message's name in error texts."""
         message.what = what
         self._kept.add(message, message)
         with self._lock:

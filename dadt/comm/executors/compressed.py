@@ -1,5 +1,6 @@
 """Compressed allreduce over executors that move bytes. Each rank sums one part of the values, in float32 and in rank
-order, and sends the sum to all ranks: as many bytes as a ring, but values are rounded twice instead of at every hop."""
+order, and sends the sum to all ranks. This moves as many bytes as a ring allreduce, but rounds each value twice instead
+of at every hop."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from dadt.comm.executors.base import Executor
 
 
 class Parts(NamedTuple):
-    """Division of a compressed buffer's blocks among ranks: equally many each, in rank order; the last ranks may have
-    fewer or none."""
+    """Division of a compressed buffer's blocks among ranks: all ranks get equally many, in rank order, except the last
+    ranks, which may get fewer or none."""
 
     codec: _core.Codec
     total: int
@@ -54,9 +55,9 @@ def spread(
     """Sum this rank's part over all ranks' compressed inputs, compress the sum, and gather the parts of all ranks in
     `every`.
 
-    addresses, weights, divisor: of the inputs. owed: address of this rank's residual (compression error) of all values;
-    0 if there is none. share: inverse of the rank's weight; the sum's rounding error is multiplied by it before it is
-    added to the residual.
+    addresses, weights: memory address of each rank's input, and its factor in the sum. divisor: number by which the sum
+    is divided. owed: address of this rank's residual (compression error) of all values; 0 if there is none. share:
+    inverse of the rank's weight; the sum's rounding error is multiplied by it before it is added to the residual.
     """
     begin, end = parts.of(rank)
     mine = torch.empty(parts.bytes, dtype=torch.uint8, device="cpu")

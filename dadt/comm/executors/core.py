@@ -23,7 +23,7 @@ def shm(config: Config, world: World, meet: Meet) -> Connection:
 
 
 def null(config: Config, world: World, meet: Meet) -> Connection:
-    meet.exchange("null endpoint", b"")  # moves no data; only waits until all ranks have started, as other executors do
+    meet.exchange("null endpoint", b"")  # waits until all ranks have started, as other executors do
     executor = _core.NullExecutor(world.rank, world.world_size)
     engine = _core.Engine(executor, world.rank, world.world_size, config.timeout)
     if world.world_size > 1:

@@ -22,14 +22,15 @@ LOOK_SECONDS = 1e-4
 """Seconds between checks whether the device has reached an event."""
 
 Coding = tuple[Feedback, "torch.Tensor | float"]
-"""Compression state of a bucket, and the factor for the residual of its earlier exchanges."""
+"""The compression state of a bucket, and the factor by which the residual of earlier exchanges is multiplied."""
 
 
 class Starter(Protocol):
     """An executor for tensors on a device, which starts operations without waiting for them."""
 
     means: bool
-    """Whether `start` returns means of floating-point and complex numbers, which saves a division; if not, sums."""
+    """Whether `start` computes means of floating-point and complex numbers, so that no division follows; otherwise it
+    computes sums."""
 
     def start(self, flat: torch.Tensor) -> Any:
         """Start a sum over ranks, or a mean if `means`, in place. The returned work's `wait` makes the current CUDA
@@ -61,8 +62,8 @@ class Device:
         survives: bool = False,
     ) -> None:
         """executor: sums tensors on the device. engine: C++ engine that exchanges the step metadata and the weights of
-        ranks. survives: whether training continues when ranks are lost; if so, the host waits for each average, since
-        an aborted average would look finished.
+        ranks. survives: whether training continues when ranks are lost. In this case the host waits for each average,
+        since an aborted average looks like a finished one on the device.
         """
         self.survives = survives
         self._lock = threading.Lock()
@@ -97,7 +98,7 @@ class Device:
         ready, began, ended = self._event(), self._event(timing=True), self._event(timing=True)
         ready.record(self.module.current_stream(self.device))
         plain = int(beside.pop("plain", -1))
-        # 16-bit values under compression are summed in float32, and rounded once, after the division.
+        # Compressed 16-bit values are summed in float32 and rounded only once, after the division.
         wide = coding is not None and flat.element_size() == 2
         sums = torch.empty_like(flat, dtype=torch.float32) if wide else flat
         self._sum(values, places, flat, sums, coding, beside["weight"], beside["name"], ready, began, ended)
@@ -157,8 +158,8 @@ class Device:
                     tensor.record_stream(self._stream)
 
     def _sum_compressed(self, flat: torch.Tensor, feedback: Feedback, keep: torch.Tensor | float) -> None:
-        """Sum by compressed parts: each rank sums one part, in float32 and in rank order, and sends the sum to all
-        ranks. This moves as many bytes as a ring allreduce, without rounding at every hop."""
+        """Sum the values in compressed form: each rank sums one part, in float32 and in rank order, and sends the sum
+        to all ranks. This moves as many bytes as a ring allreduce, without rounding at every hop."""
         codec, size, total = feedback.codec, self.world_size, flat.numel()
         blocks = -(-total // (BLOCK * size)) * size
         owed = feedback.owed(total, flat.device)
@@ -183,8 +184,9 @@ class Device:
         flat.copy_(codec.decode(wire).view(-1)[:total] * size)
 
     def _count(self, flat: torch.Tensor, coding: Coding | None, plain: int) -> None:
-        """Add the bytes of one average to `sent`. A ring allreduce and a sum by parts send equally many bytes. plain:
-        bytes before compression; negative: the size of `flat`."""
+        """Add the bytes of one average to `sent`. A ring allreduce and the compressed sum send equally many bytes for
+        equally large values. plain: size of the values before compression, in bytes; if negative, the size of
+        `flat`."""
         size = moved = flat.nbytes
         ranks = self.world_size
         if coding is not None:
@@ -205,8 +207,8 @@ class Device:
                 self._abortion.start()
 
     def close(self, failed: bool) -> None:
-        """Close the executor. failed: abort first, as peers may never finish their part. Raises CommTimeout if library
-        or device do not stop within ABORT_SECONDS; the device's tensors cannot be used then."""
+        """Close the executor. failed: abort first, because peers may never finish their part. Raises CommTimeout if the
+        library or the device does not stop within ABORT_SECONDS; afterwards the device's tensors must not be used."""
         if failed:
             self.abort()
         if self._abortion is not None:
@@ -223,14 +225,14 @@ class Device:
         self._executor.close()
 
     def confirm(self, name: str, ended: Any, timeout: float) -> None:
-        """Wait until the device has reached the event `ended`. Raises PeerLost if it got there by an abort, CommTimeout
-        after `timeout` seconds."""
+        """Wait until the device has reached the event `ended`. Raises PeerLost if the operations were aborted, so that
+        the event does not mean a finished average, and CommTimeout after `timeout` seconds."""
         deadline = monotonic() + timeout
         while self._abortion is None and not ended.query():
             if monotonic() >= deadline:
                 raise CommTimeout(f"{name}: {self.device} was not done within {timeout:g} s")
             sleep(LOOK_SECONDS)
-        # The abort is checked last: as long as none has begun, the event can only mean a finished average.
+        # The abort is checked last, because the event means a finished average only if no abort began before it.
         if self._abortion is not None:
             raise PeerLost(f"{name}: the average on {self.device} was given up")
 
@@ -274,8 +276,8 @@ class Averaging:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the device took, if it is a CUDA device and has finished; else seconds of the C++ engine's
-        operation that exchanged the metadata."""
+        """Seconds that the average took: on a CUDA device that has finished, the time between its events; otherwise the
+        time of the C++ engine's operation that exchanged the metadata."""
         if self._device.module is torch.cuda and self._ended.query():
             return float(self._began.elapsed_time(self._ended)) / 1e3
         return self._work.seconds

@@ -15,8 +15,8 @@ _BODY = 1 << 29
 """First tag for message bodies; every message in flight has a tag of its own. Callers' tags are below this number."""
 _HEADS = torch.int64
 _LONGEST = 1 << 40
-"""Most bytes of a message. A larger announced length is refused, because the receiver would allocate this much memory.
-"""
+"""Largest size of a message in bytes. If a header announces more, the message is refused, because the receiver would
+have to allocate that memory."""
 
 
 class FramedMessages:
@@ -76,8 +76,8 @@ class ReceivedMessage:
         self._peer = peer
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait for the message and check its length. Raises Mismatch if the tensor has another length; the message is
-        still read then, so that its sender does not wait."""
+        """Wait for the message and check its length. If the tensor has another length, reads the message nevertheless,
+        so that its sender does not wait, and raises Mismatch."""
         self._work.wait(timeout)
         length, tag = self._head.tolist()
         if not (0 <= length <= _LONGEST and _BODY <= tag < 2 * _BODY):

@@ -30,8 +30,8 @@ from dadt.errors import CommError
 from dadt.world import World
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of a chunk. Large enough that a round trip between hosts costs little in comparison, and small enough that the
-first and the last chunk, which overlap with nothing, cost little too."""
+"""Bytes of a chunk: large enough that sending it takes much longer than a round trip between hosts, and small enough
+that the first and last chunk, during which nothing runs in parallel, cost little."""
 
 
 def connect(cross: str, config: Config, world: World, meet: Meet) -> Connection:
@@ -49,7 +49,7 @@ def _joiner(cross: str, config: Config, world: World, meet: Meet) -> Callable[[S
     """Return a function that connects this rank with the given ranks by the executor between hosts."""
     if cross == "mpi":
         return mpi.joiner(config, world, meet)
-    numbers = count()  # these numbers keep group names unique if both groups have the same ranks
+    numbers = count()  # both groups of a rank may have the same ranks, so the names are numbered
     name = cross.removeprefix("c10d:")
     join: Callable[[Meet, World, Sequence[int], Config], Executor] = tcp.join
     if cross != "tcp":
@@ -70,8 +70,8 @@ def _local(hosts: Sequence[Sequence[int]], config: Config, world: World, meet: M
 
 
 class Hierarchical:
-    """Executor that reduces within each host first, then across hosts. A chunk has as many shards as the smallest host
-    has ranks; on larger hosts some ranks own no shard."""
+    """Executor that reduces within each host first, then across hosts. A chunk has as many shards as the host with the
+    fewest ranks has ranks; some ranks of larger hosts own no shard."""
 
     name = "hierarchical"
 
@@ -94,7 +94,7 @@ class Hierarchical:
         self._timeout = timeout
         self._flat = join(range(sum(map(len, hosts))))
         self._across = [ranks[self._me] for ranks in hosts] if self._me < self._shards else []
-        """Ranks that own the same shard as this one, one on each host; empty if this rank owns none."""
+        """The ranks that own the same shard of each chunk as this rank, one per host; empty if this rank owns none."""
         self._cross = join(self._across) if len(self._across) > 1 else None
 
     # Averages within and between hosts --------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Hierarchical:
         return self._local.allreduce(layout, inputs, outputs, "reduce-scatter", reduction=kind)
 
     def _gather(self, shards: Sequence[torch.Tensor]) -> _core.Work | None:
-        """Start to give every rank of this host all shards, each from the rank that owns it."""
+        """Start an all-gather within this host, so that each rank gets every shard from the rank that owns it."""
         if self._local is None:
             return None
         pieces = [(shard.data_ptr(), shard.nbytes) for shard in shards]
@@ -222,7 +222,7 @@ class Hierarchical:
         if work is None:
             return
         try:
-            work.wait(2 * self._timeout)  # twice the timeout, as the operation itself fails after one timeout
+            work.wait(2 * self._timeout)  # twice, because the operation itself fails after the timeout
         except CommError as error:
             named = renumbered(str(error), self._here)
             raise type(error)(f"inside the host of ranks {_list(self._here)}: {named}") from error

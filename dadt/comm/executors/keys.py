@@ -70,7 +70,7 @@ class Keys(Store):
         return [each for rank in range(self._size) if (each := f"{of_all}/{rank}") not in self._known]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: the start of a job has one deadline for all steps."""
+        """Do nothing, because one deadline applies to the whole start of a job."""
 
     def add(self, key: str, value: int) -> int:
         raise _unknown("add")

@@ -30,13 +30,13 @@ class Meet(Protocol):
 
     @property
     def outdated(self) -> bool | None:
-        """True once some of these ranks are lost and the job continues without them, so waiting for all is pointless.
-        None if the job cannot lose ranks."""
+        """True if some of these ranks are lost and the job continues without them, so that waiting for all is
+        pointless; None if the job cannot continue without lost ranks."""
         return None
 
     def look(self, what: str, waited: float) -> None:
-        """Report that this rank has waited `waited` seconds for its peers in `what`, such as the connection by a
-        library. Does nothing by default."""
+        """Report to the user's launcher that this rank has waited `waited` seconds for its peers in step `what` of the
+        start. Does nothing by default."""
         return
 
     def say(self, text: str) -> None:
@@ -76,8 +76,8 @@ class Within(Meet):
 
 @dataclass(frozen=True)
 class Apart(Within):
-    """A rendezvous of the same ranks, which prefixes each key with a name, so that the keys of several groups are
-    distinct."""
+    """A rendezvous over another one of the same ranks. It prefixes each key with a name, so that several groups of
+    ranks use distinct keys."""
 
     name: str
 
@@ -166,8 +166,8 @@ def attend(
     meet: Meet, what: str, connect: Callable[[], Made], drop: Callable[[Made], None] = lambda made: None
 ) -> Made:
     """Return what `connect` returns. `connect` calls a library that cannot be interrupted and waits even for ended
-    ranks, so it runs in a thread: if ranks are lost, raises PeerLost and abandons the thread. what: what the library
-    does, for reports of what this rank waits for. drop: called with what an abandoned thread makes.
+    ranks, so it runs in a thread. If ranks are lost, this function abandons the thread and raises PeerLost. what: what
+    the library does, for reports of what this rank waits for. drop: called with the result of an abandoned thread.
     """
     if meet.outdated is None:
         return connect()

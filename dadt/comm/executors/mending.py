@@ -22,9 +22,9 @@ BROKEN = "broken"
 """Value of `use` in the greeting by which a rank asks another one to dial it again."""
 USES = (MENDED, BROKEN)
 _NOTICES = 0
-"""Number of the connection for notices; the connections for data have the numbers after it."""
+"""Number of the connection that carries notices between two ranks; their data connections have the numbers from 1."""
 _PAUSE = 0.1
-"""Seconds between two tries, as no event tells when the other rank can be reached again."""
+"""Seconds between two attempts to connect, because no event reports when the other rank can be reached again."""
 
 _listeners: WeakSet[Listener] = WeakSet()
 
@@ -78,8 +78,8 @@ class Mender:
         self._ended = threading.Event()
 
     def start(self, executor: _core.TcpExecutor, counts: Sequence[int], silence: float, rate: float) -> None:
-        """counts: number of data connections with each rank. silence: seconds for `connection.guard`. rate: limit for
-        `pacing.pace`; 0: no limit."""
+        """counts: number of data connections with each rank. silence: seconds after which a silent connection counts as
+        broken. rate: bytes per second to which each connection is limited; 0: no limit."""
         self._executor, self._counts, self._silence, self._rate = executor, counts, silence, rate
         threading.Thread(target=self._run, args=(executor,), name="dadt-tcp-mend", daemon=True).start()
 
@@ -117,7 +117,7 @@ class Mender:
                 if error.nobody_listens and executor.has_left(place):  # the other rank's process has ended
                     deadline = 0.0
             except Refused:
-                pass  # the other rank has ended, or expects another attempt
+                pass  # refused: the other rank has ended, or has seen a later attempt
             if monotonic() >= deadline:
                 executor.give_up(place)
             else:

@@ -31,13 +31,14 @@ _TYPES = {
 }
 _OPERATIONS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 _MOST = 1 << 30
-"""Most bytes, or elements of a reduction, in one call, as MPI's counts have 32 bits."""
+"""Largest number of bytes, or of elements to reduce, in one call, because MPI's counts have 32 bits."""
 _WIDENED = 1 << 20
-"""Number of 16-bit values widened to 32 bits at a time, since MPI does not reduce them: few enough to stay in the
-cache."""
+"""Number of 16-bit floats that are converted to float32 at a time, since MPI cannot reduce 16-bit floats; few enough to
+stay in the processor's cache."""
 _VERBS = ("an allreduce", "an allgather", "a broadcast", "an exchange")
 _SPIN_SECONDS = 1e-4
-"""Seconds for which a rank polls without sleeping: longer than the kernel takes to wake a thread."""
+"""Seconds for which a rank polls without sleeping, because a short wait ends sooner than the kernel could wake a
+thread."""
 _LONGEST_PAUSE = 1e-3
 
 
@@ -102,7 +103,7 @@ class Mpi:
     name = "mpi"
 
     def __init__(self, mpi: Any, comm: Any, timeout: float) -> None:
-        """comm: the communicator, which must have no other user from now on."""
+        """comm: the communicator, which nothing else may use from now on."""
         self._mpi = mpi
         self._comm = comm
         # A second communicator for messages, so that callers' message tags cannot collide with other messages.
@@ -112,8 +113,8 @@ class Mpi:
         self._kept = KeepAlive(lambda: self._aborted)
         self._aborted = False
         self._serial = process.serial
-        # These pairs of integers are exchanged before every operation; creating tensors for them would take longer than
-        # MPI itself.
+        # Two integers per rank are exchanged before every operation. Their buffers are reused, because creating tensors
+        # would take longer than MPI itself.
         self._mine, self._least = (memoryview(bytearray(16)).cast("q") for _ in range(2))
         self._wires = [[each, 2, mpi.INT64_T] for each in (self._mine, self._least)]
 
@@ -220,7 +221,7 @@ class Mpi:
     def _await_all(self, verb: str, size: int = 0, root: int = 0) -> None:
         """Wait until all ranks have reached this operation. Raises Mismatch on all ranks if their operations differ."""
         mine = size << 24 | root << 4 | _VERBS.index(verb)
-        # the minimum of the negated values gives the maximum, in the same allreduce
+        # of the negated value, the minimum gives the maximum in the same allreduce
         self._mine[0], self._mine[1] = mine, -mine
         with self._serial:
             request = self._comm.Iallreduce(*self._wires, self._mpi.MIN)
@@ -230,8 +231,8 @@ class Mpi:
             raise self._differing(mine)
 
     def _differing(self, mine: int) -> Mismatch:
-        """Return the error that names two ranks in different operations. All ranks call this, since all have seen the
-        difference."""
+        """Return the error that names two ranks in different operations. All ranks must call this, which they do
+        because all have seen the difference."""
         self._mine[0] = mine
         every = memoryview(bytearray(8 * self._comm.size)).cast("q")
         with self._serial:
@@ -253,8 +254,8 @@ class Mpi:
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
     def _bytes(self, tensor: torch.Tensor, shares: int = 1) -> list[Any]:
-        """Return the buffer description that MPI takes: memory, bytes per share, and type. shares: number of equal
-        parts."""
+        """Return the description of a buffer that MPI's calls expect: its memory, the bytes of each part, and the type.
+        shares: number of equal parts."""
         memory = self._memory(tensor)
         return [memory, memory.nbytes // shares, self._mpi.BYTE]
 

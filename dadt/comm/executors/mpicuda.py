@@ -1,5 +1,5 @@
-"""Executor over a CUDA-aware MPI, which reads and writes GPU memory itself: tensors are averaged where they are, in a
-thread that waits for MPI.
+"""Executor over a CUDA-aware MPI, which reads and writes GPU memory itself, so that tensors are averaged where they
+are. A separate thread waits for MPI.
 
 As with NCCL, step metadata and weights travel through host memory.
 """

@@ -23,8 +23,8 @@ class CoreMessages:
 
     def __init__(self, mailbox: _core.Mailbox | _core.TcpMailbox) -> None:
         self._mailbox = mailbox
-        # The function always reports no failure: the C++ core does not touch the memory of failed messages, so the
-        # memory can be released.
+        # The function always reports no failure, because the C++ core no longer accesses the memory of a failed
+        # message, so the memory can be released.
         self._kept = KeepAlive(lambda: False)
         self._closed = self._aborted = False
         self._lock = threading.Lock()

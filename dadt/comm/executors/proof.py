@@ -43,7 +43,8 @@ def prove(
 
     rank: this rank's place in `ranks`, the global ranks for error texts. library, name: the library that connects the
     group, and the group's name. strangers: returns a text that names connected processes outside the job. Raises
-    Unproved, also after `timeout` seconds, and PeerLost; both name ranks.
+    Unproved if peers give no or a wrong proof within `timeout` seconds, and PeerLost if the group fails; Unproved names
+    the ranks.
     """
     if not secret or len(ranks) == 1:
         return
@@ -54,7 +55,8 @@ def prove(
         begun = monotonic()
         who, left = "", timeout
         while not (ended := proof.ended.wait(max(0.0, min(left, _LOOK_SECONDS)))) and left > 0:
-            # Strangers are looked for repeatedly: a library may close their connections before it reports its timeout.
+            # Look for strangers repeatedly, because a library may close their connections before it reports its
+            # timeout.
             who = strangers() or who
             left = begun + timeout - monotonic()
         late = not ended or ("imed out" in str(proof.error) and bool(proof.silent))
@@ -129,8 +131,8 @@ class Proof:
         return hmac.digest(self._secret, text, hashlib.sha256)
 
     def _exchange(self, blobs: Sequence[bytes]) -> list[bytes]:
-        """Send blobs to and receive them from each peer directly: data passed around a ring would prove nothing about
-        the other connections."""
+        """Exchange one blob with each peer, directly: data passed on around a ring would prove nothing about the other
+        connections."""
         for each in self._received:
             each.zero_()
         sends = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]

@@ -21,14 +21,14 @@ from dadt.comm.executors.base import Compressing, Connection, Executor
 from dadt.comm.executors.compressed import Parts, spread
 from dadt.errors import Mismatch
 
-_HEADER = struct.Struct("<IId")  # crc32 of everything that must be equal on all ranks, bytes of step metadata, weight
+_HEADER = struct.Struct("<IId")  # crc32 of what must be equal on all ranks, metadata bytes, weight
 _TORCH = {core.name: dtype for dtype, core in reversed(DTYPES.items())}
 """torch dtype for each of the core's dtype names; the core has neither complex numbers nor bools."""
 _SMALL = 32 * 1024
-"""Bytes up to which each rank gathers all ranks' values and reduces them itself, in rank order: one network round trip
-instead of two."""
+"""Size in bytes up to which each rank gathers all ranks' values and reduces them itself, in rank order, which takes one
+network round trip instead of two."""
 _SHORT = 48
-"""Bytes of each rank's contribution to an allgather that are sent together with its length."""
+"""In an allgather of bytes, each rank sends this many bytes of its contribution together with their total length."""
 
 Lanes = tuple["Sequence[bytes]", float]
 """Result of an operation: every rank's step metadata (lane), and the sum of the ranks' weights."""
@@ -93,7 +93,8 @@ class Puller:
                 return
 
     def allreduce(self, job: _core.Job) -> Lanes:
-        """Run an allreduce by a method that depends only on what is equal on all ranks, such as the layout."""
+        """Run an allreduce. The method depends only on what is equal on all ranks, such as the layout, so that all
+        ranks choose the same one."""
         layout = job.layout
         assert layout is not None
         size = layout.total * layout.dtype.itemsize
@@ -177,7 +178,7 @@ class Puller:
         head = self._head(job, f"{layout.counts} as {job.codec.name}")
         data = -(-len(head) // 8) * 8
         one = data + parts.bytes
-        room = job.codec.block_bytes  # codecs read and write whole blocks, although padding is not sent
+        room = job.codec.block_bytes  # codecs read and write whole blocks, but padding is not sent
         received, all_bytes, address = self._wire(one * ranks, "every", room)
         mine, my_bytes, my_address = self._wire(one * parts.ranks, "mine", room)
         for part in range(parts.ranks):
@@ -233,11 +234,11 @@ class Puller:
         return _HEADER.pack(zlib.crc32(f"{_describe(job)} {also}".encode()), len(job.lane), job.weight) + job.lane
 
     def _allreduce_with_lanes(self, job: _core.Job, layout: _core.Layout) -> Lanes:
-        """Sum the weighted tensors and every rank's step metadata in one allreduce. The metadata stands behind the
-        tensors, each rank's at its own place, where other ranks have zeros."""
+        """Sum the weighted tensors and gather every rank's step metadata in one allreduce. Each rank puts its metadata
+        at a place of its own behind the tensors, where all other ranks have zeros."""
         lane = _HEADER.pack(zlib.crc32(job.name.encode()), len(job.lane), job.weight) + job.lane
         behind = len(lane) * self._world_size
-        # Decide by values that are equal on all ranks; `job.apart` may differ and only chooses the memory.
+        # This choice uses only values that are equal on all ranks; `job.apart` may differ between ranks.
         spread = 0 < job.spread_count <= job.room - behind
         count = job.spread_count if spread else layout.total
         dtype = _TORCH[layout.dtype.name]
@@ -250,7 +251,8 @@ class Puller:
         # Metadata bytes are integers up to 255, which every dtype represents exactly.
         tail[self._rank] = torch.frombuffer(bytearray(lane), dtype=torch.uint8).to(flat.dtype)
         mean = job.reduction.name == "mean"
-        # Divide before the sum, since 16-bit sums may overflow; other floats only by a power of two, which is exact.
+        # Divide before the sum, since 16-bit sums may overflow. Wider floats are divided before the sum only by a power
+        # of two, which is exact.
         halves = mean and dtype.is_floating_point and self._world_size & (self._world_size - 1) == 0
         before = 1.0 / self._world_size if layout.dtype.itemsize == 2 or halves else 1.0
         job.pack(flat.data_ptr(), before * job.weight, spread)
@@ -270,14 +272,15 @@ class Puller:
         self._weights(job, self._gather(head.ljust(_HEADER.size + _SHORT, b"\0")))
 
     def _weights(self, job: _core.Job, heads: Sequence[bytes]) -> list[float]:
-        """Return the ranks' weights. Raises Mismatch on all ranks unless all headers show the same operation."""
+        """Return the ranks' weights from their headers. Raises Mismatch on all ranks if the headers belong to different
+        operations."""
         read = [_HEADER.unpack_from(head) for head in heads]
         if any(head[:2] != read[0][:2] for head in read):
             self._tell_apart(job)
         return [weight for _, _, weight in read]
 
     def _tell_apart(self, job: _core.Job) -> None:
-        """Raise Mismatch that names two different operations. All ranks call this, as all have seen the difference."""
+        """Raise Mismatch that names two different operations. Must run on all ranks; all have seen the difference."""
         own = f"{_describe(job)}, with a lane of {len(job.lane)} bytes" if job.lane else _describe(job)
         texts = [
             text.rstrip(b"\0").decode(errors="replace") for text in self._gather(own.encode()[:400].ljust(400, b"\0"))
@@ -361,7 +364,8 @@ class Puller:
 
 
 def _counted(weights: Sequence[float]) -> tuple[list[int], bool, float]:
-    """Return the ranks whose values count, whether all weights are equal, and the divisor for the mean."""
+    """Return the ranks whose values count (all ranks if the weights are equal, otherwise those with a weight above 0),
+    whether all weights are equal, and the divisor for the mean."""
     equal = all(weight == weights[0] for weight in weights)
     # Ranks of weight 0 are left out, since their values may be infinite or NaN.
     counted = [rank for rank, weight in enumerate(weights) if equal or weight > 0]
@@ -369,7 +373,7 @@ def _counted(weights: Sequence[float]) -> tuple[list[int], bool, float]:
 
 
 def _ring(size: int, ranks: int) -> int:
-    """Return the bytes that each rank sends in a ring allreduce of `size` bytes."""
+    """Return how many bytes each rank sends in a ring allreduce of `size` bytes."""
     return 2 * (ranks - 1) * size // ranks
 
 

@@ -25,10 +25,10 @@ from dadt.world import World, ranked
 
 KEY_BYTES = 32
 DATA = "data"
-"""Use of the connections that carry data, of which two ranks may have several."""
+"""Value of `use` for connections that carry data. Two ranks may have several of them."""
 NOTICES = "notices"
 MENDED_USES = (DATA, NOTICES)
-"""Uses whose connections are replaced when they break."""
+"""Values of `use` whose connections are replaced when they break."""
 MOST_SILENCE = 30.0
 _PROBE = "probe"
 
@@ -40,7 +40,7 @@ class Connected:
     sockets: Mapping[str, list[list[socket.socket]]]
     """The connections of each use, by the other rank's index in the group; an empty list at this rank's own index."""
     mender: Mender | None
-    """Replaces broken connections, once it is started; None if the group has one rank only."""
+    """Object that replaces broken connections once it is started; None if the group has one rank only."""
 
     def close(self) -> None:
         if self.mender is not None:
@@ -60,9 +60,9 @@ def connect(
 ) -> Connected:
     """Connect these ranks of the world with each other.
 
-    uses: purposes of the connections; two ranks get one connection for each, but for DATA as many as the configuration
-    says or the link needs. name: prefix of the group's keys in the rendezvous. Raises StartTimeout, naming the ranks
-    that are not reached in time.
+    uses: purposes of the connections; two ranks get one connection for each purpose; for DATA, they get as many as
+    `--streams` says or the link needs. name: prefix of the group's keys in the rendezvous. Raises StartTimeout, naming
+    the ranks that are not reached in time.
     """
     if len(ranks) == 1:
         return Connected({use: [[]] for use in uses}, None)
@@ -93,9 +93,10 @@ class _Entry:
         self.mender: Mender | None = None
         self._streams, self._verbose = config.streams, config.verbose
         self._found: dict[tuple[str, int], dict[int, socket.socket]] = {}
-        """The connections so far: by use and the other rank's index, and then by the connection's number."""
+        """The connections made so far, keyed first by use and the other rank's index, and then by the connection's
+        number."""
         self._counts: dict[tuple[str, int], int] = {}
-        """Number of connections to expect, by use and the other rank's index."""
+        """Number of connections that the dialling rank makes, by use and that rank's index."""
         self._errors: list[StartTimeout] = []
         self._news = threading.Condition()
         self._address = world.address or "127.0.0.1"
@@ -171,7 +172,8 @@ class _Entry:
             return _in_order(found)
 
         def wanted(known: socket.socket) -> int:
-            """Return the number of connections to make for data."""
+            """Return how many data connections to make with the other rank. known: a connection that already exists
+            with it."""
             seconds = streams.round_trip(known)
             if self._streams or not streams.is_far(seconds):
                 return self._streams or 1
@@ -229,7 +231,8 @@ class _Entry:
 
 def _at_once(calls: Sequence[Callable[[], None]]) -> None:
     """Run each call in a thread of its own, and wait for all of them."""
-    # Not a thread pool: pools refuse work while the interpreter exits, when ranks may still have to reconnect.
+    # These threads are not from a pool: pools refuse work while the interpreter exits, when ranks may still have to
+    # reconnect.
     threads = [threading.Thread(target=call, name="dadt-dial", daemon=True) for call in calls]
     for each in threads:
         each.start()

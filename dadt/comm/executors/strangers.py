@@ -18,7 +18,7 @@ class Socket(NamedTuple):
 
     mine: str
     other: str
-    """Address and port of each end, as hexadecimal text of /proc/net/tcp."""
+    """Address and port of the other end, in the hexadecimal form of /proc/net/tcp."""
     state: str
     inode: str
 

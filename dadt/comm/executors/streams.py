@@ -18,9 +18,9 @@ PROBES = 4
 """Number of connections with which a link is measured."""
 _BYTES = 128 << 10
 _NEAR = 2e-3
-"""Seconds of a round trip up to which a single connection fills any link."""
+"""Round trip in seconds up to which a single connection fills any link."""
 _ROUNDS = 24
-"""Largest number of round trips that a measurement takes."""
+"""Number of round trips after which a measurement ends at the latest."""
 _CALM = 4
 """A measurement ends after this number of round trips without a higher rate. A rate is an average over as many round
 trips, because after a lost packet all later data is acknowledged at once, a round trip late."""

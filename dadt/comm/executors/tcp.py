@@ -21,8 +21,8 @@ from dadt.errors import CommError
 from dadt.world import World
 
 USES = (sockets.NOTICES, "mail", sockets.DATA)
-"""Uses of the connections, in the order in which they are made. Data comes last, as the earlier connections show how
-many of them the link needs."""
+"""Uses of the connections, in the order in which they are made. Data connections come last, because the earlier ones
+show how many of them the link needs."""
 CLOSE_SECONDS = 5.0
 
 
@@ -49,8 +49,8 @@ def _connect(meet: Meet, world: World, ranks: Sequence[int], config: Config) -> 
 
 
 def _stands(sockets: Sequence[Sequence[socket.socket]], ranks: Sequence[int]) -> list[int | None]:
-    """Return, for each rank of the group, the first rank on its host; None for ranks on this host. sockets: connections
-    by the rank's index in the group, none at this rank's own index."""
+    """Return, for each rank of the group, the first rank on the same host, or None if it is on this rank's host.
+    sockets: connections by the rank's index in the group, none at this rank's own index."""
     here = {each.getsockname()[0] for those in sockets for each in those}
     addresses = [those[0].getpeername()[0] if those else None for those in sockets]
     first = dict(zip(reversed(addresses), reversed(ranks), strict=True))
@@ -72,7 +72,7 @@ class TcpGroup:
         self._connection, self._engine, self._mail = connection, connection.engine, connection.mail
         self._ranks = ranks
         self._timeout = 2 * timeout
-        """Seconds of waiting: twice the timeout, as the operation itself fails after one timeout."""
+        """Seconds to wait for an operation: twice the timeout, because the operation itself fails after the timeout."""
 
     def allreduce(self, flat: torch.Tensor, reduction: str) -> None:
         kind = getattr(_core.Reduction, reduction)

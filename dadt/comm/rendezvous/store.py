@@ -1,7 +1,7 @@
-"""Key-value store for ranks that no agent started; ranks find it without the user's help where possible.
+"""Key-value store for ranks that no agent started, and the ways in which ranks find it without the user's help.
 
-Rank 0 serves the values. Before training begins, the other ranks connect to it and both sides prove themselves; then
-rank 0 stops listening.
+Rank 0 serves the values. Before training begins, the other ranks connect to it and both sides prove that they belong to
+the job; then rank 0 stops listening.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ IS_NOTE = schema.record(
 )
 
 Tell = Callable[[Words], AbstractContextManager[Words]]
-"""Context manager factory that passes rank 0's note (where to connect) to all ranks while its context lasts. On other
-ranks the context's value is rank 0's note."""
+"""Function that is called with rank 0's note (where to connect) and returns a context manager, in whose context the
+note reaches all ranks. On the other ranks, entering the context returns rank 0's note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ def _at(host: str, port: int, world: World, timeout: float, *, serve: bool) -> S
 
 
 def _by_mpi(world: World, timeout: float) -> Tell:
-    """Return a function that broadcasts rank 0's note by MPI, which already knows its ranks. Raises ConfigError if
+    """Return a function that broadcasts rank 0's note by MPI, which can already reach all ranks. Raises ConfigError if
     mpi4py is not usable."""
     try:
         mpi_library.choose()

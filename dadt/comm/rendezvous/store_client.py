@@ -27,10 +27,10 @@ from dadt.errors import ConfigError, DadtError, StartTimeout
 from dadt.world import World
 
 LOOK_SECONDS = 0.5
-"""Seconds between checks of a waiting rank whether the missing ranks can still join."""
+"""Seconds after which a waiting rank checks again whether the missing ranks have ended."""
 CAUSE_SECONDS = 1.0
-"""Seconds that a rank which failed because of another rank's failure lets that other rank exit first: the first exit
-code becomes the job's."""
+"""Seconds that a rank waits before it exits, if another rank's failure has caused its own: that rank should exit first,
+because the first exit code becomes the job's."""
 START_SECONDS = 10.0
 """Seconds that rank 0, after the end of its script, waits for other ranks to finish their start."""
 PAUSES = (0.001, 0.05)
@@ -51,7 +51,8 @@ class StoreClient(WorkerLine):
         self._step, self._gathered = -1, 0
         self._state = BEGUN
         self._heard = 0
-        """Number of report lines this rank has read about files in the folder that its host shares with other hosts."""
+        """Number of the reports that this rank has read about files written in the folder that its host shares with
+        other hosts."""
 
     @classmethod
     def connect(cls, world: World, config: Config) -> tuple[StoreClient, Config]:
@@ -89,8 +90,8 @@ class StoreClient(WorkerLine):
         return client, config
 
     def _folder_writer(self, machines: Sequence[str], timeout: float) -> int:
-        """Find out which hosts see the same working folder, tested by each host's first rank. Returns this rank's
-        World.folder_writer. machines: machine id of each rank."""
+        """Find out which hosts see the same working folder, by a file that each host's first rank creates and the
+        others look for. Returns this rank's World.folder_writer. machines: machine id of each rank."""
         marker = shared_folder.Marker(".", self.world.job) if self.world.local_rank == 0 else None
         try:
             made = self.exchange("marker", json.dumps(marker.describe() if marker else {}).encode(), timeout)
@@ -114,7 +115,7 @@ class StoreClient(WorkerLine):
                 "train"
             )
         self._publish("has begun to train")
-        return 0, 0  # without an agent, no signal asks the script to save
+        return 0, 0  # zeros: without an agent, no signal to save can arrive
 
     def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
         deadline = time.monotonic() + timeout
@@ -232,7 +233,8 @@ class StoreClient(WorkerLine):
 
     @property
     def _log(self) -> str:
-        """Key of the report lines about files in the folder that this host shares with other hosts."""
+        """Key under which ranks publish which files they have written in the folder that this host shares with other
+        hosts."""
         return f"wrote/{self.world.folder_writer}"
 
     def _publish(self, state: str) -> None:
@@ -265,7 +267,8 @@ class StoreClient(WorkerLine):
 
 
 def polled(done: Callable[[], bool], seconds: float) -> bool:
-    """Call `done` until it returns True, for this time. Returns whether it did."""
+    """Call `done` again and again until it returns True or `seconds` have passed. Returns whether it has returned
+    True."""
     deadline = time.monotonic() + seconds
     pause, longest = PAUSES
     while not done():
@@ -309,8 +312,8 @@ def machine_id() -> str:
 
 
 def _resolved(everyone: Sequence[Mapping[str, Any]]) -> tuple[Config, str]:
-    """Return rank 0's settings, with what all ranks must choose alike resolved as `dadt run` does, and the reason for
-    the choice."""
+    """Return rank 0's settings, in which the options left open (seed and executor) are chosen for all ranks, and the
+    reason for the executor."""
     config = Config.from_env(everyone[0]["config"])
     if config.seed < 0:
         config = replace(config, seed=everyone[0]["draw"])
@@ -323,7 +326,7 @@ def _resolved(everyone: Sequence[Mapping[str, Any]]) -> tuple[Config, str]:
 
 def _refuse_code(own: Config, first: Mapping[str, str]) -> None:
     """Raise ConfigError if rank 0 asks for an algorithm or timeline that would load code or name files and that this
-    rank has not chosen itself. Called if ranks met without a secret, as anyone could claim to be rank 0."""
+    rank has not chosen itself. Called if ranks met without a secret, because then anyone could claim to be rank 0."""
     theirs = Config.from_env(first)
     for name in ("algorithm", "timeline"):
         chosen = str(getattr(theirs, name))

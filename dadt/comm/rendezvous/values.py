@@ -22,10 +22,10 @@ from dadt.errors import DadtError, PeerLost
 
 MOST_KEYS = 1 << 20
 MOST_BYTES = 1 << 30
-"""Most bytes of all values together."""
+"""Maximum size of all stored values together, in bytes."""
 UNSENT_LIMIT = BLOB + (1 << 20)
 PLAIN = "plain"
-"""Sent instead of an encryption state (Seal): the connection is a local socket and not encrypted."""
+"""Sent in place of an encryption state (Seal) for a connection that is a local socket and not encrypted."""
 ASKS = Speaker(
     "a rank",
     {

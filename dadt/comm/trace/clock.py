@@ -15,7 +15,7 @@ _ROUNDS = 16
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """Relation of this rank's perf_counter to rank 0's. All values are seconds."""
+    """Difference between this rank's clock and rank 0's (perf_counter). All values are seconds."""
 
     offset: float = 0.0
     """Seconds by which rank 0's clock is ahead."""
@@ -24,7 +24,7 @@ class ClockOffset:
     at: float = 0.0
     """perf_counter of this rank when the clocks were compared."""
     origin: float = 0.0
-    """Moment at which rank 0 began the comparison, on this rank's perf_counter."""
+    """Time at which rank 0 began to compare clocks, as this rank's perf_counter would have shown it."""
 
 
 def align(peers: TimelinePeers, world: World) -> ClockOffset:

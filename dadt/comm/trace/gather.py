@@ -1,5 +1,4 @@
-"""Exchange of bytes between ranks for the timeline, at the beginning and end of a job: over a C++ engine, or for a
-single rank."""
+"""Exchanges bytes between ranks for the timeline, at the beginning and end of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records in a timeline, in host time, when the GPU averaged which tensors."""
+"""Records in a timeline when the GPU averaged which tensors, by the host's clock."""
 
 from __future__ import annotations
 

@@ -9,27 +9,28 @@ from time import perf_counter
 from dadt.comm.link_totals import LinkTotals
 
 LEAST_SECONDS = 0.2
-"""Least seconds between the two readings from which a rate is computed, as acknowledgments arrive in bursts."""
+"""Shortest time in seconds between the two readings from which a rate is computed, because acknowledgments arrive in
+bursts."""
 REST_SECONDS = 0.5
 """Seconds without a new reading after which a link counts as idle; links in use are read more often."""
 MOST_LINKS = 8
-"""Largest number of links shown at a time: those that carried most since the last look."""
+"""Largest number of links shown at a time: those that carried most bytes since the last call of `drain`."""
 
 
 class LinkCounters:
     """Counters of one rank's links, for its part of the timeline."""
 
     def __init__(self, totals: Callable[[], Mapping[int, LinkTotals]], rank: int, origin: float) -> None:
-        """totals: returns the totals for each other host, by a rank on it. origin: time 0 of the timeline
-        (perf_counter)."""
+        """totals: returns the traffic totals for each other host, keyed by the number of a rank on it. origin: time 0
+        of the timeline (perf_counter)."""
         self._totals, self._rank, self._origin = totals, rank, origin
         self._before: Mapping[int, LinkTotals] = {}
         self._shown: set[int] = set()
         self._begin = perf_counter()
 
     def drain(self) -> bytes:
-        """Return lines of a trace with the rates of the links since the last call; a line with zeros where a link
-        became idle."""
+        """Return lines of a trace with the rate of each link since the last call. A link that has become idle gets one
+        line with zeros."""
         totals, now = dict(self._totals()), perf_counter()
         read = {peer: each for peer, each in totals.items() if each.at - self._earlier(peer).at >= LEAST_SECONDS}
         moved = {peer: each.moved - self._earlier(peer).moved for peer, each in read.items()}

@@ -20,14 +20,14 @@ from dadt.errors import CommError
 _EVENT = re.compile(rb'\{"ts":(-?[0-9]{1,20}(?:\.[0-9]{1,20})?),(.*)', re.DOTALL)
 _PIECE_BYTES = 4 * 2**20
 _ALL_PIECES_BYTES = 64 * 2**20
-"""Most bytes of all ranks' parts together that rank 0 reads into memory at a time."""
+"""Maximum number of bytes that rank 0 reads into memory at a time, of all ranks' parts together."""
 
 
 def merge(timeline: Timeline, peers: TimelinePeers, members: Sequence[int]) -> str:
-    """Stop the timeline and merge the parts of all ranks into its file. Returns a message for the user, empty if called
-    again. members: the ranks that remain, which `peers` connects.
+    """Stop the timeline and merge the files of all ranks into one. Returns a message for the user, empty if called
+    again. members: the ranks that have not been lost; `peers` connects them.
 
-    Never raises for parts that could not be merged; they stay where they are.
+    If ranks' files cannot be merged, raises nothing and leaves them in place.
     """
     timeline.stop()
     if timeline.merged_by is not None:
@@ -51,7 +51,7 @@ class Merge:
         """Reason why this rank's part is missing or incomplete in the file; empty if complete."""
 
     def run(self) -> str:
-        """Merge the parts and return the message for the user. On failure the parts stay as they are."""
+        """Merge the parts and return the message for the user. If this fails, the ranks' files remain unchanged."""
         try:
             return self._run()
         except (CommError, OSError, RuntimeError) as error:
@@ -174,8 +174,8 @@ def _unpacked(compressed: bytes) -> bytes:
 
 
 def _shifted(lines: bytes, begin: ClockOffset, end: ClockOffset) -> bytes:
-    """Return the events with their times corrected to rank 0's clock, if the two clocks have drifted apart by more than
-    the error of measurement since the beginning."""
+    """Return the events with times on rank 0's clock. Times are corrected if the two clocks have drifted apart since
+    the beginning by more than the error of measurement."""
     drift = end.offset - begin.offset
     if abs(drift) <= begin.error + end.error:
         return lines
@@ -183,7 +183,7 @@ def _shifted(lines: bytes, begin: ClockOffset, end: ClockOffset) -> bytes:
     shifted = []
     for line in lines.splitlines(keepends=True):
         found = _EVENT.fullmatch(line)
-        if found is None:  # the part is damaged here; readers of the timeline report damaged lines
+        if found is None:  # a damaged line is copied, since programs that read the timeline report it
             shifted.append(line)
             continue
         at = float(found[1])

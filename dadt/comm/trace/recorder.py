@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from dadt.world import World
 
 _TRAINING, _QUEUE, _FIRST_ENGINE = 1, 2, 3
-"""Track numbers in the trace; must agree with csrc/timeline.h."""
+"""Track numbers in the trace, which must be the same in csrc/engine/timeline.h."""
 _DRAIN_SECONDS = 1.0
 _MOST_WAITS = 4096
-"""Most waits recorded per step; if there are more, the earliest ones are dropped."""
+"""Maximum number of waits that are recorded per step; of more waits, the earliest ones are dropped."""
 
 
 class Timeline:
-    """One rank's part of the timeline. All ranks call `start` and later merge, at the same point of the sequence of
-    their collectives."""
+    """One rank's part of the timeline. All ranks must call `start` and `merge` at the same place in the order of their
+    collectives."""
 
     def __init__(self, path: str, world: World) -> None:
         """Create the file of this rank's part. Raises ConfigError if it cannot be written."""
@@ -58,7 +58,8 @@ class Timeline:
         """Reason why this rank's part is incomplete; empty if it is complete."""
         self._thread: threading.Thread | None = None
         self.merged_by: TimelinePeers | None = None
-        """Collectives object of the merge, kept because operations that timed out may still use its memory."""
+        """The collectives with which the timeline was merged; kept, because operations that timed out may still use
+        their memory."""
 
     def start(self, peers: TimelinePeers) -> None:
         """Start recording, with times on rank 0's clock. All ranks must call this. Raises CommError."""
@@ -92,8 +93,8 @@ class Timeline:
             self._tracks += 1
 
     def count(self, totals: Callable[[], Mapping[int, LinkTotals]]) -> None:
-        """Show the traffic with other hosts in the timeline. totals: returns the totals for each host, by one of its
-        ranks."""
+        """Show the traffic with other hosts in the timeline. totals: returns the totals for each host, keyed by the
+        number of one of its ranks."""
         from dadt.comm.trace.links import LinkCounters
 
         self._links = LinkCounters(totals, self.world.rank, self.clock.origin)
@@ -130,8 +131,7 @@ class Timeline:
         self._write(json.dumps(event, separators=(",", ":")).encode() + b",\n")
 
     def _drain(self) -> None:
-        """Body of the thread that regularly writes events to the part, so that memory stays bounded even if no steps
-        happen."""
+        """Thread that writes recorded events to this rank's file once a second, so that memory stays bounded."""
         while self._thread is not None:
             self._write(self._core.drain(_DRAIN_SECONDS) + self._of_others())
         self._write(self._core.drain(0.0) + self._of_others())
