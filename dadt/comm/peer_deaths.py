@@ -30,8 +30,8 @@ class Generation:
     members: tuple[int, ...] = ()
     """Ranks of this generation, ascending, by their numbers in the whole job."""
     firsts: tuple[int, ...] = ()
-    """The first rank on each host, which writes the files there. A replacement worker does not become first rank unless
-    all ranks of its host are replacements."""
+    """The first rank on each host, which writes the files there. A replacement worker becomes first rank only if all
+    ranks of the job are replacements."""
     text: str = ""
     """Text for the user that says which rank has ended, where and how."""
     handed: int = 0

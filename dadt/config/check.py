@@ -1,4 +1,4 @@
-"""Checks and parsers for the values of single knobs."""
+"""Checks and parses the values of single settings (knobs)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def check_compression(name: str) -> None:
 
 
 def check_momentum(algorithm: str, compression: str) -> None:
-    """Raise ConfigError if momentum is to be compressed, but the algorithm's ranks exchange none."""
+    """Raise ConfigError if `--compression momentum:N` is given with an algorithm whose ranks do not exchange
+    momentum."""
     if compression.startswith("momentum") and algorithm in ("local", "gossip"):
         raise ConfigError(
             f"--compression {compression}: the ranks of --algorithm {algorithm} exchange weights, and no momentum;"
@@ -64,8 +65,8 @@ def check_momentum(algorithm: str, compression: str) -> None:
 
 
 def round_steps(sync_every: str) -> int:
-    """Return the number of steps in a round of --algorithm local. With --sync-every auto, this is the longest round,
-    unless an exchange takes even longer."""
+    """Return the number of steps in a round of --algorithm local. With --sync-every auto, return the maximum, which a
+    round exceeds only if its exchange takes even longer."""
     return 32 if sync_every == "auto" else int(sync_every)
 
 
@@ -85,8 +86,8 @@ def check_rounds(sync_every: str, steps: str, fragments: int) -> None:
 
 
 def check_auto(algorithm: str, compression: str, steps: int) -> None:
-    """Raise ConfigError if the algorithm or the compression is `auto`, but there are too few synchronous steps to
-    measure the candidates."""
+    """Raise ConfigError if the algorithm or the compression is `auto`, but the job's synchronous steps are too few to
+    measure the candidates. steps: the value of --warmup-steps."""
     if compression == "auto" and algorithm not in COMPRESSES:
         raise ConfigError(
             f"--compression auto: --algorithm {algorithm} has no synchronous steps in which it could be measured;"
@@ -98,7 +99,7 @@ def check_auto(algorithm: str, compression: str, steps: int) -> None:
 
 
 def check_min_np(least: int, np: int, algorithm: str, executors: Iterable[str], launcher: str, nnodes: int) -> None:
-    """Raise ConfigError if `--min-np` cannot be used with these settings."""
+    """Raise ConfigError if `--min-np` cannot be combined with the other settings. least: its value."""
     given = f"--min-np {least}"
     if np and least > np:
         raise ConfigError(f"{given}: -np {np} starts no more; give {np} or less")
@@ -137,15 +138,15 @@ ISLAND_VALUES: Mapping[str, Collection[object]] = {
     "snapshot_every": ("auto", "never"),
     "weigh": ("auto", "samples"),
 }
-"""Values that these options must have in a job with islands."""
+"""The values of these options that are valid in a job with islands."""
 UNEQUAL = ("speed", "memory")
 """Values of `--batch` with which ranks may get different numbers of samples."""
 UNEQUAL_VALUES: Mapping[str, Collection[object]] = {"island": ("off",), **ISLAND_VALUES}
-"""Values that these options must have if ranks may get different numbers of samples."""
+"""The values of these options that are valid if ranks may get different numbers of samples."""
 
 
 def in_islands(island: str) -> bool:
-    """Whether a job with this `--island` begins in islands."""
+    """Return whether a job with this value of `--island` is divided into islands from its start."""
     return island not in ("off", "auto")
 
 
@@ -185,13 +186,13 @@ LEAST_TIMEOUT = 2.0
 """Smallest valid `--orphan-timeout` and `--heartbeat-timeout` in seconds; the latter may also be 0."""
 NEVER = "never"
 AUTO = "auto"
-"""The value of `--snapshot-every` that takes a snapshot every 10 minutes if the job can resume from snapshots by
+"""The value of `--snapshot-every` with which a snapshot is taken every 10 minutes if the job restarts from snapshots by
 itself, and none otherwise."""
 
 
 def snapshot_interval(text: str) -> tuple[int, float]:
-    """Parse `--snapshot-every`. Returns the steps between two snapshots and 0, or 0 and the seconds between them.
-    Raises ConfigError."""
+    """Parse `--snapshot-every`. Returns the steps and the seconds between two snapshots, one of which is 0. Raises
+    ConfigError."""
     if text == AUTO:
         return 0, 600.0
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(steps?|s|min|h)", text)
@@ -213,7 +214,7 @@ def check_snapshots(every: str, algorithm: str) -> None:
 
 
 def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None:
-    """Raise ConfigError if hosts are given both by a discovery script and in another way. named: hosts given by -H or
+    """Raise ConfigError if hosts are given by a discovery script and also in another way. named: hosts given by -H or
     --hostfile."""
     if not script:
         return
@@ -225,8 +226,8 @@ def check_discovery(script: str, named: str, launcher: str, nnodes: int) -> None
 
 
 def check_replicas(algorithm: str, on_nan: str, verify_every: int, redistribute: bool, least: int) -> None:
-    """Raise ConfigError if `--redistribute` is given without `--min-np`, or if an option needs ranks that have equal
-    weights or wait for each other, and those of the algorithm do not. least: the value of --min-np."""
+    """Raise ConfigError if `--redistribute` is given without `--min-np`, or if another option needs ranks with equal
+    weights, or ranks that wait for each other, and the algorithm has none. least: the value of --min-np."""
     if redistribute and not least:
         raise ConfigError("--redistribute divides what a lost worker leaves, but one ends the job: give --min-np M")
     if algorithm not in ("local", "gossip"):
@@ -257,8 +258,8 @@ def metrics_place(text: str) -> tuple[str, str]:
 
 
 def predict_factors(text: str) -> tuple[float, float] | None:
-    """The factors in `--predict`, by which the last change of the weights (0 or more) and the change before it are
-    extrapolated; None if `--predict` has no factors. Raises ConfigError."""
+    """Return the two factors in the value of `--predict`: the last change of the weights is extrapolated by the first
+    (0 or more), the change before it by the second. None if the value has no factors. Raises ConfigError."""
     if text == "auto" or predict_share(text) is not None:
         return None
     expected = "auto, own:0.9, a number from 0, as 1.5, or two, as 1.8,-0.9"
@@ -270,7 +271,7 @@ def predict_factors(text: str) -> tuple[float, float] | None:
 
 
 def predict_share(text: str) -> float | None:
-    """The share S of `--predict own:S`, from 0 to 1; None for other values. Raises ConfigError."""
+    """Return the share S, from 0 to 1, of `--predict own:S`; None for other values. Raises ConfigError."""
     name, _, share = text.partition(":")
     if name != "own":
         return None
@@ -296,7 +297,7 @@ def check_executor(asked: str, name: str, optional: bool) -> None:
 
 
 def loader_numbers(name: str, text: str) -> set[int] | None:
-    """The numbers of the DataLoaders in text such as "1,3-5"; None for "all".
+    """Return the numbers of the DataLoaders in text such as "1,3-5"; None for "all".
 
     Raises ConfigError if the text is neither a list of numbers nor "all".
     """
@@ -324,7 +325,8 @@ def mpi_arguments(text: str) -> list[str]:
 
 
 def here() -> str:
-    """The current folder as the user's shell names it, since the target of a symlink may not exist on other hosts.
+    """Return the current folder by the name that the user's shell has for it, since the target of a symlink may not
+    exist on other hosts.
 
     Raises ConfigError if the folder has been deleted.
     """
@@ -346,8 +348,8 @@ def enter(folder: str) -> None:
 
 
 def path_of(name: str, text: str, program: bool) -> str:
-    """Expand ~, which no shell does in files and variables. The path of a program becomes absolute, as the program may
-    run in another folder."""
+    """Return a path with ~ expanded, since no shell expands it in files and variables. A program's path is also made
+    absolute, because the program may run in another folder."""
     if text.startswith("~"):
         try:
             return str(Path(text).expanduser())
@@ -357,7 +359,8 @@ def path_of(name: str, text: str, program: bool) -> str:
 
 
 def number(name: str, text: str | float, expected: str) -> float:
-    """Parse a number. Raises ConfigError, which says what is `expected`, if the text is no number, or not finite."""
+    """Parse a number. Raises ConfigError if the text is no finite number. name, expected: what the error names as the
+    option, and as a valid value."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Every setting of DADT: a field defines its flag (`--warmup-steps`), variable (DADT_WARMUP_STEPS) and docs."""
+"""Every setting of DADT: each field of Config defines a flag (`--seed`), a variable (DADT_SEED) and their docs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from dadt.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """The configuration of one job, the same on every rank, made from the command line, then from the environment."""
+    """The settings of one job, equal on every rank. Command-line flags take precedence over environment variables."""
 
     algorithm: str = knob(
         "pipe", "How ranks average: pipe, sync, local, gossip, auto, or <module>:<Class>.", metavar="NAME"
@@ -295,7 +295,7 @@ class Config:
             value = getattr(self, f.name)
             if value and f.metadata["metavar"] in ("FILE", "DIR", "PATH"):
                 value = path_of(flag(f.name), str(value), f.metadata["metavar"] == "PATH")
-            # a knob that accepts words and numbers is stored as text
+            # settings that accept words and numbers are stored as text
             elif isinstance(f.default, str) and type(value) is int:
                 value = str(value)
             object.__setattr__(self, f.name, value)  # an assignment would raise, since the dataclass is frozen
@@ -356,7 +356,7 @@ class Config:
         check_shares(self.share, self.no_share)
 
     def to_env(self) -> dict[str, str]:
-        """The variables passed to workers: all knobs except the launcher's."""
+        """Return the environment variables for workers: all settings except the launcher's."""
         theirs = (f for f in fields(self) if not f.metadata["launch"])
         return {variable(f.name): _text(getattr(self, f.name)) for f in theirs}
 
@@ -366,17 +366,17 @@ class Config:
 
 
 def given_by_env(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The knobs that are set by environment variables, with their values. Raises ConfigError."""
+    """Return the settings (knobs) given by environment variables, with their values. Raises ConfigError."""
     return by_horovod(env) | {f.name: parse(f.name, env[v]) for f in fields(Config) if (v := variable(f.name)) in env}
 
 
 def implied(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given settings and what follows from them: `--algorithm` also applies to scripts of Horovod."""
+    """Return the given settings, with `--algorithm` also as the algorithm of scripts that import horovod."""
     return {"horovod": given["algorithm"], **given} if "algorithm" in given else dict(given)
 
 
 def parse(name: str, text: str) -> Any:
-    """Parse the text of a knob's variable, by the type of the knob's default. Raises ConfigError."""
+    """Parse the text of a setting's environment variable, to the type of the setting's default. Raises ConfigError."""
     default = next(f.default for f in fields(Config) if f.name == name)
     if isinstance(default, bool):
         if text.lower() not in ("0", "1", "true", "false"):

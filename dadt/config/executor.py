@@ -1,4 +1,5 @@
-"""Chooses a job's executors: checks those that the user asked for against the job's hosts, and replaces `auto`."""
+"""Chooses a job's executors: checks whether the executors that the user has given work on the job's hosts, and replaces
+`auto` by one that does."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class HostWorkers:
     """One host of a job, with its number of workers and GPUs."""
 
     name: str
-    """Name of the host; empty if the job runs on this host alone."""
+    """Name of the host for error texts; empty if all workers run on this host."""
     workers: int
     gpus: int
     """NVIDIA GPUs that the workers may use; 0 if torch has no CUDA."""
@@ -48,14 +49,15 @@ def choose(config: Config, places: Sequence[HostWorkers]) -> tuple[Config, str]:
 
 
 def pick(places: Sequence[HostWorkers]) -> tuple[str, str]:
-    """The executor that `auto` means on these hosts, and why."""
+    """Return the executor that `auto` stands for on these hosts, and the reason as text."""
     if all(place.gpus >= place.workers for place in places):
         return "nccl", "every worker has a GPU of its own"
     return pick_for_host_memory([place.workers for place in places])
 
 
 def pick_for_host_memory(workers: Sequence[int]) -> tuple[str, str]:
-    """The executor that `auto` means for host tensors, given the number of workers on each host, and why."""
+    """Return the executor that `auto` stands for if tensors are in host memory, given the number of workers on each
+    host, and the reason as text."""
     if len(workers) == 1:
         return "shm", "all workers are on one host"
     if max(workers) == 1:
@@ -65,7 +67,7 @@ def pick_for_host_memory(workers: Sequence[int]) -> tuple[str, str]:
 
 
 def shown(config: Config) -> str:
-    """The executors as shown to the user: one name, or two if broadcasts use another executor."""
+    """Return the names of the executors for the user: one name, or two if broadcasts use another executor."""
     broadcast, allreduce = executors_of(config)
     return allreduce if broadcast == allreduce else f"{allreduce} (broadcasts: {broadcast})"
 
@@ -85,10 +87,10 @@ def _check(asked: str, name: str, places: Sequence[HostWorkers]) -> None:
 
 
 def executors_of(config: Config) -> tuple[str, str]:
-    """The executor for broadcasts, and the executor for all other operations."""
+    """Return the executor for broadcasts, and the executor for all other operations."""
     return config.broadcast_executor or config.executor, config.allreduce_executor or config.executor
 
 
 def mpi_executor(config: Config) -> str:
-    """The name of the executor that uses MPI, by itself or between hosts; empty if the job uses none."""
+    """Return the name of the executor that uses MPI for all traffic or between hosts; empty if the job uses none."""
     return next((name for name in executors_of(config) if name.rpartition(":")[2] in ("mpi", "mpicuda")), "")

@@ -1,7 +1,7 @@
-"""The built-in algorithms, executors and launchers, by name. To add one, write a file and a line here
-(CONTRIBUTING.md).
+"""The built-in algorithms, executors and launchers, by name. To add one, write its file and add a line to this module
+(see CONTRIBUTING.md).
 
-Modules are given by name, since this layer must not import torch.
+Modules are named in text instead of imported, because the layer `dadt/config` must not import torch.
 """
 
 from __future__ import annotations

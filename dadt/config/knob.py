@@ -16,10 +16,10 @@ def knob(
     flags: tuple[str, ...] = (),
     metavar: str = "",
 ) -> Any:
-    """A field of Config, with the help text of its flag.
+    """Return a field of Config, with the help text of its flag.
 
-    advanced: shown by --help-all only. launch: for the launcher only, not passed on to workers.
-    flags: other names of the flag.
+    advanced: only --help-all shows the flag. launch: the setting concerns the launcher only and is not passed on to
+    workers. flags: other names of the flag.
     """
     metadata = {
         "help": help,

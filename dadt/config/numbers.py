@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterable
 
 MOST = 1 << 20
-"""Largest valid count of workers or anything else; a larger one is a typing error and would fill the memory."""
+"""Largest number that a setting accepts as a count, such as that of workers. A larger one is a typing error and would
+fill the memory."""
 _PART = re.compile(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", re.ASCII)
 
 
 def text(listed: Iterable[int]) -> str:
-    """Format the numbers as users write them, such as 0,3-5. The function `numbers` parses this."""
+    """Return the numbers as text that users write, such as 0,3-5. The function `numbers` parses such text."""
     parts: list[list[int]] = []
     for number in sorted(listed):
         if parts and number == parts[-1][-1] + 1:
@@ -22,7 +23,8 @@ def text(listed: Iterable[int]) -> str:
 
 
 def numbers(text: str) -> set[int] | None:
-    """The numbers in a list such as 0,3-5; None if the text is no such list, or a number has more than six digits."""
+    """Return the numbers in text such as 0,3-5; None if the text is no such list, or if a number has more than six
+    digits."""
     parts = [_PART.fullmatch(part) for part in text.split(",")]
     listed: set[int] = set()
     for part in parts:

@@ -1,5 +1,5 @@
-"""Other names of settings (knobs): flags of other launchers with the same meaning, and a search for misspelt
-environment variables."""
+"""Other names of settings (knobs): flags by which other launchers name the same setting, and misspelt environment
+variables."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ HOROVODRUN = {
     "stall_warning": "--stall-check-warning-time-seconds",
     "timeline": "--timeline-filename",
 }
-"""Knobs for which horovodrun has a flag of another name, with that flag."""
+"""Settings (knobs) for which horovodrun has a flag of another name, with that flag."""
 HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
 
 
 def by_horovod(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return knobs set by Horovod's environment variables: only the timeline can be. HOROVOD_TIMELINE is ignored if
-    Horovod is installed and writes the timeline itself, or if the script is to begin the timeline (value DYNAMIC)."""
+    """Return the settings (knobs) given by Horovod's environment variables, which is at most the timeline.
+    HOROVOD_TIMELINE is ignored if Horovod is installed and writes the timeline itself, or if the script is to begin the
+    timeline (value DYNAMIC)."""
     path = env.get(HOROVOD_TIMELINE, "")
     return {"timeline": path} if path not in ("", "DYNAMIC") and find_spec("horovod") is None else {}
 
 
 def misspelt(knobs: Iterable[Field[Any]], env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """DADT_* variables that are misspelt names of knobs, each with the name that was probably meant."""
+    """Return the DADT_* variables whose names are misspelt settings (knobs), each with the name that was probably
+    meant."""
     known = {variable(knob.name) for knob in knobs}
     own = World().to_env()  # every worker has these variables, which are no knobs, and its script may run dadt again
     near = {n: difflib.get_close_matches(n, known, 1, 0.85) for n in env if n.startswith("DADT_") and n not in own}

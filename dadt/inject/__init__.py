@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from dadt.world import World
 
 asked_for = False
-"""Whether the program itself imports dadt. Only if it does, DADT trains a program that mpirun, srun or torchrun has
+"""Whether the program itself imports dadt. Only then does DADT train a program that mpirun, srun or torchrun has
 started."""
 _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "multiprocessing.spawn")
 
 
 def hook() -> None:
     """Start DADT in the script that imports torch, if this process is a worker of `dadt run`, or of another launcher
-    whose script imports dadt. Does nothing in other processes, nor in children of multiprocessing (such as a
-    DataLoader's workers), which are no ranks.
+    whose script imports dadt. In other processes, and in children of multiprocessing (such as a DataLoader's worker
+    processes), it does not start DADT, because they are no ranks.
     """
     from dadt.world import World
 
@@ -82,8 +82,8 @@ def _hook_elsewhere() -> None:
     try:
         _start(world)
     except DadtError as error:
-        # Written to stderr, because nothing else reports the error: only SystemExit leaves the import of torch
-        # unchanged.
+        # Print the error, because nothing else reports it: only SystemExit leaves the import of torch without being
+        # replaced by another error.
         sys.stderr.write(f"dadt: rank {world.rank}: {error}\n")
         raise SystemExit(error.exit_code) from error
 
@@ -95,8 +95,8 @@ def _forget() -> None:
 
 
 def _is_multiprocessing_child() -> bool:
-    # The command line is examined, not multiprocessing.parent_process(): if DADT imported multiprocessing, this would
-    # be visible to the script.
+    # The command line is examined instead of multiprocessing.parent_process(), because DADT would have to import
+    # multiprocessing, which the script could notice.
     return "--multiprocessing-fork" in sys.orig_argv or any(
         name in argument for argument in sys.orig_argv[1:3] for name in _MULTIPROCESSING
     )

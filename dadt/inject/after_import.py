@@ -1,4 +1,4 @@
-"""Apply changes to modules that the script may import later, or never."""
+"""Changes modules of libraries that the script may import later, or never."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # removed only when the module is executed: many callers look up a module's spec only to see if it is
-            # installed
+            # Removed only when the module is executed, because many callers look up a module's spec only to see whether
+            # it is installed.
             sys.meta_path.remove(self)
             execute(module)
             self._change(module)

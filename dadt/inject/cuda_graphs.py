@@ -14,13 +14,13 @@ from dadt.train.runtime import Runtime
 
 _OPTION = "triton.cudagraphs"
 _MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-"""Modes of torch.compile that use CUDA graphs, each with the equivalent mode without CUDA graphs."""
+"""Modes of torch.compile that use CUDA graphs, each with the most similar mode without CUDA graphs."""
 _BACKENDS = {"cudagraphs": "aot_eager"}
 
 
 def install(runtime: Runtime) -> None:
-    """Patch the functions of torch that create CUDA graphs, so that they create none. A graph that the script captures
-    itself raises an error in `refuse_capture`."""
+    """Patch the functions of torch that create CUDA graphs, so that they create none. If the script captures a graph
+    itself, `refuse_capture` raises an error."""
     told = False
 
     def tell(what: str) -> None:
@@ -67,7 +67,7 @@ def _forget_default() -> bool:
 
 
 def refuse_capture() -> None:
-    """Called in each training step. Raises ConfigError if the step is being captured in a CUDA graph."""
+    """Raise ConfigError if the current training step is being captured in a CUDA graph."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise ConfigError(
             "the script captures a training step in a CUDA graph (torch.cuda.graph), which would then run without"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class Division(NamedTuple):
     """How each step of a pass over the data is divided among ranks. A step has one share for each rank with which the
-    job began, but fewer ranks may read it once ranks were lost."""
+    job began, but fewer ranks read the data once ranks were lost."""
 
     rank: int
     """This rank's index among the ranks that read data."""
@@ -23,7 +23,7 @@ class Division(NamedTuple):
 
     @property
     def is_spare(self) -> bool:
-        """Whether the rank's batches count 0 samples."""
+        """Whether the rank reads batches that count 0 samples (see `spare`)."""
         return self.rank >= self.readers
 
     @property
@@ -33,20 +33,20 @@ class Division(NamedTuple):
 
 
 def among(readers: Collection[int], rank: int, shares: int) -> Division:
-    """Return the division of a pass that these ranks read, for one of them."""
+    """Return the division of a pass that only the ranks `readers` read, for `rank`, one of them."""
     ordered = sorted(readers)
     return Division(ordered.index(rank), len(ordered), shares)
 
 
 def spare(shares: int) -> Division:
     """Return the division of a new worker that joins in the midst of a pass, whose data the other ranks may have
-    divided among themselves: it reads with them, but its batches count 0 samples until the next pass."""
+    divided among themselves. The new worker reads batches, too, but each counts 0 samples until the next pass."""
     return Division(shares, shares, shares)
 
 
 def begun(rank: Runtime, *, by_island: bool = False) -> Division:
     """Return the division with which the job began: each rank reads its own share, and the shares of lost ranks are
-    left out. by_island: whether shares are those of islands, since the script divides the data among the ranks of an
+    left out. by_island: whether each island has one share, because the script divides the data among the ranks of an
     island, or gives all of them the same data."""
     if by_island:
         islands = len(rank.ranks.world.equals)
@@ -55,8 +55,8 @@ def begun(rank: Runtime, *, by_island: bool = False) -> Division:
 
 
 def alike(optimizers: Optimizers) -> bool:
-    """Whether the ranks of an island need the same data, because their tensors are sharded by something other than
-    FSDP, such as tensor parallelism."""
+    """Return whether the ranks of an island need the same data, because their tensors are sharded in another way than
+    by FSDP, such as by tensor parallelism."""
     every = list(optimizers)
     modules = [m for each in every for root in optimizers.root_modules(each) for m in root.modules()]
     sharded = any(is_sharded(p) for each in every for group in each.param_groups for p in group["params"])
@@ -64,15 +64,14 @@ def alike(optimizers: Optimizers) -> bool:
 
 
 def left_out(rank: Runtime) -> Division:
-    """Return a division in which each rank reads its own share, and shares without a rank are left out."""
+    """Return a division in which each rank reads its own share, and no rank reads the shares of lost ranks."""
     return Division(rank.ranks.world.rank, rank.ranks.shares, rank.ranks.shares)
 
 
 def agree(rank: Runtime, name: str) -> Division:
     """Return the division for a new pass over the loader `name`; called on all ranks between the same two steps, and by
-    a new worker for the pass in which it joins. With
-    `--redistribute` all ranks gather which ranks take part, and wait for the result, because one rank may know of a
-    loss before another does.
+    a new worker for the pass in which it joins. With `--redistribute` all ranks gather which ranks take part in the
+    pass, because one rank may know of a loss before another does, and wait for the result.
     """
     if rank.replay.under_way and rank.ranks.world.joins and rank.ranks.config.redistribute:
         return spare(rank.ranks.shares)

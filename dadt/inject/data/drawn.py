@@ -1,6 +1,6 @@
 """Reproduces the random numbers that torch draws when a DataLoader's iterator is created. DADT may create torch's
-iterator only when the first batch is requested, but draws its random numbers when the script creates the iterator, so
-that the script's later draws are the same as without DADT.
+iterator only when the first batch is requested, but draws the same random numbers already when the script creates its
+iterator, so that the script's later draws are the same as without DADT.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Drawn:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context in which the same numbers are drawn once more: the generators have their states from before the
-        draws, and are set back afterwards if the script has drawn numbers meanwhile."""
+        """A context in which the same numbers are drawn once more: the generators get back their states from before the
+        draws. If the script has drawn numbers since, the generators afterwards continue after those numbers."""
         now = self._states()
         untouched = all(map(torch.equal, self._after, now))
         if untouched or self._is_foreseen:

@@ -1,11 +1,11 @@
 """Seeds for generators that a script creates without a seed, such as `numpy.random.default_rng()`. In a script that
-does not know of ranks they come from the job's seed in place of the system's entropy, so that all ranks make the same
-random choices.
+does not know of ranks, these seeds are derived from the job's seed instead of the system's entropy, so that all ranks
+make the same random choices.
 
-A seed depends on the job's seed, on the place in the script that asks, and on how often this place has asked, so extra
-requests of one rank or thread do not shift other seeds. Data pipelines draw different numbers on each rank: generators
-made while a batch is read use the system's entropy, and those that a data set owns are reseeded per rank when its first
-pass begins.
+A seed depends on the job's seed, on the place in the script where the generator is created, and on how many were
+created there before, so an extra generator in one rank or thread does not change the seeds elsewhere. Data pipelines
+draw different numbers on each rank: generators made while a batch is read use the system's entropy, and those that a
+data set owns are reseeded per rank when its first pass begins.
 """
 
 from __future__ import annotations
@@ -38,28 +38,30 @@ from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 GENERATORS = ("numpy", "random", "scipy", "sklearn", "torch", "uuid", "dadt")
-"""Modules that create a generator for their caller. Code in a module of any other name counts as the one that asks for
-the generator."""
+"""Modules that create a generator on behalf of their caller. The place of creation is the nearest caller in any other
+module."""
 SWEEPS: tuple[str, ...] = ("optuna", "hyperopt", "skopt", "hydra", "hydra_plugins", "nevergrad", "ax", "bayes_opt")
 SWEEPS += ("ConfigSpace", "smac", "cmaes", "cma", "ray.tune")
-"""Libraries that choose the next trial of a hyperparameter search. All other libraries keep the system's entropy, as
-they need it for unique names, or for numbers that should differ between ranks, such as those of an environment."""
+"""Libraries that choose the next trial of a hyperparameter search. All other libraries keep the system's entropy,
+because they need it for unique names or for numbers that should differ between ranks, such as those of a simulated
+environment."""
 STORES: tuple[str, ...] = ("optuna.storages._rdb", "optuna.storages._redis", "optuna.storages._journal")
 STORES += ("optuna.storages.journal", "hyperopt.mongoexp")
 """Modules that generate ids in a store which several processes may share. They keep the system's entropy, so that ids
 stay unique."""
 KEPT_GENERATORS = 64
-"""Number of torch generators to remember, since torch offers no way to find them later."""
+"""Number of torch generators to remember for reseeding, since torch offers no way to find them later."""
 
 
 class Entropy:
-    """Gives seeds to generators in place of the system's entropy, and remembers the seeds given in this process."""
+    """Computes seeds for generators in place of the system's entropy, and remembers which seeds it has given in this
+    process."""
 
     def __init__(self, rank: Runtime, streams: Streams) -> None:
         self._rank, self._streams = rank, streams
         self._pid = os.getpid()
         self._asked: Counter[str] = Counter()
-        """How often each place in the script has asked for a seed."""
+        """How many generators each place in the script has created without a seed."""
         self._scripts: set[int] = set()
         """Seeds given to the script's own code, not to a hyperparameter search library."""
         self._parted: set[tuple[int, str]] = set()
@@ -67,8 +69,8 @@ class Entropy:
         """Instances of random.Random that the script itself has created, seeded by this object."""
         self._torch: deque[torch.Generator] = deque(maxlen=KEPT_GENERATORS)
         self._is_trained = self._is_scripts_data = False
-        """Whether a training step was made, and whether the script chooses its training data with its own generators in
-        place of a loader."""
+        """`_is_trained`: whether a training step has ended. `_is_scripts_data`: whether the script chooses its training
+        data with its own generators instead of a loader."""
 
     def seed(self, bits: int, frame: FrameType, more: bytes = b"") -> int | None:
         """Return a seed of `bits` bits for the generator that is created in this frame, or None if it should use the
@@ -94,16 +96,16 @@ class Entropy:
     # Giving each rank random numbers of its own -------------------------------------------------------------
 
     def part_below(self, dataset: Any) -> None:
-        """Called when a pass of training begins: reseed the generators that can be reached from the data set, so that
-        they draw different numbers on each rank."""
+        """Reseed, at the start of a training pass, the generators that can be reached from the data set, so that they
+        draw different numbers on each rank."""
         if self._scripts and os.getpid() == self._pid:
             for found in reachable(dataset):
                 self._part(found)
 
     def trained(self, by_loader: bool) -> None:
         """Called after each step. by_loader: whether the first step's batch came from a loader that gives each rank its
-        share. If not, the script chooses its data itself: its generators are reseeded per rank, as ranks that draw the
-        same numbers would train on the same data.
+        share. If not, the script chooses its data itself. Its generators are then reseeded per rank, because ranks that
+        draw the same numbers would train on the same data.
         """
         if self._is_trained or os.getpid() != self._pid:
             return
@@ -111,8 +113,7 @@ class Entropy:
         if by_loader:
             return
         if self._scripts:
-            # issubclass(type(...)) in place of isinstance, which would ask a weak proxy for the class of an object that
-            # no longer exists.
+            # Not isinstance, which would raise an error for a weak proxy whose object no longer exists.
             own = [each for each in gc.get_objects() if issubclass(type(each), np.random.BitGenerator)]
             for found in (*own, *self._random, *self._torch):
                 self._part(found)
@@ -152,7 +153,7 @@ class Entropy:
         after_import("sklearn.utils.validation", self._patch_sklearn)
 
     def _patch_numpy(self) -> None:
-        """Patch the one function from which all NumPy generators get entropy, called by SeedSequence."""
+        """Patch the function that gives all NumPy generators their entropy; SeedSequence calls it."""
         original = getattr(bit_generator, "randbits")  # noqa: B009 (its stubs have none)
 
         def randbits(bits: int) -> int:
@@ -194,8 +195,8 @@ class Entropy:
         _set_method(torch.Generator, "seed", functools.update_wrapper(seed, original))
 
     def _urandom(self, size: int) -> bytes:
-        """Replacement of `os.urandom` for `uuid`: ids from uuid name folders of runs, or studies whose names decide
-        which trials are pruned, and have to be the same on all ranks."""
+        """Replacement of `os.urandom` for `uuid`: the ids name folders of runs, or studies whose names decide which
+        trials are pruned, so they have to be the same on all ranks."""
         frame = sys._getframe(1)
         asker = asker_of(frame)
         given = self.seed(8 * size, frame) if asker is not None and not _in(asker, STORES) else None
@@ -226,7 +227,8 @@ class _Os:
 
 
 def asker_of(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the code that asks for a generator, past all frames of the libraries that create it."""
+    """Return the frame of the code that creates a generator, which is the nearest one outside the modules in
+    GENERATORS."""
     while frame is not None and _in(frame, GENERATORS):
         frame = frame.f_back
     return frame
@@ -249,9 +251,9 @@ _is_users = functools.lru_cache(maxsize=1024)(is_users)
 
 
 def _place(asker: FrameType) -> str:
-    """Return the place in the script where a generator is asked for, as text that is the same on all ranks. Empty while
-    a batch of a map-style data set is read, since ranks read different batches; an iterable data set is read completely
-    and in the same order by each rank.
+    """Return the place in the script where a generator is created, as text that is the same on all ranks. Returns an
+    empty text while a batch of a map-style data set is read, since ranks read different batches. Each rank reads an
+    iterable data set completely and in the same order.
     """
     lines, frame = [_line(asker)], asker.f_back
     while frame is not None:

@@ -31,8 +31,8 @@ class ScriptLoaders(Protocol):
 
 
 class FastaiLoaders:
-    """Passes over fastai's loaders. All ranks draw the same order, as fastai seeds it from Python's random numbers when
-    a loader is built, and each rank takes its own batches of this order."""
+    """Passes over fastai's loaders. All ranks draw the same order, because fastai seeds the order from Python's random
+    numbers when a loader is built. Each rank then takes its own batches of this order."""
 
     def __init__(self, loaders: ScriptLoaders) -> None:
         self._loaders = loaders
@@ -59,13 +59,14 @@ class FastaiLoaders:
             return steps // size if loader.drop_last else -(-steps // size)
 
     def _can(self, loader: Any) -> bool:
-        """Whether the loader's data can be divided among ranks: not if the script divides it itself, or if samples are
-        not read in batches by index."""
+        """Return whether DADT can divide the loader's data among ranks. It cannot if the script divides the data
+        itself, or if samples are not read in batches by index."""
         own = self._runtime.script.is_distributed or type(loader).__name__ == "DistributedDL"
         return not own and loader.indexed and loader.n is not None and bool(loader.bs)
 
     def _shares(self, loader: Any) -> bool:
-        """Return whether a new pass over the loader gives each rank only its share, and record the loader's role."""
+        """Return whether each rank gets only its share in a new pass over the loader, and record what the loader is
+        used for."""
         role = self._loaders.role(loader)
         optimizers = self._runtime.optimizers
         trains = torch.is_grad_enabled() and (optimizers.trains() or not optimizers.registered)
@@ -96,8 +97,7 @@ class FastaiLoaders:
             pieces.extend(mine)
             return [index for piece in pieces for index in piece.index]
 
-        # Set on the instance, and deleted again when called, so that subclasses that override get_idxs are covered,
-        # too.
+        # Set on the instance, because a subclass may override get_idxs. `indices` deletes it again when called.
         loader.get_idxs = indices
         for number, batch in enumerate(iterate(loader)):
             self._runtime.batches.drew(source, pieces[number].samples, loader.bs)

@@ -17,8 +17,8 @@ from dadt.train.batch_weight import Pass
 from dadt.train.runtime import Runtime
 
 FEW_BATCHES = 3
-"""Minimum number of steps of a pass to judge before its end whether the script trains: in a shorter pass, a script may
-fetch all batches before its first backward."""
+"""A pass of fewer steps than this is judged only at its end, because a script may fetch all its batches before the
+first backward. Otherwise, whether the script trains is judged at the last batch."""
 
 
 @dataclass(eq=False)
@@ -29,10 +29,10 @@ class Order:
     source: Iterable[Any]
     streams: Streams
     draws_on: bool
-    """Whether the source may draw random numbers for every index, not only for the first."""
+    """Whether the source (the script's sampler) may draw random numbers for every index, not only for the first."""
     seen: Callable[[StepShare], None] | None = None
-    """Called with each StepShare that the source yields, whose indices are passed on; None if the source yields
-    indices."""
+    """Function to call with each StepShare that the source yields before its indices are passed on; None if the source
+    yields plain indices."""
 
     def __iter__(self) -> Iterator[Any]:
         with self.streams.shared():  # a custom sampler may draw random numbers as soon as its iterator is created
@@ -64,8 +64,8 @@ class Order:
 
 @dataclass(eq=False)
 class Feed(BatchView):
-    """Iterator over the batches of a map-style data set on a rank that trains on its share. Counts samples as batches
-    are handed out."""
+    """Iterator over the batches of a map-style data set on a rank that trains on its share. Counts the samples of each
+    batch when the script gets it."""
 
     share: Share
     runtime: Runtime
@@ -73,11 +73,11 @@ class Feed(BatchView):
     name: str
     draws_on: InitVar[bool]
     prefetches: bool
-    """Whether worker processes draw indices ahead of the batches handed out."""
+    """Whether indices are drawn for worker processes before the script gets the batches of earlier ones."""
     steps: int
     """Number of steps of a pass; 0 if unknown."""
     over: Callable[[bool], None]
-    """Called at the end of each pass, with whether any training happened in it."""
+    """Called at the end of each pass, with True if the script has trained during the pass."""
     speeds: Speeds
 
     def __post_init__(self, draws_on: bool) -> None:
@@ -111,12 +111,13 @@ class Feed(BatchView):
                 self._take()
             raise
         piece = self._take()
-        # compare the order of ranks by their first batch: different orders would lose and repeat samples unnoticed
+        # Ranks compare their orders by a checksum of the first step's indices. With different orders, samples would be
+        # lost or repeated unnoticed.
         if not self._batches:
             self._pass.order = zlib.crc32(repr(piece.whole).encode())
         self._batches += 1
         if self._batches == self.steps >= FEW_BATCHES:
-            self._look_back()  # some scripts count batches and never ask for one more, which would end the pass
+            self._look_back()  # the last batch; some scripts never request one more, which would end the pass
         if self._training or self.runtime.optimizers.trains():
             self.runtime.batches.drew(self._pass, piece.samples, self.share.nominal)
             self.speeds.drew(piece)
@@ -135,7 +136,7 @@ class Feed(BatchView):
         self._look_back()
 
     def _look_back(self) -> None:
-        """Report, once in a pass, whether the script has trained in it."""
+        """Call `over`, once in a pass, with True if the script has trained during the pass."""
         # A thread that prefetches batches may finish before the first step, so it cannot see whether the script trains.
         if self.runtime.script.on_training_thread and not self._told:
             self._told = True
@@ -143,8 +144,8 @@ class Feed(BatchView):
 
 
 class Undecided(BatchView):
-    """Iterator of a loader whose role (training or evaluation) is decided when the first batch is requested: scripts
-    create iterators before they choose between training and evaluation, or even before they have an optimizer."""
+    """Iterator of a loader of which it is decided at the first batch whether it trains or evaluates. Scripts create
+    iterators before they switch between training and evaluation, or even before they have an optimizer."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class Undecided(BatchView):
         length: Callable[[], int],
         over: Callable[[bool], None],
     ) -> None:
-        """over: called at the end of the pass, with whether a backward ran during the pass."""
+        """over: called at the end of the pass, with True if a backward ran during the pass."""
         self._runtime = runtime
         self._begin = begin
         self._length = length
@@ -162,7 +163,8 @@ class Undecided(BatchView):
     def __getattr__(self, name: str) -> Any:
         if name != "batches":
             return super().__getattr__(name)
-        # not a property: an AttributeError of the script's own sampler or dataset would be taken for a missing one
+        # `batches` is no property, because Python would treat an AttributeError in the script's sampler or data set as
+        # a missing attribute.
         self._before = self._runtime.script.backwards
         self.batches = self._begin()
         return self.batches

@@ -1,5 +1,6 @@
-"""Notices what Hugging Face's libraries do to data that ranks are to share: `split_dataset_by_node` of datasets divides
-it already, and TRL's `repeat_iterable_dataset` repeats each sample, once for each completion that is compared."""
+"""Detects what Hugging Face's libraries have done to data before ranks share it: `split_dataset_by_node` of datasets
+has already divided it, and TRL's `repeat_iterable_dataset` repeats each sample, once for each completion that is
+compared."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 GROUP = "_dadt_group"
-"""Attribute of a stream: how many samples in a row belong together."""
+"""Name of the attribute of a stream that holds how many consecutive samples belong together."""
 
 
 def install(runtime: Runtime) -> None:

@@ -1,7 +1,7 @@
 """Divides the data of DataLoaders: a loader that trains gives each rank its share, any other gives all ranks all data.
 
-A loader is iterated through a *view*: an object of its class with its attributes, except for the sampler (or the data
-set, if iterable). The loader itself is never changed, so it pickles, prints and compares as without DADT.
+torch iterates over a *view* of the loader: an object of the same class with the same attributes, except for the sampler
+(or the data set, if it is iterable). The loader itself is never changed, so it pickles and prints as without DADT.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 LISTED = 3
-"""Maximum number of loaders named to the user in equal sentences, or in one sentence about lost ranks."""
+"""Maximum number of loaders for which the same sentence is printed, or that one sentence about lost ranks names."""
 
 
 class Loaders:
@@ -65,7 +65,7 @@ class Loaders:
         """Whether a pass has begun in which each rank gets only its share."""
         self.roles: WeakKeyDictionary[Loader, LoaderRole] = WeakKeyDictionary()
         self._read: WeakKeyDictionary[Loader, dict[int, Any]] = WeakKeyDictionary()
-        """One batch of each size for every loader, used in a replay in place of reading all batches."""
+        """One batch of each size for every loader, which a replay returns instead of reading all batches."""
         self.pid = os.getpid()
         self.original_iter: Callable[[Loader], Iterator[Any]] = DataLoader.__iter__
         self.original_len: Callable[[Loader], int] = DataLoader.__len__
@@ -91,7 +91,7 @@ class Loaders:
         if self.runtime.script.explicit:
             return self.original_iter(loader)
         role = self.role(loader)
-        # A final role needs no deferral, and a data pipe's iterator draws more numbers than Drawn could repeat.
+        # A final role need not be decided later, and a data pipe's iterator draws numbers that Drawn cannot repeat.
         if role.kind or isinstance(loader.dataset, IterDataPipe | MapDataPipe):
             return self._begin(loader, role)
         over = functools.partial(self._whole_over, role)
@@ -100,14 +100,15 @@ class Loaders:
         return Undecided(self.runtime, begin, lambda: self.length(loader), over)
 
     def _begin(self, loader: Loader, role: LoaderRole, drawn: Drawn | None = None, restored: int = 0) -> Iterator[Any]:
-        """Begin a pass. drawn: draws of an iterator created earlier. restored: `streams.restored` at its creation."""
+        """Begin a pass. drawn: random numbers drawn when the script created the iterator. restored: `streams.restored`
+        at that time."""
         role.drawn = drawn
         kind = self._decide(loader, role)
         if kind == ALONE:
             if self.streams.divided:
-                role.drawn = None  # once the random streams are split, the workers of each rank are seeded differently
+                role.drawn = None  # afterwards each rank seeds its worker processes differently
             return self._iterator(loader, role)
-        # Without gradients, a loader that trains gives all data, too, as for an evaluation.
+        # If gradients are disabled, each rank gets all data even of a loader that trains, as for an evaluation.
         role.gives_all = kind == EVALUATES or not (torch.is_grad_enabled() or self.asked(role))
         if role.gives_all:
             return self._all(loader, role)
@@ -140,7 +141,7 @@ class Loaders:
         if alone and not self._islands:
             kind = ALONE
         elif not kind or alone:
-            # A pass before training begins may only collect statistics, so it does not fix the role.
+            # A pass before training begins may only collect statistics, so the role is not final.
             known, script = self._optimizers.registered > 0, self.runtime.script
             final = known and (self._optimizers.trains() or script.began)
             kind = TRAINS if known and self._optimizers.trains() else EVALUATES
@@ -168,21 +169,21 @@ class Loaders:
         return alone
 
     def missing(self, lost: int) -> str:
-        """Return a sentence about what happens to the data of `lost` lost workers; used as `Runtime.missing`."""
+        """Return a sentence that says what happens to the data of `lost` lost workers."""
         loaders = [(role, each) for each, role in self.roles.items() if isinstance(each, DataLoader)]
         trained = [(role.name, samples_of(each)) for role, each in loaders if role.kind == TRAINS]
         return missing(self.runtime, lost, trained[:LISTED])
 
     @property
     def shared(self) -> list[Any]:
-        """Data sets of the loaders that train, of which each rank has its share."""
+        """Data sets of the loaders that train; each rank reads its share of these data sets."""
         return [loader.dataset for loader, role in list(self.roles.items()) if role.kind == TRAINS]
 
     def _another_trains(self) -> bool:
         return any(role.has_trained for role in self.roles.values())
 
     def _tell(self, sentence: str, role: LoaderRole, level: str = "info") -> None:
-        """Print the sentence, at most LISTED times for equal ones: some scripts make loaders in every epoch."""
+        """Print the sentence, at most LISTED times for equal ones, since some scripts make loaders in every epoch."""
         text = sentence.removeprefix(role.name)
         self._told[text] += 1
         if self._told[text] <= LISTED:
@@ -197,8 +198,8 @@ class Loaders:
         return ""
 
     def _guess(self, loader: Loader, role: LoaderRole) -> str:
-        """Return the role that `len` assumes: shuffled loaders train; if there are none, the first loader trains if its
-        data set is iterable."""
+        """Return the role that len(loader) assumes before the role is known: shuffled loaders train. If there are none,
+        the first loader trains if its data set is iterable."""
         if self._alone(loader, role) and not self._islands:
             return ALONE
         if asked := self.asked(role):
@@ -215,13 +216,13 @@ class Loaders:
         )
 
     def _divide(self, loader: Loader, role: LoaderRole) -> Division:
-        """Return how a new pass is divided. If not as the last pass was, the loader's worker processes start again."""
+        """Return how a new pass is divided among ranks. If this has changed, worker processes start again."""
         division = role.begun if role.by_island else agree(self.runtime, role.name)
         if division.grows and not loader._auto_collation:
             self._ranks.say(f"{role.name} has no batches that could grow: lost workers' shares of it stay left out")
             division = left_out(self.runtime)
         if division.is_spare and isinstance(loader.dataset, IterableDataset):
-            division = begun(self.runtime)  # a rank without a part of a stream would read it to its end in vain
+            division = begun(self.runtime)  # otherwise this rank would read a whole stream for nothing
         if division != role.division:
             role.division, role.feed = division, None
             role.views.pop(False, None)
@@ -231,7 +232,7 @@ class Loaders:
         if loader.batch_sampler is None:
             self.speeds.leaves_equal(self.role(loader).name)
             return Items(loader.sampler, division.rank, division.readers)
-        # Scripts count skipped batches in steps, each of which has batches of all ranks.
+        # A script counts skipped batches in steps, and each step has one batch per rank, so steps are skipped.
         batch_sampler, steps = unskipped(loader.batch_sampler)
         if group_of(batch_sampler):
             self.speeds.leaves_equal(self.role(loader).name)
@@ -241,9 +242,9 @@ class Loaders:
         return Skipped(share, steps) if steps else share
 
     def _view(self, loader: Loader, role: LoaderRole, **changed: Any) -> Loader:
-        """Return an object like the loader except for the attributes `changed`; later passes use the same object.
+        """Return the loader's view, with the attributes `changed` replaced; later passes use the same object.
 
-        The object stores a torch iterator of its own, so that persistent workers live from one pass to the next.
+        The view stores a torch iterator of its own, so that persistent workers continue from one pass to the next.
         """
         view = role.views.get(role.gives_all)
         if view is None:
@@ -254,7 +255,7 @@ class Loaders:
         return view
 
     def _all(self, loader: Loader, role: LoaderRole) -> Iterator[Any]:
-        """Begin a pass that gives every rank all data, in an order drawn from the common random stream."""
+        """Begin a pass in which every rank gets all data, in an order drawn from the stream that ranks share."""
         changed = {}
         if not isinstance(loader.dataset, IterableDataset):
             slot = sampler_slot(loader)
@@ -264,7 +265,7 @@ class Loaders:
             return self._iterator(view, role)
 
     def _iterator(self, view: Loader, role: LoaderRole) -> Iterator[Any]:
-        """Return torch's iterator over the view, or in a replay an iterator that leaves out reading most batches."""
+        """Return torch's iterator over the view, or, in a replay, an iterator that does not read most batches."""
         with nullcontext() if role.drawn is None else role.drawn.again():
             if not self.runtime.replay.under_way or isinstance(view.dataset, IterableDataset):
                 return self.original_iter(view)
@@ -289,7 +290,8 @@ class Loaders:
         return feed.begin(lambda: self._iterator(self._view(loader, role, **changed), role))
 
     def _whole_over(self, role: LoaderRole, trained: bool) -> None:
-        """Called after a pass of a loader of undecided role: if the script has trained in it, the loader trains."""
+        """Called after a pass of a loader whose role was undecided: if the script has trained in the pass, the loader
+        counts as training from now on."""
         if trained and role.is_doubted:
             role.kind, role.is_doubted = TRAINS, False
             role.views.clear()
@@ -303,7 +305,8 @@ class Loaders:
             return 0, 0
 
     def _over(self, role: LoaderRole, steps: tuple[int, int], trained: bool) -> None:
-        """Called after a pass of shares: warn if it had fewer steps than a schedule expects, or no training."""
+        """Called after a pass in which each rank had its share: warn if the pass had fewer steps than a learning rate
+        schedule expects, or no training."""
         role.has_trained |= trained
         if trained:
             shared, alone = steps
@@ -317,7 +320,8 @@ class Loaders:
             return
         remedy = "to give all of it, begin such a pass under torch.no_grad()"
         if not (role.has_trained or self.asked(role)):
-            # Undecided if no other loader trains: the pass may have collected statistics, or summed up one big loss.
+            # If no other loader trains, the role stays undecided: the pass may have collected statistics, or summed up
+            # one big loss.
             role.kind = EVALUATES if self._another_trains() else ""
             role.views.clear()
             if role.kind:
@@ -356,8 +360,8 @@ class Loaders:
                 role.steps = {len(cast(Sized, loader.dataset)): steps}
 
     def _stream_steps(self, loader: Loader) -> int:
-        """Return the number of steps of a pass over an iterable data set: that of the last complete pass, or else an
-        estimate in which each worker process of the loader yields its part of the samples."""
+        """Return the number of steps of a pass over an iterable data set: the number in the last complete pass, or else
+        an estimate for which each of the loader's worker processes reads an equal part of the samples."""
         samples, takers = len(cast(Sized, loader.dataset)), self.role(loader).takers
         if (known := self.role(loader).steps.get(samples)) is not None:
             return known

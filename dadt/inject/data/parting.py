@@ -1,6 +1,6 @@
 """Makes random numbers differ between ranks in a script that calls `dadt.init`. All ranks begin with the same
-generators, so that weights and data splits agree. From the first step on each rank draws its own numbers, except from
-generators that the script has seeded since `dadt.init`.
+generators, so that weights and data splits agree. When training begins, each rank's generators are reseeded
+differently, except those that the script has seeded since `dadt.init`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SEEDING: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (random, ("seed", "setstate")),
     (np.random, ("seed", "set_state")),
 )
-"""Functions that seed the generators of Python and NumPy. torch is not listed, as its generators remember their seed.
-"""
+"""Functions that seed the generators of Python and NumPy. torch's are not listed, because its generators store their
+seed."""
 
 
 class Parting:
@@ -40,8 +40,8 @@ class Parting:
 
         @replaces("manual_seed", torch, torch.random)
         def manual_seed(seed: int) -> Any:
-            # Only the initial seed needs a record: any other seed is visible in the generator itself, also whether
-            # fork_rng has undone it.
+            # Only a call with the initial seed needs a record, because any other seed is visible in the generator
+            # itself, even after fork_rng has undone it.
             if seed == self._initial:
                 self._seeded.add(torch)
             return manual_seed.__wrapped__(seed)
@@ -51,11 +51,12 @@ class Parting:
 
     @property
     def ahead(self) -> bool:
-        """Whether torch still draws the same numbers on all ranks although the script has not seeded it."""
+        """Whether torch's generators still draw the same numbers on all ranks, although the script has not seeded
+        them."""
         return not self._done and not self._torch_is_seeded()
 
     def waive(self) -> None:
-        """Leave all generators as they are, because the script seeds them itself."""
+        """Never reseed the generators, because the script seeds them itself."""
         self._done = True
 
     def part(self) -> None:

@@ -13,7 +13,8 @@ TOLD = "ray.data (streaming_split): shares out its data itself, left as it is."
 
 
 def install(runtime: Runtime, min_np: int) -> None:
-    """Report the first split of ray.data that is read. With --min-np, reading a split raises ConfigError."""
+    """Tell the user about the first split of a Ray data set that is read. With --min-np, reading a split raises
+    ConfigError."""
 
     def tell(module: Any) -> None:
         kind = module.DataIterator

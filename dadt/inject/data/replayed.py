@@ -1,5 +1,5 @@
-"""A pass over a loader for a replay: indices are drawn as usual, but only one batch of each size is read and then
-repeated."""
+"""A pass over a loader during a replay: indices are drawn as usual, but only one batch of each size is read from the
+data set and then returned again and again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dadt.train.runtime import Runtime
 
 AHEAD = 2
-"""Number of batches that a training loop may fetch before it trains on them."""
+"""Number of batches that a training loop may fetch before it trains on the first of them."""
 
 
 class ReplayedPass:
@@ -27,7 +27,7 @@ class ReplayedPass:
     def __init__(
         self, rank: Runtime, iterate: Callable[[Loader], Iterator[Any]], view: Loader, read: dict[int, Any]
     ) -> None:
-        """iterate: returns torch's own iterator. read: one batch for each number of indices in it."""
+        """iterate: returns torch's own iterator over a loader. read: one batch for each batch size, by size."""
         self._rank, self._iterate, self._view, self._read = rank, iterate, view, read
         # An iterator without worker processes draws the same random numbers as one with workers.
         here = like(view, num_workers=0, timeout=0, persistent_workers=False, prefetch_factor=None)
@@ -72,7 +72,7 @@ class ReplayedPass:
 
 
 class Rest:
-    """Sampler that continues an iterator over indices that has already begun."""
+    """Sampler that yields the remaining indices of an iterator that has already begun."""
 
     def __init__(self, indices: Iterator[Any]) -> None:
         self._indices = indices
@@ -82,7 +82,8 @@ class Rest:
 
 
 class Aside(BatchView):
-    """Iterator that marks all tensor reads made while a batch is produced as not being the script's own."""
+    """Iterator over batches. While a batch is produced, values read from tensors are not recorded as reads of the
+    script."""
 
     def __init__(self, rank: Runtime, batches: Iterator[Any]) -> None:
         self._rank, self.batches = rank, batches

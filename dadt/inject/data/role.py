@@ -25,7 +25,8 @@ TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
 
 
 class LoaderRole:
-    """Use of one DataLoader: training, evaluation, or data that the script divides; and how its passes are read."""
+    """What one DataLoader is used for (training, evaluation, or data that the script divides itself), and how its
+    passes are read."""
 
     def __init__(self, number: int, runtime: Runtime) -> None:
         self.number = number
@@ -34,8 +35,8 @@ class LoaderRole:
         self.kind = ""
         """TRAINS, EVALUATES or ALONE; empty until the role is final."""
         self.by_island = False
-        """Whether each island gets a share, instead of each rank: the script divides the data among the ranks of an
-        island, or all of these need the same data."""
+        """Whether each island gets a share, instead of each rank, because the script divides the data among the ranks
+        of an island, or because all of them need the same data."""
         self.gives_all = False
         """Whether the loader's latest pass gives every rank all data, instead of giving each rank its share."""
         self.drawn: Drawn | None = None
@@ -51,14 +52,15 @@ class LoaderRole:
         self.division = begun(runtime)
         """How the latest pass of the loader was divided among ranks."""
         self.feed: Feed | None = None
-        """The feed of a loader with persistent workers, which is used for all its passes; else None."""
+        """The Feed (iterator over this rank's batches) of a loader with persistent workers, which all its passes use;
+        else None."""
         self.steps: dict[int, int] = {}
         """Number of steps of the last complete pass over a stream read by worker processes, by the stream's length in
         samples."""
 
     @property
     def begun(self) -> Division:
-        """How a pass of the loader is divided while no rank is lost."""
+        """How a pass of the loader is divided among ranks while no rank is lost."""
         return begun(self._runtime, by_island=self.by_island)
 
     @property
@@ -68,8 +70,8 @@ class LoaderRole:
 
 
 def check_divisible(loader: Loader, role: LoaderRole, batch: str, divisors: str) -> None:
-    """Raises ConfigError if this loader's batches cannot be divided as `--batch` says. batch: its value. divisors: of
-    the World."""
+    """Raise ConfigError if this loader's batches cannot be divided as `--batch` says. batch: the value of `--batch`.
+    divisors: `World.divisors`."""
     size = role.begun.shares
     if (group := getattr(loader.dataset, GROUP, 1)) > 1:
         raise ConfigError(

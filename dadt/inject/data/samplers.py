@@ -52,19 +52,19 @@ def samples_of(loader: Loader) -> int | None:
 
 
 def group_of(batch_sampler: Any) -> int:
-    """Return how many samples in a row belong together, as TRL's RepeatSampler yields each prompt once for each
-    completion that is compared with the others; 0 if the order has no groups."""
+    """Return how many consecutive samples belong together; 0 if the order has no groups. TRL's RepeatSampler, for
+    example, yields each prompt several times, for completions that are compared with each other."""
     return getattr(getattr(batch_sampler, "sampler", None), "mini_repeat_count", 0)
 
 
 def draws_on(loader: Loader) -> bool:
-    """Whether the sampler may draw from the global generators also after its first index."""
+    """Return whether the loader's sampler may draw from the global generators for any index, not only for the first."""
     return type(inner_sampler(loader)) not in (*DRAW_ONCE, SequentialSampler)
 
 
 def left_out_of(loader: Loader, ranks: int) -> int:
-    """Return how many samples of a pass drop_last leaves out on all ranks together. ranks: number of ranks that each
-    read a batch per step."""
+    """Return how many samples of a pass all ranks together leave out because of drop_last. ranks: number of ranks that
+    each read a batch per step."""
     samples = samples_of(loader)
     if samples is None or not loader.drop_last or loader.batch_size is None:
         return 0
@@ -83,8 +83,8 @@ def share_of(
 ) -> PerRank | Batches | Repeated | Divided:
     """Return the batches of one rank, which is number `rank` of `size` reading ranks. divided: whether each rank reads
     a part of every batch of the script, not whole batches. shares: number of shares of a step, which may be larger than
-    `size`. fractions: returns the parts of ranks for one step. divisors: numbers by which ranks divide the script's
-    batch size; empty if none does.
+    `size`. fractions: returns each rank's part of one step's samples. divisors: for each rank, the number by which the
+    script's batch size is divided; empty if no rank has smaller batches.
     """
     plain = type(batch_sampler) is BatchSampler
     if divided:

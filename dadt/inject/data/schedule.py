@@ -12,20 +12,22 @@ from dadt.inject.patch import replaces
 
 
 class Schedules:
-    """Schedulers created before the script ever called len(loader), so that their lengths cannot come from it."""
+    """Learning rate schedulers created before the script called len(loader) for the first time, so that their lengths
+    cannot be derived from it."""
 
     def __init__(self) -> None:
         self.length_asked = False
         self._steps: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
-        """Step of each scheduler at the beginning of the current pass."""
+        """Number of steps that each scheduler had made when the current pass began."""
 
     def begin(self) -> None:
-        """Record the schedulers' steps when a pass of training begins."""
+        """Record how many steps each scheduler has made, when a training pass begins."""
         for scheduler in self._steps:
             self._steps[scheduler] = scheduler.last_epoch
 
     def by_step(self) -> bool:
-        """Whether any of the schedulers has made more than one step since the pass began."""
+        """Return whether any of the schedulers has made more than one step since the pass began, so that it counts
+        steps, not epochs."""
         return any(scheduler.last_epoch > begun + 1 for scheduler, begun in self._steps.items())
 
     def install(self) -> None:

@@ -2,8 +2,8 @@
 
 Before the script runs, every rank seeds torch, numpy and random alike, so models, splits and initial values agree. When
 training begins, the state of the global generators becomes the *shared stream*, from which samplers and DataLoader base
-seeds continue to draw in the single process's order. The global generators are then reseeded per rank, so that dropout
-and augmentation differ between ranks, reproducibly.
+seeds continue to draw in the same order as in a single process. The global generators are then reseeded per rank, so
+that dropout and augmentation differ between ranks, reproducibly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 _seed_numpy, _set_numpy, _set_random = np.random.seed, np.random.set_state, random.setstate
-"""Original functions of NumPy and Python, stored before they are replaced to record the script's calls."""
+"""The original functions of NumPy and Python, stored before DADT replaces them to notice when the script calls them."""
 python_generator = random.seed.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of the module `random`."""
 REMEMBERED_STATES = 64
-"""Maximum number of the script's random states stored with the shared stream's state of the same time."""
+"""Maximum number of random states that the script has read and that are remembered together with the shared stream's
+state at that time."""
 
 
 class State(NamedTuple):
@@ -111,7 +112,7 @@ class Resumed(NamedTuple):
 
 
 class Streams:
-    """The random stream shared by all ranks, and this rank's own. Before `split` the global generators are both.
+    """The random stream shared by all ranks, and this rank's own. Before `split`, both are the global generators.
 
     In a child process (a DataLoader's worker), and with `enabled` False, all methods do nothing.
     """
@@ -121,7 +122,8 @@ class Streams:
         self.enabled = enabled
         self._shared: State | None = None
         self._left: State | None = None
-        """State of this rank's own random stream when the rank last went back to the random stream of all ranks."""
+        """State of this rank's own random stream when the script's call of torch.manual_seed last put the shared stream
+        in its place."""
         self._drawing = False
         self.seeded = False
         """Whether the script has called torch.manual_seed."""
@@ -129,16 +131,17 @@ class Streams:
         self.seeded_anew: set[str] = set()
         """Names (fields of State) of the generators that the script has seeded since it loaded a checkpoint."""
         self.restored = 0
-        """How often the shared stream was replaced by its stored state of another time, as on resuming."""
+        """How often the shared stream was replaced by a stored state, as on resuming from a checkpoint."""
         self._has_parted = False
         self._joined: dict[str, Any] = {}
-        """Generators that the script has seeded by `random.seed` or `numpy.random.seed` after `split`, each with this
-        rank's state before the seed. Until the next `split` the shared stream uses their states, too."""
+        """Names (fields of State) of the generators that the script has seeded by `random.seed` or `numpy.random.seed`
+        after `split`, each with this rank's state before the seed. Until the next `split`, the shared stream uses the
+        states of these generators, too."""
         self._reader = 0
-        """Identifier of the thread that reads a batch of this rank's share; 0 if none does."""
+        """Identifier of the thread that is reading a batch of this rank's share; 0 if none is."""
         self.parting: Ahead | None = None
         self.undivided: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Returns the context that `shared` uses as long as ranks have no streams of their own."""
+        """Function that returns the context in which `shared` runs as long as ranks have no streams of their own."""
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -158,7 +161,7 @@ class Streams:
         """Give this rank a random stream of its own. Returns quickly if the rank already has one."""
         if not self.enabled or (self._shared is not None and not self._joined) or os.getpid() != self._pid:
             return
-        if self._drawing:  # the shared stream is in use, such as by a step whose closure evaluates the model
+        if self._drawing:  # within `shared`, as in a step whose closure evaluates the model
             return
         with self._lock:
             own: State | None = State.capture()
@@ -174,8 +177,8 @@ class Streams:
             self._has_parted = True
 
     def _begun(self) -> tuple[State, State | None, set[str]]:
-        """Return the random stream that all ranks share, this rank's own stream (if the job was resumed), and the names
-        of the generators that the script has seeded since then."""
+        """Return the random stream that all ranks share, this rank's own stream (None unless loaded from a checkpoint),
+        and the names of the generators that the script has seeded since it loaded the checkpoint."""
         current, resumed, self._resumed = State.capture(), self._resumed, None
         if resumed is None:
             return current, None, set()
@@ -198,18 +201,19 @@ class Streams:
         return {"shared": self._common.plain(), "own": State.capture().plain()}
 
     def loaded(self) -> None:
-        """Called when the script has loaded a checkpoint: forget seeds that the script set before."""
+        """Forget which generators the script has seeded, because it has now loaded a checkpoint."""
         self.seeded_anew = set()
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any] | None, seeded_anew: Iterable[str]) -> None:
-        """Set the random streams that `split` will restore. Does nothing after the first `split`: a script that returns
-        to its best weights continues with its data. own: this rank's stream; None for a new one."""
+        """Set the random streams that `split` will restore. Does nothing after the first `split`, because a script that
+        reloads its best weights during training continues with its data. own: this rank's stream; None for a new
+        one."""
         if self.enabled and not self._has_parted:
             self._resumed = Resumed(State.from_plain(shared), None if own is None else State.from_plain(own))
             self.seeded_anew = set(seeded_anew)
 
     def place(self, shared: State) -> None:
-        """Replace the shared stream by its stored state of another time, as from a snapshot."""
+        """Replace the shared stream by a stored state of it, such as one in a snapshot."""
         self._shared = shared
         self._joined.clear()
         self.restored += 1
@@ -220,8 +224,9 @@ class Streams:
         seed_all(mix(shared.seed(), self.rank), self._manual_seed)
 
     def _rejoin(self) -> None:
-        """Called when the script seeds torch while training: data, splits and weights drawn next must agree on ranks.
-        Until `split` (the next training batch or forward) the global generators are the shared stream again."""
+        """Called when the script seeds torch during training, because the data, splits and weights drawn next must
+        agree on all ranks. Until `split` (at the next training batch or forward) the global generators are the shared
+        stream again."""
         common, self._left = self._common, State.capture()
         common.restore()
         self._shared = None
@@ -249,8 +254,8 @@ class Streams:
 
     @contextmanager
     def apart(self, *, only_torch: bool = False) -> Iterator[None]:
-        """A context, for use within `shared`, in which the global generators are the rank's own again. only_torch:
-        switch only torch's generator."""
+        """A context, for use within `shared`, in which the global generators are the rank's own stream again.
+        only_torch: switch only torch's generator."""
         if not (self.divided and self._drawing):
             yield
             return
@@ -267,7 +272,7 @@ class Streams:
     def _exchange(self, only_torch: bool) -> None:
         """Swap the states of the global generators with those in `self._shared`."""
         waited = self._shared
-        if waited is None:  # the script has set a seed inside the context: all ranks draw alike until `split`
+        if waited is None:  # a seed set within the context has made both streams one
             return
         if only_torch:
             self._shared = waited._replace(torch=torch.default_generator.get_state())
@@ -291,7 +296,8 @@ class Streams:
         return self._reader == threading.get_ident()
 
     def install(self) -> None:
-        """Patch the seeding functions of torch, numpy and random, so that the script's seeds reach both streams."""
+        """Patch the functions of torch, numpy and random that seed generators, so that the script's seeds affect the
+        shared stream and the rank's own."""
         self._manual_seed = torch.manual_seed
         self._patch_torch()
         self._patch_seed("numpy", np.random, "set_state", np.random.get_state, _seed_numpy)
@@ -300,8 +306,9 @@ class Streams:
     def _patch_seed(
         self, name: str, module: Any, set_back: str, get: Callable[[], Any], original: Callable[..., Any]
     ) -> None:
-        """Patch the functions of `random` or NumPy that set the generator's seed and state. After a seed all ranks draw
-        alike until training continues; if a state undoes the script's seed, ranks have streams of their own again."""
+        """Patch the functions of `random` or NumPy that set the generator's seed and state. After the script sets a
+        seed, all ranks draw the same numbers until training continues, or until the script sets the state from before
+        the seed again."""
 
         @replaces("seed", module)
         def seed(*args: Any, **kwargs: Any) -> Any:
@@ -322,9 +329,9 @@ class Streams:
             return result
 
     def _patch_torch(self) -> None:
-        """Patch the functions of torch that set the generator's seed, and that read and set its state. A state that the
-        script restores later, as fork_rng does, restores both streams: else `with fork_rng(): manual_seed(0)` in every
-        epoch would repeat the shuffle."""
+        """Patch the functions of torch that set the generator's seed, and that read and set its state. When the script
+        restores a state that it has read before, as fork_rng does, both streams are restored: otherwise `with
+        fork_rng(): manual_seed(0)` in every epoch would repeat the same shuffle."""
 
         @replaces("manual_seed", torch, torch.random)
         def manual_seed(seed: int) -> Any:
@@ -336,7 +343,7 @@ class Streams:
             if not self.divided:
                 return self._manual_seed(seed)
             with self._lock:
-                if not self._drawing:  # the seed of a sampler that draws from the shared stream is meant for it
+                if not self._drawing:  # within `shared`, as in a sampler, the seed is for the shared stream only
                     self._rejoin()
                 return self._manual_seed(seed)
 
@@ -358,7 +365,7 @@ class Streams:
                 return
             if self._shared is not None:
                 self._shared = self._shared._replace(torch=kept)
-            elif self._left is not None:  # the script has set a seed since, as in fork_rng: restore the rank's stream
+            elif self._left is not None:  # a seed set since then has made both streams one: restore both
                 self._shared = State.capture()._replace(torch=kept)
                 np.random.set_state(self._left.numpy)
                 random.setstate(self._left.random)
@@ -367,7 +374,7 @@ class Streams:
 def install(runtime: Runtime) -> Streams:
     """Seed this process before the script runs, and return its random streams, which `split` divides later.
 
-    In a job of one rank all generators are left as plain Python leaves them.
+    In a job of one rank, no generator is seeded.
     """
     streams = Streams(runtime.ranks.world.rank, enabled=runtime.ranks.config.seeding and not runtime.ranks.alone)
     if streams.enabled:

@@ -4,7 +4,8 @@ Every class in this module iterates over the indices of a single process, in the
 one rank. All ranks iterate over the same indices, so together they lose no sample, and repeat only samples in a
 StepShare that counts 0 samples. The module does not depend on torch: indices are whatever the sampler yields.
 
-A step has `shares` shares, one for each rank with which the job began. If fewer ranks (`size`) read, each reads more.
+A step has `shares` shares, one for each rank with which the job began. If fewer ranks (`size`) read the data, because
+others were lost, each reads more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class StepShare(NamedTuple):
     """Number of samples that this rank contributes to the step; 0 for a repeated batch, which only keeps the rank in
     step with others."""
     whole: Sequence[Any]
-    """Indices of all ranks in this step: equal on all ranks if they iterate in the same order."""
+    """Indices of all ranks in this step. They are equal on all ranks if all iterate in the same order."""
 
 
 def portion(total: int, rank: int, size: int) -> range:
@@ -35,12 +36,13 @@ def portion(total: int, rank: int, size: int) -> range:
 
 
 Fractions = Sequence[float]
-"""What part of a step's samples each rank gets, in the order of ranks; sums to 1. Empty: equal parts."""
+"""Each rank's part of a step's samples, in the order of ranks. The parts add up to 1; an empty sequence means equal
+parts."""
 
 
 def portion_by(fractions: Fractions, total: int, rank: int, least: int) -> range:
-    """Return the positions that belong to `rank` if `total` items are divided in these proportions, and each rank gets
-    at least `least` of them."""
+    """Return the positions that belong to `rank` if `total` items are divided in proportion to `fractions`, but each
+    rank gets at least `least` items."""
     beyond = [max(each * total - least, 0.0) for each in fractions]
     rest, share = total - least * len(fractions), sum(beyond) or 1.0
     ends = [round(rest * (part / share)) for part in accumulate(beyond, initial=0.0)]
@@ -48,11 +50,11 @@ def portion_by(fractions: Fractions, total: int, rank: int, least: int) -> range
 
 
 def part(batch: Sequence[Any], rank: int, size: int, nominal: int, fractions: Fractions = ()) -> StepShare:
-    """Return the contiguous portion of `rank` in a batch of at least one sample; if no sample is left for this rank,
-    return the beginning of the batch, counted as 0 samples. fractions: parts of ranks where they are not equal.
+    """Return the contiguous portion of `rank` in a batch of at least one sample. If no sample is left for this rank,
+    return the beginning of the batch, counted as 0 samples. fractions: each rank's part; empty if equal.
 
-    If a portion would have a single sample, although ordinary batches (of `nominal` samples) have more, fewer ranks
-    share the batch: BatchNorm cannot train on one sample.
+    If portions would have a single sample, although ordinary portions (of `nominal` samples) have more, fewer ranks
+    share the batch, because BatchNorm cannot train on one sample.
     """
     least = min(2, nominal)
     takers = min(size, max(1, len(batch) // least))
@@ -64,7 +66,7 @@ def part(batch: Sequence[Any], rank: int, size: int, nominal: int, fractions: Fr
 
 
 class PerRank:
-    """Gives each rank batches of the script's batch size: `size` batches of the sampler make one step.
+    """Gives each rank batches of the script's batch size: the next `size` batches make one step.
 
     The last, incomplete step is divided as evenly as possible, or left out if `drop_last` is set.
     """
@@ -80,7 +82,7 @@ class PerRank:
         fractions: Callable[[], Fractions] = tuple,
         whole: int = 0,
     ) -> None:
-        """fractions: returns what part of its samples each rank gets, once for each step. whole: number of
+        """fractions: called once for each step; returns each rank's part of the step's samples. whole: number of
         samples in a step of all ranks together; 0: `batch_size` for each share."""
         self.sampler = sampler
         self.fractions = fractions
@@ -103,11 +105,11 @@ class PerRank:
 
 
 class Batches:
-    """Gives each rank whole batches of the script's own batch sampler in turn: batch number `rank` in each group of
-    `size`.
+    """Gives the ranks whole batches of the script's own batch sampler in turn: of each group of `size` batches, rank
+    number r gets batch number r.
 
-    If fewer than `size` batches are left at the end, or a step has more shares than ranks, samples are joined and
-    divided as evenly as possible.
+    If fewer than `size` batches are left at the end, or a step has more shares than ranks, the samples of the remaining
+    batches or of the step are put together and divided as evenly as possible.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Batches:
         shares: int = 0,
         fractions: Callable[[], Fractions] = tuple,
     ) -> None:
-        """fractions: returns what part of its samples each rank gets, once for each step."""
+        """fractions: called once for each step; returns each rank's part of the step's samples."""
         self.batch_sampler = batch_sampler
         self.fractions = fractions
         self.rank = rank
@@ -145,8 +147,8 @@ class Batches:
 
 
 class Items:
-    """Gives ranks the items of a loader that does not batch, in turn; at the end, ranks without an item repeat another
-    rank's."""
+    """Gives ranks the items of a loader that does not batch, in turn. At the end of a pass, ranks for which no item is
+    left repeat the first rank's item."""
 
     def __init__(self, sampler: Iterable[Any], rank: int, size: int) -> None:
         self.sampler = sampler
@@ -165,9 +167,9 @@ class Items:
 
 
 class Repeated:
-    """Gives ranks whole batches in turn, of a sampler that yields each of them `times` times in a row: rank number r
-    gets the r-th of `size` different batches, in as many steps. At the end, ranks without a batch repeat another
-    rank's."""
+    """Gives ranks in turn the batches of a sampler that yields each batch `times` times in a row. Of `size` different
+    batches, rank number r gets the r-th one, `times` times. At the end, ranks for which no batch is left repeat the
+    first rank's."""
 
     def __init__(self, batch_sampler: Iterable[Any], times: int, rank: int, size: int) -> None:
         self.batch_sampler = batch_sampler
@@ -207,7 +209,7 @@ class Divided:
 
 
 class Skipped:
-    """A share without its first steps, which a script leaves out that resumes in the middle of a pass."""
+    """A share without its first steps, for a script that resumes in the middle of a pass."""
 
     def __init__(self, share: PerRank | Batches | Repeated | Divided, steps: int) -> None:
         self.share = share
@@ -228,7 +230,7 @@ Share = PerRank | Batches | Repeated | Items | Divided | Skipped
 
 
 def unskipped(batch_sampler: Any) -> tuple[Any, int]:
-    """Return the innermost batch sampler, and how many of its batches are skipped, as by
+    """Return the innermost batch sampler, and the number of batches that wrappers around it skip, such as
     accelerate.skip_first_batches."""
     steps = 0
     while hasattr(batch_sampler, "skip_batches") and hasattr(batch_sampler, "batch_sampler"):
@@ -245,7 +247,8 @@ def turn(group: Sequence[Any], rank: int) -> StepShare:
 
 
 def is_batch(index: Any) -> bool:
-    """Whether an index is a batch of indices: a list, a tuple, or a tensor or array with at least one dimension."""
+    """Return whether an index is a batch of indices: a list, a tuple, or a tensor or array with at least one
+    dimension."""
     return isinstance(index, (list, tuple)) or bool(getattr(index, "ndim", 0))
 
 
@@ -254,8 +257,8 @@ def samples_in(index: Any) -> int:
 
 
 class Spare(NamedTuple):
-    """Another rank's sample, for a rank whose stream ended before it had one: keeps the rank in step and counts as 0
-    samples."""
+    """A sample of another rank, for a rank whose stream ended before the rank had a sample of its own. It counts as 0
+    samples and keeps the rank in step with others."""
 
     sample: Any
 
@@ -264,10 +267,10 @@ def every_nth(stream: Iterable[Any], rank: int, size: int, block: int = 0, whole
     """Yield sample i of a stream if i % size == rank. Counting restarts in each block of `block` samples (0: one
     block).
 
-    A sample is yielded once the samples of the other ranks next to it are read, the last of a block once the whole
-    block is read: wherever ranks stop, they have read equally far, which matters for a stream that the next pass
-    continues. With `whole_blocks`, an incomplete last block is dropped on every rank. If the stream ends before this
-    rank had a sample, a Spare is yielded.
+    A sample is yielded only after the adjacent samples of the other ranks have been read, and the last one of a block
+    only after the whole block. So ranks that stop at the same sample have read equally far, which matters for a stream
+    that the next pass continues. With `whole_blocks`, an incomplete last block is dropped on every rank. If the stream
+    ends before this rank had a sample, a Spare is yielded.
     """
     mine: list[Any] = []
     given = False

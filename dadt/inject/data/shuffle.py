@@ -1,6 +1,6 @@
-"""Makes orders that the script draws itself, as by `random.shuffle(dataset.items)`, the same on all ranks. Once ranks
-have random numbers of their own, shuffles of divided data use the shared stream; otherwise some samples would be read
-twice and others left out.
+"""Makes orders of data that the script draws itself, as by `random.shuffle(dataset.items)`, the same on all ranks. Once
+ranks have random streams of their own, functions that shuffle divided data draw from the stream that all ranks share;
+otherwise some samples would be read twice and others not at all.
 """
 
 from __future__ import annotations

@@ -11,35 +11,37 @@ from dadt.inject.data.share import Fractions, StepShare
 from dadt.train.runtime import Runtime
 
 FIRST, STEPS = 3, 20
-"""Number of first steps that are not measured, as they are slow, and least number of steps that are measured."""
+"""FIRST: number of steps at the start that are not measured, because they are slow. STEPS: number of steps that are
+measured before the first division by speed, and between two divisions."""
 RECENT = 200
-"""Number of steps over which the median is taken: a few that also save or evaluate do not matter."""
+"""Number of the latest steps whose median is a rank's speed. A few slow ones among them, in which the script also saves
+or evaluates, do not affect the median."""
 CHANGE = 0.1
-"""A rank's speed has changed if it differs by more than this part of what it was."""
+"""A new division is made only if a rank's speed has changed by more than this fraction."""
 LISTED = 8
-"""Largest number of ranks whose shares are listed one by one."""
+"""Largest number of ranks for which the user is told each rank's part of the samples."""
 
 
 class Speeds:
     """Measures how many samples each rank trains on per second, from which all ranks compute the same division of a
     step: once STEPS steps are measured, and at the beginning of later passes.
 
-    Only time in which a rank does not wait for others counts. Each step has as many samples as with equal parts, so
-    each sample has the same weight in the average as in one process.
+    Time in which a rank waits for others does not count. A step has the same total number of samples as with equal
+    parts, and each sample has the same weight in the average as in a single process.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._ranks = runtime.ranks
         self._is_wanted = runtime.ranks.config.batch == "speed"
-        self._speeds: tuple[float, ...] = ()  # by rank of the job; empty until measured
+        self._speeds: tuple[float, ...] = ()  # samples per second of each rank; empty until measured
         self._fractions: Fractions = ()
-        # a later step of the running pass, and the parts that apply from then on
+        # The step of the current pass from which a new division applies, and that division (empty if there is none).
         self._later: tuple[int, Fractions] = (0, ())
-        self._divided = 0  # steps of the running pass whose samples are divided
-        self._steps = -FIRST  # measured steps since parts have changed; equal on all ranks
+        self._divided = 0  # number of steps of the current pass that were divided so far
+        self._steps = -FIRST  # steps measured since the last division; equal on all ranks
         self._seconds: deque[float] = deque(maxlen=RECENT)  # seconds per sample in each of the newest steps
-        self._last: tuple[int, float] | None = None  # samples of the step under way, and when it began
+        self._last: tuple[int, float] | None = None  # the current step's samples, and when it began
 
     def leaves_equal(self, loader: str) -> None:
         """Tell the user that this loader's samples are divided equally among all ranks."""
@@ -57,7 +59,8 @@ class Speeds:
         return self._fractions
 
     def pass_begins(self) -> None:
-        """Called on all ranks before a pass, between the same two steps."""
+        """Start a new pass, and divide its samples by the latest speeds. Called on all ranks between the same two
+        steps."""
         if self._later[1]:
             self._fractions, self._later = self._later[1], (0, ())
         self._divided = 0
@@ -67,7 +70,7 @@ class Speeds:
             self._fractions, self._later = self._later[1] or self._fractions, (0, ())
 
     def drew(self, piece: StepShare) -> None:
-        """Called when the script gets the batch of a step."""
+        """Measure the seconds per sample of the step that ends when the script gets the next step's batch."""
         if not self._is_wanted or not self._runtime.script.on_training_thread:
             return
         now = perf_counter() - self._ranks.progress.waits
@@ -82,7 +85,8 @@ class Speeds:
             self._last = None
 
     def _measure(self) -> None:
-        """Tell the other ranks this rank's speed, and wait for theirs."""
+        """Send this rank's speed to the other ranks, wait for theirs, and compute the new division if a speed has
+        changed."""
         speed = 1 / max(median(self._seconds or [1.0]), 1e-9)
         lanes = self._ranks.collect("speeds", [self._ranks.world.rank, speed, self._divided])
         told = {rank: own for rank, *own in lanes}
@@ -100,7 +104,7 @@ class Speeds:
 
 
 def _listed(fractions: Sequence[float]) -> str:
-    """Return how much of each step's samples ranks get, as text."""
+    """Return a text for the user that says which part of each step's samples each rank gets."""
     if len(fractions) <= LISTED:
         parts = ", ".join(f"{100 * each:.1f} %" for each in fractions)
         return f"of each step's samples ranks get {parts}, by what they train on in a second"

@@ -33,8 +33,8 @@ class Split(NamedTuple):
 class EveryNth(IterableDataset[Any]):
     """A rank's part of an iterable data set.
 
-    In all other respects it behaves like the script's own data set: attributes are read from and written to the
-    original, as a worker_init_fn does through get_worker_info().dataset.
+    In all other respects it behaves like the script's own data set: reading or setting an attribute affects the
+    script's data set, for example in a worker_init_fn through get_worker_info().dataset.
     """
 
     _OWN = frozenset({"_dadt_dataset", "_dadt_split"})
@@ -48,7 +48,7 @@ class EveryNth(IterableDataset[Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name in self._OWN or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)  # pickle looks up special attributes before the object has a data set
+            raise AttributeError(name)  # pickle reads special attributes before `_dadt_dataset` is set
         return getattr(self._dadt_dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -74,8 +74,8 @@ class EveryNthPipe(IterDataPipe[Any]):
 
 
 def lives_on(dataset: IterableDataset[Any]) -> bool:
-    """Whether the next pass may continue where the current one stops: the data set is its own iterator, or has an
-    iterator as an attribute, such as an open file."""
+    """Return whether the next pass may continue where the current one stops, because the data set is its own iterator,
+    or has an iterator as an attribute, such as an open file."""
     held = (dataset, *getattr(dataset, "__dict__", {}).values())
     return any(isinstance(each, Iterator) for each in held) and not isinstance(dataset, IterDataPipe)
 
@@ -85,7 +85,7 @@ def nth_of(dataset: IterableDataset[Any], split: Split) -> IterableDataset[Any]:
 
 
 class Counted(NamedTuple):
-    """A collate function that also counts the samples of each batch, in whichever process it runs: returns (count,
+    """A collate function that also counts the samples of each batch, in this or a worker process. Returns (count,
     data)."""
 
     collate: Callable[[Any], Any]
@@ -132,10 +132,10 @@ class Batch(NamedTuple):
 class StreamFeed:
     """Iterator over the batches of an iterable data set (a stream), for a rank that trains on the data.
 
-    Ranks ask each other who has another batch while the script works on the current one. If the stream continues
-    between passes, they ask only when the script requests the next batch, since a batch fetched earlier would be lost
-    to the next pass. A rank that has run out of batches repeats its last one, counted as 0 samples, until all ranks
-    have run out.
+    While the script works on one batch, ranks ask each other which of them have another one. If the next pass continues
+    the stream, they ask only when the script requests the next batch, since a batch fetched earlier would be lost to
+    the next pass. A rank that has run out of batches repeats its last one, counted as 0 samples, until all ranks have
+    run out.
     """
 
     batches: Iterator[tuple[int, Any]]
@@ -154,7 +154,8 @@ class StreamFeed:
         self._ranks = self.runtime.ranks
         self.reads_ahead = not (self.here.in_process and self.here.lives_on)
         self.together = self._ranks.together
-        """Whether all ranks make the same number of batches; otherwise each rank makes its own number."""
+        """Whether all ranks make the same number of batches. Otherwise (with `gossip`) each rank makes as many as its
+        own data has."""
         self._given = 0
         self._pass = Pass(self.name)
         self._training = self.runtime.optimizers.trains()
@@ -239,7 +240,7 @@ class StreamFeed:
         if self.runtime.replay.under_way or self._ranks.alone:
             return [self._ahead is not None]
         if self._asked is None:
-            self.runtime.claim()  # a replay has ended since this rank fetched its batch
+            self.runtime.claim()  # a replay ended after this rank fetched its batch, without asking others
             self._asked = self._ask()
         asked = self._asked
         self._ranks.wait(asked)

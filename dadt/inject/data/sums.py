@@ -1,4 +1,4 @@
-"""Warns of sums over one rank's batches that the script may divide by the size of the whole data set, as tutorials
+"""Warns if the script may divide a sum over its rank's batches by the size of the whole data set, as many tutorials
 do."""
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _READS = re.compile(r"\blen\(\s*[\w.\[\]'\"]+\.(dataset|sampler)\s*\)")
 
 
 def install(runtime: Runtime, role_of: Callable[[Loader], LoaderRole | None]) -> None:
-    """Report once, with file and line, that the script's own code reads `len(loader.dataset)` or `len(loader.sampler)`
-    of a loader that trains, after a pass in which each rank had its share. How the script uses the number is not known.
+    """Tell the user once, with file and line, that the script's own code reads `len(loader.dataset)` or
+    `len(loader.sampler)` of a loader that trains, after a pass in which each rank had its share. What the script
+    computes with the number is not known.
     """
     pid, told = os.getpid(), False
 

@@ -1,5 +1,5 @@
-"""Objects that look like a DataLoader or like its iterator: torch iterates over the former in place of the loader, the
-script over the latter."""
+"""Objects that look like a DataLoader or like its iterator: torch iterates over the first in place of the loader, and
+the script over the second in place of torch's iterator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dadt.inject.data.samplers import Loader
 
 
 class BatchView:
-    """An iterator over batches that has the attributes of the one behind it, `batches`."""
+    """An iterator over batches that passes attribute reads on to the iterator `batches`, from which it gets them."""
 
     batches: Any
 
@@ -23,8 +23,8 @@ class BatchView:
 
 
 def without_end(kind: type[Loader]) -> type[Loader]:
-    """Return the loader's class, without the effect of its __del__: resources that the script's loader releases there
-    do not belong to the view."""
+    """Return the loader's class, or a subclass without its __del__ method: that method may release resources of the
+    script's loader, which outlives the view."""
     return type(kind.__name__, (kind,), {"__del__": lambda view: None}) if hasattr(kind, "__del__") else kind
 
 

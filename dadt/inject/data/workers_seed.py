@@ -14,7 +14,8 @@ from dadt.inject.patch import replaces
 
 
 def install(streams: Streams, pid: int) -> None:
-    """Patch the creation of DataLoader iterators to reseed workers per rank. pid: the process that trains."""
+    """Patch the creation of DataLoader iterators, so that each rank seeds its worker processes differently. pid: id of
+    the process that trains."""
 
     @replaces("__init__", torch_dataloader._BaseDataLoaderIter)
     def init(self: Any, loader: Any) -> None:
