@@ -17,8 +17,8 @@ from dadt.inject import hybrid
 from dadt.train.runtime import Runtime
 
 _SHARDING = ("FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel")
-"""Names of classes that shard parameters or average gradients themselves. The last one stands for classes of this name
-in other libraries, since torch's DDP is excluded."""
+"""Names of classes that shard parameters or average gradients themselves. DistributedDataParallel here means classes of
+this name in other libraries, since torch's own is handled separately."""
 _QUIET = {
     "require_backward_grad_sync": False,
     "require_forward_param_sync": False,
@@ -29,14 +29,14 @@ _QUIET = {
 
 
 class Wrappers:
-    """Decides for everything in the script that averages by itself whether DADT averages in its place or leaves it
-    alone.
+    """Decides for each DDP and each optimizer of a script that averages gradients by itself whether DADT averages in
+    its place or leaves it alone.
 
     Where DADT averages in place of a DDP, the DDP's forwards run as within its own `no_sync()`: backward leaves the
-    rank's own gradients, and whatever uses them first averages them, as for any other model. (A communication hook
+    rank's own gradients, and DADT averages them before they are used, as for any other model. A communication hook
     would instead copy all gradients into DDP's buckets and back, and would keep DDP's broadcast of buffers and its
-    agreement on unused parameters, for which ranks wait in each step.) A forward that DADT does not see is averaged by
-    DDP and once more by DADT, to the same values.
+    agreement on unused parameters, for which ranks wait in each step. If DADT does not see a forward, DDP averages its
+    gradients and DADT averages them once more, to the same values.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -47,16 +47,16 @@ class Wrappers:
         self._quiet: weakref.WeakSet[DDP] = weakref.WeakSet()
         """The DDP wrappers in whose place DADT averages."""
         self._hybrid: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """The optimizers of hybrid sharding in whose place DADT averages."""
+        """The optimizers of models with hybrid sharding for which DADT averages in FSDP's place."""
 
     def notice(self, modules: Iterable[nn.Module]) -> None:
         self._undecided.update(m for m in modules if isinstance(m, DDP) and m not in self._quiet)
 
     def leaves_alone(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> bool:
-        """Whether DADT leaves the optimizer alone, because of its class or of the modules that contain its
+        """Return whether DADT leaves the optimizer alone, because of its class or of the modules that contain its
         parameters."""
-        # A ZeroRedundancyOptimizer contains a plain optimizer for this rank's share of its parameters, which is to be
-        # left alone, too.
+        # A ZeroRedundancyOptimizer contains a plain optimizer for this rank's share of its parameters, and DADT leaves
+        # both alone.
         if any(_is_zero(o) and _ids(o) & _ids(optimizer) for o in [optimizer, *self._optimizers.left_alone]):
             self._leave(optimizer, "ZeroRedundancyOptimizer shares out its state among the ranks by itself")
         elif not self._ranks.world.island_size and self._takes_over(optimizer, modules):
@@ -78,7 +78,8 @@ class Wrappers:
         return optimizer in self._optimizers.left_alone
 
     def _takes_over(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> bool:
-        """Whether DADT averages in place of hybrid sharding (FSDP2 on a mesh that repeats the model) throughout."""
+        """Return whether DADT averages this optimizer's gradients between the rows of a mesh, in place of FSDP2's
+        hybrid sharding, which stores the whole model in each row."""
         if optimizer in self._hybrid:
             return True
         world, others = self._ranks.world, [o for o in self._optimizers if o is not optimizer]
@@ -143,8 +144,8 @@ class Wrappers:
             self._optimizers.leave_alone(optimizer, reason)
 
     def unanswered(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call`, a forward without a following backward, wrapped so that no DDP averages: the DDP would wait
-        for the backward, and average the gradients of the next one."""
+        """Return `call`, a forward that no backward follows, wrapped so that no DDP prepares to average. A DDP would
+        otherwise wait for this backward, and average the gradients of the next one."""
 
         def quiet(*args: Any, **kwargs: Any) -> Any:
             with self.quiet(undecided=True):
@@ -154,9 +155,9 @@ class Wrappers:
 
     @contextmanager
     def quiet(self, *, undecided: bool = False) -> Iterator[None]:
-        """A context for a forward in which the DDPs replaced by DADT do not average. Outside of it their attributes,
-        and so their pickles, are unchanged for the script. undecided: include DDPs for which it is not decided yet who
-        averages.
+        """A context for a forward, in which the DDPs in whose place DADT averages do not average. Outside of this
+        context, the DDPs' attributes, and so their pickles, are unchanged. undecided: include DDPs for which it is not
+        decided yet who averages.
         """
         before: list[tuple[DDP, dict[str, Any]]] = []
         for ddp in self._quiet:
@@ -172,8 +173,8 @@ class Wrappers:
                 ddp.__dict__.update(values)
 
     def _check(self, ddp: DDP) -> None:
-        """Raises DadtError if the script has set up a communication hook or uneven inputs in a DDP after DADT began to
-        average in its place."""
+        """Raise DadtError if the script has registered a communication hook in a DDP, or called its join() for uneven
+        inputs, after DADT began to average in its place."""
         late = "join()" if ddp._join_config.enable else "register_comm_hook()" if ddp._comm_hooks else ""
         if late:
             raise DadtError(
@@ -185,15 +186,16 @@ class Wrappers:
 def outlived_by_group(ddp: DDP) -> None:
     """Keep the DDP's process group alive until the DDP's C++ objects are destroyed.
 
-    If one of these were the group's last owner, torch would wait for Gloo's threads while it holds Python's lock, which
-    a thread that frees an operation needs. A script that ends its process group before its model might then never end.
+    If one of these objects held the last reference to the group, torch would wait for Gloo's threads while it holds the
+    GIL, which a thread that frees an operation needs. A script that ends its process group before its model could then
+    hang.
     """
     for part in (ddp.reducer, ddp.logger):
         weakref.finalize(part, _release, ddp.process_group).atexit = False
 
 
 def _release(group: object) -> None:
-    """Does nothing: as a finalizer, it only keeps a reference to the process group."""
+    """Does nothing. As a finalizer, the function keeps its argument, the process group, alive."""
 
 
 def _is_sharding(module: nn.Module) -> bool:
@@ -203,7 +205,8 @@ def _is_sharding(module: nn.Module) -> bool:
 
 
 def _spans_hosts(module: nn.Module) -> bool:
-    """Whether the script itself has laid out a mesh of two dimensions or more, one of which may be between hosts."""
+    """Return whether the script shards this module on a mesh with two or more dimensions of its own, one of which may
+    be between hosts."""
     meshes = [getattr(p, "device_mesh", None) for p in module._parameters.values()]
     return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
 

@@ -1,8 +1,8 @@
 """Makes sure that, on each host, only one rank at a time downloads into a folder.
 
-Covered: torch.hub.download_url_to_file and load_state_dict_from_url, and of torchvision (if the script imports it)
-download_url, download_and_extract_archive and the constructors of its data sets. Ranks that come later find the file
-already downloaded.
+The lock covers torch.hub.download_url_to_file and load_state_dict_from_url, and, if the script imports torchvision, its
+functions download_url and download_and_extract_archive and the constructors of its data sets. Ranks that get the lock
+later find the file already downloaded.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ POLL_SECONDS = 0.05
 class Turn:
     """Lock that lets one rank of this host at a time download into a folder. Re-entrant within a thread.
 
-    Its lock files lie in the job's folder, not in the user's, and are removed with it.
+    The lock files are in the job's own temporary folder, not next to the downloads, and are removed with that folder.
     """
 
     def __init__(self, world: World, timeout: float, overlay: Overlay | None = None) -> None:
-        """timeout: seconds to wait for the lock. overlay: suspended while the lock is owned, so that all ranks find
-        what one has downloaded."""
+        """timeout: seconds to wait for the lock. overlay: private copies of files, which are not used while the lock is
+        owned, so that all ranks find what one has downloaded."""
         self.world = world
         self.overlay = overlay
         self.timeout = timeout
@@ -70,11 +70,11 @@ class Turn:
                 yield
             finally:
                 held.discard(key)
-                lock.truncate(0)  # empties the file, so that no owner is named; closing the file releases the lock
+                lock.truncate(0)  # removes the owner's name; closing the file releases the lock
 
     def done(self, key: str, first: bool) -> bool:
-        """Return whether another rank has already made the call for this key (every rank's n-th call counts as the same
-        one); with `first`, whether any rank has made any call for it. To be called while the lock is owned."""
+        """Return whether another rank has already made this rank's next call for `key` (the n-th calls of all ranks
+        count as the same call) or, with `first`, any call for it. Call this while the lock is owned."""
         self._calls[key] += 1
         record = self._file(key, "done")
         return record.exists() and int(record.read_text()) >= (1 if first else self._calls[key])
@@ -110,13 +110,12 @@ class Turn:
 
 
 def in_turn(turn: Turn, original: Callable[..., Any], folder: str, made: str = "") -> Callable[..., Any]:
-    """Return `original` wrapped so that ranks of a host call it one after another. folder: name of its parameter for
-    the destination.
+    """Return `original`, a function that downloads, wrapped so that the ranks of a host call it one after another.
+    folder: name of its parameter for the destination.
 
-    made: "file" if the destination is a file, which only the first rank creates; "folder" if other ranks may already
-    read what the call puts into the folder, so that a job makes the call only once; "" if the function itself checks
-    for existing files.
-    """
+    made: "file" if the destination is a file, which only the first rank to call creates; "folder" if other ranks may
+    already read the files that the call creates in a folder, so that a job makes the call only once; "" if the function
+    itself checks for existing files."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -155,8 +154,8 @@ def install(runtime: Runtime, overlay: Overlay | None = None) -> None:
                 setattr(module, name, in_turn(turn, getattr(module, name), folder, made))
 
     def vision(module: ModuleType) -> None:
-        """Serialize the constructors of torchvision's data sets, in which they look for their files, download them and
-        open them."""
+        """Make ranks run the constructors of torchvision's data sets one after another, since these constructors find,
+        download and open the files."""
 
         def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
             super(module.VisionDataset, cls).__init_subclass__(**kwargs)

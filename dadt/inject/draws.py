@@ -12,12 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 _KNOWN = ("builtins", "abc", "torch.optim.optimizer")
-"""Modules of base classes that are ignored, since every optimizer has them."""
+"""Modules that are not examined, because they define base classes of every optimizer."""
 
 
 def draws_from_torch_alone(optimizer: Optimizer) -> bool:
-    """Return whether no module that defines the optimizer's classes imports `random` or numpy, from which steps could
-    draw as well."""
+    """Return whether the optimizer's steps can draw random numbers from torch only, because no module that defines its
+    classes imports `random` or numpy."""
     kind: Any = type(optimizer)
     return _draws_from_torch_alone(kind)
 
@@ -29,6 +29,7 @@ def _draws_from_torch_alone(kind: Any) -> bool:
 
 
 def random_state(only_torch: bool) -> str:
-    """Return the generators' state as text, to find out whether any random number was drawn."""
+    """Return the state of the global random generators as text; it changes whenever a number is drawn. only_torch:
+    leave out those of Python and NumPy."""
     state = torch.default_generator.get_state().numpy().tobytes()
     return repr((state, () if only_torch else (random.getstate(), np.random.get_state())))

@@ -9,15 +9,15 @@ from dadt.errors import CommError, DadtError
 
 _MOST = 16
 _REMOTE = "RemoteTraceback"
-"""Ending of the names of exception classes that only carry the traceback of another process as text, as in the pools of
-multiprocessing, concurrent.futures and joblib."""
+"""Exception classes whose names end like this only carry the traceback of another process as text. The process pools of
+multiprocessing, concurrent.futures and joblib raise them."""
 
 
 class Chain(NamedTuple):
     cause: BaseException
-    """The exception from which all others were raised."""
+    """The original exception, from which all others were raised."""
     around: list[str]
-    """Texts of the exceptions raised from the cause, from the outermost one inwards."""
+    """Texts of the exceptions that were raised from the cause, the outermost one first."""
     context: str
     """Text of another exception that was being handled when the cause was raised; empty if there is none."""
     remote: str

@@ -1,4 +1,4 @@
-"""Sets the exit code of a process whose script ended well but whose training did not."""
+"""Sets a nonzero exit code for a process whose script ended without an error although its training failed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import sys
 
 
 class _Last:
-    """Ends the process with another exit code when Python destroys this object at exit. As an attribute of `sys`, which
-    Python clears after all other modules, it is destroyed when everything that the script registered to run at exit has
-    run; an exception at that point would not change the exit code.
+    """Ends the process with another exit code when Python destroys this object at exit. Since the object is an
+    attribute of `sys`, which Python clears after all other modules, everything that the script registered to run at
+    exit has run by then. An exception at that point would not change the exit code.
     """
 
     def __init__(self, code: int) -> None:
         self._code = code
-        # Stored on the object, because module globals no longer exist when Python destroys it. Concrete classes of
-        # files, since a test for an abstract class such as io.IOBase would need more globals.
+        # Stored on the object, because module globals no longer exist when Python destroys it. The classes are concrete
+        # ones, since a test for an abstract class such as io.IOBase would need more globals.
         self._given = os._exit, gc.get_objects, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
     def __del__(self) -> None:
         leave, objects, files = self._given
-        for kind in files:  # files that the script has left open, which nothing else closes any more
+        for kind in files:  # flushes files that the script has left open
             for each in objects():
                 if issubclass(type(each), kind):
                     try:
@@ -33,5 +33,5 @@ class _Last:
 
 
 def end_with(code: int) -> None:
-    """Let the interpreter end as usual, but the process with the exit code `code`."""
+    """Let the interpreter end as usual, but make the process end with exit code `code`."""
     vars(sys)["_dadt_exit_code"] = _Last(code)

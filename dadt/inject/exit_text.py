@@ -11,8 +11,8 @@ from dadt.inject.patch import replaces
 
 
 class ExitText:
-    """Replaces `sys.exit` to record its last call. Whether the call really ends the process is known only at the
-    process's end."""
+    """Replaces `sys.exit` to record its last call. A script may catch the SystemExit, so whether the call ends the
+    process is known only at the process's end."""
 
     def __init__(self) -> None:
         self.fails = False

@@ -22,7 +22,8 @@ from dadt.inject import full_disk
 from dadt.inject.exception_chain import chain_of, remote_frames
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
-"""Signal that makes this process write its stacks; one that scripts do not use, unlike SIGUSR1 and SIGUSR2."""
+"""Signal at which this process writes the stacks of its threads. Scripts do not use this signal, unlike SIGUSR1 and
+SIGUSR2."""
 OURS = str(Path(__file__).resolve().parents[1])
 FRAMES = 5
 
@@ -35,9 +36,10 @@ def install(
 ) -> None:
     """Extend Python's exception hooks, so that errors are reported, and offer the stacks of all threads on request.
 
-    The script's handling of exceptions, its exit codes and its output stay unchanged; but an error of DADT's own that
-    ends a thread ends the job. step: returns the number of optimizer steps done so far. interrupted: returns whether
-    the user has pressed Ctrl-C. unseen: returns the path that an error did not find although this rank has written it.
+    The script's handling of exceptions, its exit codes and its output stay unchanged; except that an error of DADT that
+    ends a thread also ends the job. step: returns the number of optimizer steps done so far. interrupted: returns
+    whether the user has pressed Ctrl-C. unseen: returns the path of a file that an error reports as missing although
+    this rank has written it.
     """
     owner = os.getpid()
     main_hook = sys.excepthook
@@ -67,13 +69,14 @@ def install(
     def on_main(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         report(kind, error, trace, "")
         if issubclass(kind, PeerLost | CommTimeout | Aborted):
-            # Another rank's failure caused this error, and a traceback here would only hide the one of the cause.
+            # Another rank's failure caused this error, and a traceback of this rank would only distract from that
+            # rank's traceback.
             sys.stderr.write(f"dadt: rank {control.world.rank} ended: {error}\n")
         elif issubclass(kind, KeyboardInterrupt) and interrupted():
             if control.world.rank == 0:  # one traceback is enough, as all ranks stop at the same point
                 trace = _to_ours(trace)
                 main_hook(kind, error.with_traceback(trace), trace)
-        # errors of configuration and start are printed by the launcher, once and last
+        # the launcher prints errors of configuration and start, once for all ranks
         elif not issubclass(kind, ConfigError | StartTimeout | Sharded):
             main_hook(kind, error, trace)
 
@@ -95,7 +98,8 @@ def install(
 
 
 def _to_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without frames of DADT that were called by the script, or by a library for it."""
+    """Return the traceback up to the last frame of the user's code or of a library that it called, without the frames
+    of DADT below."""
     frames = []
     while trace is not None:
         frames.append(trace)
@@ -122,7 +126,7 @@ def frames_of(trace: TracebackType | None) -> list[dict[str, Any]]:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file contains the user's own code, not a library's."""
+    """Return whether a source file is the user's own code, not a library's."""
     path = str(Path(file).resolve())
     libraries = (OURS, sys.prefix + os.sep + "lib", sys.base_prefix + os.sep + "lib")
     return not path.startswith(libraries) and "site-packages" not in path and not file.startswith("<")
@@ -131,24 +135,24 @@ def is_users(file: str) -> bool:
 def _offer_stacks(control: WorkerLine) -> None:
     """Write the stacks of all threads to a file that the agent reads: on request through a pipe, or else at a signal.
 
-    A signal handler walks through the frames of threads that are running meanwhile, which has crashed healthy
-    processes. So the signal is only for processes whose threads cannot get the interpreter's lock: whatever owns the
-    lock then runs no Python.
+    A signal handler reads the frames of threads while they run, which has crashed healthy processes. So the signal is
+    sent only to a process in which the thread that reads the pipe cannot get the GIL, because the owner of the GIL then
+    runs no Python code.
     """
     path = Path(control.world.agent).with_name(f"stacks-{os.getpid()}")
     # Stays open for the life of the process, since a signal handler cannot open files.
     file = path.open("wb")
-    # faulthandler restores this handler when the interpreter ends: a signal that arrives later must not kill the
-    # process.
+    # faulthandler restores this handler when the interpreter ends, because a signal that arrives later must not kill
+    # the process.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file, all_threads=True, chain=False)
     pipe = path.with_suffix(ASK)
-    # a pipe left by this process before it called exec, or by an earlier process with the same pid
+    # Remove the pipe of an earlier process with the same pid, or of this process before it called exec.
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe, 0o600)
-    # opened for writing, too, since reading would return end-of-file as long as no agent has the pipe open
+    # Also opened for writing, since reads would return end-of-file while no agent has the pipe open.
     asked = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
-    _thread.start_new_thread(_answer, (asked, file))  # not a thread of `threading`, which scripts may count or wait for
+    _thread.start_new_thread(_answer, (asked, file))  # scripts may count the threads of `threading`
     control.stacks(path, STACKS_SIGNAL)
 
 

@@ -1,4 +1,5 @@
-"""Finds optimizers that are not torch's, such as fastai's, by their methods, and averages gradients at their steps.
+"""Finds optimizers of other libraries than torch, such as fastai's, by their methods, and averages gradients at their
+steps.
 
 Each such optimizer gets a Carrier: a torch optimizer over the same parameters, whose step runs the original step.
 """
@@ -19,7 +20,7 @@ from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 DEPTH = 6
-"""Levels of nested lists, dictionaries and objects to search for an optimizer's parameters."""
+"""Maximum nesting depth of lists, dictionaries and objects to search for an optimizer's parameters."""
 
 
 class Carrier(Optimizer):
@@ -27,11 +28,11 @@ class Carrier(Optimizer):
     consists of the other optimizer's tensors, all stored under the first parameter once a step has created them."""
 
     def __init__(self, owner: Any, parameters: list[torch.Tensor], values: dict[str, Any] | None = None) -> None:
-        """values: options of the only parameter group, such as momentum, from which DADT predicts weights."""
+        """values: options of the only parameter group, such as its momentum, which DADT needs to predict weights."""
         super().__init__(parameters, values or {})
         self.owner = owner
         self.run: Callable[[], Any] = lambda: None
-        """Calls the original step of the other optimizer, for the step under way."""
+        """Runs the other optimizer's own step with the arguments of the script's latest call."""
 
     def step(self, closure: Any = None) -> Any:
         result = self.run()
@@ -86,15 +87,15 @@ def adopt(runtime: Runtime) -> None:
         unique = list({id(p): p for p in parameters}.values())
         carriers[id(each)] = Carrier(each, unique)
         runtime.ranks.say(f"{type(each).__name__} is none of torch's optimizers: averaged at its step all the same")
-    if carriers:  # such an optimizer's state cannot be rebuilt by a replay, whose steps have no gradients
+    if carriers:  # a replay has no gradients, so it cannot rebuild their state
         runtime.replay.take_no_snapshots("they could not hold the state of such an optimizer")
     for kind in {type(carrier.owner) for carrier in carriers.values()}:
         _average_first(kind, carriers)
 
 
 def _steps(kind: type) -> bool:
-    """Whether the class has the methods of an optimizer. Instances are not examined, because reading their attributes
-    may run code."""
+    """Return whether the class has the methods of an optimizer. Classes are examined instead of objects, because
+    reading an object's attributes may run code."""
     if issubclass(kind, Optimizer | nn.Module) or str(kind.__module__).partition(".")[0] in ("torch", "dadt"):
         return False
     methods = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}

@@ -1,4 +1,4 @@
-"""Finds out whether an error was caused by a full disk, and by which one. Some errors do not say so: torch.save reports
+"""Finds out whether a full disk has caused an error, and which disk. Some errors do not mention it: torch.save reports
 an "unexpected pos" instead."""
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _LEAST = 64 << 10
 """Free bytes below which a disk counts as full."""
 _KEY = "__dadt_disk__"
 _MARK = ".dadt-"
-"""Prefix of the folders in which files are written until they are complete."""
+"""Prefix of the names of folders in which files are written until they are complete."""
 _MOST_PATHS = 200
 
 
 def noting(write: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return `write` wrapped so that an error caused by a full disk records this fact at once: the partial file may be
-    removed soon, and then the disk has space again. name: the second parameter of `write`, a path or an open file."""
+    removed soon, and then the disk has space again. name: the name of the second parameter of `write`, which is a path
+    or an open file."""
 
     @functools.wraps(write)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +60,8 @@ def text_of(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, and in turn each exception from which it was raised or during which it occurred."""
+    """Yield the error, and one after another the exceptions from which it was raised or during whose handling it was
+    raised."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -69,8 +71,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _near(error: BaseException, path: Any) -> Iterator[Path]:
-    """Yield paths that may lie on the full disk: files and paths in local variables of the innermost functions, then
-    usual temporary folders."""
+    """Yield paths that may be on the full disk: `path`, then paths and files in the local variables of the functions
+    that have failed, the innermost first, then usual temporary folders."""
     if isinstance(path, str):
         yield Path(path)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -1,8 +1,8 @@
 """Writes real files (rather than a rank's private copies), and reports them to the other ranks of the host.
 
-If several ranks request the same operation, such as renaming a file that one of them has saved, the first rank to
-arrive performs the operation, and for the others it counts as done. An operation counts as done if the rank's own file
-was removed since the rank wrote it; the n-th removal of a path is the same operation on every rank.
+If several ranks request the same operation, such as renaming a file that one of them has saved, only the first of them
+performs it. A removal or renaming counts as done already if another rank has removed the file since this rank wrote it.
+For a file that this rank has not written, the n-th removals on all ranks count as the same operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from os import open as os_open
 
-# Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
+# Imported by name, because `install` later replaces these functions in `os` by those of an Overlay.
 from os import rename, unlink
 from typing import Any
 
@@ -23,20 +23,20 @@ from dadt.inject.files.journal import PAUSE_SECONDS, WrittenJournal
 from dadt.inject.files.tree import kind
 
 WORD_SECONDS = 1.0
-"""Seconds that a report of another host's files may take to arrive."""
+"""Seconds within which a report about files that another host's rank has changed arrives."""
 BEGINS = os.O_TRUNC | os.O_EXCL
 
 
 class ForGood:
     """Operations on real files, coordinated between the ranks of a host.
 
-    Paths are absolute; parameters called `given` are the paths as the script has passed them, which errors name.
+    Paths are absolute; parameters called `given` are paths as the script has passed them, so that errors name them.
     shared: whether other ranks of the host write real files, too.
     """
 
     def __init__(self, journal: WrittenJournal, is_far: Callable[[str], bool], removals: Counter[str | None]) -> None:
-        """is_far: returns whether ranks of other hosts see a path; their reports arrive later than the changes
-        themselves. removals: how often this rank has removed each path, shared with Tree."""
+        """is_far: returns whether ranks of other hosts can see a path, whose reports arrive later than the changes
+        themselves. removals: counts how often this rank has removed each path."""
         self.journal = journal
         self._is_far = is_far
         self._removals = removals
@@ -83,9 +83,9 @@ class ForGood:
     def _do(
         self, act: Callable[[], Any], path: str, shared: bool, late: type[OSError], done: Callable[[str], bool]
     ) -> bool:
-        """Call `act` on a real file. Return False if a rank of another host has just done the same, since ranks of
-        different hosts share no lock. late: the error that `act` raises in this case. done: returns whether another
-        rank has done the operation on a path.
+        """Call `act` on a real file. Return False if a rank of another host has done the same first, which no lock
+        prevents, since ranks of different hosts share none. late: the error that `act` raises in this case. done:
+        returns whether another rank has done the operation on a path.
         """
         try:
             act()
@@ -96,8 +96,8 @@ class ForGood:
         return True
 
     def _is_done(self, path: str) -> bool:
-        """Whether another rank has already removed the path: the file that this rank wrote or, if this rank wrote none,
-        the path more often than this rank did."""
+        """Return whether another rank has already done this rank's removal of the path: it has removed the file that
+        this rank wrote or, if this rank wrote none, has removed the path more often than this rank."""
         if kind(path) is None:
             done = self.is_gone(path)
         else:
@@ -110,16 +110,16 @@ class ForGood:
         return False
 
     def is_made(self, path: str) -> bool:
-        """Whether the existing file or folder at this path was made by another rank."""
+        """Return whether another rank has made the file or folder that exists at this path."""
         return self._comes_to(self.journal.is_others, path)
 
     def is_gone(self, path: str) -> bool:
-        """Whether the missing file or folder at this path was removed by another rank."""
+        """Return whether the file or folder that is missing at this path was removed by another rank."""
         return self._comes_to(self.journal.is_gone, path)
 
     def _comes_to(self, known: Callable[[str], bool], path: str) -> bool:
-        """Whether `known(path)` is true, or becomes true within WORD_SECONDS if reports of other hosts may be on their
-        way."""
+        """Return whether `known(path)` is true, or becomes true within WORD_SECONDS if ranks of other hosts can see the
+        path and their reports may not have arrived yet."""
         end = time.monotonic() + WORD_SECONDS
         while not known(path):
             if not self._is_far(path) or time.monotonic() >= end:

@@ -31,20 +31,21 @@ from dadt.inject.patch import replaces
 from dadt.train.runtime import Runtime
 
 CACHES = re.compile(r"_HOME|_CACHE|CACHE_?DIR|CONFIG_?DIR|_TMPDIR")
-"""Matches names of environment variables with folders that libraries share among processes and lock."""
+"""Matches the names of environment variables that contain folders which libraries share among processes, with locks of
+their own."""
 SHARED = re.compile(r"/(wandb|[^/]*cache[^/]*)(/|$)|\.lock$", re.IGNORECASE)
 """Matches paths of folders and lock files that are shared with processes outside the job."""
 READERS = ("access", "readlink", "statvfs", "listxattr", "getxattr")
 CHANGERS = ("chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
 OPEN = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"), ("tokenize", "_builtin_open"))
-"""Modules with their own reference to `open`, and its name in each."""
+"""Modules that store their own reference to `open`, each with the name of the attribute."""
 
 
 class Scope:
-    """Decides for which paths ranks get private copies."""
+    """Decides for which paths ranks write private copies in place of the real file."""
 
     def __init__(self, *ours: str) -> None:
-        """ours: prefixes of the paths that DADT itself writes."""
+        """ours: beginnings of the paths to which DADT itself writes."""
         self._ours = tuple(os.path.abspath(path) for path in ours if path)
         named = [Path(word.rpartition("=")[2]) for word in sys.argv[1:]]
         inside = [os.getcwd(), *(str(path) for path in named if path.is_absolute() and len(path.parts) > 2)]
@@ -64,12 +65,12 @@ class Scope:
 
 
 def install(runtime: Runtime) -> Overlay | None:
-    """Install the overlay of this rank's files. Returns None if this rank is the only one that writes."""
+    """Install the overlay of this rank's files. Returns None if no other rank writes in the folders of this host."""
     world, config = runtime.ranks.world, runtime.ranks.config
     joined_by_others = config.min_np > 0  # a host that joins later may share the folder
     if world.local_size == 1 and world.folder_writer < 0 and not (joined_by_others or runtime.replay.under_way):
         return None
-    # one second before this process started, as the ranks of a host do not start at exactly the same time
+    # One second before this process started, because another rank of this host may have started a little earlier.
     start = psutil.Process().create_time() - 1.0
     folder = job_folder.of_worker(world)
     writers, pid = Writers(runtime), os.getpid()
@@ -157,7 +158,7 @@ def opened(
     *,
     original: Callable[..., Any] = io.open,
 ) -> Any:
-    """Open a path of which ranks get private copies, as `open` does."""
+    """Open a file as `open` does, at a path of which ranks get private copies."""
     if is_held(mode, closefd) and (raw := overlay.open_held(file, mode)) is not None:
         return wrapped(raw, mode, buffering, encoding, errors, newline)
 
@@ -199,7 +200,7 @@ def _replace(module: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def _replace_in_pathlib(name: str, original: Callable[..., Any], call: Callable[..., Any]) -> None:
-    # an attribute of Python 3.10's pathlib, which stores references to the functions of `os`
+    # Python 3.10's pathlib stores its own references to the functions of `os` in this object.
     accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)
     if getattr(accessor, name, None) is original:  # the accessor's `open` is that of io, not that of os
         setattr(accessor, name, staticmethod(call))

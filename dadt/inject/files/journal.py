@@ -25,8 +25,8 @@ PATIENCE_SECONDS = 2.0
 
 
 class WrittenJournal:
-    """The record of the real files that the ranks of a host have written. Paths are absolute; sizes are in bytes, with
-    special values for a missing and a removed file."""
+    """The record of the real files that the ranks of a host have written. Paths are absolute. A size is in bytes;
+    special values stand for a missing and a removed file."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class WrittenJournal:
         hear: Callable[[], Sequence[bytes]] | None = None,
         tell: Callable[[str, float], None] = lambda what, waited: None,
     ) -> None:
-        """timeout: seconds that a rank waits for its turn. relay: sends a report to other hosts, and returns whether it
-        was sent. hear: returns the lines reported by the relay since the last call, including those of this host; None
-        if lines of other hosts are written to the journal's file. tell: reports that the rank waits for its turn, and
-        for how many seconds.
+        """timeout: seconds that a rank waits for its turn. relay: sends a report to the ranks of other hosts, and
+        returns whether it was sent. hear: returns the reports relayed since its last call, including those of this
+        rank; None if the agent writes reports of other hosts to the journal's file. tell: reports that the rank waits
+        for its turn, and for how many seconds.
         """
         self._relay, self._hear, self._tell_waiting = relay, hear, tell
         self.rank = rank
@@ -65,7 +65,7 @@ class WrittenJournal:
         self._tell(-1 if new else size_of(path), path)
 
     def takes_part(self, path: str) -> None:
-        """Count a path that another rank has written as also written by this rank."""
+        """Count this rank, too, as a writer of a file that another rank has written."""
         self._look()
         self._taken[path] = False
 
@@ -96,8 +96,8 @@ class WrittenJournal:
         return max((n for rank, n in self._removals[path].items() if rank != self.rank), default=0)
 
     def is_taken(self, path: str) -> bool | None:
-        """Whether another rank has removed the path since this rank wrote it; None if this rank has never written
-        it."""
+        """Return whether another rank has removed the path since this rank wrote it; None if this rank has never
+        written it."""
         self._look()
         return self._taken.get(path)
 
@@ -119,8 +119,8 @@ class WrittenJournal:
     def turn(self) -> Iterator[None]:
         """A context that only one rank of the host can be in at a time. Raises CommTimeout if another rank does not
         leave it in time."""
-        # Opened again, because a forked child needs a lock of its own; by descriptor, because cleaners of old files may
-        # have removed the name.
+        # Opened again, because a forked child needs a lock of its own. Opened by descriptor, because a program that
+        # cleans up old files may have removed the name.
         file = os_open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
         try:
             begun, told = time.monotonic(), 0.0
@@ -143,15 +143,15 @@ class WrittenJournal:
 
     def _tell(self, size: int, path: str) -> None:
         if self._hear is not None and self._relay(path, size):
-            # Not written to the file, since the relay reports the line to this host, too, and brings the lines of all
-            # ranks into one order.
+            # Not written to the file, since the relay also reports the line to this host, in an order that is the same
+            # on all ranks.
             return
         os.write(self._file, line(self.rank, size, path))
         if self._hear is None:
             self._relay(path, size)
 
     def _look(self) -> None:
-        """Read the lines that ranks have added to the journal since the last call."""
+        """Read the lines that ranks have added to the journal since the last call of this method."""
         more = os.fstat(self._file).st_size - self._read
         data = os.pread(self._file, more, self._read) if more > 0 else b""
         data = data[: data.rfind(b"\n") + 1]
@@ -175,7 +175,7 @@ class WrittenJournal:
 
 
 def _holder(file: int) -> str:
-    """Return which process has locked the file, as listed by the kernel, for an error text."""
+    """Return the process that has locked the file, according to the kernel, as text for an error."""
     inode, listed = os.fstat(file).st_ino, ""
     with suppress(OSError):  # in a sandbox, /proc/locks may not be readable
         listed = Path("/proc/locks").read_text()

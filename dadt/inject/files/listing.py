@@ -14,20 +14,21 @@ from typing import Any
 from dadt.inject.files.journal import WrittenJournal
 
 HALF = ".dadt-"
-"""Prefix of the names of temporary folders in which a rank writes files until they are complete."""
+"""Prefix of the names of the temporary folders in which a rank writes files until they are complete."""
 
 
 def is_half(name: str | bytes) -> bool:
-    """Whether this is the name of a temporary folder for an incomplete file: scripts should not see it, as it soon
-    disappears."""
+    """Return whether this is the name of a temporary folder for an incomplete file. Scripts should not see such a
+    folder, because it soon disappears."""
     return os.fsdecode(name).startswith(HALF)
 
 
 class FolderEntry:
-    """An `os.DirEntry` with the path by which the script knows the file, instead of where it lies."""
+    """An entry like `os.DirEntry`, but with a path below the folder that the script has named, even if the file is a
+    private copy in the tree."""
 
     def __init__(self, entry: os.DirEntry[str], folder: Any) -> None:
-        """folder: the path that the script has given; str or bytes, which also decides the type of the names."""
+        """folder: the path that the script has given. Names are bytes if the path is, else str."""
         self.name: Any = os.fsencode(entry.name) if isinstance(folder, bytes) else entry.name
         self.path: Any = os.path.join(folder, self.name)
         self.is_dir, self.is_file, self.is_symlink = entry.is_dir, entry.is_file, entry.is_symlink
@@ -55,18 +56,19 @@ class FolderListing(ExitStack):
 
 
 class ListedFiles:
-    """Lists folders without private copies in them, leaving out temporary folders for incomplete files. Of folders that
-    other ranks change, the last listing is remembered, as these ranks may remove files that this rank still asks for.
+    """Lists folders without private copies in them, leaving out temporary folders for incomplete files. The last
+    listing of a folder that other ranks change is remembered, because these ranks may remove files about which this
+    rank's script still asks.
     """
 
     def __init__(self, journal: WrittenJournal, is_gone: Callable[[str], bool]) -> None:
-        """is_gone: returns whether the missing file at an absolute path was removed by another rank."""
+        """is_gone: returns whether the file missing at an absolute path was removed by another rank."""
         self._journal, self._is_gone = journal, is_gone
         self._stats: dict[str, dict[str, os.stat_result]] = {}
 
     def names(self, folder: str, given: Any) -> list[Any]:
-        """Return the names in a folder, as `os.listdir` does. folder: its absolute path. given: the path of the
-        script."""
+        """Return the names in a folder, as `os.listdir` does. folder: its absolute path. given: the path that the
+        script has passed."""
         if self._journal.is_changed(folder):
             return [entry.name for entry in self._entries(folder, given)]
         return [name for name in listdir(given) if not is_half(name)]
@@ -85,15 +87,15 @@ class ListedFiles:
         there = []
         with scandir(given) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # removed since it was listed
+                with suppress(FileNotFoundError):  # another rank has removed the file since it was listed
                     if not is_half(entry.name):
                         stats[os.fsdecode(entry.name)] = entry.stat(follow_symlinks=False)
                         there.append(entry)
         return there
 
     def removed(self, path: str) -> os.stat_result | None:
-        """Return what `os.lstat` has returned for a missing file when its folder was last listed, if another rank has
-        removed the file since; else None."""
+        """If another rank has removed the file since its folder was last listed, return what `os.lstat` returned for it
+        then; else None."""
         folder, name = os.path.split(path)
         stats = self._stats.get(folder, {}).get(name)
         return stats if stats is not None and self._is_gone(path) else None

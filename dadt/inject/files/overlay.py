@@ -1,4 +1,4 @@
-"""Replacements for functions of `os` on one rank: each uses the real file or a private copy in the rank's tree.
+"""Replacements for functions of `os` on one rank: each uses the real file, or this rank's private copy of it.
 
 Libraries that read or write without Python's `open`, `os` and `shutil` (such as SQLite or Arrow) are not covered.
 """
@@ -42,15 +42,15 @@ class Overlay(Tree):
         mark: str = ".dadt-",
         step: Callable[[], int] = lambda: 0,
     ) -> None:
-        """start: when the job began, in seconds since the epoch; later files in no journal were probably written by
-        other ranks, without Python. mark: prefix of temporary folders. step: returns this rank's step."""
+        """start: when the job began, in seconds since the epoch; files that are newer and in no journal were probably
+        written by other ranks, without Python. mark: prefix of temporary folders. step: returns this rank's step."""
         super().__init__(root, keeps)
         self.writers = writers
         self.journal = journal
         self.held = HeldFiles(self, writers, journal, mark, step)
         self._for_good = ForGood(journal, writers.is_far, self.removals)
         self._start, self._was_apart = start, False
-        # Paths that the first rank has saved or renamed in place of this rank: they do not count as another rank's.
+        # Paths that the first rank has saved or renamed in place of this rank, and that count as this rank's own.
         self._awaited: set[str] = set()
         self._listed = ListedFiles(journal, self._for_good.is_gone)
         self.loads: Callable[[str], None] | None = None
@@ -75,9 +75,9 @@ class Overlay(Tree):
         return call
 
     def looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original`, `os.stat` or `os.lstat`, wrapped to read a private copy, and to know files that this rank
-        has listed and another rank has removed since. A script that knows of no other rank lists its files, looks which
-        is the oldest, and removes it: the first rank may have done so in between."""
+        """Return `original`, `os.stat` or `os.lstat`, wrapped to read a private copy, and to answer for files that
+        another rank has removed since this rank listed them. A script may list its files, compare their ages and remove
+        the oldest, while the first rank does the same."""
         reading = self.reading(original)
 
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ class Overlay(Tree):
         return call
 
     def path_for_library(self, given: Any, mode: str) -> Any:
-        """Return the path that a library has to open instead of the given one. mode: as for Python's `open`."""
+        """Return the path that a library has to open in place of `given`. mode: as for Python's `open`."""
         path = self.path(given)
         if path is None:
             return given
@@ -119,7 +119,7 @@ class Overlay(Tree):
             self.loads(path)
 
     def changing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original`, which changes a path's attributes, wrapped to change only those of a private copy."""
+        """Return `original`, which changes a path's attributes, wrapped so as not to change other ranks' real files."""
 
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             known = self.path(path, kwargs.get("dir_fd"))
@@ -148,7 +148,7 @@ class Overlay(Tree):
         return os_open(self._begin(known, flags, appeared), flags, mode)
 
     def open_held(self, given: Any, mode: str) -> UntilClosed | None:
-        """Return the file, open for writing, if this rank writes a private copy until it is closed; else None."""
+        """Open and return the file if this rank writes it privately until it is closed; else return None."""
         path = self.path(given)
         if path is None or self.role(path, begins=True) is not WriteRole.UNTIL_CLOSED:
             return None
@@ -158,7 +158,7 @@ class Overlay(Tree):
             return self.held.open(given, path, mode)
 
     def _begin(self, path: str, flags: int, appeared: bool) -> str:
-        """Return the path of this rank's private copy, which does not contain what other ranks added."""
+        """Return the path of a private copy to open; it has no data that other ranks have appended."""
         if flags & BEGINS:
             return self.place(path)
         if not flags & os.O_APPEND or self.where(path) != path:
@@ -167,7 +167,7 @@ class Overlay(Tree):
         known = before is not None or appeared
         private = self.place(path, keep=True, most=max(before or 0, 0) if known else None)
         if not known and kind(private) is not None and (before := self.journal.before(path)) is not None:
-            truncate(private, max(before, 0))  # another rank has begun to write the file while it was copied
+            truncate(private, max(before, 0))  # another rank has begun to append while this rank copied
         return private
 
     @on_kept_paths(truncate)
@@ -200,7 +200,7 @@ class Overlay(Tree):
 
     @on_kept_paths(unlink)
     def remove(self, path: Any, known: str) -> None:
-        """Remove a file. If only private copies are written, it may be missing: the first rank may have removed it."""
+        """Remove a file. Where ranks write private copies, it may be missing: the first rank may have removed it."""
         if self.role(known) is not WriteRole.APART:
             self._remove_for_good(known, lambda: unlink(path))
             return
@@ -256,7 +256,7 @@ class Overlay(Tree):
             except OSError as failure:
                 if failure.errno != errno.EXDEV:
                     raise
-                shutil.move(origin, goal)  # the tree of copies may lie on another file system than the two paths
+                shutil.move(origin, goal)  # the tree may be on another file system
             if source is not None:
                 self._drop(source)
             if target is not None and kind(goal) == stat.S_IFDIR:
@@ -286,7 +286,7 @@ class Overlay(Tree):
         if self.exists(known) and not self._appeared(known):
             raise error(errno.EEXIST, src, dst)
         target = os.path.abspath(os.path.join(os.path.dirname(known), os.fspath(src)))
-        # The target is absolute: in the tree, a relative one would miss files that have no copy there.
+        # The target is absolute, because a relative one would lead to paths in the tree, where most files have no copy.
         return symlink(self.where(target), self.place(known))
 
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
@@ -318,7 +318,7 @@ class Overlay(Tree):
         return FolderListing(self._entries(known, path))
 
     def _end_apart(self) -> None:
-        """Make the folders that this rank has made privately real, once it writes real files itself."""
+        """Create the folders that exist only privately as real ones, once this rank writes real files."""
         if self.writers.is_apart:
             self._was_apart = True
         elif self._was_apart:
@@ -329,7 +329,7 @@ class Overlay(Tree):
                         os.makedirs(folder[len(self.tree) :] or os.sep, exist_ok=True)
 
     def take_over(self) -> None:
-        """Let this rank write real files in place of the first rank, without private copies from before."""
+        """Let this rank write real files in place of the first rank, and delete its private copies."""
         self._was_apart = False
         self.forget()
 
@@ -352,7 +352,7 @@ class Overlay(Tree):
         self.journal.wrote(path)
 
     def missed(self) -> list[str]:
-        """Return paths that this rank has written only privately, and that have no real file at the end."""
+        """Return the paths that this rank has written privately and that do not exist as real files."""
         kept = {pattern(path) for path in self.journal.written_by_others()}
         found = []
         with self.real():
@@ -365,14 +365,14 @@ class Overlay(Tree):
         return sorted(found)
 
     def stand_in(self, given: Any) -> None:
-        """Create an empty private file in place of one that a replay does not write: scripts copy or measure it."""
+        """Create an empty private file for one that a replay does not write, since scripts may copy it."""
         path = self.path(given)
         if path is not None and self.role(path) is WriteRole.APART and not self.exists(path):
             os.close(os_open(self.place(path), os.O_CREAT | os.O_WRONLY, 0o600))
 
     def replayed(self) -> None:
-        """Called when a replay has ended: delete its private copies. Files that are still open are continued, privately
-        or as real files, and folders that exist only privately are preserved, such as one named by time."""
+        """Called when a replay has ended: delete its private copies. Files that are still open are written further,
+        privately or as real files. Folders that exist only privately, such as one named by time, are kept."""
         with self.real():
             for_good = not self.writers.is_apart
             folders = [folder[len(self.tree) :] for folder, _, _ in os.walk(self.tree) if folder != self.tree]
@@ -387,7 +387,7 @@ class Overlay(Tree):
                 os.makedirs(self.tree + folder, exist_ok=True)
 
     def _appeared(self, path: str) -> bool:
-        """Whether the rank sees a file that another rank has made or changed since the job began."""
+        """Whether this rank sees the real file, which another rank has made or changed in this job."""
         try:
             return self.where(path) == path and (self.journal.is_others(path) or lstat(path).st_ctime >= self._start)
         except OSError:

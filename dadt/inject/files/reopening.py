@@ -1,4 +1,5 @@
-"""Turns files that a script opened during its replay, and continues to write after it, into real files."""
+"""Turns private copies that a script opened during its replay, and continues to write after the replay, into real
+files."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from pathlib import Path
 
 
 def reopen(tree: str) -> None:
-    """Redirect each descriptor of this process that is open for writing in the tree of private copies to the real file.
+    """Redirect each descriptor of this process that is open for writing on a private copy in `tree` to the real file.
 
     A file open for appending continues at the end of the real file, which already contains what the replay has written
-    again. Any other file replaces the real one, if there is one: the script has written the same content again, up to
+    again. Any other file is replaced by its private copy, in which the script has written the same content again up to
     its current position.
     """
     _flush()

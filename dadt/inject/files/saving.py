@@ -1,7 +1,8 @@
 """Coordinates `torch.save` and similar functions that save to a path, in a script that does not know of other ranks.
 
-The first local rank of each host writes to a temporary path and renames it to the target, so that a partial file is
-never read; the other ranks of the host wait until the file exists. Saves to open file objects are not coordinated.
+The first rank of each host writes to a temporary path and renames it to the target, so that nobody reads a partial
+file. The other ranks of the host wait until this rank has saved the file. Saves to open file objects are not
+coordinated.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dadt.inject.files.writers import Mode, WriteRole, Writers
 from dadt.train.runtime import Runtime
 
 PATIENCE_SECONDS = 2.0
-"""Seconds that a rank waits for the first local rank to reach the same `torch.save`."""
+"""Seconds that a rank waits for the host's first rank to begin the same `torch.save`."""
 
 
 class Saver:
@@ -48,7 +49,7 @@ class Saver:
         """Folders in which this rank has saved real files."""
         self._alone = not runtime.hooked
         self._world = runtime.ranks.world
-        """The rank's place in the job, stored for forked children, in which the runtime no longer counts as a rank."""
+        """The rank's place in the job. Stored here for forked children, in which the runtime no longer knows it."""
         self._number = 0
         """Number of saves that this rank has begun. Saves of the same number on different ranks belong together if
         their paths are alike."""
@@ -63,10 +64,11 @@ class Saver:
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
-            # torch.jit.save calls the save method of its module, which is wrapped, too
+            # torch.jit.save calls its module's method `save`, which is wrapped, too; only the outer call is
+            # coordinated.
             if getattr(self._thread, "saves", False):
                 return original(*args, **kwargs)
-            # a forked child, such as a DataLoader's worker, has no predicted weights to undo
+            # A forked child, such as a DataLoader's worker process, has no predicted weights to replace by true ones.
             in_child = os.getpid() != self._pid
             if not in_child:
                 self.runtime.show_true_weights()
@@ -91,8 +93,8 @@ class Saver:
         setattr(owner, name, self.saving(getattr(owner, name)))
 
     def regrouped(self) -> None:
-        """Called when ranks were lost. If this rank is the first of its host, remove the incomplete files of lost
-        ranks. The rank may also have to write real files in place of a lost host's rank, or of a lost island's."""
+        """Called when ranks were lost. If this rank is the first of its host, it removes the incomplete files of lost
+        ranks. It may also have to write real files from now on, in place of a rank of a lost host or island."""
         first = self._ranks.first
         writes = self.writers.take_over() if first else self.writers.mode is Mode.SCRIPT
         if writes and self.overlay is not None:
@@ -125,12 +127,12 @@ class Saver:
         # Counted even if the folder does not exist yet: the first rank may only be late to create it.
         count = self._count(target)
         copied = self._copied(path)
-        # A folder that exists only on this rank, such as one named by time, is written by no other rank.
+        # No other rank writes into a folder that exists only on this rank, such as one named by time.
         alone = copied is not None and overlay is not None and overlay.is_private(str(Path(copied).parent))
         if not (alone or self.writers.is_first(str(target))):
             if self._is_saved(target, count):
                 return overlay.awaited(path) if overlay is not None and path is not None else None
-            # this rank may have become the first one, in place of one that was lost
+            # This rank may have become the first one, in place of a lost rank.
             copied = self._copied(path)
         first = self.writers.is_first(str(target))
         if copied is not None and overlay is not None:
@@ -156,8 +158,8 @@ class Saver:
         return write(f) if target is None else self._write_whole(target, write)
 
     def _copied(self, path: str | None) -> str | None:
-        """Return the path if this rank saves a private copy there; else None. A private copy that becomes the real file
-        when it is closed does not count, since a save writes the file completely."""
+        """Return the path if this rank saves a private copy in place of the real file; else None. Since a save writes
+        the file completely, files that become real when closed count as real."""
         if self.overlay is None or path is None or self.overlay.role(path, begins=True) is not WriteRole.APART:
             return None
         return path
@@ -167,7 +169,8 @@ class Saver:
             return write_whole(path, self._mark, write)
 
     def _count(self, target: Path) -> int | None:
-        """Return how often this rank has saved to this path; None if saves of ranks are not coordinated."""
+        """Count this save, and return how often this rank has saved to this path; None if the ranks' saves are not
+        coordinated."""
         runtime = self.runtime
         if runtime.ranks.control is None or not self.writers.saves_once:
             return None
@@ -175,7 +178,7 @@ class Saver:
         return self._counts[str(target)]
 
     def _is_saved(self, target: Path, count: int | None) -> bool:
-        """Whether the first local rank saves the file, too. If so, the file exists when this returns."""
+        """Return whether the host's first rank saves the same file. If so, the file exists when this method returns."""
         if count is None or self._ranks.control is None:
             return False
         saved = self._appears(self._ranks.control, target, count)
@@ -184,11 +187,11 @@ class Saver:
         return saved
 
     def _appears(self, control: WorkerLine, target: Path, count: int) -> bool:
-        """Wait for the first local rank to write the file. Return False if this rank should write the file itself.
+        """Wait for the host's first rank to write the file. Return False if this rank should write the file itself.
 
-        The first local rank may never make the same save, and may itself wait for this rank in an exchange. So this
-        rank waits only briefly, unless the first rank is already writing. If the first rank was merely late, the file
-        is written twice.
+        The first rank may never make the same save, and may itself wait for this rank in an exchange. So this rank
+        waits only briefly, unless the first rank is already writing. If the first rank was only late, both ranks write
+        the file.
         """
         number, step, far = self._number, self._ranks.step, self.writers.is_far(str(target))
         patient = self._ranks.together and str(target) not in self._missed
@@ -202,7 +205,8 @@ class Saver:
                 self.take_over()
             if verdict != "write" or time.monotonic() >= end:
                 return verdict == "there"
-            # a file that was being written when this wait began may be complete, but not reported yet
+            # A file that was being written when the last wait began may be complete although its save is not reported
+            # yet.
             was_writing, writing = writing, self._is_writing(target)
             if not (writing or was_writing):
                 return False
@@ -225,10 +229,11 @@ class Saver:
 
 
 def _target(f: str) -> Path | None:
-    """Return the file that `f` refers to, with links followed; None if torch should write to `f` directly."""
+    """Return the real path of the file `f`, with links followed; None if the save function should write to `f`
+    directly."""
     target = Path(os.path.realpath(f))
     if not target.parent.is_dir() or (target.exists() and not target.is_file()):
-        return None  # torch reports an error, or `f` is a device such as /dev/null, which must not be replaced
+        return None  # writing fails, or `f` is a device that must not be replaced
     return target
 
 

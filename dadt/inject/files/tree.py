@@ -5,7 +5,7 @@ tree, which is deleted when the job ends: the copy of `/home/a/log.csv` is `<tre
 if there is one, and otherwise the real file, as with overlayfs. Files that the rank has removed are marked in the tree
 by an empty file without permissions (a whiteout).
 
-All state is on disk, so that forked children see the same.
+The whole state is on disk, so that forked children see the same files.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ WHITEOUT = stat.S_IFREG
 
 
 class Tree:
-    """The folder of a rank's private copies, and the view of files that results from it. Paths are absolute, as
-    returned by `path`."""
+    """The folder of a rank's private copies, and the view of the file system that results from it. Arguments are
+    absolute paths, as the method `path` returns them."""
 
     def __init__(self, root: Path, keeps: Callable[[str], bool]) -> None:
         """keeps: returns whether ranks get private copies of an absolute path."""
@@ -45,12 +45,12 @@ class Tree:
         self._inside = threading.local()
         self._none = os.path.join(self.tree, ".none")
         self.removals: Counter[str | None] = Counter()
-        """How often this rank has removed or renamed each path, privately or for real."""
+        """How often this rank has removed or renamed each path, as a private copy or as a real file."""
         os.makedirs(self.tree, mode=0o700, exist_ok=True)
 
     @contextmanager
     def real(self) -> Iterator[None]:
-        """A context in which this thread reads and writes the real files."""
+        """A context in which this thread accesses real files only, not private copies."""
         before = getattr(self._inside, "real", False)
         self._inside.real = True
         try:
@@ -70,12 +70,13 @@ class Tree:
         if not path:
             return None
         path = os.path.abspath(path)
-        if path.startswith(self.tree + os.sep):  # the script works in a folder of private copies
+        if path.startswith(self.tree + os.sep):  # the working folder is a private one
             path = path[len(self.tree) :]
         return path if self._keeps(path) else None
 
     def where(self, path: str) -> str:
-        """Return the path at which the rank reads `path`; one that does not exist if the rank has removed the file."""
+        """Return the path at which the rank finds the content of `path`: the private copy or the real file. If the rank
+        has removed the file, return a path that does not exist."""
         private = self.tree + path
         try:
             mode = lstat(private).st_mode
@@ -136,7 +137,7 @@ class Tree:
             os.makedirs(self.tree + folder, exist_ok=True)
 
     def _cover(self, folder: str) -> None:
-        """Hide the contents of the real folder, because a new folder in the tree takes its place."""
+        """Hide the contents of a real folder from the rank, because a new private folder takes its place."""
         for name in listdir(folder) if kind(folder) == stat.S_IFDIR else ():
             path = os.path.join(folder, name)
             if kind(self.tree + path) is None:
@@ -160,7 +161,7 @@ class Tree:
             self._drop(path)
 
     def _gather(self, path: str) -> str:
-        """Copy everything that the rank sees at the path into the tree of private copies. Return the path in the
+        """Copy the file or folder, as the rank sees it, into the tree of private copies. Return its path in the
         tree."""
         where = self.where(path)
         if where == path:
@@ -173,8 +174,8 @@ class Tree:
         return self.tree + path
 
     def _goal(self, target: str, folder: bool) -> str:
-        """Return the path in the tree of private copies to which a file or folder can be renamed. Raises OSError if the
-        target cannot be replaced."""
+        """Return the path in the tree of private copies that stands for `target`, ready for a renaming. Raises OSError
+        if a renaming cannot replace the target. folder: whether a folder is renamed."""
         there = kind(self.where(target))
         if there == stat.S_IFDIR and not folder:
             raise error(errno.EISDIR, target)
@@ -190,11 +191,12 @@ class Tree:
         return not (listdir(folder) if self.where(folder) == folder else self._entries(folder, folder))
 
     def _entries(self, path: str, given: Any) -> list[FolderEntry]:
-        """Return the entries that the rank sees in a folder that has private copies, or that the rank has removed."""
+        """Return the entries that the rank sees in a folder of which parts are private copies or were removed
+        privately."""
         folder = os.fspath("." if given is None else given)
         with named(given), self.real():
             mine = {entry.name: entry for entry in scandir(self.where(path))}
-            # isdir, as the path may be a link to a folder
+            # os.path.isdir and not `kind`, because the path may be a link to a folder.
             there = self._real_entries(path) if os.path.isdir(path) else []
         seen = [entry for entry in mine.values() if entry.stat(follow_symlinks=False).st_mode != WHITEOUT]
         kinds = {pattern(entry.name) for entry in seen if kind(os.path.join(path, entry.name)) is None}
@@ -209,13 +211,14 @@ class Tree:
         return [entry for entry in scandir(path) if not is_half(entry.name)]
 
     def _is_others(self, path: str) -> bool:
-        """Whether another rank has written the file in this job, and this rank has not."""
+        """Return whether another rank has written the file in this job, and this rank has not. Subclasses override
+        this."""
         return False
 
 
 def pattern(path: str) -> str:
-    """Replace each word in the path that contains a digit by "#": names that differ only by a time, a number or a
-    process id become equal."""
+    """Return the path with each run of hexadecimal digits that contains 0-9 replaced by "#", so that names that differ
+    only by a time, a number or a process id become equal."""
     return DIGITS.sub("#", path)
 
 
@@ -256,9 +259,9 @@ def named(given: Any) -> Iterator[None]:
 
 
 def on_kept_paths(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a method of a Tree that gets a path as given and as absolute path, and then further
-    arguments of `original`, which is called for paths of which ranks get no private copies. Errors name the given
-    path."""
+    """Return a decorator for a method of a Tree that stands in for `original`, such as `os.remove`. The method gets the
+    path as the script has passed it, the same as an absolute path, and further arguments. `original` is called for
+    paths of which ranks get no private copies. Errors name the path that the script has passed."""
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

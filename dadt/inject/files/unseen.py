@@ -1,4 +1,4 @@
-"""Explains errors of libraries that do not find a file because this rank has written it only as a private copy."""
+"""Detects errors of libraries that do not find a file because this rank has written it only as a private copy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OURS = str(Path(__file__).parent) + os.sep
 
 
 def unseen(overlay: Overlay, error: BaseException) -> str:
-    """Return the path in a file-not-found error if this rank has a private copy of the file; otherwise an empty string.
-    Errors from code that uses the overlay are left out, since the overlay finds private copies."""
+    """Return the path named in a file-not-found error if this rank has a private copy of that file; otherwise an empty
+    string. Errors raised within the overlay do not count, since the overlay finds private copies."""
     if overlay.writers.mode not in (Mode.ONE, Mode.SHARED) or not NO_FILE.search(str(error)):
         return ""
     if any(frame.f_code.co_filename.startswith(OURS) for frame, _ in traceback.walk_tb(error.__traceback__)):
@@ -28,7 +28,7 @@ def unseen(overlay: Overlay, error: BaseException) -> str:
 
 
 def _is_kept(overlay: Overlay, name: str) -> bool:
-    """Whether the file, or the folder that should contain it, exists only as this rank's private copy."""
+    """Return whether the file, or the folder that should contain it, exists only as this rank's private copy."""
     path = overlay.path(name)
     if path is None:
         return False

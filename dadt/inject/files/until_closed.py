@@ -19,14 +19,14 @@ from dadt.inject.files.writers import Writers
 BUFFER_BYTES = 1 << 17
 STEPS = 2
 """Steps after which a file that is still open becomes the real file. Ranks are at most one step apart, so a first rank
-that writes the same file would have begun earlier."""
+that writes the same file would have begun by then."""
 
 
 class UntilClosed(io.FileIO):
-    """A file open for writing in the tree of private copies, under the name that the script has given."""
+    """A private copy open for writing, whose `name` is the path that the script has passed."""
 
     def __init__(self, name: Any, mode: str, opener: Callable[[str, int], int], closed: Callable[[], None]) -> None:
-        """closed: called once, when the file is closed by the process that opened it."""
+        """closed: called once, when the process that opened the file closes it."""
         self._closed = closed
         self._pid = os.getpid()
         super().__init__(name, mode, opener=opener)
@@ -39,9 +39,9 @@ class UntilClosed(io.FileIO):
 
 
 class HeldFiles:
-    """The files that this rank writes as private copies until they are closed. When a copy has become the real file,
-    the copy stays for up to STEPS more steps: if the first rank writes the same path, each rank still reads what it
-    wrote itself.
+    """The files that this rank writes as private copies until they are closed. When a copy has become the real file, it
+    is kept for up to STEPS more steps, so that each rank still reads what it wrote itself if the first rank then writes
+    the same path.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HeldFiles:
         self._step = step
         self._open: dict[str, tuple[weakref.ref[UntilClosed], int]] = {}
         self._placed: dict[str, int] = {}
-        """For each file that was put in place of the real one, the step in which this rank did so."""
+        """For each path whose private copy this rank has put in place of the real file, the step of that."""
 
     def open(self, given: Any, path: str, mode: str) -> UntilClosed | None:
         """Open a private copy for writing. Returns None if something other than a regular file is at the path."""
@@ -70,14 +70,14 @@ class HeldFiles:
         return raw
 
     def settle(self, path: str) -> None:
-        """To be called before this rank uses the path: deletes the private copy if this rank also wrote the real
-        file."""
+        """Called before this rank uses the path: delete the private copy if this rank was also the last to write the
+        real file."""
         if self._placed.pop(path, None) is not None and self._journal.writer(path) == self._journal.rank:
             self._tree.reveal(path)
 
     def stepped(self) -> None:
-        """Called after each step of this rank: files open for STEPS steps become the real files, and copies older than
-        STEPS steps are deleted."""
+        """Called after each step of this rank: turn files that have been open for STEPS steps into real files, and
+        delete copies that were put in place STEPS steps ago."""
         if not (self._open or self._placed):
             return
         before = self._step() - STEPS
@@ -87,13 +87,14 @@ class HeldFiles:
             self.settle(path)
 
     def hand_over(self) -> None:
-        """Turn each open file into the real file, because this process ends or another process receives it."""
+        """Turn each open private copy into the real file, because this process ends, or because a new process may read
+        the files."""
         for path in list(self._open):
             self._adopt(path)
 
     def put(self, private: str, path: str) -> bool:
-        """Write a private copy to the real path, unless another rank is the one that writes there. Return whether it
-        was written."""
+        """Put a private copy in place of the real file, unless another rank has the right to write there. Return
+        whether it was put in place."""
         with self._journal.turn(), self._tree.real():
             if not self._writers.puts_in_place(self._journal.is_others(path)):
                 return False
@@ -117,7 +118,7 @@ class HeldFiles:
         if raw is None or raw.closed or private == path or not self.put(private, path):
             return
         with self._tree.real():
-            self._tree.reveal(path)  # deletes the copy, so that the file does not exist under two names
+            self._tree.reveal(path)  # deletes the private copy, whose content is now the real file
             file = os_open(path, os.O_WRONLY | os.O_CLOEXEC)
             os.lseek(file, os.lseek(raw.fileno(), 0, os.SEEK_CUR), os.SEEK_SET)
             os.dup2(file, raw.fileno(), inheritable=False)
@@ -125,8 +126,8 @@ class HeldFiles:
 
 
 def is_held(mode: Any, closefd: bool) -> bool:
-    """Whether a file opened in this mode is written privately until it is closed: only if it is only written, from its
-    beginning."""
+    """Return whether a file opened in this mode may be written privately until it is closed, which requires that it is
+    written from its beginning and not read."""
     return isinstance(mode, str) and closefd and not {"w", "x"}.isdisjoint(mode) and "+" not in mode
 
 

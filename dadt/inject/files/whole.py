@@ -24,11 +24,11 @@ def mark_of(world: World) -> str:
 
 
 def write_whole(path: str | Path, mark: str, write: Write) -> Any:
-    """Call `write` with a path in a temporary folder next to the target, then rename the result to the target; leave
-    nothing behind if `write` fails. mark: prefix of the folder's name.
+    """Call `write` with a path in a temporary folder next to the target, then rename the result to the target; if
+    `write` fails, remove the folder. mark: prefix of the folder's name.
 
-    The path ends in the target's own name, which torch stores in the archive, so the bytes do not depend on where they
-    were written. Permissions are those of an existing target, or follow the umask.
+    The path has the target's own file name, because torch stores the file name in its archives, and files with equal
+    content should have equal bytes. Permissions are those of an existing target, or follow the umask.
     """
     target = Path(path)
     try:

@@ -1,10 +1,10 @@
 """Decides which rank writes a path, for all code that writes, renames or removes files.
 
 A script that does not know of other ranks writes the same paths on all of them. In this case the first rank of the host
-writes the real files, and each other rank writes private copies. Once the script has read its rank, the first rank
-still writes its own files, and files that only another rank writes become real, too. A script with a process group, or
-that calls `dadt.init`, is left alone; where it has a group on each island, those of other islands than the first write
-private copies. Hosts that share the working folder count as one host for the files in it.
+writes the real files, and each other rank writes private copies. Once the script has read its rank, files that only
+another rank writes become real files, too. A script with a process group, or that calls `dadt.init`, is left alone;
+where each island has a process group of its own, the ranks of all islands except the first write private copies. Hosts
+that share the working folder count as one host for the files in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Mode(Enum):
     ONE = auto()
     """The script does not know that there are other ranks."""
     SHARED = auto()
-    """The script has read its rank."""
+    """The script has read its rank, and may write different files on each."""
     ALL = auto()
     """All ranks write real files, as `--files all` demands."""
     SCRIPT = auto()
@@ -34,7 +34,7 @@ class Mode(Enum):
 
 
 class WriteRole(Enum):
-    """How a rank writes a path."""
+    """How a rank writes a path: the real file, or a private copy."""
 
     FOR_GOOD = auto()
     APART = auto()
@@ -61,7 +61,7 @@ def decide(mode: Mode, *, first: bool, copy: bool, begins: bool = False) -> Writ
 
 
 class Writers:
-    """Decides for one rank which paths it writes for real."""
+    """Decides for one rank which paths it writes as real files, not as private copies."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -71,11 +71,12 @@ class Writers:
         self._folder = f"{Path.cwd()}/"
 
     def is_first(self, path: str) -> bool:
-        """Whether this rank is the first among the ranks that see this absolute path."""
+        """Return whether this rank is the first of all ranks that can see this absolute path."""
         return self._first_of_all if self.is_far(path) else self._first
 
     def is_far(self, path: str) -> bool:
-        """Whether ranks of several hosts see the path, because it lies in a shared working folder."""
+        """Return whether ranks of several hosts can see the path, because it is in a working folder that these hosts
+        share."""
         return self._runtime.ranks.folder_writer >= 0 and path.startswith(self._folder)
 
     @property
@@ -98,8 +99,8 @@ class Writers:
         return any(rank // size == world.island for rank in firsts) if firsts else world.local_rank < size
 
     def take_over(self) -> bool:
-        """Called on the first rank of a host when ranks were lost. Return whether the rank has also become the first of
-        all hosts that share the working folder."""
+        """Called when ranks were lost, on the rank that is the first of its host now. Return whether it is also the
+        first of all hosts that share the working folder."""
         self._first = True
         return self._first_of_all
 
@@ -126,16 +127,16 @@ class Writers:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several ranks of the host write real files, and may write the same path."""
+        """Whether several ranks of the host write real files, possibly to the same path."""
         return self.mode in (Mode.SHARED, Mode.ALL)
 
     @property
     def saves_once(self) -> bool:
-        """Whether a rank leaves saving a complete file to the first rank, if the first rank saves it, too."""
+        """Whether a rank does not save a complete file itself if the first rank saves the same file."""
         return self._runtime.ranks.config.save_once and self.mode in (Mode.ONE, Mode.SHARED)
 
     def puts_in_place(self, by_first: bool) -> bool:
-        """Whether a file that was written privately until it was closed becomes the real file. by_first: whether
+        """Return whether a file that was written privately until it was closed becomes the real file. by_first: whether
         another rank has written the real file."""
         return self.mode is not Mode.SHARED or not by_first
 
