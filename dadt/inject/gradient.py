@@ -1,5 +1,5 @@
-"""Averages gradients that are used before the optimizer's step, so that gradient clipping and the gradient scaler see
-the averages."""
+"""Averages gradients before anything uses them ahead of the optimizer's step, so that gradient clipping and the
+gradient scaler work on the averages."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def install(runtime: Runtime, modules: Modules) -> None:
     consume = functools.partial(average, runtime, modules)
 
     def consume_of(tensors: Iterable[torch.Tensor], *, gradients: bool = False) -> None:
-        """Average the gradients of all optimizers that train any of these tensors. gradients: the tensors are
-        gradients, not parameters."""
+        """Average the gradients of all optimizers that train any of these parameters. gradients: whether `tensors` are
+        the parameters' gradients instead."""
         ids = {id(t) for t in tensors}
         runtime.begin()
         if gradients:
@@ -58,8 +58,8 @@ def install(runtime: Runtime, modules: Modules) -> None:
     after_import("torch.distributed.fsdp.fully_sharded_data_parallel", of_fsdp)
 
     def tell(scaler: GradScaler, attachments: Iterable[Attachment]) -> None:
-        """Record for each attached optimizer the loss scale of this step's gradients, which may be clipped or sent
-        before they are unscaled."""
+        """Record the loss scale of this step's gradients for each optimizer, since clipping or compression may use the
+        gradients before they are unscaled."""
         value = scaler._scale if scaler.is_enabled() else None
         token = None if value is None else (id(value), value._version)
         for attachment in attachments:
@@ -95,7 +95,8 @@ def install(runtime: Runtime, modules: Modules) -> None:
 
 
 def _average_before(name: str, consume: Callable[..., None]) -> None:
-    """Patch a function that uses the gradients of the parameters it is given."""
+    """Patch a function that uses the gradients of its first argument, the parameters, so that they are averaged
+    before."""
 
     @replaces(name, torch.nn.utils, clip_grad)
     def patched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,8 +106,8 @@ def _average_before(name: str, consume: Callable[..., None]) -> None:
 
 
 def _average_before_norm(runtime: Runtime, consume: Callable[..., None]) -> None:
-    """Patch get_total_norm, which is given gradients: after averaging, each gradient is looked up again, because the
-    average may have replaced it."""
+    """Patch get_total_norm, whose argument is gradients, so that they are averaged before. Averaging may put other
+    tensors into `.grad`, so the gradients are then read again from their parameters."""
 
     @replaces("get_total_norm", torch.nn.utils, clip_grad)
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:

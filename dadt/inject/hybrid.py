@@ -1,5 +1,5 @@
-"""Replaces the averages of hybrid sharding (HSDP) between the rows of its mesh: FSDP averages within each row, and DADT
-between the rows, as between islands."""
+"""Replaces a part of hybrid sharding (HSDP), in which each row of a mesh of ranks stores the model once: FSDP averages
+gradients only within each row, and DADT averages between the rows, as between islands."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dadt.train.ranks import Ranks
 
 
 def shard_size(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module], world_size: int) -> int:
-    """Return how many consecutive ranks hold the optimizer's model together; 0 unless FSDP2 shards all of it, on a mesh
-    of all ranks whose rows each hold it once."""
+    """Return how many consecutive ranks store the optimizer's model together (a row of the mesh). Returns 0 unless
+    FSDP2 shards all of the model, on a mesh of all ranks in which each row stores it once."""
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     meshes = {getattr(p, "device_mesh", None) for p in parameters}
     if len(meshes) != 1 or (mesh := meshes.pop()) is None or mesh.ndim < 2:
@@ -30,8 +30,8 @@ def shard_size(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module], w
 
 
 def divide(ranks: Ranks, size: int) -> None:
-    """Make each rank exchange only with ranks that hold the same part of the model. Call it before ranks connect. size:
-    number of consecutive ranks that hold the model together."""
+    """Make each rank exchange only with the ranks that store the same part of the model. Call this before ranks
+    connect. size: number of consecutive ranks that store the model together."""
     ranks.world = replace(ranks.world, shard_size=size)
     ranks.members = ranks.world.equals
     ranks.group = ranks.world.among(ranks.members, 0)
@@ -47,13 +47,15 @@ def average_within_rows(modules: Iterable[nn.Module]) -> None:
 
 
 def averages_some_within_rows(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> bool:
-    """Whether FSDP averages gradients of this optimizer within rows only, so that DADT has to average between them."""
+    """Return whether FSDP averages gradients of this optimizer only within rows of a mesh, so that DADT has to average
+    between the rows."""
     ids = {id(p) for group in _groups(modules) if _averages_within_rows(group) for p in _parameters(group)}
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
 def _groups(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return FSDP2's parameter groups on meshes with rows between which FSDP, or DADT in its place, averages."""
+    """Return FSDP2's parameter groups whose gradients have to be averaged between the rows of a mesh, by FSDP or in its
+    place by DADT."""
     fsdp: list[Any] = [m for m in modules if any(b.__name__ == "FSDPModule" for b in type(m).__mro__)]
     states = [m._get_fsdp_state() for m in fsdp]
     groups: list[Any] = []
@@ -64,8 +66,8 @@ def _groups(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def _averages_within_rows(group: Any) -> bool:
-    """Whether FSDP averages this group within rows only, because DADT has told it so: FSDP by itself also averages
-    between the rows of a mesh of several dimensions."""
+    """Return whether FSDP averages this parameter group within rows only. By itself FSDP also averages between the rows
+    of a mesh of several dimensions, so this means that DADT has changed it."""
     info = group.mesh_info
     return type(info).__name__ == "FSDPMeshInfo" and info.mesh.ndim > 1 and not getattr(info, "is_spmd_mesh", False)
 

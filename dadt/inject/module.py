@@ -1,4 +1,4 @@
-"""Notices training forwards of modules, and lets the script see true weights, not predicted ones, between them."""
+"""Detects training forwards of modules, and shows the script true weights, not predicted ones, at all other times."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _PASSING_ON = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
 
 
 class CallEntry:
-    """Runs code around every call of one module, installed in the attribute that torch reserves for compiled calls.
+    """Runs DADT's code around every call of one module. It is stored in the module's attribute that torch reserves for
+    compiled calls.
 
-    This attribute is left out of pickles and copies, costs other modules nothing, and is ignored by torch.compile, so
-    that its graph has no break.
+    torch leaves this attribute out of pickles and copies. Modules without a CallEntry run at full speed, and
+    torch.compile ignores the attribute, so that its graph has no break.
     """
 
     def __init__(self, modules: Modules, module: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -41,7 +42,7 @@ class CallEntry:
         self._module = weakref.ref(module)
         self._call = call
         self.calls = 0
-        """Number of forwards with gradients so far."""
+        """Number of the module's calls so far while gradients were enabled."""
         self._was_training = True
         self._trained_in_eval = False
 
@@ -83,26 +84,29 @@ class CallEntry:
         self._was_training = module.training
 
     def stepped(self) -> None:
-        """Called when a step follows calls of the module: record whether the module is trained in eval mode."""
+        """Called when an optimizer's step follows calls of the module: record whether the module is trained in eval
+        mode."""
         self._trained_in_eval = not self._was_training
 
 
 class Modules:
-    """Finds the modules whose parameters an optimizer trains, and controls which weights the script sees in them."""
+    """Finds the modules whose parameters an optimizer trains, and decides whether the script sees true or predicted
+    weights in them."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.wrappers = Wrappers(runtime)
         self.gathered = GatheredWeights(runtime)
         self.stand_in: Callable[..., Any] | None = None
-        """Called instead of a module, with the module, its original call, and the arguments."""
+        """In a replay, the function called instead of a module, with the module, its original call, and the arguments;
+        else None."""
         self.saw: list[Callable[[Any], None]] = []
         """Functions called with the arguments of each training forward."""
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[torch.optim.Optimizer]] = (
             weakref.WeakKeyDictionary()
         )
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[CallEntry, int]] = weakref.WeakKeyDictionary()
-        """Number of calls of each CallEntry until the optimizer's last step."""
+        """For each optimizer, the number of calls of each CallEntry up to the optimizer's last step."""
         self._unseen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Number of consecutive steps of each optimizer before which no call of its modules was seen."""
 
@@ -139,7 +143,7 @@ class Modules:
     def enter(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.setdefault(module, weakref.WeakSet()).add(optimizer)
         if not isinstance(module.__dict__.get("_compiled_call_impl"), CallEntry):
-            # Not by setattr: torch.compile's wrapper would set the attribute of the module inside.
+            # Not by setattr, because torch.compile's wrapper would set the attribute in the module that it wraps.
             module.__dict__["_compiled_call_impl"] = CallEntry(self, module, module.__dict__.get("_compiled_call_impl"))
 
     def _leave(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -150,7 +154,8 @@ class Modules:
             entry.withdraw(module)
 
     def wrapped(self, parent: nn.Module, child: nn.Module) -> None:
-        """Called when a module becomes a child of another one: a wrapper gets the hooks in place of its child."""
+        """Called when a module becomes a child of another one. If the parent is a wrapper, it gets the CallEntry
+        instead of the child."""
         self.wrappers.notice([parent])
         for optimizer in list(self._optimizers.get(child, ())):
             if self.wrappers.leaves_alone(optimizer, [parent]):
@@ -160,7 +165,8 @@ class Modules:
                 self._leave(child, optimizer)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before an optimizer's step: if a topmost module was not called, install hooks in its children."""
+        """Called before an optimizer's step: in each topmost module that was not called, install a CallEntry in its
+        children."""
         seen = self._seen.setdefault(optimizer, {})
         called = False
         modules = [m for m, optimizers in self._optimizers.items() if optimizer in optimizers]
@@ -177,7 +183,8 @@ class Modules:
         self._unseen[optimizer] = 0 if called else self._unseen.get(optimizer, 0) + 1
         attachment = self.runtime.attachments.of(optimizer)
         if self._unseen[optimizer] >= _UNSEEN_STEPS and attachment is not None:
-            # A compiled function calls the model without DADT's code: it used the buffers shown to the script.
+            # A compiled function calls the model without DADT's code, so the model has used the buffers shown to the
+            # script.
             self.runtime.buffers.keep_shown(attachment.modules)
             if attachment.algorithm.predicts and attachment.prediction.wanted:
                 why = (
@@ -203,7 +210,7 @@ class Modules:
         return [a for a in known if a.alive and a.optimizer in self._optimizers.get(module, ())]
 
     def forward_begins(self, module: nn.Module, given: Any) -> None:
-        if traces():  # while a program is traced, parameters have no memory that could be exchanged
+        if traces():  # during tracing, parameters have no memory to exchange
             return
         self.runtime.begin()
         for callback in self.saw:
@@ -220,7 +227,8 @@ class Modules:
             self.gathered.training_begins(attachment)
             attachment.prediction.apply()
         else:
-            # This forward recomputes one that ran on true weights, without gradients: it has to use true weights, too.
+            # This forward, within a backward, recomputes one that ran on true weights with gradients disabled, so it
+            # has to use true weights, too.
             attachment.prediction.barred = attachment.prediction.wanted
 
     # True weights whenever the script reads weights ------------------------------------------------------------
@@ -236,7 +244,8 @@ class Modules:
                 attachment.prediction.undo()
 
     def reveal(self, module: nn.Module) -> list[Attachment]:
-        """Show true weights and averaged buffers before state_dict() or load_state_dict(); return the attachments."""
+        """Show true weights and averaged buffers in the module, before state_dict() or load_state_dict(). Return the
+        attachments of the optimizers that train it."""
         ids = {id(p) for p in module.parameters()}
         mine = [a for a in self.runtime.attachments if not ids.isdisjoint(a.prediction.given)]
         for attachment in mine:
@@ -246,7 +255,8 @@ class Modules:
         return mine
 
     def loaded(self, module: nn.Module, mine: Iterable[Attachment]) -> None:
-        """Called after load_state_dict(): forget previous weights and buffers. mine: the module's attachments."""
+        """Called after load_state_dict(): forget weights and buffers from before. mine: attachments of the module's
+        optimizers."""
         for attachment in mine:
             attachment.loaded()
         for m in module.modules():
@@ -254,7 +264,8 @@ class Modules:
 
 
 def install(modules: Modules) -> None:
-    """Patch methods of nn.Module, and the copying of Parameter; only classes, so that instances look unchanged."""
+    """Patch methods of nn.Module, and the methods by which Parameter is copied. Only classes are changed, so that the
+    script's objects look unchanged."""
     runtime = modules.runtime
     runtime.events.on_claim.append(modules.wrappers.decide)
 
@@ -328,8 +339,8 @@ def _predicted_first(backward: Callable[..., Any], runtime: Runtime) -> Callable
 
 
 def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Return `backward` wrapped so that it counts and announces backwards. Warns after a few backwards without any
-    optimizer that DADT knows, while the user can still end the job."""
+    """Return `backward` wrapped so that each backward is counted, and reported to the attachments. Warns after a few
+    backwards without any optimizer that DADT knows, while the user can still end the job."""
     passes = 0
 
     @functools.wraps(backward)
@@ -356,7 +367,8 @@ def _counted(backward: Callable[..., Any], runtime: Runtime) -> Callable[..., An
 
 
 def _show_copies(runtime: Runtime) -> None:
-    """Patch copies and pickles of modules, and averages of models, to use the averaged buffers."""
+    """Patch copying and pickling of modules, and torch's averages of models (AveragedModel), so that they contain the
+    buffers averaged over ranks."""
     if "__getstate__" in nn.Module.__dict__:
 
         @replaces("__getstate__", nn.Module)

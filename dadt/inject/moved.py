@@ -1,4 +1,5 @@
-"""Handles modules that are moved between two steps, as by `model.cpu()` and `model.cuda()` around a save."""
+"""Handles modules that the script moves to another device between two steps, as by `model.cpu()` and `model.cuda()`
+around a save."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from dadt.train.runtime import Runtime
 
 
 def install(runtime: Runtime) -> None:
-    """Patch the method behind `to`, `half`, `share_memory` and others: moving gives `.grad` new memory, while DADT
-    needs it to lie in a bucket."""
+    """Patch the method behind `to`, `half`, `share_memory` and others: these methods move `.grad` to new memory, but
+    DADT needs the gradients in the memory of its buckets."""
     moving = False
 
     @replaces("_apply", nn.Module)
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal moving
-        if moving:  # a child module's call inside the outermost call, which handles all modules
+        if moving:  # for a child module: the outermost call handles all
             return apply.__wrapped__(self, *args, **kwargs)
         moving = True
         try:
@@ -26,7 +27,7 @@ def install(runtime: Runtime) -> None:
         finally:
             moving = False
             for attachment in runtime.attachments:
-                # Parameters are on the device for which the buckets were allocated: renew buckets whose gradients were
-                # moved away.
+                # If the parameters are on the device for which the buckets were allocated, renew buckets from whose
+                # memory gradients were moved.
                 if attachment.alive and attachment.schema_is_current:
                     attachment.schema.look_for_moved()

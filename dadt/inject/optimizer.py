@@ -1,4 +1,4 @@
-"""Notices optimizers when they are built, and averages gradients when they step."""
+"""Registers optimizers when a script creates them, and averages gradients at their steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from dadt.train.runtime import Runtime
 
 
 class Steps:
-    """The outermost optimizer steps under way: a step() that calls another for the same parameters is one step."""
+    """The optimizers' steps in progress. If a step() calls the step() of another optimizer with the same parameters,
+    both count as one step."""
 
     def __init__(self, runtime: Runtime, modules: Modules) -> None:
         self._runtime, self._ranks = runtime, runtime.ranks
@@ -42,7 +43,8 @@ class Steps:
         self._under_way: list[tuple[FrameType, Optimizer, Attachment | None]] = []
         self.derivatives = Derivatives(runtime)
         self.inside: Attachment | None = None
-        """The attachment whose optimizer's own code is running, not a closure; None if no optimizer's code runs."""
+        """The attachment of the optimizer whose step is running its own code (not a closure of the script); else
+        None."""
         self._backwards: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Number of backwards that the script had begun when each optimizer's last step ended."""
 
@@ -79,7 +81,7 @@ class Steps:
             self.modules.find(optimizer)
         attachment = self._attachment(optimizer)
         if attachment is not None and not attachment.consumed:
-            attachment.scale = None  # a gradient scaler would have had the gradients averaged before the step
+            attachment.scale = None  # a gradient scaler would have averaged them earlier
         self._under_way.append((frame, optimizer, attachment))
         if attachment is None:
             return None
@@ -105,7 +107,8 @@ class Steps:
         return None
 
     def take(self, frame: FrameType, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the optimizer's own step, and end it before its post hooks. frame: of the hooks' caller."""
+        """Run the optimizer's own step, unless it has to be skipped, and complete it before torch calls the post hooks.
+        frame: frame of the hooks' caller."""
         attachment = next((each for under_way, _, each in self._under_way[::-1] if under_way is frame), None)
         if attachment is None:
             return step(*args, **kwargs)
@@ -158,8 +161,8 @@ class Steps:
             self._runtime.replay.take_no_snapshots(f"steps of {name} draw random numbers, and a replay takes none")
 
     def _comes_after_backward(self, optimizer: Optimizer, attachment: Attachment) -> bool:
-        """Whether an optimizer that is given a closure already has gradients from a backward, which it may use first,
-        as SAM does. False for torch's own optimizers, which do not use them."""
+        """Return whether an optimizer that is called with a closure already has gradients from a backward, which it may
+        use before it calls the closure, as SAM does. Always False for torch's own optimizers, which do not use them."""
         if is_torchs(optimizer) or self._script.backwards == self._backwards.get(optimizer, 0):
             return False
         return any(p.grad is not None for p in attachment.parameters)
@@ -187,7 +190,8 @@ class Steps:
         self._runtime.stepped(attachment, left_alone=left_alone)
 
     def _attachment(self, optimizer: Optimizer) -> Attachment | None:
-        """Return the optimizer's attachment, or one of the same parameters whose gradients clipping has averaged."""
+        """Return the optimizer's attachment. If clipping has averaged the gradients for another optimizer with the same
+        parameters, return the attachment of that one."""
         attachment = self._runtime.attachment(optimizer)
         if attachment is None or attachment.consumed or self._optimizers.trains_one:
             return attachment
@@ -197,7 +201,8 @@ class Steps:
 
 
 class Withheld(BaseException):
-    """Raised out of a closure if its step has to apply nothing, so that the optimizer stops right after the closure."""
+    """Raised in a closure if no averages have arrived yet, so that the optimizer's step ends right after the closure
+    and changes nothing."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -205,8 +210,9 @@ class Withheld(BaseException):
 
 
 class Closure:
-    """A script's closure during one step. torch's optimizers call it once, before they use gradients, so averages are
-    applied as in a step without closure. For LBFGS and similar optimizers, every evaluation is averaged."""
+    """Replaces a script's closure during one step. Most optimizers call the closure once, before they use gradients, so
+    the averages are put in place right after it. For LBFGS and similar optimizers, every evaluation is averaged over
+    ranks."""
 
     def __init__(self, closure: Callable[[], Any], attachment: Attachment, steps: Steps) -> None:
         functools.update_wrapper(self, closure)
@@ -257,7 +263,8 @@ class Closure:
         return drawing
 
     def _evaluates(self) -> str:
-        """Return why the optimizer's evaluations are averaged immediately; empty if it calls the closure only once."""
+        """Return why each evaluation of the closure has to be averaged immediately; empty if the optimizer calls the
+        closure only once."""
         name = type(self._attachment.optimizer).__name__
         if isinstance(self._attachment.optimizer, torch.optim.LBFGS) or self.calls > 1:
             return f"{name} evaluates its closure more than once in a step"
@@ -267,7 +274,8 @@ class Closure:
 
 
 def use_gradients(attachment: Attachment, modules: Modules) -> None:
-    """Average the gradients for the optimizer's step; if no average has arrived yet, remove them from `.grad`."""
+    """Put averaged gradients into `.grad` for the optimizer's step. If no average has arrived yet, remove the gradients
+    from `.grad`."""
     if not attachment.consumed:
         modules.step_begins(attachment.optimizer)
     attachment.average_gradients()
@@ -275,7 +283,7 @@ def use_gradients(attachment: Attachment, modules: Modules) -> None:
 
 
 def _withholds(attachment: Attachment) -> bool:
-    """Whether the optimizer's step must change nothing, because no averages have arrived yet."""
+    """Return whether the optimizer's step must change nothing, because no averages have arrived yet."""
     return attachment.stepping and attachment.algorithm.holds
 
 
@@ -292,7 +300,8 @@ def _versions(attachment: Attachment) -> list[int]:
 
 
 def is_caller(frame: FrameType, of: FrameType | None) -> bool:
-    """Whether `frame` is `of` or one of its callers, and so still runs. (A step that raised has no post hook.)"""
+    """Return whether `frame` is `of` or one of its callers, so that its code is still running. torch calls no post hook
+    if a step raises an error."""
     while of is not None:
         if of is frame:
             return True

@@ -1,4 +1,4 @@
-"""Puts functions of DADT in the place of a library's."""
+"""Replaces functions and methods of libraries by DADT's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 
 def replaces(name: str, *owners: Any) -> Callable[[Any], Any]:
-    """Return a decorator for the function that takes the place of the function `name` in each of these modules or
-    classes. It looks like the original, which it calls as its own `__wrapped__`."""
+    """Return a decorator for a function that replaces the function `name` in each of these modules or classes. The new
+    function gets the original's name and docstring, and calls the original as its own attribute `__wrapped__`."""
     original = getattr(owners[0], name)
     static = isinstance(inspect.getattr_static(owners[0], name), staticmethod)
 

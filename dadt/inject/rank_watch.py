@@ -1,5 +1,5 @@
-"""Detects whether the script learns its rank. If so, the script itself is responsible for dividing data and for what
-each rank writes."""
+"""Detects whether the script reads its rank. If so, DADT leaves it to the script to divide data and to decide what each
+rank writes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ HIDDEN = frozenset(
     | {"TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"}
 )
 HIDDEN_FROM = frozenset({"accelerate", "transformers", "timm", "fastai", "fastcore", "ultralytics"})
-"""Libraries that take variables such as RANK as a request to train on GPUs, which fails or goes wrong on machines
-without GPUs."""
+"""Libraries that take variables such as RANK as a request to train on GPUs, which fails on machines without GPUs."""
 HIDDEN_FROM_ALONE = frozenset({"webdataset"})
-"""Libraries that divide data among the ranks which they find, or refuse to read it. From them the variables are hidden
-unless the script has a process group, and so is written for several ranks."""
+"""Libraries that divide data among the ranks, or refuse to read it, if they find variables such as RANK. The variables
+are hidden from these libraries, unless the script has a process group and so is written for several ranks."""
 LITERAL = re.compile(rf"""(["'])({"|".join(VARIABLES)})\1""")
 ENVIRONMENT = ("os", "collections.abc")
 OURS = ("torch", "dadt")
@@ -46,9 +45,10 @@ def install(runtime: Runtime) -> None:
     """Set `knows_rank` when the script's own code reads its rank from the environment, or any code except torch's asks
     a process group for its rank.
 
-    A library that reads the environment may only look for a launcher, so it does not count. From the libraries in
-    HIDDEN_FROM the variables are hidden on machines without GPUs, so that they train as if alone, as the script does;
-    but not on an island, where they are to train together. From those in HIDDEN_FROM_ALONE they are hidden as well.
+    A library that reads the environment may only look for a launcher, so it does not count. On machines without GPUs,
+    the variables are hidden from the libraries in HIDDEN_FROM, so that each rank trains as a single process. They are
+    not hidden on an island, whose ranks are to train together. They are also hidden from the libraries in
+    HIDDEN_FROM_ALONE, as described there.
     """
     runtime.script.knows_rank |= any(_names_a_variable(module) for module in list(sys.modules.values()))
     _watch_environment(runtime)
@@ -60,8 +60,8 @@ def install(runtime: Runtime) -> None:
 
 
 def _names_a_variable(module: Any) -> bool:
-    """Whether the script's own module contains the name of a rank variable, and so may have read its rank before it
-    imported torch."""
+    """Return whether the module belongs to the script and its source contains the name of a rank variable, so that it
+    may have read its rank before it imported torch."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or not is_users(file):
         return False
@@ -106,7 +106,8 @@ def _has_group() -> bool:
 
 
 def _asker(frame: FrameType) -> FrameType:
-    """Return the frame that reads the environment, past functions of the standard library."""
+    """Return the frame that reads the environment, which is the nearest caller outside the standard library's functions
+    for that."""
     while frame.f_back is not None and frame.f_globals.get("__name__") in ENVIRONMENT:
         frame = frame.f_back
     return frame
@@ -130,13 +131,13 @@ def _watch_making(runtime: Runtime) -> None:
     @replaces("init_process_group", dist, distributed_c10d)
     def made(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments.get("rank", -1)
-        runtime.script.knows_rank |= given is not None and given >= 0  # code that passes a rank number knows its rank
+        runtime.script.knows_rank |= given is not None and given >= 0  # passing a rank means to know it
         made.__wrapped__(*args, **kwargs)
 
 
 def _watch_checkpoints(runtime: Runtime, module: ModuleType) -> None:
-    """Note that a script knows its rank if it writes a checkpoint of torch.distributed, which has a file of each
-    rank."""
+    """Patch the writer of torch.distributed's checkpoints, which have a file for each rank: a script that creates one
+    knows its rank."""
 
     @replaces("__init__", module.FileSystemWriter)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:

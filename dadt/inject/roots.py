@@ -10,8 +10,8 @@ from torch import nn
 
 
 def by_parameters(roots: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """Sort the modules by the positions of their parameters in the optimizer: the order is the same on all ranks and in
-    each run."""
+    """Sort the modules by the positions of their parameters in the optimizer, so that the order is the same on all
+    ranks and in each run."""
     every = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
     numbers = {id(p): i for i, p in enumerate(every)}
     below = {m: [numbers[id(p)] for p in m.parameters() if id(p) in numbers] for m in roots}
@@ -20,5 +20,5 @@ def by_parameters(roots: Iterable[nn.Module], optimizer: torch.optim.Optimizer) 
 
 def all_modules() -> list[nn.Module]:
     """Return all modules of the process, in no fixed order: built by the script, unpickled or copied."""
-    # issubclass(type(o)), as isinstance would ask for __class__, which may run a proxy's code.
+    # Not isinstance, which reads an object's __class__ and so may run a proxy's code.
     return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]

@@ -1,8 +1,8 @@
-"""Averages for optimizers that differentiate their gradients, as AdaHessian does after `backward(create_graph=True)`.
+"""Averages gradients for optimizers that differentiate them, as AdaHessian does after `backward(create_graph=True)`.
 
-Averages have no autograd graph. They are given the graph of the rank's own gradient, and the derivatives that the step
-computes through it are averaged as well: the mean over ranks of such second-derivative products is that of the mean
-loss, if all ranks multiply by the same vectors.
+An averaged gradient has no autograd graph, so it gets the graph of the rank's own gradient. The derivatives that the
+step computes through this graph are averaged as well. If all ranks multiply by the same vectors, the mean over ranks of
+Hessian-vector products is the product for the mean loss.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Derivatives:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._weight: float | None = None
-        """This rank's weight in the averages of the current step; None if the step differentiates no gradients."""
+        """This rank's weight in the averages of the current step; None outside of steps that differentiate their
+        gradients."""
         self._taken = 0
 
     def install(self) -> None:

@@ -1,4 +1,5 @@
-"""Finds out by which denominators the losses of each backward are divided, so that ranks can be weighed by these."""
+"""Finds out by which number of samples or tokens the loss of each backward is divided, so that each rank's gradients
+can be weighted by that number in the average."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from dadt.train.runtime import Runtime
 
 
 def install(runtime: Runtime) -> None:
-    """Patch `torch.autograd.backward`, which `Tensor.backward` calls. If each backward of a step has a weight of its
-    own, its gradients are multiplied by the weight."""
+    """Patch `torch.autograd.backward`, which `Tensor.backward` calls, to examine the losses. If the backwards of one
+    step have different weights, each backward's gradients are multiplied by its weight."""
 
     @replaces("backward", torch.autograd)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        # A backward within another one, as of a checkpointed layer, is a part of the outer one.
+        # A backward within another one, as for a checkpointed layer, belongs to the outer one.
         seen = not runtime.prediction_scope.in_backward and runtime.script.on_training_thread
         if seen and not runtime.replay.under_way:
             for attachment in runtime.attachments:
@@ -27,7 +28,8 @@ def install(runtime: Runtime) -> None:
 
 
 def _times(tensors: Any, gradients: Any, factor: float) -> list[torch.Tensor]:
-    """Return the gradients with which a backward begins, times a factor. gradients: None for losses of one element."""
+    """Return the start gradients of a backward (its grad_tensors) multiplied by a factor. gradients: None if the losses
+    have one element each."""
     every: Sequence[torch.Tensor] = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     given = [gradients] if isinstance(gradients, torch.Tensor) else gradients or [None] * len(every)
     return [torch.full_like(t, factor) if g is None else g * factor for t, g in zip(every, given, strict=True)]

@@ -1,5 +1,5 @@
-"""Refuses optimizers that change weights within the backward, as LOMO does by hooks on parameters, before gradients
-could be averaged."""
+"""Detects and refuses optimizers that change weights during the backward, before DADT could average gradients, as LOMO
+does by hooks on parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from dadt.train.replicas import checksum
 from dadt.train.runtime import Runtime
 
 _LOOKS = 3
-"""Number of backwards to check if parameters have hooks of the script."""
+"""Number of backwards after which weights are compared, if parameters have hooks of the script."""
 
 
 def install(runtime: Runtime) -> None:
-    """Check whether the first backwards change weights, if parameters have hooks that might do so."""
+    """Patch `torch.autograd.backward` to check whether the first backwards change weights, if parameters have hooks
+    that might do so."""
     looks: weakref.WeakKeyDictionary[Attachment, int] = weakref.WeakKeyDictionary()
     """Number of backwards still to check for each attached optimizer."""
 

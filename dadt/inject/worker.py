@@ -1,4 +1,4 @@
-"""Makes this process a worker: installs everything that DADT hooks into torch."""
+"""Makes this process a worker by installing all of DADT's hooks into torch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def start(world: World, *, explicit: bool = False) -> None:
 
 
 def ask() -> Runtime:
-    """Return the runtime for a script that calls `dadt.init`, and leave everything except training to the script."""
+    """Return the runtime for a script that calls `dadt.init`. Such a script keeps control of everything except
+    training."""
     if runtime is None:
         world = World.from_env()
         start(world if world.job else World.from_launcher(), explicit=True)
@@ -106,14 +107,14 @@ def ask() -> Runtime:
 
 
 def forget_seeds() -> None:
-    """In a script that calls `dadt.init`, let each rank draw random numbers of its own, unless the script has set a
+    """In a script that calls `dadt.init`, let each rank draw different random numbers, unless the script has set a
     seed."""
     if streams is not None and streams.parting is not None:
         (streams.parting.waive if streams.seeded else streams.parting.part)()
 
 
 def watch_deaths(abort: Abort) -> None:
-    """Call `abort` when a rank of the job has ended."""
+    """Register `abort`, which is called when a rank of the job has ended."""
     if runtime is not None:
         runtime.reports.listen()
         runtime.ranks.deaths.watch(abort)
@@ -128,7 +129,7 @@ def wrap(chosen: torch.optim.Optimizer) -> None:
 
 
 def average(chosen: torch.optim.Optimizer) -> None:
-    """Put the averaged gradients of a wrapped optimizer into `.grad` before its step, for a script that asks for
+    """Put the averaged gradients of a wrapped optimizer into `.grad` before its step, because the script has requested
     them."""
     assert runtime is not None and modules is not None
     runtime.begin()
@@ -144,7 +145,7 @@ def _install_around(runtime: Runtime, modules: module.Modules) -> None:
     streams = mine = seed.install(runtime)
     if streams.enabled:
         runtime.checkpoints.streams = streams
-    # A script that knows its rank and has set a seed wants its own seeds on each rank.
+    # A script that knows its rank and has set a seed chooses the random numbers of each rank itself.
     runtime.events.on_begin.append(lambda: None if mine.seeded and runtime.script.is_distributed else mine.split())
     if runtime.hooked:
         sources = entropy.install(runtime, streams)
@@ -167,7 +168,8 @@ def _join(world: World, config: Config) -> tuple[StoreClient, Config]:
     configuration agreed on."""
     forum, agreed = StoreClient.connect(world, config)
     environment.adopt()
-    # Scripts for torchrun choose a GPU by LOCAL_RANK, other scripts use the first GPU that is visible.
+    # Scripts for torchrun choose a GPU by LOCAL_RANK. Other scripts use the first visible GPU, so one is made visible
+    # to each rank.
     gpus = machine.gpus()
     if world.launcher != "torchrun" and config.gpu_visibility == "one" and len(gpus) > 1:
         environment.see(gpus[forum.world.local_rank % len(gpus)])
@@ -178,7 +180,7 @@ def _join(world: World, config: Config) -> tuple[StoreClient, Config]:
 
 def _end(runtime: Runtime, exit_text: ExitText) -> None:
     error = getattr(sys, "last_value", None)
-    # All ranks receive Ctrl-C after the same step, so they end together and none counts as failed.
+    # All ranks stop for Ctrl-C after the same step, so they end together and none counts as failed.
     interruption = runtime.ranks.requests.interruption
     together = isinstance(error, KeyboardInterrupt) and interruption.heard and not interruption.apart
     failed = isinstance(error, BaseException) and not together

@@ -1,9 +1,9 @@
-"""Stores the tensors of a model that training does not change (frozen weights, large constant buffers) once beside a
-job's snapshots, in one file for each tensor, so that no snapshot copies them.
+"""Stores the tensors of a model that training does not change (frozen weights, large constant buffers) only once, in
+one file per tensor next to the job's snapshots, so that no snapshot contains copies.
 
-A script that runs again builds these tensors again, from a file or by its seed, and mostly finds the same values; a
-snapshot holds their digests, which show whether it has. If it has not, because a file is gone or numbers were not
-seeded, the values are read from here, so that no work is lost.
+A script that runs again creates these tensors again, from a file or its seed, and mostly with the same values, which
+digests in the snapshot verify. If values differ, because a file is gone or random numbers were not seeded, the stored
+tensors are read instead, so that no work is lost.
 
 <the job's folder>/snapshots/base/0123456789abcdef.pt     a tensor with this digest
 """
@@ -18,7 +18,7 @@ from time import time
 from typing import Any
 
 import torch
-from torch import load, save  # by name, before DADT replaces `torch.save`
+from torch import load, save  # imported by name, before DADT replaces `torch.save`
 
 from dadt.control import private_files, snapshots
 from dadt.errors import DadtError, NotResumed
@@ -27,14 +27,14 @@ from dadt.train.digest import as_bytes, digests
 
 FOLDER = "base"
 LEAST = 1 << 20
-"""Least number of bytes of a tensor that is stored beside the snapshots."""
+"""Size in bytes from which a tensor is stored in a file of its own next to the snapshots."""
 _UNUSED_SECONDS = 3600.0
-"""Seconds after which a file that no snapshot needs is removed. It may be younger than the snapshot that needs it,
-which another rank has not completed yet."""
+"""Seconds after its last use at which a tensor's file is removed if no complete snapshot refers to it. Until then,
+another rank may still be writing a snapshot that refers to it."""
 
 
 def untrained(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the large tensors that need no gradients."""
+    """Return the tensors of at least LEAST bytes that require no gradients."""
     return {
         name: t
         for name, t in tensors.items()
@@ -47,16 +47,16 @@ def untrained(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Base:
-    """Decides which tensors a snapshot of this rank refers to by digests, in place of holding them."""
+    """Decides which tensors this rank's snapshot refers to by their digests instead of containing them."""
 
     def __init__(self, known: Mapping[torch.Tensor, int]) -> None:
-        """known: digests of tensors as they were when they were equal on all ranks."""
+        """known: the digests that tensors had when they were last compared and equal on all ranks."""
         self._known = known
         self._before: set[int] | None = None
 
     def common(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Return the digests of the tensors that are as they were in the snapshot before, or in the first snapshot have
-        not changed since the start, as far as that is known."""
+        """Return the digests of the tensors to refer to, by name: those that have not changed since the last snapshot.
+        In the first snapshot, return those that are not known to have changed since they were equal on all ranks."""
         found = untrained(tensors)
         mine = dict(zip(found, digests(found.values()), strict=True))
         changed = {name for name, t in found.items() if t in self._known and self._known[t] != mine[name]}
@@ -72,8 +72,8 @@ class Base:
         return {name: d for (name, t), d in every if (t in self._known and self._known[t] == d) or d in before}
 
     def shared(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """Return the names of the tensors that have not changed since they were equal on all ranks, so that this rank
-        need not keep them beside what all ranks have in common."""
+        """Return the names of the tensors that have not changed since they were equal on all ranks, so that this rank's
+        own part of a snapshot need not contain them."""
         found = {name: t for name, t in untrained(tensors).items() if t in self._known}
         return {
             name for (name, t), d in zip(found.items(), digests(found.values()), strict=True) if self._known[t] == d
@@ -104,7 +104,8 @@ def keep(root: Path, rank: int, tensors: Mapping[int, torch.Tensor]) -> None:
 
 
 def drop_unused(root: Path, now: float | None = None) -> None:
-    """Remove the files that no snapshot needs, and that nobody has needed for an hour. now: seconds since the epoch."""
+    """Remove the files of tensors to which no snapshot refers, if they were last used an hour ago or earlier. now:
+    seconds since the epoch."""
     parts = [part for folder in root.glob("[0-9]*") for part in snapshots.described(folder).values()]
     needed = {path_of(root, digest) for part in parts for digest in part.get("base", ()) if isinstance(digest, int)}
     for path in (root / FOLDER).glob("*"):
@@ -114,9 +115,9 @@ def drop_unused(root: Path, now: float | None = None) -> None:
 
 
 def complete(root: Path, kept: Mapping[str, int], mine: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], int]:
-    """Return the tensors to which a snapshot refers, and the number of bytes that had to be read: the script's own
-    where they have the digest. kept: digests by name. mine: the script's tensors. Raises NotResumed if one is neither
-    there nor kept."""
+    """Return the tensors to which a snapshot refers by digest, and how many bytes of them had to be read from files,
+    because the script's own tensors have other digests. kept: digests by name. mine: the script's tensors. Raises
+    NotResumed if a tensor has neither the digest nor a file."""
     there = {name: mine[name] for name in kept if name in mine}
     same = {name for (name, t), d in zip(there.items(), _digests_of(there.values()), strict=True) if d == kept[name]}
     found = {

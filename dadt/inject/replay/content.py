@@ -1,4 +1,5 @@
-"""Checks the content of a snapshot's file before it is used, since the file may come from anywhere."""
+"""Checks the content of a snapshot's file before it is used, since the file may be damaged or come from an untrusted
+source."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from dadt.train.weighing import Rule
 DEEPEST = 64
 """Maximum nesting depth of containers in a snapshot."""
 FEWEST = 10_000
-"""Number of values that even a short file may contain."""
+"""Number of values that a file may contain even if it has fewer bytes than this."""
 Kind = Callable[[Any], bool]
 
 
@@ -51,8 +52,8 @@ def check(path: Path, content: Any, step: int, *, common: bool) -> dict[str, Any
 
 
 def _check_size(path: Path, content: Any) -> None:
-    """Raises NotResumed if the content has more values than the file has bytes, or is nested too deeply. A list may
-    occur at many places in a file, so that a short file could expand to any number of values."""
+    """Raises NotResumed if the content has more values than the file has bytes, or is nested too deeply. One list in a
+    file may be referred to at many places, so that a short file could expand to any number of values."""
     most, count = max(FEWEST, path.stat().st_size), 0
     waiting = [(content, 0)]
     while waiting:
@@ -76,8 +77,8 @@ def _repeats(tensor: torch.Tensor) -> bool:
 
 
 def fits(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> bool:
-    """Whether the state belongs to as many parameters as the optimizer has. For torch's own optimizers, per-element
-    values also must have the shapes of the parameters."""
+    """Return whether an optimizer's state fits the optimizer, because both have the same number of parameters. For
+    torch's own optimizers, state with one value per element of a parameter must also have the parameter's shape."""
     groups = optimizer.param_groups
     if [len(each["params"]) for each in groups] != [len(each["params"]) for each in state["param_groups"]]:
         return False
@@ -95,7 +96,7 @@ def fits(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> bool:
 
 
 def alike(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Whether two states have the same names, and for each name values of the same kind."""
+    """Return whether two states have the same names, and under each name values of similar types."""
     return mine.keys() == theirs.keys() and all(_is_like(mine[name], theirs[name]) for name in mine)
 
 
@@ -115,7 +116,7 @@ def _is_text_of_bytes(value: Any) -> bool:
 
 
 def _is_random(value: Any) -> bool:
-    """Whether a value contains the random streams `own`, `shared` or both, each as plain values and tensors."""
+    """Return whether a value contains the random streams `own`, `shared` or both, each as plain values and tensors."""
     return (
         isinstance(value, dict)
         and {*value} in ({"own"}, {"shared"}, {"own", "shared"})
@@ -131,8 +132,8 @@ def _is_random(value: Any) -> bool:
 
 
 def _is_row(value: Any, length: int, words: int) -> bool:
-    """Whether a value is a list of `length` plain values, except for the second, a byte tensor with a generator's
-    `words` words of four bytes."""
+    """Return whether a value is a list of `length` plain values, except for the second, which must be a byte tensor
+    with the `words` 4-byte words of a random generator."""
     if not isinstance(value, list | tuple) or len(value) != length or not _is_text_of_bytes(value[1]):
         return False
     plain = all(isinstance(each, int | float | str | None) for each in (value[0], *value[2:]))
@@ -158,8 +159,8 @@ def _each(kind: Kind) -> Kind:
 
 
 def _with(*needed: str, **kinds: Kind) -> Kind:
-    """Return a check for a dict: it must have the names in `needed`, and a value whose name is in `kinds` must pass the
-    check under this name."""
+    """Return a check for a dict, which must have the keys in `needed`. If it has a key that is in `kinds`, the value
+    must pass the check of that key."""
     return lambda value: (
         isinstance(value, dict) and value.keys() >= set(needed) and all(kinds[n](value[n]) for n in kinds if n in value)
     )
@@ -170,13 +171,14 @@ def _named(kind: Kind) -> Kind:
 
 
 def _numbered(kind: Kind) -> Kind:
-    """Return a check for a dict from numbers of built objects to values that pass the check `kind`."""
+    """Return a check for a dict whose keys are integers (numbers of modules, optimizers or schedulers) and whose values
+    pass the check `kind`."""
     return lambda value: isinstance(value, dict) and all(type(n) is int and kind(v) for n, v in value.items())
 
 
 def _is_averaged(value: Any) -> bool:
-    """Whether a value is a list of entries for modules: the module's number, names of buffers, averaged values, and the
-    rank's own values."""
+    """Return whether a value is a list with one entry per module: the module's number, names of buffers, averaged
+    values, and the rank's own values."""
     return isinstance(value, list) and all(
         isinstance(each, list | tuple)
         and len(each) == 4
@@ -221,13 +223,13 @@ def _is_rule(value: Any) -> bool:
 
 
 def _is_term(value: Any) -> bool:
-    """Whether a value is a pair: a list of tensors, and the factor for their sum."""
+    """Return whether a value is a pair of a list of tensors and a factor for their sum."""
     return isinstance(value, list | tuple) and len(value) == 2 and _is_rows(value[0]) and _is_factor(value[1])
 
 
 def _is_owed(value: Any) -> bool:
-    """Whether a value is a list of tensors, or a one-dimensional float32 tensor, which is later read as raw memory of
-    floats."""
+    """Return whether a value is a list of tensors, or a contiguous one-dimensional float32 tensor, whose memory the C++
+    core later reads as an array of floats."""
     return _is_rows(value) or (
         _is_tensor(value) and value.dtype == torch.float32 and value.dim() == 1 and value.is_contiguous()
     )
@@ -259,7 +261,7 @@ _TRAINING: Mapping[str, Kind] = {
     "algorithm": _ALGORITHM,
     "weighing": _WEIGHING,
 }
-"""What a snapshot records about one optimizer's training, by name, with a check for each."""
+"""The entries that a snapshot has about one optimizer's training, by name, with a check for each."""
 
 
 def _is_training(value: Any) -> bool:
@@ -276,18 +278,19 @@ OWN: Mapping[str, Kind] = {
     "averaged": _is_averaged,
     "training": _numbered(_is_training),
 }
-"""The parts of a snapshot that each rank has for itself, by name, with a check for each."""
+"""The entries of a snapshot that belong to a single rank, by name, with a check for each."""
 APART: Mapping[str, Kind] = {"weights": _named(_is_tensor), "states": _numbered(_is_optimizer)}
-"""Further parts that each rank has for itself if ranks have different weights, by name, with a check for each."""
+"""Further entries that belong to a single rank if ranks have different weights, by name, with a check for each."""
 COMMON: Mapping[str, Kind] = {
     "tensors": _named(_is_tensor),
     "optimizers": _numbered(_is_optimizer),
     "schedulers": _numbered(_any_of(dict)),
     "scalers": _numbered(_any_of(dict)),
 }
-"""The parts of a snapshot that all ranks have in common, by name, with a check for each."""
+"""The entries of a snapshot that all ranks have in common, by name, with a check for each."""
 BASE: Mapping[str, Kind] = {"base": _named(lambda value: type(value) is int and 0 <= value < 1 << 64)}
-"""What ranks have in common that is kept beside the snapshots, as digests by name; there only if there is any."""
+"""The entry with the digests, by name, of the tensors that are stored in files next to the snapshots. It exists only if
+there are such tensors."""
 _OF_EACH_ELEMENT = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}
     | {"acc_delta", "prev", "step_size", "ax"}

@@ -1,8 +1,8 @@
 """Copies tensors to host memory, with as little work as possible on the training thread.
 
 Tensors that a script may change right after a step, such as weights that it clips, are copied by the training thread.
-Tensors that only the next step changes (an optimizer's state, gradients that were sent) are copied by another thread
-while the script computes the next gradients; the next step waits for copies that are still missing.
+Tensors that do not change before the next step (an optimizer's state, gradients that were sent) are copied by another
+thread while the script computes the next gradients. The next step waits until all copies are made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 LARGE = 1 << 20
-"""Bytes from which a tensor is copied by another thread, and the memory of its copy is reused for the next snapshot."""
+"""Size in bytes from which a tensor may be copied by another thread, and from which the memory of its copy is reused
+for the next snapshot."""
 
 
 class CopyMemory:
@@ -45,17 +46,18 @@ class Copies:
         self._copied: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Each tensor and its copy, by the tensor's id."""
         self._later: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        """The tensors that the other thread copies, each with its copy and its version at the time of the snapshot."""
+        """The tensors that the other thread copies, each with its copy and the tensor's version counter at the time of
+        the snapshot."""
         self._kept: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
 
     def now(self, content: Any) -> Any:
-        """Return the content with copies in place of all its tensors."""
+        """Return the content with all its tensors replaced by copies, which contain the values already."""
         return tree_map_only(torch.Tensor, self._now, content)
 
     def later(self, content: Any) -> Any:
-        """Return the content with copies in place of all its tensors; the copies contain the values only once `finish`
-        has returned."""
+        """Return the content with all its tensors replaced by copies, which contain the values only after `finish` has
+        returned."""
         return tree_map_only(torch.Tensor, self._let, content)
 
     def begin(self) -> None:
@@ -104,7 +106,7 @@ class Copies:
 
     def _work(self) -> None:
         for source, into, _ in self._later:
-            # Not torch's copy_, which would start as many more threads as the script already has.
+            # Not torch's copy_, which would start another pool of threads, as large as the one that the script uses.
             ctypes.memmove(into.data_ptr(), source.data_ptr(), source.nbytes)
 
 
@@ -113,7 +115,8 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory has no gaps, and the order of its values is that of its copy."""
+    """Return whether the tensor's memory has no gaps, and a copy made by torch would have its values in the same
+    order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

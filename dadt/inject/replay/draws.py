@@ -1,5 +1,7 @@
-"""Records the random states in which a single worker draws its data. As in plain Python, data and models draw from the
-same random stream; a replay skips most forwards, so it has to restore these states."""
+"""Records the states of the random generators with which a single worker draws its data.
+
+In a job of one worker, as in plain Python, data and models draw from the same generators. A replay skips most forwards,
+so it has to restore these states."""
 
 from __future__ import annotations
 
@@ -18,20 +20,20 @@ from dadt.inject.replay.values import ReadValues
 
 
 class Draws:
-    """Records the random state before each draw for data, in a process that trains alone; a replay restores these
-    states."""
+    """Records the state of the random generators before each draw for data, in a job of one worker. In a replay, the
+    object restores these states."""
 
     def __init__(self, values: ReadValues) -> None:
         self._values = values
         self._inside = False
         self._last: State | None = None
-        """The random state after the last draw for data; None before the first."""
+        """State of the random generators after the last draw for data; None before the first draw."""
         self._thread, self._pid = threading.get_ident(), os.getpid()
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """A context around code that draws random numbers for a loader: records the state before it, or restores it in
-        a replay."""
+        """A context around code that draws random numbers for a loader. It records the generators' states before that
+        code or, in a replay, restores the recorded states."""
         if self._inside or threading.get_ident() != self._thread or os.getpid() != self._pid:
             yield
             return

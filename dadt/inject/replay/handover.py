@@ -1,10 +1,10 @@
-"""Lets a new worker join a running job: its script is replayed up to the current step of this rank, and then trains
-along.
+"""Lets a new worker join a running job: its script is replayed up to the current step of the other ranks, and then
+trains with them.
 
-The new worker asks two or more times. Each time it receives, after a step, the values that the other ranks' scripts
-have read from tensors so far, and comes closer while they continue to train. At the last request the other ranks wait:
-they send the new worker their state, and all ranks, including the new one, connect again, as in a job that resumes from
-a snapshot.
+The new worker sends two or more requests. After a step, it receives the values that the scripts of the other ranks have
+read from tensors so far, and replays up to that step while these ranks continue to train. At its last request the other
+ranks wait. They send the new worker their state, and all ranks, including the new one, connect again, as in a job that
+resumes from a snapshot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dadt.train.digest import as_bytes, digests
 from dadt.train.runtime import Runtime
 
 PIECE = 16 << 20
-"""Maximum number of bytes of values in one message to a new worker."""
+"""Maximum number of bytes of recorded values in one message to a new worker."""
 TRIES = 5
 """Maximum number of consecutive steps at which a new worker may fail to join before it is refused."""
 TAG = 91
@@ -37,25 +37,27 @@ Description = list[int | str]
 
 
 class Ready(NamedTuple):
-    """Data for a new worker, sent if the next training forward does not depend on earlier computations."""
+    """The data that a new worker gets. It is sent only if the next training forward does not depend on earlier
+    computations."""
 
     approach: Approach
     values: bytearray
-    """The recorded values that the script had read from tensors when the state was taken."""
+    """The values that the script had read from tensors, as recorded up to the step of this state."""
     state: bytes
     """The encoded state, on the rank that sends it; empty on the others."""
     parts: dict[torch.optim.Optimizer, dict[str, Any]]
-    """This rank's part of each optimizer's state, from which this rank itself continues, too."""
+    """This rank's own part of each optimizer's state, with which this rank itself continues after all ranks have
+    connected again."""
     frozen: list[tuple[torch.Tensor, int]]
-    """Tensors that the state only describes, each with its digest; the new worker asks for those that it lacks. They
-    are the script's own tensors, not copies."""
+    """Frozen tensors that `state` only describes, each with its digest. The new worker requests those that it lacks.
+    They are the script's own tensors, not copies."""
     begun: tuple[int, int]
-    """Numbers of backwards and gatherings so far. If either has grown, the new worker would repeat them, so it cannot
-    join at this step."""
+    """Numbers of backwards and all-gathers of this rank when the state was collected. If either has grown since then,
+    the new worker would repeat some of them, so it cannot join at this step."""
 
 
 class Handover:
-    """The part of a training rank in letting a new worker join."""
+    """What a rank that trains does to let new workers join."""
 
     def __init__(self, runtime: Runtime, values: ReadValues, recorder: Recorder, taken: Taken) -> None:
         self._runtime, self._values, self._recorder, self._taken = runtime, values, recorder, taken
@@ -66,7 +68,7 @@ class Handover:
         self._tries: Counter[int] = Counter()
 
     def stepped(self) -> None:
-        """Called when a step is complete on all ranks: serve the new workers that ask to join."""
+        """Called when a step is complete on all ranks: answer the requests of new workers that want to join."""
         again = [*self._again, *(each.approach for each in self._ready)]
         self._again, self._ready = [], []
         for approach in [*again, *self._ranks.requests.approaches.due()]:
@@ -74,8 +76,8 @@ class Handover:
                 self._heed(approach)
 
     def saw(self, given: Any) -> None:
-        """Called when a training forward begins, with its arguments: hand over the prepared state, unless the forward
-        depends on earlier computations."""
+        """Called when a training forward begins, with its arguments: send the prepared state to the new worker, unless
+        the forward depends on earlier computations."""
         ready, self._ready = self._ready, []
         if ready and not goes_on(given) and self._begun == ready[0].begun:
             with self._values.aside():
@@ -84,8 +86,8 @@ class Handover:
             self._again += [each.approach for each in ready]
 
     def regrouped(self) -> None:
-        """Called when all ranks have connected again, some perhaps without knowing of the prepared states. Forget those
-        states, since agents report waiting new workers again."""
+        """Called when all ranks have connected again, some of which may have no prepared states. Forget the prepared
+        states, since agents report the waiting new workers again."""
         self._again, self._ready = [], []
 
     def _heed(self, approach: Approach) -> None:
@@ -107,7 +109,8 @@ class Handover:
         return self._ranks.world.rank == self._ranks.members[0]
 
     def _take(self, approach: Approach) -> Ready | None:
-        """Collect what the new worker receives; None if it cannot be encoded, in which case the worker was refused."""
+        """Collect the data for the new worker. Returns None if the state cannot be encoded, in which case the new
+        worker is refused."""
         r = self._runtime
         self._recorder.drop()
         content = self._taken.take(sys._getframe(), common=self._gives)
@@ -117,7 +120,8 @@ class Handover:
         content["frozen"] = {name: description_of(tensor, digest) for name, (tensor, digest) in frozen.items()}
         try:
             state = plain.encode(content, "what a new worker is given") if self._gives else b""
-        except DadtError as error:  # the state contains other than plain values, such as a custom scheduler's
+        # Raised if the state contains objects that are no plain values, such as a custom scheduler's
+        except DadtError as error:
             self._refuse(approach, str(error))
             return None
         return Ready(approach, bytearray(self._values.recorded), state, parts, [*frozen.values()], self._begun)
@@ -137,8 +141,8 @@ class Handover:
             self._control.give(approach.number, b"", self._ranks.generation, last=approach.last, text=why)
 
     def _give(self, approach: Approach, values: bytearray, size: int = 0) -> None:
-        """Send the new worker this rank's step and values. values: what the script had read from tensors at the step.
-        size: bytes of the state that follows, 0 if none."""
+        """Send the new worker the number of the current step and recorded values. values: all that the script had read
+        from tensors up to this step. size: number of bytes of the state that is sent next, 0 if none."""
         ranks, end = self._ranks, approach.known + PIECE
         told = {"step": ranks.step, "values": bytes(values[approach.known : end]), "more": end < len(values)}
         told |= {"plan": self._recorder.plan, "giver": ranks.world.rank, "shares": ranks.shares, "size": size}
@@ -160,7 +164,8 @@ class Handover:
         self._runtime.begin()
 
     def _send(self, ready: Ready, place: int) -> None:
-        """Send the new worker, at this place in the group, the state and those frozen tensors for which it asks."""
+        """Send the state, and the frozen tensors that it requests, to the new worker. place: the new worker's index in
+        the group."""
         what = f"giving the state to rank {ready.approach.rank}"
         mail, wait = self._ranks.mail, self._ranks.await_message
         wait(mail.send(torch.frombuffer(bytearray(ready.state), dtype=torch.uint8), place, TAG), what)

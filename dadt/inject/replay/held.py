@@ -1,4 +1,4 @@
-"""Hides what a script prints during its replay, since it has printed the same before."""
+"""Hides what a script prints during its replay, since the original run has already printed it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class HeldOutput:
-    """Redirects standard output and error to a file from `hold` until `release`."""
+    """Redirects standard output and standard error to a file between the calls of `hold` and `release`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

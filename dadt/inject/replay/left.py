@@ -15,8 +15,8 @@ PLAIN = (torch.Tensor, list, tuple, dict)
 
 
 def left_by(module: nn.Module, call: Callable[[], Any]) -> tuple[Any, list[tuple[nn.Module, str, Any]]]:
-    """Return what the call returns, and the attributes with tensors that it has set in this module and its
-    submodules."""
+    """Call the forward `call`. Return its result, and the attributes with tensors that it has set in this module and
+    its submodules."""
     before = {(id(part), name): _tensors(value) for part, name, value in _attributes(module)}
     result = call()
     changed = [
@@ -28,8 +28,8 @@ def left_by(module: nn.Module, call: Callable[[], Any]) -> tuple[Any, list[tuple
 
 
 def put(part: nn.Module, name: str, value: Any) -> None:
-    """Set the attribute to the value that the call stored in it. A list or dict is changed in place, since the script
-    may refer to it."""
+    """Set the attribute `name` of the module `part` to a value that a forward stored in it. A list or dict is changed
+    in place, since the script may hold a reference to it."""
     there = part.__dict__.get(name)
     if isinstance(there, list) and isinstance(value, list):
         there[:] = value

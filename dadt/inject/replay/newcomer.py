@@ -18,15 +18,16 @@ from dadt.train.digest import digests
 from dadt.train.runtime import Runtime
 
 NEAR_SECONDS = 1.0
-"""Seconds within which a new worker must have reached the other ranks' step, so that they wait for it at its next
-request."""
+"""If the replay has reached the step of the last answer within this many seconds, the next request is the last one, at
+which the other ranks wait for the new worker."""
 ROUNDS = 10
-"""Number of requests after which the other ranks wait for a new worker, however far behind it is."""
+"""Number of requests after which the next one is the last, at which the other ranks wait for the new worker, however
+far behind it is."""
 
 
 class Newcomer:
-    """The goal (see Goal) of a new worker's replay: the current step of the other ranks. The goal moves on until the
-    other ranks wait."""
+    """The goal (see Goal) of a new worker's replay: the current step of the other ranks. Each request moves the goal on
+    to a later step, until the other ranks wait."""
 
     digest = ""
     is_exact = False
@@ -62,7 +63,8 @@ class Newcomer:
         return True
 
     def _ask(self) -> bool:
-        """Ask how far the other ranks are. Return whether more values remain to be asked for."""
+        """Request the current step of the other ranks and the values recorded since the last request. Return whether
+        there are more values to request."""
         assert self._ranks.control is not None  # an agent exists, since it has started this replacement worker
         seconds = max(self._ranks.config.timeout, self._ranks.config.start_timeout)
         told = plain.decode(self._ranks.control.approach(len(self._values.recorded), self._last, seconds))
@@ -73,8 +75,8 @@ class Newcomer:
 
     def state(self, mine: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Join the other ranks, which wait, and receive the state. mine: the tensors of the script's modules, of which
-        frozen ones are used as they are where they equal the others'. Raises PeerLost if the rank that sends the state
-        was lost, and NotResumed if this rank has built another model."""
+        frozen ones are used as they are if they equal those of the other ranks. Raises PeerLost if the rank that sends
+        the state was lost, and NotResumed if this rank has built another model."""
         self._runtime.take_place()
         if self._giver not in self._ranks.members:
             raise PeerLost(f"rank {self._giver} was lost before it had given its state to this one")
@@ -89,8 +91,8 @@ class Newcomer:
         return state, state
 
     def _frozen(self, told: Mapping[str, Description], mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the frozen tensors; those that this rank lacks are received. told: descriptions of the other ranks'
-        tensors, by name."""
+        """Return the frozen tensors by name. If this rank's tensor differs from the other ranks', its values are
+        received. told: descriptions of the other ranks' tensors, by name."""
         if not told:
             return {}
         if any(name not in mine or description_of(mine[name], 0)[1:] != it[1:] for name, it in told.items()):

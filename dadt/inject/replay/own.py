@@ -1,4 +1,4 @@
-"""Restores each rank's own state after a replay, so that training continues with identical bits."""
+"""Restores the state that differs between ranks after a replay, so that training continues with identical bits."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dadt.train.runtime import Runtime
 
 
 class Own:
-    """Restores the own state of one rank. When optimizers are attached, all ranks receive the first rank's values;
-    afterwards each rank puts its own values back."""
+    """Restores the state that one rank does not have in common with others. When optimizers are attached, all ranks
+    receive the first rank's values; afterwards this object puts the rank's own values back."""
 
     def __init__(self, runtime: Runtime, roster: Roster) -> None:
         self._runtime, self._roster = runtime, roster
         self._before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._states: list[tuple[torch.optim.Optimizer, dict[Any, Any]]] = []
         self._apart = False
-        """Whether ranks have weights of their own, instead of common ones."""
+        """Whether each rank has weights of its own, instead of weights that are equal on all ranks."""
         self._names: set[str] = set()
-        """Names of this rank's own tensors."""
+        """Names of the tensors whose values are this rank's own."""
 
     def put_in_place(self, own: Mapping[str, Any]) -> None:
         r, tensors = self._runtime, dict(self._roster.tensors())
@@ -48,7 +48,8 @@ class Own:
         r.checkpoints.on_resumed.append(self._put_back)
 
     def _keep(self) -> None:
-        """Called just before optimizers are attached: store this rank's own values, which attaching overwrites."""
+        """Called just before optimizers are attached: store this rank's own values, which are then overwritten by the
+        first rank's."""
         if self._before is None:
             with torch.no_grad():
                 self._before = [(tensor, tensor.data.clone()) for tensor in self._tensors()]
@@ -71,7 +72,8 @@ class Own:
 
 
 def on(module: torch.nn.Module, values: Mapping[str, torch.Tensor] | None) -> Any:
-    """Return the buffers' values, each moved to the device of the module's buffer of the same name; None for None."""
+    """Return the values of buffers, by name, each moved to the device of the module's buffer of this name. Returns None
+    if `values` is None."""
     if values is None:
         return None
     return {name: value.to(b.device) for name, value in values.items() if (b := module._buffers.get(name)) is not None}

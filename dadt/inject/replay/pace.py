@@ -1,5 +1,5 @@
-"""Converts a time between snapshots to a number of steps, by the slowest rank's step time; ranks exchange their times
-in the background."""
+"""Converts the time between two snapshots to a number of steps, by the step time of the slowest rank. Ranks exchange
+their step times in the background."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MEASURED = 20
 """Number of steps that are timed before the first snapshot is scheduled."""
 LOOK_AFTER = 2
-"""Number of steps after which every rank's time has arrived, if each step waits for all ranks."""
+"""Number of steps after which the step times of all ranks have arrived, if ranks wait for each other in each step."""
 
 
 class Pace:
@@ -27,10 +27,10 @@ class Pace:
         self._runtime, self._seconds = runtime, seconds
         self._times: deque[float] = deque(maxlen=MEASURED)
         self.first = MEASURED
-        """The step after which all ranks measure for the first time."""
+        """The step after which all ranks exchange their step times for the first time."""
         self._asked: tuple[int, float, Gathering | None] | None = None
-        """The last measurement: its step, the seconds per step on this rank, and the exchange that brings the other
-        ranks' times, None for a single rank. None if no measurement is under way."""
+        """The exchange of step times in progress: its step, this rank's seconds per step, and the gathering of the
+        other ranks' times (None for a single rank). None if no exchange is in progress."""
 
     def stepped(self) -> None:
         self._times.append(perf_counter())
@@ -38,7 +38,7 @@ class Pace:
             self.ask()
 
     def ask(self) -> None:
-        """Begin to exchange the seconds per step. All ranks call this after the same step."""
+        """Begin to exchange the seconds per step with all ranks, which call this after the same step."""
         ranks = self._runtime.ranks
         took = (self._times[-1] - self._times[0]) / max(len(self._times) - 1, 1)
         text = plain.encode(took, "the time of a step")
@@ -46,8 +46,8 @@ class Pace:
         self._asked = ranks.step, took, others
 
     def told(self, *, at_once: bool) -> tuple[int, int] | None:
-        """Return the number of steps between snapshots, and the step of the next one; None as long as the other ranks'
-        times may not have arrived. at_once: wait for them."""
+        """Return the number of steps between two snapshots, and the step of the next one. Return None if no exchange is
+        in progress, or the other ranks' times may not have arrived. at_once: wait for these times."""
         ranks = self._runtime.ranks
         identical = all(a.algorithm.identical for a in self._runtime.attachments)
         look = LOOK_AFTER if identical else 2 * round_steps(ranks.config.sync_every)

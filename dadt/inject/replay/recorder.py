@@ -31,17 +31,17 @@ WAITING = 2
 """Maximum number of snapshots waiting to be written: if they are taken faster than the disk can write, training waits.
 """
 UNSEEN = 3
-"""Number of consecutive snapshots without a training forward after them at which the user is warned."""
+"""Number of consecutive snapshots after which DADT has seen no training forward, at which the user is warned."""
 LEAST_PRIORITY = 19
 """Highest nice value of Linux, which is the lowest priority."""
 LARGE = 1 << 20
-"""Batches of more bytes than this are hashed from a sample of their values."""
+"""Size in bytes up to which a batch is hashed completely; of a larger one, evenly spaced values are hashed."""
 
 
 class Recorder:
     """Takes each snapshot after the same step on all ranks: an interval in seconds is converted to a number of steps,
     on which ranks agree in the background. A snapshot is begun after a step, without waiting for other ranks or
-    changing anything, and completed when the next step begins; then a thread writes it.
+    changing the script's state. It is completed when the next step begins, and then written by a thread.
     """
 
     def __init__(self, runtime: Runtime, values: ReadValues, taken: Taken) -> None:
@@ -55,11 +55,11 @@ class Recorder:
         self._script = snapshot.script()  # computed before the script changes the working folder
         self.stopped = self._is_proven = False
         self._began = 0.0
-        """When the first training forward began, in seconds since the epoch; 0 before."""
+        """Time at which the first training forward began, in seconds since the epoch; 0 before that."""
         self._room = CopyMemory()
         self._open: Open | None = None
         self._unseen = 0
-        """Number of consecutive snapshots that no training forward followed."""
+        """Number of consecutive snapshots after which no training forward was seen."""
 
     def goes_on_from(self, step: int, began: float) -> None:
         """Continue to schedule snapshots after a replay up to this step. began: when training began, in seconds since
@@ -85,7 +85,7 @@ class Recorder:
             self._pace.first = int(plan[4])
 
     def stop(self) -> None:
-        """Stop taking snapshots, because the script could not be resumed from one or does not need any."""
+        """Take no more snapshots, because the script could not be resumed from one or does not need any."""
         self.stopped, self._timing.next, self._pace = True, sys.maxsize, None
         self._values.stop()
 
@@ -97,7 +97,7 @@ class Recorder:
         if self._pace is not None:
             self._pace.stepped()
         self._agree()
-        # this step followed another one without a training forward between them
+        # No training forward was seen between the previous step and this one.
         if self._open is not None and not self._open.seen:
             self._discard(self._timing.likely(step))
         if step < self._timing.next:
@@ -111,8 +111,8 @@ class Recorder:
 
     def saw(self, given: Any) -> None:
         """Note that a forward pass in training mode begins, with these arguments. The snapshot that is being recorded
-        keeps a hash of them. It is dropped if they depend on earlier computations, as a replay does not repeat
-        those."""
+        keeps a hash of them. The snapshot is dropped if the arguments depend on earlier computations, because a replay
+        does not repeat those."""
         self._began = self._began or time()
         step = self._ranks.step
         self._timing.saw(step)
@@ -125,7 +125,7 @@ class Recorder:
         else:
             self._open.told["next"] = digest(given)
             self._unseen = 0
-            if self._values.in_step:  # a forward in a closure is part of a step, which may change tensors at any time
+            if self._values.in_step:  # within a closure, the step may change tensors at any time
                 self.begins()
 
     def begins(self) -> None:
@@ -201,8 +201,8 @@ class Recorder:
             before.join()
         rank, folder = self._ranks.world.rank, snapshots.folder_of(self._root, taken.told["step"])
         try:
-            # Lowest priority, so that this thread uses only processor time that training leaves.
-            with suppress(OSError):  # if a sandbox forbids setting the priority, the thread competes with training
+            # This thread has the lowest priority, so that it uses only processor time that training does not need.
+            with suppress(OSError):  # a sandbox may forbid setting the priority
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
             base.keep(self._root, rank, taken.content.base)
             sha256 = snapshot.write(folder, rank, taken.content.content)
@@ -237,7 +237,7 @@ class Open(NamedTuple):
 
 
 def goes_on(given: Any) -> bool:
-    """Whether a forward with these arguments continues an autograd graph of an earlier computation."""
+    """Return whether a forward with these arguments continues the autograd graph of an earlier computation."""
     return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in tree_leaves(given))
 
 

@@ -2,9 +2,9 @@
 parts.
 
 Loops run as before, loaders draw the same indices, schedulers and scalers are stepped, and values that the script reads
-from tensors are those recorded in the first run. Root modules return the result of their first call, no weights are
-updated, one batch replaces all batches, and nothing is exchanged or written. At the snapshot's step, the state is put
-in place.
+from tensors are those recorded in the first run. Root modules return the result of their first call again and again, no
+weights are updated, one batch replaces all batches, and nothing is exchanged or written. At the snapshot's step, the
+state of the snapshot is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 NEWS_SECONDS = 2.0
-"""Seconds that a rank waits to learn which ranks continue to train."""
+"""Seconds that a rank waits, after the loss of a rank, for the report of which ranks continue to train."""
 
 
 Goal = StoredSnapshot | Newcomer
@@ -45,7 +45,7 @@ Goal = StoredSnapshot | Newcomer
 
 
 class Replay:
-    """The replay in a process that resumes. `under_way` is True until the state is put in place."""
+    """The replay in a process that resumes. `under_way` is True until the state at the goal is loaded."""
 
     def __init__(self, runtime: Runtime, roster: Roster, values: ReadValues, streams: Streams, goal: Goal) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
@@ -65,7 +65,7 @@ class Replay:
         self.when_abandoned: Callable[[], None] = lambda: None
         self._agreed = False
         self._seconds: float | None = None
-        """Seconds that the replay took; None before its end, and after the user was informed."""
+        """Seconds that the replay took, until they are reported to the user; else None."""
 
     # Replacements of expensive steps, forwards and batches ---------------------------------------------------
 
@@ -93,7 +93,8 @@ class Replay:
         return _leaves_of(result)
 
     def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `backward` wrapped so that gradients are zeros in a replay, for scripts that examine them."""
+        """Return `backward` wrapped so that, in a replay, parameters without a gradient get zeros, since scripts may
+        read gradients."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
@@ -133,8 +134,9 @@ class Replay:
     # Returning to real training -----------------------------------------------------------------------------
 
     def loads(self, path: str) -> None:
-        """Called when the script reads a file before it trains. A file written since training began is a checkpoint of
-        the script's own, from which it resumes itself: the replay is refused or abandoned."""
+        """Called when the script reads a file before it trains. If the file was written after training began, it is a
+        checkpoint of the script's own, from which the script resumes by itself. The replay is then refused or
+        abandoned."""
         if not self.under_way or self._agreed or changed(path) < self.goal.began:
             return
         why = f"the script reads {path}, which was written since it began to train"
@@ -150,14 +152,15 @@ class Replay:
             self._agree(b"own")
 
     def _agree(self, mine: bytes) -> bool:
-        """Return whether the script of any rank resumes from a checkpoint of its own. If one does, no rank replays its
-        steps, as all ranks have to do the same. Waits for the answers of all ranks."""
+        """Return whether the script of any rank resumes from a checkpoint of its own. If so, no rank may replay its
+        steps, because all ranks have to do the same. Waits for the answers of all ranks."""
         self._agreed = True
-        self._values.unknown = 0  # values read before the first forward are real, as nothing has been skipped yet
+        self._values.unknown = 0  # before the first forward nothing is skipped, so values are real
         return not self._ranks.world.joins and any(self._exchange("replay", mine))
 
     def _exchange(self, what: str, mine: bytes) -> Sequence[bytes]:
-        """Return the bytes that each rank passes under the name `what`. Waits for all ranks."""
+        """Exchange `mine` with all ranks, under the name `what`. Returns the bytes of every rank, after all have called
+        this."""
         assert self._ranks.control is not None
         self._runtime.reports.listen()  # reports losses of ranks, after which the remaining ranks repeat this exchange
         number = self._ranks.deaths.await_newer(0, 0.0)
@@ -177,7 +180,7 @@ class Replay:
         self._ranks.say(f"{why}: no snapshots are used, nor taken")
 
     def _goes_on(self) -> None:
-        """End the replay: later forwards, steps and output are real."""
+        """End the replay, so that later forwards, steps and output are real."""
         self.under_way = self._runtime.replay.under_way = self._values.replaying = False
         self._outputs.clear()
         self._zeros.clear()
@@ -217,7 +220,7 @@ class Replay:
             refuse(error)
 
     def _finish(self) -> None:
-        """Put the state of the snapshot in place, and end the replay. Raises NotResumed if the state does not fit."""
+        """Load the state of the snapshot, and end the replay. Raises NotResumed if the state does not fit."""
         if self._values.given != len(self._values.recorded):
             raise NotResumed("the script has read fewer values from tensors than before")
         own, common = self.goal.state(dict(self._roster.tensors()))
@@ -278,7 +281,7 @@ class Replay:
 
     def _check(self, common: dict[str, Any]) -> None:
         """Raises NotResumed if the script has built other modules, optimizers or schedulers than before."""
-        gc.collect()  # objects that are only garbage may still exist in one of the two runs
+        gc.collect()  # one of the two runs may not have freed its garbage yet
         mine = {name: tuple(t.shape) for name, t in self._roster.tensors()}
         theirs = {name: tuple(t.shape) for name, t in common["tensors"].items()}
         gone = {name for name in theirs if name not in mine and self._roster.was_built(name)}
@@ -324,18 +327,20 @@ def _pairs(objects: Mapping[int, Any], states: Mapping[int, Any]) -> list[tuple[
 
 
 def refuse(error: NotResumed) -> NoReturn:
-    """End this process where an exception would not: while torch is imported, and after the script's end."""
+    """Print the error and end this process, where raising it would not do so: while torch is imported, and after the
+    script's end."""
     sys.excepthook(NotResumed, error, None)
     os._exit(error.exit_code)
 
 
 def changed(path: str, stat: Callable[[str], os.stat_result] = os.stat) -> float:
-    """Return when a file was last written (seconds since the epoch). stat: os.stat, before it is replaced."""
+    """Return the time at which a file was last written (seconds since the epoch). stat: the original os.stat, which
+    DADT replaces later."""
     return stat(path).st_mtime
 
 
 def _shape(args: Any, kwargs: Any) -> Any:
-    """Return a key that is equal for calls whose results have the same shapes."""
+    """Return a key of a call's arguments, by which calls whose results have the same shapes are recognised."""
     leaves, spec = tree_flatten((args, kwargs))
     kinds = tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _plain(leaf)
@@ -353,8 +358,7 @@ def _detached(value: Any) -> Any:
 
 
 def _leaves_of(known: Any) -> Any:
-    """Return copies of recorded results without the autograd graph before them. Unlike leaf tensors, copies may be
-    changed in place, as some scripts do."""
+    """Return copies of recorded results. They are not leaf tensors, so that scripts may change them in place."""
 
     def fresh(pair: tuple[torch.Tensor, bool]) -> torch.Tensor:
         return pair[0].detach().requires_grad_(pair[1]).clone()

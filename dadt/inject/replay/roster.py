@@ -1,4 +1,5 @@
-"""Identifies objects whose state a snapshot contains by the order in which the script has built them."""
+"""Numbers the objects whose state a snapshot contains in the order in which the script has created them, by which
+another run of the script finds the same objects."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._modules_built = 0
-        # Keyed by identity: a module may define its own hash, which uses attributes not set yet.
+        # Keyed by identity, because a module's own `__hash__` may use attributes that are not set yet.
         self._modules: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
         self._schedulers: list[weakref.ref[Any]] = []
         self._scalers: list[weakref.ref[Any]] = []
@@ -47,8 +48,8 @@ class Roster:
         return int(name.partition(".")[0]) < self._modules_built
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield parameters and buffers of all modules that exist, and the scales of packed parameters, with names that
-        are the same in each run of the script."""
+        """Yield the parameters and buffers of all modules that exist, and the scales of quantized parameters, with
+        names that are the same in each run of the script."""
         given: set[int] = set()
         for number, module in self._numbered():
             own = itertools.chain(module._parameters.items(), module._buffers.items())
@@ -60,8 +61,8 @@ class Roster:
                         yield f"{number}.{name}.{place}", scales
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers of all modules that exist, with the same names as `tensors`; buffers may differ between
-        ranks."""
+        """Yield the buffers of all modules that exist, with the same names as in `tensors`. Unlike parameters, buffers
+        may differ between ranks."""
         for number, module in self._numbered():
             for name, tensor in module._buffers.items() if "_buffers" in module.__dict__ else ():
                 if tensor is not None:
@@ -69,7 +70,7 @@ class Roster:
 
     @property
     def built(self) -> int:
-        """Number of modules, schedulers and scalers built so far, added up."""
+        """Total number of modules, schedulers and scalers built so far."""
         return self._modules_built + len(self._schedulers) + len(self._scalers)
 
     def number(self, module: nn.Module) -> int | None:
@@ -86,7 +87,7 @@ class Roster:
                     yield f"{number}.{name}", value
 
     def counts(self) -> dict[str, Any]:
-        """Return plain values in attributes of modules, such as a number of calls, which a replay would get wrong
+        """Return plain values in attributes of modules, such as a number of calls, which would be wrong after a replay,
         because it skips most forwards."""
         return {
             f"{number}.{name}": value

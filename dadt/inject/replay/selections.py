@@ -1,10 +1,10 @@
-"""Records the sizes of results that depend on values, such as `y[prediction == y]`: in a replay, whose tensors contain
-no real values, results get the recorded sizes.
+"""Records the sizes of results that depend on the values of tensors, such as the length of `y[prediction == y]`. In a
+replay, tensors have no real values, so results get the recorded sizes.
 
 The number of selected elements is recorded where torch counts them: a mask as an index, `where(mask)` and `argwhere`
 all use torch's kernel of `nonzero`. So scripts and compilers see the original functions, and compiled, traced or
-scripted code is covered as well. The kernels of `unique` cannot be called from a replacement, so it is replaced where
-Python calls it. Those of `bincount` and similar operations can be called since torch 2.9.
+scripted code is covered as well. The kernels of `unique` cannot be called from a replacement, so `unique` is replaced
+where Python calls it. Kernels of `bincount` and similar operations can be called since torch 2.9.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _UNIQUE = (
     (torch._VF, "unique_consecutive", None),
     (torch._VF, "unique_dim", 1),
 )
-"""Functions by module and name, with the index of the argument for the dimension along which they select; None if they
-have no such argument."""
+"""Functions by module and name, with the index of the argument that names the dimension along which they select; None
+for functions without this argument."""
 _COUNTING = (("bincount", 0), ("repeat_interleave.Tensor", 0), ("one_hot", -1))
-"""Operations whose result's length depends on values, and the dimension of the length."""
+"""Operations whose results have a size that depends on values, and the dimension of this size."""
 _MOST = 2**28
-"""Maximum plausible length of an operation's result along the dimension, to detect a wrong record."""
+"""Largest plausible size of such a result along this dimension; a larger recorded size is an error."""
 _DEVICES = ("CPU", "CUDA")
 
 
 class Selections:
-    """Records how many elements operations select by values, and in a replay makes results of the recorded sizes. One
-    per process."""
+    """Records how many elements operations select by the values of tensors and, in a replay, returns results of the
+    recorded sizes. There is one object per process."""
 
     def __init__(self, values: ReadValues) -> None:
         self._values = values
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # its kernels go when it is freed
         self._given: dict[int, int] = {}
         """In a replay, the number of elements that each mask selects, by the mask's memory address, because a backward
-        counts the elements of its forward's mask again."""
+        counts the elements of its forward's mask once more and must get the same number."""
 
     def install(self, *, replaying: bool) -> None:
         with warnings.catch_warnings():
@@ -71,7 +71,7 @@ class Selections:
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         found = torch.ops.aten.nonzero.out(mask, out=torch.empty(0, dtype=torch.int64, device=mask.device))
         values = self._values
-        if torch._C._current_graph_task_id() != -1:  # inside a backward, which must use the selection of its forward
+        if torch._C._current_graph_task_id() != -1:  # a backward must use the selection of its forward
             count = self._given.get(mask.data_ptr(), len(found)) if values.replaying else len(found)
         elif not values.heeds():
             count = len(found)
@@ -97,8 +97,8 @@ class Selections:
             if torch._C._current_graph_task_id() != -1 or not values.heeds():
                 return original(keys, tensor, *args, **kwargs)
             if values.replaying:
-                # In a replay tensors contain other values than recorded, so the output_size that the script passes
-                # would not fit them.
+                # The output_size that the script passes fits the recorded values, not those that tensors have in a
+                # replay.
                 kwargs.pop("output_size", None)
             found = original(keys, tensor, *args, **kwargs)
             return fitted(found, values.counted(found.shape[dim], _MOST), dim)
@@ -106,8 +106,8 @@ class Selections:
         return counting
 
     def _by_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `masked_select` implemented by an index, for a process that replays: the backward of the original
-        would count the mask's elements."""
+        """Return a replacement of `masked_select` for a process that replays, which selects by an index. The backward
+        of the original would count the mask's elements again."""
 
         @functools.wraps(original)
         def masked_select(input: torch.Tensor, mask: torch.Tensor, **kwargs: torch.Tensor) -> Any:
@@ -146,14 +146,14 @@ class Selections:
 
 
 def _traced(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has no values (a fake tensor), or its operations are being traced into a graph."""
+    """Return whether the tensor has no values (a fake tensor), or its operations are being traced into a graph."""
     plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return not plain or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
 
 
 def fitted(found: torch.Tensor, count: int, dim: int = 0) -> torch.Tensor:
-    """Return a tensor with `count` rows along dimension `dim`: the first rows of `found`, repeated if they are too few;
-    zeros if it has none."""
+    """Return the tensor with its size along dimension `dim` changed to `count`: slices are left out at the end, or
+    repeated from the first on. If there are none, return zeros."""
     there = found.shape[dim]
     if there == count:
         return found

@@ -25,7 +25,8 @@ from dadt.train.runtime import Runtime
 
 
 def script() -> dict[str, Any]:
-    """Return a hash of the script that this process runs, and its arguments; both are recorded in a snapshot."""
+    """Return a hash of the script that this process runs, and the script's arguments, as both are recorded in a
+    snapshot."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     text = Path(path).read_bytes() if path else b""
     return {"script": hashlib.sha256(text).hexdigest(), "arguments": sys.argv[1:]}
@@ -42,8 +43,8 @@ def check(told: dict[str, Any]) -> None:
 
 
 def write(folder: Path, rank: int, content: dict[str, Any]) -> str:
-    """Write a rank's content to a temporary file, and return its checksum. The file becomes part of the snapshot only
-    by `complete`. Raises OSError, or RuntimeError from torch."""
+    """Write a rank's part of a snapshot to a temporary file, and return its checksum. Only `complete` makes the file
+    part of the snapshot. Raises OSError, or RuntimeError from torch."""
     base.make_folders(folder)
     try:
         with private_files.open_file(_half(folder, rank), inner=True) as file:
@@ -57,14 +58,14 @@ def write(folder: Path, rank: int, content: dict[str, Any]) -> str:
 
 
 def complete(folder: Path, rank: int, sha256: str, told: dict[str, Any]) -> None:
-    """Make the written file, with this checksum, part of the snapshot. told: what the snapshot records about the job.
-    Raises OSError."""
+    """Make the written file, with this checksum, part of the snapshot. told: facts about the job that the snapshot
+    records. Raises OSError."""
     snapshots.complete(folder, rank, _half(folder, rank), sha256, told)
 
 
 def discard(folder: Path, rank: int) -> None:
     _half(folder, rank).unlink(missing_ok=True)
-    with suppress(OSError):  # the folder is not empty as long as other ranks have files in it
+    with suppress(OSError):  # other ranks still have files in the folder
         folder.rmdir()
 
 
@@ -106,25 +107,26 @@ class StoredSnapshot:
         self._own = self._common
         if source.own is not None and source.own != source.common:
             self._own = read(folder, source.own)
-        # this rank was lost when the snapshot was taken, so it gets a new random stream
+        # The snapshot has no part of this rank, because the rank was lost before, so it gets a new random stream.
         elif source.own is None and "shared" in self._own["random"]:
             self._own = {**self._own, "random": {"shared": self._own["random"]["shared"]}}
-            # module attributes may hold values that are specific to the rank that wrote this part
+            # Attributes of modules may have values that only make sense on the rank that wrote this part.
             if runtime.script.knows_rank:
                 self._own.pop("counts", None)
         told = parts[source.common if source.own is None else source.own]
         if not runtime.ranks.config.force:
             check(told)
         self.is_exact = source.is_exact
-        """Whether all ranks that took the snapshot, and no others, resume from it, each with its own state, and not
-        only with the state that all ranks have in common."""
+        """Whether exactly the ranks that took the snapshot resume from it. If so, each rank resumes with its own state;
+        if not, only with the state that all ranks have in common."""
         values.recorded = bytearray(self._own["values"].numpy().tobytes())
-        # If fewer ranks resume, they read the data of the same steps in larger batches.
+        # If fewer ranks resume than took the snapshot, a step still has the same data, and each rank reads a larger
+        # part.
         runtime.ranks.shares = told["shares"]
         self.digest = source.batch
         """Hash of the arguments of the first training forward after the snapshot; empty if unknown."""
         self.at_start: dict[str, Any] | None = self._own["at_start"]
-        """The random state with which the script began, if nothing seeds it; otherwise None."""
+        """State of the random generators with which the script began, if nothing has seeded them; otherwise None."""
         self.began: float = told["began"]
         """When the job's first training forward began, in seconds since the epoch."""
         self.step: int = self._own["step"]
@@ -132,7 +134,8 @@ class StoredSnapshot:
         """Path of a file for the script's output during the replay."""
 
     def further(self) -> bool:
-        """Called when the script has reached the goal. Return whether the goal moves on."""
+        """Called when the replay has reached its goal. Returns whether the goal has moved on to a later step, which a
+        snapshot's never does."""
         return False
 
     def state(self, mine: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Collects the content of a snapshot between two steps."""
+"""Collects, between two steps, the content of a snapshot."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from dadt.train.runtime import Runtime
 
 
 class Taken:
-    """Collects what a snapshot or a new worker needs. All ranks do so after the same step."""
+    """Collects the state for a snapshot or a new worker. All ranks do so after the same step."""
 
     def __init__(self, runtime: Runtime, roster: Roster, values: ReadValues, streams: Streams) -> None:
         self._runtime, self._roster, self._values, self._streams = runtime, roster, values, streams
         self._built = -1
         self._base = Base(runtime.replicas.digests)
         self.at_start: dict[str, Any] | None = None
-        """The random state with which the script began, if nothing has seeded it; otherwise None."""
+        """State of the random generators with which the script began, if nothing has seeded them; otherwise None."""
 
     def take(self, frame: FrameType, *, common: bool) -> dict[str, Any]:
         """Return a copy in host memory of this rank's own state and, with `common`, of the state that all ranks share,
         for a new worker: values that differ between ranks are replaced by averages, and `frozen` holds the script's own
-        tensors that stay as they are, with digests, by name. frame: of the caller, below the script's frames. If ranks
-        are lost meanwhile, the remaining ranks collect again.
+        tensors that stay as they are, with digests, by name. frame: the caller's frame, which the script's frames have
+        called. If ranks are lost meanwhile, the remaining ranks collect again.
         """
         while True:
             try:
@@ -45,7 +45,7 @@ class Taken:
 
     def _take(self, frame: FrameType, *, common: bool) -> dict[str, Any]:
         r = self._runtime
-        gc.collect()  # objects that are garbage on some ranks may still be in use on others
+        gc.collect()  # garbage may be freed already on some ranks and not yet on others
         with r.checkpoints.by_all():
             optimizers = {r.optimizers.number(optimizer): optimizer.state_dict() for optimizer in r.optimizers}
         r.show_true_weights()
@@ -59,8 +59,8 @@ class Taken:
         return {**copied, "frozen": {name: (every[name], d) for name, d in kept.items()}} if common else copied
 
     def _own(self, frame: FrameType) -> dict[str, Any]:
-        """Return the part of a snapshot about this rank's script: its step, the values it has read from tensors, random
-        state and variables."""
+        """Return the entries of a snapshot about this rank's script: the step, the values it has read from tensors, the
+        random generators' states, and tensors in its variables."""
         content: dict[str, Any] = {"step": self._runtime.ranks.step, "values": self._values.as_tensor()}
         content["random"] = self._streams.state() or {"own": State.capture().plain()}
         models = [tensor for _, tensor in self._roster.tensors()]
@@ -76,18 +76,18 @@ class Taken:
 
     @property
     def possible(self) -> bool:
-        """Whether the script could resume from this point: not in the middle of a forward and backward, nor while
-        averages wait for their step."""
+        """Whether the script could resume from this point. It cannot between a forward and its backward, nor while
+        averaged gradients wait for the optimizer's step."""
         return not self._runtime.prediction_scope.under_way and not any(a.consumed for a in self._runtime.attachments)
 
     @property
     def rests(self) -> bool:
-        """Whether no exchange is under way that a snapshot would leave out. The same on all ranks."""
+        """Whether no exchange is in progress whose result a snapshot would lack. The same on all ranks."""
         return all(a.algorithm.rests for a in self._runtime.attachments)
 
     def observe(self, frame: FrameType, room: CopyMemory, *, common: bool) -> SeenSnapshot:
-        """Begin a snapshot, without waiting for other ranks or changing anything. frame: of the caller, below the
-        script's frames."""
+        """Begin a snapshot, without waiting for other ranks or changing anything. frame: the caller's frame, which the
+        script's frames have called."""
         if self._built != (built := self._roster.built):
             gc.collect()  # removes objects that have become garbage, so that the snapshot leaves them out
             self._built = built
@@ -107,8 +107,8 @@ class SeenSnapshot:
         base: Base,
         room: CopyMemory,
     ) -> None:
-        """content: this rank's part about the script. beside: state of schedulers and scalers, which all ranks have in
-        common; None if another rank writes it."""
+        """content: the entries about this rank's script. beside: state of schedulers and scalers, which all ranks have
+        in common; None if another rank writes the common state."""
         r = self._runtime = runtime
         self._copies = copies = Copies(room)
         self._training = {r.optimizers.number(a.optimizer): Observation(a) for a in r.attachments if a.alive}
@@ -125,7 +125,8 @@ class SeenSnapshot:
             self.content["states"] = copies.later(states)
         self._common = beside is not None
         self.base: dict[int, torch.Tensor] = {}
-        """The frozen tensors that are kept beside the snapshots, by digest: the script's own, not copies."""
+        """The frozen tensors that are stored in files next to the snapshots, by digest. They are the script's own
+        tensors, not copies."""
         if beside is not None:
             self.content |= copies.now(beside)
             official = dict(_official(r, roster))
@@ -139,8 +140,8 @@ class SeenSnapshot:
         copies.begin()
 
     def complete(self) -> bool:
-        """Called when the next step begins: wait for the copies, and add what was exchanged meanwhile. Return whether
-        no tensor has changed since the last step. Raises CommError."""
+        """Called when the next step begins: wait for the copies, and add the results of exchanges that ended meanwhile.
+        Return whether no tensor has changed since the last step. Raises CommError."""
         same = self._copies.finish()
         alive = {number: each for number, each in self._training.items() if each.attachment.alive}
         for each in alive.values():
@@ -152,11 +153,11 @@ class SeenSnapshot:
             if self._common:
                 part = self._runtime.checkpoints.common(each.attachment, each.state(), self._predictions[number])
                 self.content["optimizers"][number][KEY] = part
-        self._training.clear()  # not needed any more, while the snapshot exists until it is written
+        self._training.clear()  # no longer needed, but this object exists until the snapshot is written
         return same
 
     def over(self) -> None:
-        """Release the copies, once the snapshot is written or dropped."""
+        """Release the memory of the copies, after the snapshot was written or dropped."""
         self._copies.over()
 
 

@@ -1,5 +1,5 @@
-"""Records the values that the script reads from tensors, so that a replay, whose tensors contain no real values,
-returns the same ones."""
+"""Records the values that the script reads from tensors, so that they are returned again in a replay, whose tensors
+contain no real values."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _READERS = ("item", "__float__", "__int__", "__bool__", "__index__", "tolist", "
 class ReadValues:
     """The values that the script has read from tensors, in the order in which the training thread has read them.
 
-    Only reads by the script itself count, or by a library on its behalf: not those in an `aside` context, such as
-    within forwards, which a replay skips.
+    Only reads by the script itself, or by a library that it has called, count. Reads in an `aside` context do not, such
+    as those within forwards, which a replay skips.
     """
 
     def __init__(self) -> None:
@@ -39,17 +39,19 @@ class ReadValues:
         """Number of bytes of `recorded` that a replay has passed to the script so far."""
         self.replaying = False
         self.unknown = 0
-        """Number of reads in a replay of tensors too large to have been recorded."""
+        """Number of reads, during a replay, of tensors that were too large to be recorded, so that the script got other
+        values than before."""
         self._aside = 0
         self._stopped = False
         self._steps: list[FrameType] = []
-        """Frames that call an optimizer's step, some of which may have ended with an error."""
+        """Frames in which an optimizer's step was called. Some of these steps may have ended with an error."""
         self._thread = threading.get_ident()
         self._pid = os.getpid()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A context in which this thread's reads are not recorded. Those of other threads never are."""
+        """A context in which the script's thread can read values without recording them. Reads of other threads are
+        never recorded."""
         mine = threading.get_ident() == self._thread
         self._aside += mine
         try:
@@ -73,8 +75,8 @@ class ReadValues:
         return self._in_step()
 
     def _in_step(self) -> bool:
-        """Return whether a step is under way, asked on the script's thread. Steps that have raised an error are removed
-        here, as no hook reports their end: they are no longer among the callers."""
+        """Return whether an optimizer's step is in progress; called on the script's thread. Removes steps that have
+        raised an error, whose end no hook reports, because their frames are no longer among the callers."""
         while self._steps and not is_caller(self._steps[-1], sys._getframe()):
             self._steps.pop()
         return len(self._steps) > 0
@@ -116,7 +118,7 @@ class ReadValues:
 
     def _patch_load(self) -> None:
         """Patch torch.load so that numbers and text in a file count as read values: in a replay, the file may be a
-        newer one. It raises NotResumed if they differ."""
+        newer one, and torch.load raises NotResumed if these values differ."""
 
         @replaces("load", torch, torch.serialization)
         def load(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +138,7 @@ class ReadValues:
             return content
 
     def note(self, data: bytes) -> None:
-        """Record other data among the values that are read."""
+        """Record other data in sequence with the values that the script reads."""
         if not self._stopped:
             self.recorded += struct.pack("<BH", 0, len(data)) + data
 
@@ -153,20 +155,21 @@ class ReadValues:
         return self.given + size <= len(self.recorded)
 
     def is_elsewhere(self, caller: FrameType) -> bool:
-        """Whether the caller is DADT's own code, or not on the script's thread or process."""
+        """Return whether the caller is DADT's own code, or runs in another thread or process than the script."""
         ours = caller.f_globals.get("__name__", "").startswith("dadt.")
         return ours or threading.get_ident() != self._thread or os.getpid() != self._pid
 
     def heeds(self) -> bool:
-        """Whether the function two calls above was called by the script, or by a library on its behalf, so that its
-        reads count."""
+        """Return whether the script, or a library that it has called, has called the function two frames above, so that
+        its reads are recorded."""
         if self._aside or threading.get_ident() != self._thread or self._in_step():
             return False
         return not self.is_elsewhere(sys._getframe(2))
 
     def counted(self, count: int, most: int) -> int:
-        """Record how many elements were selected by values, and return the number; in a replay, return the recorded
-        number. most: largest plausible number. Raises NotResumed if the record does not fit."""
+        """Record how many elements an operation has selected by the values of tensors, and return that number; in a
+        replay, return the recorded number. most: largest plausible number. Raises NotResumed if the record does not
+        fit."""
         if not self.replaying:
             self.recorded += b"" if self._stopped else _COUNT.pack(1, 8, count)
             return count

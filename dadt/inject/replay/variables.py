@@ -1,5 +1,5 @@
-"""Finds tensors in the script's variables, named by their places: such as sums of losses, a hidden state, or the last
-loss."""
+"""Finds tensors in the script's variables, such as sums of losses, a hidden state, or the last loss. A tensor's name
+says at which place it was found."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 import torch
 
 SMALL = 1 << 20
-"""Bytes of the largest tensor to consider: larger ones are data or results of a model. Larger tensors of the same shape
-as a model's tensor count, too, since they are copies of it, such as the best weights so far."""
+"""Size in bytes up to which any tensor is considered; larger ones are usually data or results of a model. A larger
+tensor is considered only if it has the shape of a model's tensor, since it may be a copy, such as the best weights so
+far."""
 DEPTH = 6
 """Maximum nesting depth of containers and objects to search for tensors."""
 MANY = 10_000
-"""Maximum number of items of a container to search for tensors."""
+"""Maximum length of a container that is searched for tensors."""
 _NOT_THEIRS = frozenset({"dadt", "dadt_cli", "torch", "numpy", "builtins", "_io", "collections"})
 
 
 def held(
     frame: FrameType | None, models: Collection[torch.Tensor], attributes: Iterable[tuple[str, torch.Tensor]] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in the local variables of all calls under way, with names that are the same whenever the script
-    reaches the same place again. models: the models' tensors, which are left out. attributes: tensors in attributes of
-    modules, with their names.
+    """Yield the tensors in the local variables of all functions on the stack below `frame`, with names that are the
+    same whenever the script reaches the same place again. models: the models' tensors, which are left out. attributes:
+    tensors in attributes of modules, with their names.
     """
     known, kinds = set(map(id, models)), {(t.shape, t.dtype) for t in models}
 
@@ -62,7 +63,8 @@ def _within(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """Return the names and values of the items in a container or object, in order; empty if it is not searched."""
+    """Return the names and values of the items in a container or object, in order. The list is empty if this type is
+    not searched."""
     if isinstance(value, Mapping) and len(value) <= MANY:
         return [(key, item) for key, item in value.items() if isinstance(key, str | int)]
     if isinstance(value, list | tuple | deque) and len(value) <= MANY:

@@ -1,7 +1,8 @@
-"""On PYTHONPATH of workers: lets scripts import DADT as `horovod` if Horovod is not installed, and hooks DADT in after
-`import keras`, and after `import torch` if torch does not call entry points.
+"""In the search path (PYTHONPATH) of workers, so that Python runs it at startup. It lets scripts import DADT as
+`horovod` if Horovod is not installed, and starts DADT after `import keras`, and after `import torch` if torch does not
+call entry points.
 
-Uses only the standard library, and imports nothing before the script asks for it.
+Uses only the standard library, and imports nothing else before the script does.
 """
 
 import importlib
@@ -19,7 +20,7 @@ PARTS = {
     "tensorflow.keras": "keras",
     "tensorflow.keras.callbacks": "keras.callbacks",
 }
-"""Modules of Horovod whose contents DADT has in a module of another name."""
+"""Modules of Horovod whose contents are in a module of another name in DADT."""
 
 
 class _After(importlib.abc.MetaPathFinder):
@@ -47,8 +48,8 @@ class _After(importlib.abc.MetaPathFinder):
 
 
 class _Horovod(importlib.abc.MetaPathFinder):
-    """An import finder for `horovod` and its submodules. Comes first, because other finders would load DADT's modules a
-    second time; but an installed Horovod takes precedence."""
+    """An import finder that makes DADT's modules available as `horovod` and its submodules. It is the first finder,
+    because the others would load DADT's modules a second time. If Horovod is installed, it removes itself."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         whole, _, part = name.partition(".")
@@ -68,8 +69,8 @@ class _Horovod(importlib.abc.MetaPathFinder):
 
     @staticmethod
     def _is_installed(finder) -> bool:  # type: ignore[no-untyped-def]
-        """Return whether the finder finds an installed Horovod. A folder of this name without modules does not count,
-        nor does Horovod's source tree that has not been compiled."""
+        """Return whether the finder finds an installed Horovod. A folder named `horovod` without modules does not
+        count, nor does a source tree of Horovod that has not been compiled."""
         find = getattr(finder, "find_spec", None)
         spec = find("horovod", None) if find is not None else None
         if spec is None or spec.origin is None:
@@ -97,7 +98,7 @@ class _Own(importlib.abc.Loader):
 
 
 def _run_next() -> None:
-    """Run the sitecustomize module that this one hides, if there is one."""
+    """Run the user's own sitecustomize module, which this one hides, if there is one."""
     here = str(Path(__file__).parent)
     rest = [folder for folder in sys.path if str(Path(folder or ".").resolve()) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
