@@ -36,7 +36,8 @@ the metadata needs more, the buffer is not reduced in place."""
 
 
 class Staged(NamedTuple):
-    """Tensors that are ready to exchange once the CUDA event `ready` has happened, or immediately if it is None."""
+    """Tensors that are ready to exchange once the GPU has reached the CUDA event `ready`, or immediately if it is
+    None."""
 
     values: list[torch.Tensor | None]
     ready: torch.cuda.Event | None

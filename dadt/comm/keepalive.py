@@ -29,8 +29,8 @@ class KeepAlive:
     """
 
     def __init__(self, failed: Callable[[], bool]) -> None:
-        """failed: returns whether there was an error. It must return True before any operation becomes `done` through
-        the error."""
+        """failed: returns whether there was an error. It must return True before any operation becomes `done` because
+        of the error."""
         self._failed = failed
         self._lock = threading.Lock()
         self._held: deque[tuple[Waited, Any]] = deque()

@@ -23,8 +23,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 def first(args: Any) -> torch.Tensor:
-    """Return the first tensor in arbitrarily nested lists. Empty lists are skipped: scatter passes one on ranks that
-    contribute nothing. Raises ValueError if no tensor is found."""
+    """Return the first tensor in arbitrarily nested lists. Empty lists are skipped, because scatter passes an empty
+    list on ranks that contribute nothing. Raises ValueError if no tensor is found."""
     for each in args:
         if isinstance(each, torch.Tensor):
             return each

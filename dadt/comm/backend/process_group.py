@@ -354,7 +354,8 @@ class Backend(_ProcessGroup):  # type: ignore[misc]
             self._inner._get_backend(torch.device("cuda")).shutdown()
 
     def _run(self, outputs: Any, opts: Any, calls: Sequence[operation.Operation]) -> BackendWork:
-        """Submit the operations, in the same order on all ranks. Return a work handle for all of them."""
+        """Submit the operations, in an order that must be the same on all ranks. Return one work handle for all of
+        them."""
         given = opts.timeout.total_seconds() if hasattr(opts, "timeout") else 0.0
         limit = given if given > 0 else self._limit
         with self._lock:

@@ -125,8 +125,8 @@ class GroupRendezvous(Meet):
 
 
 def _ends(c10d: Any) -> tuple[str, str]:
-    """Return two addresses: this host's on the route to the store, and that of the store's host. The second is empty if
-    the store is a file."""
+    """Return this host's address on the route to the store, and the address of the store's host, which is empty if the
+    store is a file."""
     while hasattr(c10d, "underlying_store"):
         c10d = c10d.underlying_store
     if not hasattr(c10d, "host"):

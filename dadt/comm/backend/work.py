@@ -22,7 +22,7 @@ PATIENCE = 1.0
 """Seconds of waiting after which a rank publishes in which call it waits, so that error texts can name the missing
 ranks."""
 LONG = 1e8
-"""Seconds that stand for "no limit": the executor's own deadline ends a wait earlier."""
+"""Seconds that stand for "no limit", because the executor's own deadline ends any wait earlier."""
 
 
 Transfer = tuple[Waited, "Callable[[], object] | None"]

@@ -113,8 +113,8 @@ class Named:
         return Pending(ticket, call)
 
     def join(self) -> _core.Ticket:
-        """Announce that this rank submits no more tensors: until all ranks have joined, it adds nothing to the
-        allreduces of other ranks. The returned ticket is done when all ranks have joined, and names the rank that
+        """Announce that this rank submits no more tensors, so that allreduces of the other ranks run without its values
+        until all ranks have joined. The returned ticket is done when all ranks have joined, and names the rank that
         joined last.
         """
         return self._negotiation.join()

@@ -22,7 +22,7 @@ _BITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 _BOOL = {"sum": "max", "max": "max", "min": "min", "product": "min"}
-"""Reductions that stand in for those of bools, which travel as bytes: max for a sum, min for a product."""
+"""For each reduction of bools, the reduction of the bytes as which they are sent that gives the same result."""
 
 Piece = tuple[int, int]
 """A range of memory: its address and its length in bytes."""
@@ -184,8 +184,8 @@ def scatter(output: torch.Tensor, tensors: Sequence[torch.Tensor] | None, root: 
 
 
 def all_to_all(tensors: Sequence[torch.Tensor], size: int, outputs: Sequence[torch.Tensor] | None = None) -> Operation:
-    """Prepare an all-to-all: tensors[r] goes to rank r. What each rank sends arrives in `outputs`, or as a list of new
-    tensors, ordered by rank."""
+    """Prepare an all-to-all: tensors[r] goes to rank r. The received tensors, ordered by rank, are put into `outputs`
+    or returned as new tensors."""
     if len(tensors) != size or (outputs is not None and len(outputs) != size):
         raise ValueError(
             f"all_to_all: {size} ranks need so many tensors, empty ones included; there are {len(tensors)}"
@@ -221,7 +221,8 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_target(output: torch.Tensor) -> torch.Tensor:
-    """Return host memory for a result with the output's shape: the output itself if contiguous in host memory."""
+    """Return host memory for a result with the output's shape: the output itself if it is contiguous and in host
+    memory."""
     own = output.detach()
     if own.device.type == "cpu" and own.is_contiguous() and not own.is_conj() and not own.is_neg():
         return own
@@ -350,8 +351,8 @@ def _check_same_dtype(verb: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _alike(verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor whose sizes after the first all `tensors` share. torch.empty(0) has no rows and fits any. Raises
-    ValueError if the sizes differ."""
+    """Return one of the tensors, after checking that all have the same sizes except for the first one. torch.empty(0)
+    has no rows and fits any other tensor. Raises ValueError if the sizes differ."""
     shaped = [t for t in tensors if t.shape != (0,)]
     for tensor in shaped:
         if tensor.shape[1:] != shaped[0].shape[1:]:

@@ -42,8 +42,8 @@ class Handle(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the operation and return its result.
 
-        timeout: seconds to wait, by default the value of `--timeout`. Raises CommTimeout afterwards (the operation
-        still runs), and another CommError if the ranks' calls do not match or a rank is lost.
+        timeout: seconds to wait, by default the value of `--timeout`. Raises CommTimeout after that time, while the
+        operation continues to run, and another CommError if the ranks' calls do not match or a rank is lost.
         """
         if not self._finished:
             with self._owner.naming_ranks():
@@ -145,8 +145,8 @@ class ProcessSet:
         return self.ranks.index(rank)
 
     def name(self, given: str | None) -> str:
-        """Return `given`, or a generated name if it is None. Generated names are numbered, since all ranks make unnamed
-        calls in the same order."""
+        """Return `given`, or a generated name if it is None. Generated names are consecutive numbers, which are the
+        same on all ranks because all make unnamed calls in the same order."""
         if given is not None:
             return given
         with self._lock:

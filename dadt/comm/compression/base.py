@@ -17,8 +17,8 @@ FLOATS = (*WIDE, torch.float16, torch.bfloat16)
 
 
 def in_blocks(values: torch.Tensor, blocks: int) -> torch.Tensor:
-    """Return the float32 values in this many blocks, with zeros behind them. A block that is not full repeats its
-    values, which leaves its mean and largest magnitude as they are."""
+    """Return the float32 values as `blocks` blocks. A block that is only partly filled repeats its values, which leaves
+    its mean and largest magnitude unchanged; blocks after it are zero."""
     total = values.numel()
     filled = torch.zeros(blocks * BLOCK, device=values.device, dtype=torch.float32)
     filled[:total] = values

@@ -18,8 +18,8 @@ class Owing:
         self._forgets = False
 
     def observe(self) -> dict[str, Any]:
-        """Return this rank's residual and its loss scale, for a snapshot. Call only while no exchange is in progress,
-        and do not change the tensors: they stay in use."""
+        """Return the state for a snapshot: the residual's loss scale and, in subclasses, the residual itself. Call only
+        while no exchange is in progress, and do not change the tensors: they stay in use."""
         return {"scale": self._scale, "forgets": self._forgets}
 
     def restore(self, own: dict[str, Any]) -> None:

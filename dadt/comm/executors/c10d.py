@@ -100,7 +100,7 @@ def join(name: str, meet: Meet, world: World, ranks: Sequence[int], config: Conf
     own = name_of(name, ranks)
     devices = Backend.backend_capability.get(name, ["cpu"])
     device = None
-    if "cpu" not in devices:  # the script may have chosen this device
+    if "cpu" not in devices:  # uses the current device, which the script may have set
         device = torch.device(devices[0], torch.get_device_module(devices[0]).current_device())
     rank = ranks.index(world.rank)
 

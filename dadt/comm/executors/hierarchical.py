@@ -31,7 +31,7 @@ from dadt.world import World
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a chunk: large enough that sending it takes much longer than a round trip between hosts, and small enough
-that the first and last chunk, during which nothing runs in parallel, cost little."""
+that reducing the first chunk and gathering the last one, which overlap with no transfer, cost little."""
 
 
 def connect(cross: str, config: Config, world: World, meet: Meet) -> Connection:

@@ -221,7 +221,7 @@ class Mpi:
     def _await_all(self, verb: str, size: int = 0, root: int = 0) -> None:
         """Wait until all ranks have reached this operation. Raises Mismatch on all ranks if their operations differ."""
         mine = size << 24 | root << 4 | _VERBS.index(verb)
-        # of the negated value, the minimum gives the maximum in the same allreduce
+        # the minimum of negated values is the negated maximum
         self._mine[0], self._mine[1] = mine, -mine
         with self._serial:
             request = self._comm.Iallreduce(*self._wires, self._mpi.MIN)
@@ -267,7 +267,7 @@ class Mpi:
 
 
 class MpiMessage:
-    """A request of MPI as a P2PWork."""
+    """A message as a P2PWork; its transfer is a request of MPI."""
 
     def __init__(self, mpi: Mpi, tensor: torch.Tensor, request: Any, receives: bool) -> None:
         self._owner = mpi

@@ -15,7 +15,7 @@ from dadt.comm.keepalive import KeepAlive
 from dadt.errors import CommError, PeerLost
 
 SEND_SECONDS = 5.0
-"""Seconds for which a mailbox that closes waits until messages have been sent whose receivers are not there yet."""
+"""Seconds that a mailbox, when it is closed, waits for messages whose receivers have not asked for them yet."""
 
 
 class CoreMessages:
@@ -48,7 +48,7 @@ class CoreMessages:
 
     def close(self) -> bool:
         """Wait up to SEND_SECONDS for messages that this rank is sending, fail all unfinished ones, and close the
-        mailbox. Returns True: their memory is no longer in use."""
+        mailbox. Returns True, because the memory of all messages is no longer in use."""
         deadline = monotonic() + SEND_SECONDS
         with self._lock:
             sends = [] if self._aborted else list(self._sends)
@@ -85,7 +85,7 @@ class NoPointToPoint:
         return Unsent(peer or 0)
 
     def abort(self) -> None:
-        """Do nothing, as no message is ever in flight."""
+        """Do nothing, because no message is ever in flight."""
 
 
 class Unsent:
@@ -97,7 +97,7 @@ class Unsent:
         self.source = source
 
     def wait(self, timeout: float) -> None:
-        """Return at once, as nothing is moved."""
+        """Return at once, because nothing is moved."""
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:

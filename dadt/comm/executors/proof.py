@@ -82,8 +82,8 @@ def prove(
         )
     except BaseException:
         executor.abort()
-        # Wait for the thread: if it were still inside the library when the interpreter ends, it would abort the
-        # process.
+        # Wait for the thread, because a thread that is still inside the library when the interpreter ends would abort
+        # the process.
         proof.ended.wait(_END_SECONDS)
         executor.close()
         raise
@@ -131,8 +131,8 @@ class Proof:
         return hmac.digest(self._secret, text, hashlib.sha256)
 
     def _exchange(self, blobs: Sequence[bytes]) -> list[bytes]:
-        """Exchange one blob with each peer, directly: data passed on around a ring would prove nothing about the other
-        connections."""
+        """Exchange one blob with each peer over the direct connection with it, because data that is passed on in a ring
+        would prove nothing about the other connections."""
         for each in self._received:
             each.zero_()
         sends = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]

@@ -220,7 +220,7 @@ class Puller:
             job.pack(flat.data_ptr(), factor)
             self._sent = executor.allreduce_compressed(flat, job.codec, job.owed, job.keep)
         else:
-            job.pack(flat.data_ptr(), float(factor > 0))  # with weight 0 the values may be infinite or NaN
+            job.pack(flat.data_ptr(), float(factor > 0))  # zeros at weight 0: values may be NaN
             wide = self._flat(torch.float32, layout.total).copy_(flat).mul_(factor)
             sent, plain = executor.allreduce_compressed(wide, job.codec, job.owed, job.keep)
             self._sent = (sent, plain * dtype.itemsize // wide.itemsize)

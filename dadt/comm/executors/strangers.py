@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 _ESTABLISHED = "01"
 _MOST = 3
-"""Most foreign connections that an error text names."""
+"""Largest number of foreign connections that an error text names."""
 
 
 class Socket(NamedTuple):
@@ -65,7 +65,8 @@ def _inodes(pid: str) -> set[str]:
 
 
 def _owner(inode: str) -> int | None:
-    """Return the process that has the socket open; None if unknown, for example as it belongs to another user."""
+    """Return the process that has the socket open; None if it is unknown, for example because it belongs to another
+    user."""
     pids = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return next((int(pid) for pid in pids if inode in _inodes(pid)), None)
 

@@ -13,7 +13,7 @@ from math import ceil
 from time import monotonic, sleep
 
 MOST = 16
-"""Largest number of data connections between two ranks."""
+"""Largest number of data connections that two ranks make unless `--streams` gives a number."""
 PROBES = 4
 """Number of connections with which a link is measured."""
 _BYTES = 128 << 10
