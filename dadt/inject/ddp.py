@@ -45,7 +45,7 @@ class Wrappers:
         self._optimizers = runtime.optimizers
         self._undecided: weakref.WeakSet[DDP] = weakref.WeakSet()
         self._quiet: weakref.WeakSet[DDP] = weakref.WeakSet()
-        """The DDP wrappers in whose place DADT averages."""
+        """The DistributedDataParallel wrappers in whose place DADT averages gradients."""
         self._hybrid: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers of models with hybrid sharding for which DADT averages in FSDP's place."""
 

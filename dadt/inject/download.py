@@ -50,8 +50,8 @@ class Turn:
 
     @contextmanager
     def of(self, folder: str | os.PathLike[str]) -> Iterator[None]:
-        """Own the lock for a folder within this context. Raises CommTimeout after `timeout` seconds, naming the process
-        that owns the lock."""
+        """A context in which this rank owns the lock for a folder. Raises CommTimeout after `timeout` seconds, naming
+        the process that owns the lock."""
         with self.overlay.real() if self.overlay is not None else nullcontext(), self._turn(folder):
             yield
 

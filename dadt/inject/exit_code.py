@@ -27,7 +27,7 @@ class _Last:
                 if issubclass(type(each), kind):
                     try:
                         each.flush()
-                    except (OSError, ValueError):  # closed, detached, or not opened for writing
+                    except (OSError, ValueError):  # the file is closed, detached, or not opened for writing
                         continue
         leave(self._code)
 

@@ -73,7 +73,7 @@ def install(
             # rank's traceback.
             sys.stderr.write(f"dadt: rank {control.world.rank} ended: {error}\n")
         elif issubclass(kind, KeyboardInterrupt) and interrupted():
-            if control.world.rank == 0:  # one traceback is enough, as all ranks stop at the same point
+            if control.world.rank == 0:  # one traceback is enough, because all ranks stop at the same point
                 trace = _to_ours(trace)
                 main_hook(kind, error.with_traceback(trace), trace)
         # the launcher prints errors of configuration and start, once for all ranks

@@ -234,7 +234,8 @@ class Modules:
     # True weights whenever the script reads weights ------------------------------------------------------------
 
     def mode_changed(self, module: nn.Module, training: bool) -> None:
-        """After eval() the module shows true weights and averaged buffers; after train() the rank's own buffers."""
+        """Called after eval() or train() of a module: after eval(), show true weights and averaged buffers; after
+        train(), the rank's own buffers."""
         if training:
             self.runtime.buffers.hide(module)
         else:
@@ -380,7 +381,7 @@ def _show_copies(runtime: Runtime) -> None:
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
         for m in model.modules():
             runtime.buffers.show(m)
-        # Needs the true weights, as the script may update averages between a backward pass and its step.
+        # The average needs true weights, because the script may update it between a backward and the optimizer's step.
         with runtime.prediction_scope.true_weights([a.prediction for a in runtime.attachments]):
             update_parameters.__wrapped__(self, model)
 
@@ -389,5 +390,6 @@ def _show_copies(runtime: Runtime) -> None:
         update_bn.__wrapped__(loader, model, *args, **kwargs)
         for m in model.modules():
             runtime.buffers.forget(m)
-        if runtime.attachments and runtime.ranks.together:  # each rank saw only its share of the data
+        # Take means, because each rank saw only its share of the data
+        if runtime.attachments and runtime.ranks.together:
             take_means(runtime.ranks, [b for b in model.buffers() if b.is_floating_point()], "update_bn")

@@ -19,6 +19,6 @@ def by_parameters(roots: Iterable[nn.Module], optimizer: torch.optim.Optimizer) 
 
 
 def all_modules() -> list[nn.Module]:
-    """Return all modules of the process, in no fixed order: built by the script, unpickled or copied."""
+    """Return all modules of the process, whether they were built, unpickled or copied, in no fixed order."""
     # Not isinstance, which reads an object's __class__ and so may run a proxy's code.
     return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]

@@ -28,7 +28,7 @@ class Drawn:
         """Whether the draws made here are all that torch's iterator would draw at its creation."""
         if not self._is_foreseen and type(loader.batch_sampler) in (BatchSampler, type(None)):
             # With worker processes, torch draws the first indices when it creates the iterator. These samplers can be
-            # iterated once more without harm, as they do not count their passes.
+            # iterated once more without harm, because they do not count their passes.
             self._is_foreseen = type(sampler) in (*DRAW_ONCE, SequentialSampler)
             if type(sampler) is RandomSampler and sampler.generator is None:
                 _draw(None)

@@ -203,8 +203,8 @@ class Entropy:
         return os.urandom(size) if given is None else given.to_bytes(size, "big")
 
     def _patch_sklearn(self, module: ModuleType) -> None:
-        """Give skopt a generator with a common seed. It would draw from NumPy's global generator, which differs between
-        ranks once training has begun."""
+        """Patch the function from which skopt gets its random generator, so that the generator has the same seed on all
+        ranks. Otherwise it would be NumPy's global one, which differs between ranks once training has begun."""
 
         @replaces("check_random_state", module)
         def check_random_state(seed: Any) -> Any:
@@ -217,7 +217,7 @@ class Entropy:
 
 
 class _Os:
-    """Stand-in for the module `os` with a different `urandom`."""
+    """Stand-in for the module `os`, with another `urandom`, that is given to the module `uuid`."""
 
     def __init__(self, urandom: Callable[[int], bytes]) -> None:
         self.urandom = urandom

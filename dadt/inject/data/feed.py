@@ -23,8 +23,8 @@ first backward. Otherwise, whether the script trains is judged at the last batch
 
 @dataclass(eq=False)
 class Order:
-    """Sampler that replaces a loader's own sampler: draws from the random stream that all ranks share, as a single
-    process would."""
+    """Sampler that wraps a loader's own sampler, so that it draws from the random stream that all ranks share, as it
+    would in a single process."""
 
     source: Iterable[Any]
     streams: Streams

@@ -298,7 +298,7 @@ class Loaders:
             self._ranks.say(f"{role.name} trains, too: it gives each worker its share from here on")
 
     def _shortened(self, loader: Loader, share: Share) -> tuple[int, int]:
-        """Return the steps of a pass with DADT, and without DADT; both are 0 if the sampler has no length."""
+        """Return the number of steps of a pass with and without DADT; both are 0 if the sampler has no length."""
         try:
             return len(share), self.original_len(loader)
         except (TypeError, NotImplementedError):

@@ -277,7 +277,7 @@ def every_nth(stream: Iterable[Any], rank: int, size: int, block: int = 0, whole
     position = 0
     last_own = (block - 1 - rank) // size * size + rank if block else -1
     """Position of this rank's last sample in a block; -1 if there is only one block."""
-    last: Any = Spare  # the class Spare means no sample yet, as None may be a sample
+    last: Any = Spare  # the class Spare means no sample yet, because None may be a sample
     for sample in stream:
         last = sample
         if position % size == rank:

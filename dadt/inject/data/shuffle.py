@@ -42,8 +42,8 @@ def install(loaders: Shared) -> None:
 
 
 def _draw_alike(loaders: Shared, name: str, *modules: Any, concerns: Callable[[Any], bool]) -> None:
-    """Patch a function to draw from the shared stream if `concerns` is true for its first argument, but not while an
-    item of a batch is read."""
+    """Patch a function to draw from the random stream that all ranks share, if `concerns` is true for its first
+    argument, but not while an item of a batch is read."""
 
     @replaces(name, *modules)
     def draw(*args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from os import open as os_open
 
-# Imported by name, because `install` later replaces these functions in `os` by those of an Overlay.
+# Imported by name, because DADT later replaces these functions in the module `os`.
 from os import rename, unlink
 from typing import Any
 

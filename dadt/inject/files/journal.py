@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-# Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
+# Imported by name, because DADT later replaces these functions in the module `os`.
 from os import lstat
 from os import open as os_open
 from pathlib import Path

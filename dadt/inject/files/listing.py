@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 
-# Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
+# Imported by name, because DADT later replaces these functions in the module `os`.
 from os import listdir, scandir
 from typing import Any
 

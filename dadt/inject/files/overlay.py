@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 
-# Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
+# Imported by name, because DADT later replaces these functions in the module `os`.
 from os import chdir, link, listdir, lstat, mkdir, rename, rmdir, scandir, symlink, truncate, unlink
 from os import open as os_open
 from pathlib import Path
@@ -57,7 +57,7 @@ class Overlay(Tree):
         """Called in a replay with the path of each real file whose contents are about to be read."""
 
     def role(self, path: str, *, begins: bool = False) -> WriteRole:
-        """Return whether this rank writes the real file or a private copy of an absolute path."""
+        """Return how this rank writes an absolute path: the real file, or a private copy."""
         self._end_apart()
         self.held.settle(path)
         return self.writers.role(path, copy=self.where(path) != path, begins=begins)

@@ -124,7 +124,7 @@ class Saver:
         path = overlay.path(f) if overlay is not None else None
         if target is None:
             return write(f)
-        # Counted even if the folder does not exist yet: the first rank may only be late to create it.
+        # This save counts even if the folder does not exist yet, because the rank that creates it may only be late.
         count = self._count(target)
         copied = self._copied(path)
         # No other rank writes into a folder that exists only on this rank, such as one named by time.
@@ -150,7 +150,7 @@ class Saver:
         return result
 
     def _save_in_child(self, f: str, write: Write) -> Any:
-        """Save in a forked child, without coordination: other ranks do not wait for a child."""
+        """Save in a forked child, without coordination, because other ranks do not wait for a child."""
         copied = self._copied(self.overlay.path(f)) if self.overlay is not None else None
         if copied is not None and self.overlay is not None:
             return self._write_whole(Path(self.overlay.place(copied)), write)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Imported by name, because `install` later replaces the functions in `os` by those of an overlay.
+# Imported by name, because DADT later replaces these functions in the module `os`.
 from os import link, listdir, lstat, readlink, rename, scandir, unlink
 from os import open as os_open
 from pathlib import Path

@@ -136,7 +136,7 @@ def wrapped(
 ) -> Any:
     """Return the text or binary file object that `open` would return for a raw file."""
     if buffering == 0:
-        return raw if "b" in mode else io.TextIOWrapper(raw)  # raises ValueError, as text files need a buffer
+        return raw if "b" in mode else io.TextIOWrapper(raw)  # raises ValueError, because text needs a buffer
     buffer = io.BufferedWriter(raw, BUFFER_BYTES if buffering <= 1 else buffering)
     if "b" in mode:
         return buffer

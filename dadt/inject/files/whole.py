@@ -1,4 +1,4 @@
-"""Writes files so that they are never seen incomplete: into a temporary folder next to the target, then renamed."""
+"""Writes a file into a temporary folder next to its target and then renames it, so that nobody sees it incomplete."""
 
 from __future__ import annotations
 

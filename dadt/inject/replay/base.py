@@ -143,7 +143,8 @@ def _digests_of(tensors: Iterable[torch.Tensor]) -> list[int | None]:
 
 
 def _read(path: Path, digest: int) -> torch.Tensor:
-    """Return the tensor in the file. Raises NotResumed."""
+    """Return the tensor stored in the file. Raises NotResumed if the file is missing, damaged, or contains another
+    tensor."""
     if not path.is_file():
         raise NotResumed(
             f"{path}: is missing, and the script has built other frozen weights than those of the snapshot: let it find"

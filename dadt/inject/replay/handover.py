@@ -133,7 +133,7 @@ class Handover:
     @property
     def _control(self) -> WorkerLine:
         control = self._ranks.control
-        assert control is not None  # an agent exists, since it has reported the replacement worker's approach
+        assert control is not None  # an agent exists, since it has reported the new worker
         return control
 
     def _refuse(self, approach: Approach, why: str) -> None:
@@ -175,7 +175,7 @@ class Handover:
         for (tensor, digest), lack in zip(ready.frozen, lacks.tolist(), strict=True):
             if lack:
                 values = tensor.detach().to("cpu")
-                is_same = digests([values]) == [digest]  # the script may have changed it since the state was taken
+                is_same = digests([values]) == [digest]  # False if the script has changed it since then
                 wait(mail.send(torch.tensor([is_same], dtype=torch.uint8, device="cpu"), place, TAG), what)
                 if not is_same:
                     return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from os import open as os_open  # imported by name before `install` replaces the functions in `os`
+from os import open as os_open  # imported by name, before DADT replaces it in `os`
 from pathlib import Path
 
 

@@ -28,8 +28,8 @@ from dadt.inject.replay.values import ReadValues
 from dadt.train.runtime import Runtime
 
 WAITING = 2
-"""Maximum number of snapshots waiting to be written: if they are taken faster than the disk can write, training waits.
-"""
+"""Maximum number of snapshots waiting to be written. If snapshots are taken faster than the disk can write them,
+training waits."""
 UNSEEN = 3
 """Number of consecutive snapshots after which DADT has seen no training forward, at which the user is warned."""
 LEAST_PRIORITY = 19

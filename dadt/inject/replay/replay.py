@@ -280,7 +280,8 @@ class Replay:
             )
 
     def _check(self, common: dict[str, Any]) -> None:
-        """Raises NotResumed if the script has built other modules, optimizers or schedulers than before."""
+        """Raise NotResumed if the script has built other modules, optimizers or schedulers than those in the
+        snapshot."""
         gc.collect()  # one of the two runs may not have freed its garbage yet
         mine = {name: tuple(t.shape) for name, t in self._roster.tensors()}
         theirs = {name: tuple(t.shape) for name, t in common["tensors"].items()}

@@ -33,7 +33,7 @@ def script() -> dict[str, Any]:
 
 
 def check(told: dict[str, Any]) -> None:
-    """Raises NotResumed if the snapshot was taken by another script, or with other arguments."""
+    """Raise NotResumed if the snapshot was taken by another script, or with other arguments."""
     mine = script()
     if told["arguments"] != mine["arguments"]:
         were, now = (" ".join(each["arguments"]) or "none" for each in (told, mine))
