@@ -37,6 +37,6 @@ def misspelt(knobs: Iterable[Field[Any]], env: Mapping[str, str] = os.environ) -
     """Return the DADT_* variables whose names are misspelt settings (knobs), each with the name that was probably
     meant."""
     known = {variable(knob.name) for knob in knobs}
-    own = World().to_env()  # every worker has these variables, which are no knobs, and its script may run dadt again
+    own = World().to_env()  # DADT sets these in each worker, whose script may run dadt
     near = {n: difflib.get_close_matches(n, known, 1, 0.85) for n in env if n.startswith("DADT_") and n not in own}
     return {name: found[0] for name, found in near.items() if found and name not in known}

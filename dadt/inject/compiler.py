@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 def look_past() -> Callable[[], None]:
-    """Return a function that makes torch's compiler skip DADT's own code once the compiler is loaded. The function is
-    to be called repeatedly, until then it does nothing.
+    """Return a function that makes torch's compiler skip DADT's own code once the compiler is loaded. Call the function
+    repeatedly, because it does nothing until then.
 
     If the compiler did not skip DADT, a compiled optimizer would compile the exchange of gradients along with its step,
     which gains nothing and prints warnings.

@@ -87,7 +87,7 @@ def adopt(runtime: Runtime) -> None:
         unique = list({id(p): p for p in parameters}.values())
         carriers[id(each)] = Carrier(each, unique)
         runtime.ranks.say(f"{type(each).__name__} is none of torch's optimizers: averaged at its step all the same")
-    if carriers:  # a replay has no gradients, so it cannot rebuild their state
+    if carriers:  # a replay has no gradients, so it cannot rebuild the state of such optimizers
         runtime.replay.take_no_snapshots("they could not hold the state of such an optimizer")
     for kind in {type(carrier.owner) for carrier in carriers.values()}:
         _average_first(kind, carriers)

@@ -95,8 +95,8 @@ def install(runtime: Runtime, modules: Modules) -> None:
 
 
 def _average_before(name: str, consume: Callable[..., None]) -> None:
-    """Patch a function that uses the gradients of its first argument, the parameters, so that they are averaged
-    before."""
+    """Patch a function that uses the gradients of its first argument, the parameters, so that these gradients are
+    averaged first."""
 
     @replaces(name, torch.nn.utils, clip_grad)
     def patched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def _average_before(name: str, consume: Callable[..., None]) -> None:
 
 
 def _average_before_norm(runtime: Runtime, consume: Callable[..., None]) -> None:
-    """Patch get_total_norm, whose argument is gradients, so that they are averaged before. Averaging may put other
+    """Patch get_total_norm, which is called with gradients, so that these are averaged first. Averaging may put other
     tensors into `.grad`, so the gradients are then read again from their parameters."""
 
     @replaces("get_total_norm", torch.nn.utils, clip_grad)

@@ -256,8 +256,8 @@ class Modules:
         return mine
 
     def loaded(self, module: nn.Module, mine: Iterable[Attachment]) -> None:
-        """Called after load_state_dict(): forget weights and buffers from before. mine: attachments of the module's
-        optimizers."""
+        """Called after load_state_dict(): forget what DADT has stored of the previous weights and buffers. mine:
+        attachments of the module's optimizers."""
         for attachment in mine:
             attachment.loaded()
         for m in module.modules():

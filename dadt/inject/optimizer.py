@@ -81,7 +81,7 @@ class Steps:
             self.modules.find(optimizer)
         attachment = self._attachment(optimizer)
         if attachment is not None and not attachment.consumed:
-            attachment.scale = None  # a gradient scaler would have averaged them earlier
+            attachment.scale = None  # no scaler, which would have averaged before
         self._under_way.append((frame, optimizer, attachment))
         if attachment is None:
             return None

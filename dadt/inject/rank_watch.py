@@ -131,7 +131,7 @@ def _watch_making(runtime: Runtime) -> None:
     @replaces("init_process_group", dist, distributed_c10d)
     def made(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments.get("rank", -1)
-        runtime.script.knows_rank |= given is not None and given >= 0  # passing a rank means to know it
+        runtime.script.knows_rank |= given is not None and given >= 0  # a script that passes its rank knows it
         made.__wrapped__(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ from dadt.train.replicas import checksum
 from dadt.train.runtime import Runtime
 
 _LOOKS = 3
-"""Number of backwards after which weights are compared, if parameters have hooks of the script."""
+"""Number of backwards in which DADT checks that weights do not change, if the script has put hooks on parameters."""
 
 
 def install(runtime: Runtime) -> None:

@@ -139,7 +139,8 @@ def average(chosen: torch.optim.Optimizer) -> None:
 
 
 def _install_around(runtime: Runtime, modules: module.Modules) -> None:
-    """Install the hooks for what the script does beside training: data, seeds, files, downloads and replay."""
+    """Install the hooks for everything that the script does besides training: data, seeds, files, downloads and
+    replay."""
     global streams
     rank_watch.install(runtime)
     streams = mine = seed.install(runtime)

@@ -146,8 +146,8 @@ class Named:
         return self._negotiation.error is not None or self.connection.failed
 
     def _listen(self) -> None:
-        """Thread that prints which tensors rank 0 reports as stalled, and writes this rank's stacks when rank 0 orders
-        it."""
+        """Run by a thread: print which tensors rank 0 reports as stalled, and write this rank's stacks when rank 0
+        orders it."""
         while (notices := self._negotiation.notices(3600.0)) is not None:
             self._hear(notices)
 

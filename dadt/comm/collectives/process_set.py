@@ -168,8 +168,8 @@ class ProcessSet:
         group: str = "",
         group_size: int = 0,
     ) -> Handle[Any]:
-        """Start the operation without blocking. finish: turns its result into what the handle returns. Raises
-        ValueError if an operation of this name is pending on this rank."""
+        """Start the operation without blocking. finish: converts the operation's result to the result of the handle.
+        Raises ValueError if an operation of this name is pending on this rank."""
         return Handle(self, self.named.submit(call, self.name(name), group, group_size), finish)
 
     def submit_group(self, members: Sequence[tuple[Operation, Callable[[Any], Any] | None]], group: str) -> Handles:

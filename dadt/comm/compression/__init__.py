@@ -21,7 +21,7 @@ OF_MOMENTUM: dict[str, Codec] = {"momentum:1": BITS1, "momentum:2": BITS2}
 values."""
 
 Form = Feedback | LowRank
-"""State that one bucket carries from one exchange to the next under compression."""
+"""The compression state of one bucket, which is carried from one exchange to the next."""
 
 
 def forms(name: str, buckets: Sequence[Bucket], *, momentum: bool = False) -> list[Form | None]:

@@ -1,4 +1,5 @@
-"""Min and max reductions that keep NaN: Gloo and MPI may drop a NaN, so ranks reduce the places of NaN separately."""
+"""Min and max reductions in which NaN wins. Gloo and MPI may drop a NaN, so ranks reduce the positions of NaN
+separately."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Timeline:
         self._write(json.dumps(event, separators=(",", ":")).encode() + b",\n")
 
     def _drain(self) -> None:
-        """Thread that writes recorded events to this rank's file once a second, so that memory stays bounded."""
+        """Run by a thread: write recorded events to this rank's file once a second, so that memory stays bounded."""
         while self._thread is not None:
             self._write(self._core.drain(_DRAIN_SECONDS) + self._of_others())
         self._write(self._core.drain(0.0) + self._of_others())

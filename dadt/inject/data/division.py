@@ -33,13 +33,13 @@ class Division(NamedTuple):
 
 
 def among(readers: Collection[int], rank: int, shares: int) -> Division:
-    """Return the division of a pass that only the ranks `readers` read, for `rank`, one of them."""
+    """Return the division, as seen by `rank`, of a pass in which only the ranks `readers` read data."""
     ordered = sorted(readers)
     return Division(ordered.index(rank), len(ordered), shares)
 
 
 def spare(shares: int) -> Division:
-    """Return the division of a new worker that joins in the midst of a pass, whose data the other ranks may have
+    """Return the division of a new worker that joins in the middle of a pass, whose data the other ranks may have
     divided among themselves. The new worker reads batches, too, but each counts 0 samples until the next pass."""
     return Division(shares, shares, shares)
 

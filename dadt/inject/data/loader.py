@@ -232,7 +232,7 @@ class Loaders:
         if loader.batch_sampler is None:
             self.speeds.leaves_equal(self.role(loader).name)
             return Items(loader.sampler, division.rank, division.readers)
-        # A script counts skipped batches in steps, and each step has one batch per rank, so steps are skipped.
+        # A script that skips batches means steps, and a step has one batch per rank, so this skips steps.
         batch_sampler, steps = unskipped(loader.batch_sampler)
         if group_of(batch_sampler):
             self.speeds.leaves_equal(self.role(loader).name)
@@ -255,7 +255,7 @@ class Loaders:
         return view
 
     def _all(self, loader: Loader, role: LoaderRole) -> Iterator[Any]:
-        """Begin a pass in which every rank gets all data, in an order drawn from the stream that ranks share."""
+        """Begin a pass in which every rank gets all data, in an order drawn from the common random stream."""
         changed = {}
         if not isinstance(loader.dataset, IterableDataset):
             slot = sampler_slot(loader)

@@ -28,8 +28,8 @@ _seed_numpy, _set_numpy, _set_random = np.random.seed, np.random.set_state, rand
 python_generator = random.seed.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of the module `random`."""
 REMEMBERED_STATES = 64
-"""Maximum number of random states that the script has read and that are remembered together with the shared stream's
-state at that time."""
+"""Maximum number of random states that the script has read and that are remembered together with the state, at that
+time, of the random stream that all ranks share."""
 
 
 class State(NamedTuple):
@@ -122,8 +122,8 @@ class Streams:
         self.enabled = enabled
         self._shared: State | None = None
         self._left: State | None = None
-        """State of this rank's own random stream when the script's call of torch.manual_seed last put the shared stream
-        in its place."""
+        """State of this rank's own random stream when the script's call of torch.manual_seed last replaced it by the
+        random stream that all ranks share."""
         self._drawing = False
         self.seeded = False
         """Whether the script has called torch.manual_seed."""
@@ -131,12 +131,13 @@ class Streams:
         self.seeded_anew: set[str] = set()
         """Names (fields of State) of the generators that the script has seeded since it loaded a checkpoint."""
         self.restored = 0
-        """How often the shared stream was replaced by a stored state, as on resuming from a checkpoint."""
+        """How often the state of the random stream that all ranks share was replaced by a stored one, as on resuming
+        from a checkpoint."""
         self._has_parted = False
         self._joined: dict[str, Any] = {}
         """Names (fields of State) of the generators that the script has seeded by `random.seed` or `numpy.random.seed`
-        after `split`, each with this rank's state before the seed. Until the next `split`, the shared stream uses the
-        states of these generators, too."""
+        after `split`, each with this rank's state before the seed. Until the next `split`, these generators' states
+        also belong to the random stream that all ranks share."""
         self._reader = 0
         """Identifier of the thread that is reading a batch of this rank's share; 0 if none is."""
         self.parting: Ahead | None = None
@@ -153,7 +154,7 @@ class Streams:
         return self._shared is not None and os.getpid() == self._pid
 
     def numpy_state(self) -> bytes:
-        """Return the state of NumPy's generator in the shared stream, as bytes that are the same on all ranks."""
+        """Return the state of NumPy's generator in the random stream that all ranks share, as bytes."""
         state: Any = self._common.numpy if self.divided else np.random.get_state()
         return b"".join(np.asarray(field).tobytes() for field in state[1:])
 
@@ -183,12 +184,13 @@ class Streams:
         if resumed is None:
             return current, None, set()
         self.restored += "torch" not in self.seeded_anew
-        # Seeds that the script has set after loading belong to the shared stream.
+        # Seeds that the script has set after loading belong to the stream that all ranks share.
         return resumed.shared.having(current, self.seeded_anew), resumed.own, self.seeded_anew
 
     @property
     def _common(self) -> State:
-        """The shared stream, with the generators that the script has seeded since the streams were split."""
+        """The random stream that all ranks share, with the generators that the script has seeded since the streams were
+        split."""
         if self._drawing:
             return State.capture()
         assert self._shared is not None
@@ -213,20 +215,21 @@ class Streams:
             self.seeded_anew = set(seeded_anew)
 
     def place(self, shared: State) -> None:
-        """Replace the shared stream by a stored state of it, such as one in a snapshot."""
+        """Set the random stream that all ranks share to a stored state, such as one in a snapshot."""
         self._shared = shared
         self._joined.clear()
         self.restored += 1
 
     def part_anew(self, shared: State) -> None:
-        """Set the shared stream to `shared`, and derive a new stream of this rank from it."""
+        """Set the random stream that all ranks share to the state `shared`, and derive a new stream for this rank from
+        it."""
         self.place(shared)
         seed_all(mix(shared.seed(), self.rank), self._manual_seed)
 
     def _rejoin(self) -> None:
         """Called when the script seeds torch during training, because the data, splits and weights drawn next must
-        agree on all ranks. Until `split` (at the next training batch or forward) the global generators are the shared
-        stream again."""
+        agree on all ranks. Until `split` (at the next training batch or forward) the global generators are again the
+        random stream that all ranks share."""
         common, self._left = self._common, State.capture()
         common.restore()
         self._shared = None
@@ -234,8 +237,8 @@ class Streams:
 
     @contextmanager
     def shared(self, *, only_torch: bool = False) -> Iterator[None]:
-        """A context in which the global generators of torch (CPU), numpy and random are the shared stream. only_torch:
-        switch only torch's generator, which takes a tenth of the time."""
+        """A context in which the global generators of torch (CPU), numpy and random are the random stream that all
+        ranks share. only_torch: switch only torch's generator, which takes a tenth of the time."""
         if not self.divided:
             with self.undivided():
                 yield
@@ -272,7 +275,7 @@ class Streams:
     def _exchange(self, only_torch: bool) -> None:
         """Swap the states of the global generators with those in `self._shared`."""
         waited = self._shared
-        if waited is None:  # a seed set within the context has made both streams one
+        if waited is None:  # the script has set a seed meanwhile, so there is only one stream
             return
         if only_torch:
             self._shared = waited._replace(torch=torch.default_generator.get_state())
@@ -296,8 +299,8 @@ class Streams:
         return self._reader == threading.get_ident()
 
     def install(self) -> None:
-        """Patch the functions of torch, numpy and random that seed generators, so that the script's seeds affect the
-        shared stream and the rank's own."""
+        """Patch the functions of torch, numpy and random that seed generators, so that the script's seeds affect both
+        the random stream that all ranks share and the rank's own."""
         self._manual_seed = torch.manual_seed
         self._patch_torch()
         self._patch_seed("numpy", np.random, "set_state", np.random.get_state, _seed_numpy)
@@ -343,7 +346,7 @@ class Streams:
             if not self.divided:
                 return self._manual_seed(seed)
             with self._lock:
-                if not self._drawing:  # within `shared`, as in a sampler, the seed is for the shared stream only
+                if not self._drawing:  # within `shared`, a seed (of a sampler, say) is for the common stream only
                     self._rejoin()
                 return self._manual_seed(seed)
 
@@ -365,7 +368,7 @@ class Streams:
                 return
             if self._shared is not None:
                 self._shared = self._shared._replace(torch=kept)
-            elif self._left is not None:  # a seed set since then has made both streams one: restore both
+            elif self._left is not None:  # the script has set a seed since, so there is one stream
                 self._shared = State.capture()._replace(torch=kept)
                 np.random.set_state(self._left.numpy)
                 random.setstate(self._left.random)

@@ -45,7 +45,7 @@ class Scope:
     """Decides for which paths ranks write private copies in place of the real file."""
 
     def __init__(self, *ours: str) -> None:
-        """ours: beginnings of the paths to which DADT itself writes."""
+        """ours: prefixes of the paths to which DADT itself writes."""
         self._ours = tuple(os.path.abspath(path) for path in ours if path)
         named = [Path(word.rpartition("=")[2]) for word in sys.argv[1:]]
         inside = [os.getcwd(), *(str(path) for path in named if path.is_absolute() and len(path.parts) > 2)]

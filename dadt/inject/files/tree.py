@@ -70,7 +70,7 @@ class Tree:
         if not path:
             return None
         path = os.path.abspath(path)
-        if path.startswith(self.tree + os.sep):  # the working folder is a private one
+        if path.startswith(self.tree + os.sep):  # the script's working folder is a private copy
             path = path[len(self.tree) :]
         return path if self._keeps(path) else None
 

@@ -55,7 +55,7 @@ class HeldFiles:
         self._step = step
         self._open: dict[str, tuple[weakref.ref[UntilClosed], int]] = {}
         self._placed: dict[str, int] = {}
-        """For each path whose private copy this rank has put in place of the real file, the step of that."""
+        """For each path whose private copy this rank has put in place of the real file, the step in which it did so."""
 
     def open(self, given: Any, path: str, mode: str) -> UntilClosed | None:
         """Open a private copy for writing. Returns None if something other than a regular file is at the path."""

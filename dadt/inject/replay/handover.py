@@ -57,7 +57,7 @@ class Ready(NamedTuple):
 
 
 class Handover:
-    """What a rank that trains does to let new workers join."""
+    """Lets new workers join the job, on a rank that already trains."""
 
     def __init__(self, runtime: Runtime, values: ReadValues, recorder: Recorder, taken: Taken) -> None:
         self._runtime, self._values, self._recorder, self._taken = runtime, values, recorder, taken

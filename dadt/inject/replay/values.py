@@ -117,8 +117,8 @@ class ReadValues:
         return tensor
 
     def _patch_load(self) -> None:
-        """Patch torch.load so that numbers and text in a file count as read values: in a replay, the file may be a
-        newer one, and torch.load raises NotResumed if these values differ."""
+        """Patch torch.load so that numbers and text in a file are recorded like values read from tensors: in a replay,
+        the file may be a newer one, and torch.load raises NotResumed if these values differ."""
 
         @replaces("load", torch, torch.serialization)
         def load(*args: Any, **kwargs: Any) -> Any:

@@ -24,9 +24,9 @@ _NOT_THEIRS = frozenset({"dadt", "dadt_cli", "torch", "numpy", "builtins", "_io"
 def held(
     frame: FrameType | None, models: Collection[torch.Tensor], attributes: Iterable[tuple[str, torch.Tensor]] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in the local variables of all functions on the stack below `frame`, with names that are the
-    same whenever the script reaches the same place again. models: the models' tensors, which are left out. attributes:
-    tensors in attributes of modules, with their names.
+    """Yield the tensors in the local variables of `frame` and all its callers, with names that are the same whenever
+    the script reaches the same place again. models: the models' tensors, which are left out. attributes: tensors in
+    attributes of modules, with their names.
     """
     known, kinds = set(map(id, models)), {(t.shape, t.dtype) for t in models}
 
