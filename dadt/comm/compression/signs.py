@@ -60,5 +60,6 @@ class Signs:
 
 
 BITS2 = Signs(_core.Codec.bits2, 2, 0.56750, 1.23025, 1.89250, 1.7e38)
-"""The magnitudes that are best for normally distributed values (Max 1960, Lloyd 1982)."""
+"""Codec with two bits per value, and the magnitudes that are best for normally distributed values (Max 1960, Lloyd
+1982)."""
 BITS1 = Signs(_core.Codec.bits1, 1, 1.0, 1.0, 1.0, torch.finfo(torch.float32).max)

@@ -231,8 +231,8 @@ class Mpi:
             raise self._differing(mine)
 
     def _differing(self, mine: int) -> Mismatch:
-        """Return the error that names two ranks in different operations. All ranks must call this, which they do
-        because all have seen the difference."""
+        """Return the error that names two ranks in different operations. All ranks must call this; each knows that
+        operations differ."""
         self._mine[0] = mine
         every = memoryview(bytearray(8 * self._comm.size)).cast("q")
         with self._serial:

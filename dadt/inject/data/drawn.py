@@ -41,8 +41,8 @@ class Drawn:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context in which the same numbers are drawn once more: the generators get back their states from before the
-        draws. If the script has drawn numbers since, the generators afterwards continue after those numbers."""
+        """A context in which torch draws the same numbers once more, because the generators get back their states from
+        before the draws. After the context, they have the states with which it was entered."""
         now = self._states()
         untouched = all(map(torch.equal, self._after, now))
         if untouched or self._is_foreseen:

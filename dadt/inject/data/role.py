@@ -25,8 +25,8 @@ TRAINS, EVALUATES, ALONE = "trains", "evaluates", "alone"
 
 
 class LoaderRole:
-    """What one DataLoader is used for (training, evaluation, or data that the script divides itself), and how its
-    passes are read."""
+    """The use of one DataLoader (training, evaluation, or data that the script divides itself), and how its passes are
+    read."""
 
     def __init__(self, number: int, runtime: Runtime) -> None:
         self.number = number

@@ -175,7 +175,7 @@ class Handover:
         for (tensor, digest), lack in zip(ready.frozen, lacks.tolist(), strict=True):
             if lack:
                 values = tensor.detach().to("cpu")
-                is_same = digests([values]) == [digest]  # False if the script has changed it since then
+                is_same = digests([values]) == [digest]  # the script may have changed the tensor
                 wait(mail.send(torch.tensor([is_same], dtype=torch.uint8, device="cpu"), place, TAG), what)
                 if not is_same:
                     return
