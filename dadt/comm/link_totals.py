@@ -22,10 +22,10 @@ class LinkTotals(NamedTuple):
     """Bytes that this rank has sent and the other host has received."""
     received: int = 0
     resent: int = 0
-    """Bytes that TCP has sent again, because they were lost."""
+    """Bytes that TCP has sent more than once, counted each further time."""
     busy: float = 0.0
-    """Seconds in which bytes were in flight and the other host was able to receive more, so that only the network
-    limited the rate."""
+    """Seconds in which bytes were in flight and the other host was able to receive more, so that the receiver did not
+    limit the rate."""
     round_trip: float = 0.0
     """Round trip time in seconds, at the last reading."""
     queued: int = 0

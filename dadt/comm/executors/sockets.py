@@ -96,7 +96,7 @@ class _Entry:
         """The connections made so far, keyed first by use and the other rank's index, and then by the connection's
         number."""
         self._counts: dict[tuple[str, int], int] = {}
-        """Number of connections that the dialling rank makes, by use and that rank's index."""
+        """Number of connections that the dialling rank has chosen to make, by use and the other rank's index."""
         self._errors: list[StartTimeout] = []
         self._news = threading.Condition()
         self._address = world.address or "127.0.0.1"

@@ -93,8 +93,8 @@ class HeldFiles:
             self._adopt(path)
 
     def put(self, private: str, path: str) -> bool:
-        """Put a private copy in place of the real file, unless another rank has the right to write there. Return
-        whether it was put in place."""
+        """Put a private copy in place of the real file, unless the real file is left to another rank that has written
+        it. Return whether it was put in place."""
         with self._journal.turn(), self._tree.real():
             if not self._writers.puts_in_place(self._journal.is_others(path)):
                 return False

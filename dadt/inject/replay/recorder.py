@@ -35,7 +35,8 @@ UNSEEN = 3
 LEAST_PRIORITY = 19
 """Highest nice value of Linux, which is the lowest priority."""
 LARGE = 1 << 20
-"""Size in bytes up to which a batch is hashed completely; of a larger one, evenly spaced values are hashed."""
+"""Approximate size in bytes up to which a tensor of a batch is hashed completely; of a larger one, evenly spaced values
+are hashed."""
 
 
 class Recorder:
