@@ -133,8 +133,7 @@ class ProcessSet:
 
     @property
     def links(self) -> Links:
-        """Function that returns the traffic of the set's connections with other hosts, by the ranks' numbers in the
-        whole job."""
+        """Function that returns the traffic with other hosts, by the ranks' numbers in the whole job."""
         return renumbered(self.named.connection.links, self.ranks)
 
     def number_of(self, rank: int, what: str) -> int:
