@@ -1,5 +1,5 @@
-"""Notices that this process itself did not run for a while, so that it does not mistake its own absence for the silence
-of other processes."""
+"""Detects that this process itself did not run for a while, so that it does not mistake this pause for silence of other
+processes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ class Absence:
         self._present_at = now
 
     def has_ended(self, patience: float, now: float) -> bool:
-        """Whether this process has been away since the last call for so long that the silence of others in this time
-        does not count. Call regularly. patience: seconds after which others count as silent."""
+        """Return whether this process was stopped or blocked since the last call for so long that silence of other
+        processes in this time means nothing. Call regularly. patience: seconds of silence after which another process
+        counts as silent."""
         return self.lasted(patience, now) > 0
 
     def lasted(self, patience: float, now: float) -> float:
-        """Return for how many seconds this process was away since the last call; 0 if for less than half of `patience`.
-        Call regularly."""
+        """Return the seconds since the last call if they exceed half of `patience`, as this process then was stopped or
+        blocked; else 0. Call regularly."""
         away, self._present_at = now - self._present_at, now
         return away if away > patience / 2 else 0.0
 
 
 class Deadline:
-    """A time limit for the answers of other processes. Time in which this process itself was away does not count."""
+    """A time limit for the answers of other processes. It is postponed by the time in which this process itself did not
+    run."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
@@ -35,13 +37,13 @@ class Deadline:
         self.turn(now)
 
     def turn(self, now: float) -> float:
-        """Move the limit by the time in which this process was away, and return the seconds of that time. Call
-        regularly."""
+        """Postpone the limit by the time in which this process did not run since the last call, and return the seconds
+        of that time. Call regularly."""
         away = self._absence.lasted(self._seconds, now)
         self.at += away
         self.look_at = min(self.at, now + self._seconds / 4)
         return away
 
     def hasten(self, at: float) -> None:
-        """Move the limit forward to this time, unless it is earlier already."""
+        """Make the limit end at time `at`, unless it ends earlier already."""
         self.at, self.look_at = min(self.at, at), min(self.look_at, at)

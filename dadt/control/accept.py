@@ -20,14 +20,15 @@ FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 FULL_SECONDS = 0.01
 MOST_AT_ONCE = 64
-"""Connections accepted in a row before the caller does other work."""
+"""Number of connections that are accepted in a row before the caller does other work."""
 MOST_UNPROVED = 64
-"""Most open connections that have not yet proved that they belong to the job."""
+"""Limit on open connections whose clients have not yet proved that they belong to the job."""
 
 
 class Entrance:
-    """A listening socket and its connections that have not proved themselves yet. If there are too many, the address
-    with the most loses its oldest one, so a flood from one address does not push out other clients. Thread-safe."""
+    """A listening socket and its unproved connections, whose clients have not proved yet that they belong to the job.
+    If there are too many, the address with the most unproved connections loses its oldest one, so a flood from one
+    address does not push out other clients. Thread-safe."""
 
     def __init__(self, server: socket.socket, drop: Callable[[socket.socket], None], most: int = MOST_UNPROVED) -> None:
         """drop: closes an unproved connection to make room. most: limit on unproved connections."""
@@ -62,7 +63,8 @@ class Entrance:
         self.server = server
 
     def settle(self, connection: socket.socket) -> None:
-        """Stop counting a connection, because it has proved itself or is closed. May be called repeatedly."""
+        """Stop counting a connection as unproved, because its client has proved itself or it is closed. May be called
+        repeatedly."""
         with self._lock:
             self._unproved.pop(connection, None)
 
@@ -87,8 +89,8 @@ class Entrance:
         return True
 
     def _turn_away(self) -> None:
-        """Accept and close the connection that has waited longest. Without free descriptors it cannot be used, and
-        would wake the selector again and again."""
+        """Accept and close the connection that has waited longest. No descriptor is free to use it with, and if it
+        stayed in the queue it would wake the selector again and again."""
         if self._spare is not None:
             os.close(self._spare)
             try:

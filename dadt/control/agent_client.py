@@ -1,4 +1,4 @@
-"""A worker's connection to its host's agent: reports, questions, and the exchange of keys and values at the start."""
+"""A worker's connection to its host's agent, for reports, questions, and exchanges of keys and values at the start."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from dadt.errors import DadtError
 from dadt.world import World
 
 REPORT_SECONDS = 0.2
-"""Least seconds between two reports of a step's numbers, such as samples processed and seconds waited."""
+"""Minimum seconds between two progress reports of a rank, which contain numbers such as samples processed and seconds
+waited."""
 MOST_REPORTS = 5000
-"""Most reports of such numbers that the ranks together may send in a second, as the launcher receives all of them."""
+"""Most progress reports per second that the ranks of a job send together, because one launcher receives all of them."""
 LISTENER_SECONDS = 1.0
-"""Seconds to wait for the listening thread to end."""
+"""Seconds to wait for the end of the thread that receives news of other ranks."""
 ANSWER_SECONDS = 10.0
-"""Seconds that the agent may take to answer, on top of the question's own timeout."""
+"""Seconds that the agent may take to answer a question, in addition to the question's own timeout."""
 
 AGAIN_SECONDS = 5.0
 """Seconds that an agent may take to create its socket again after someone removed it."""
@@ -37,7 +38,7 @@ LOOK_SECONDS = 0.1
 
 
 def report_seconds(ranks: int) -> float:
-    """Return the least seconds between two reports of one rank's numbers, in a job with this number of ranks."""
+    """Return the minimum seconds between two progress reports of one rank, in a job with this number of ranks."""
     return max(REPORT_SECONDS, ranks / MOST_REPORTS)
 
 
@@ -97,8 +98,8 @@ class Control(WorkerLine):
             listener.join(LISTENER_SECONDS)
 
     def _listen(self, hear: Callable[[Frame], None]) -> None:
-        """Body of the listening thread; ends with the connection. A lost agent is not reported here, because the next
-        question to it raises an error."""
+        """Body of the thread that passes news of other ranks to `hear`, until the connection ends. A lost agent is not
+        reported here, because the next question to the agent raises an error."""
         parser = Parser(schema.ANSWERS)
         while data := _heard(self._reports):
             for frame in parser.feed(data):
@@ -158,7 +159,8 @@ def _dial(world: World) -> socket.socket:
 
 
 def _checked(frame: Frame) -> Frame:
-    """Return the frame. Raises DadtError if the agent would refuse it, so that the caller learns the reason."""
+    """Return the frame unchanged. Raises DadtError if the agent would refuse it, because the agent would only close the
+    connection without a reason."""
     if refusal := schema.WORKER.refusal(frame.kind, frame.header, len(frame.body)):
         raise DadtError(refusal)
     return frame

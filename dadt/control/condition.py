@@ -25,15 +25,15 @@ TEXTS = {
     "swapping": "is swapping: memory is short ({place})",
     "busy": "computes ({place})",
 }
-"""Texts for each condition that complete a sentence beginning with the rank."""
+"""Text for each condition, such as "computes (host1)", which continues a sentence that begins with the rank."""
 HELD = {
     "stopped": "it was stopped (SIGSTOP)",
     "traced": "a debugger held it",
     "hanging": "it hung in the kernel, in a device or a file server",
     "swapping": "it was swapping, as memory was short",
 }
-"""Past-tense texts for conditions that prevent a rank from continuing. A busy rank is only slow, so it is missing here.
-"""
+"""Text in the past tense for each condition that prevents a rank from continuing. "busy" is not included, since a busy
+rank is only slow."""
 
 
 class Look(NamedTuple):
@@ -48,8 +48,8 @@ class Look(NamedTuple):
 
 
 class Conditions:
-    """Conditions of one host's workers. Most conditions need two samples, so the first look finds only stopped or
-    traced workers."""
+    """Finds the conditions of one host's workers. Most conditions need two samples, so the first inspection finds only
+    stopped or traced workers."""
 
     def __init__(self) -> None:
         self._looks: dict[int, Look] = {}

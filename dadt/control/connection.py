@@ -25,15 +25,15 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 TEXT_LIMIT = 1 << 20
 STRANGERS = 100
-"""Most failed connection attempts that are reported."""
+"""Limit on the number of failed connection attempts that are reported to the user."""
 SEAL = "DADT_SEAL"
 """Environment variable with the encryption state of the connection that an agent has as its standard input."""
 MEET_SECONDS = 10.0
 """Seconds that the handshake may take."""
 CONNECT_SECONDS = 3.0
 PAUSES = (0.1, 1.0)
-"""Seconds of the first and the longest pause between attempts to connect; no event tells when another host opens a port
-or writes a file."""
+"""Seconds of the first and the longest pause between attempts to connect. No event reports when another host opens a
+port or writes the file with its address."""
 KEEPALIVE_PROBES = 3
 
 Words = Mapping[str, Any]
@@ -47,14 +47,15 @@ class SealedConnection(NamedTuple):
 
 
 class Refused(LaunchError):
-    """Raised if the launcher knows the key but refuses this process; the message is the launcher's."""
+    """Raised if the launcher has proved that it knows the key but refuses this process. The message is the one that the
+    launcher sent."""
 
 
 class Unreached(LaunchError):
     """Raised if no launcher with this key was reached."""
 
     nobody_listens = False
-    """Whether the hosts answered that nobody listens there."""
+    """Whether every address answered that no process listens at the port."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,8 +166,8 @@ class Listener:
                 connection.close()
 
     def _hear(self, connection: socket.socket, deadline: float) -> tuple[Words, Seal] | None:
-        """Run the launcher's side of the handshake. Returns the client's hello and the encryption state; None if
-        `greet` refused it."""
+        """Run the launcher's side of the handshake. Returns the client's `hello` message and the encryption state; None
+        if `greet` refused the client."""
         ours = GREETING + secrets.token_bytes(NONCE_BYTES)
         _write(connection, ours, deadline)
         theirs = _read(connection, NONCE_BYTES, deadline)
@@ -184,7 +185,7 @@ class Listener:
         try:
             address = connection.getpeername()[0].removeprefix("::ffff:")
         except OSError:
-            return  # the connection was dropped already, so its address is unknown
+            return  # the connection was dropped already, so its client's address is unknown
         text = f"a connection from {address} was turned away: {error or type(error).__name__}"
         if text not in self._told and len(self._told) < STRANGERS:
             self._told.add(text)
@@ -194,9 +195,10 @@ class Listener:
 def dial(
     find: Callable[[], Reach], hello: Words, deadline: float, whom: str = "the launcher"
 ) -> tuple[SealedConnection, Words, str]:
-    """Connect to the launcher, or to another listener, which error messages call `whom`. Returns the connection, the
-    answer, and the address that worked. find: returns where the launcher listens, or raises Unreached while this is
-    unknown; called before each round of attempts. Raises Refused, or Unreached after the deadline."""
+    """Connect to the launcher, or to another listener. Returns the connection, the listener's answer to `hello`, and
+    the address that worked. find: returns where the listener listens, or raises Unreached while this is unknown; called
+    before each round of attempts. whom: what error messages call the listener. Raises Refused, or Unreached after the
+    deadline."""
     pause, longest = PAUSES
     while True:
         try:
@@ -224,7 +226,7 @@ def guard(connection: socket.socket, silence: float) -> None:
 
 
 def become_standard(connection: SealedConnection) -> None:
-    """Replace this process's standard input by the connection, which serves both directions."""
+    """Make the connection this process's standard input, which is then used both to read and to write."""
     os.dup2(connection.socket.fileno(), 0)
     os.environ[SEAL] = connection.seal.to_text()
     connection.socket.close()
@@ -333,7 +335,7 @@ def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _shut(connection: socket.socket) -> None:
-    """Shut a connection down to wake the thread that waits on it; that thread closes it."""
+    """Shut a connection down to wake the thread that waits on it; that thread then closes the connection."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:

@@ -21,7 +21,7 @@ them."""
 NOISE_LIMIT = 1 << 16
 CHUNK = 1 << 16
 CHUNKS = 16
-"""Chunks read in a row before the caller does other work."""
+"""Number of chunks that are read in a row before the caller does other work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Parser:
     """Parses a stream of bytes into frames. Buffers at most one incomplete frame, whose size is limited by its kind."""
 
     def __init__(self, speaker: Speaker, noisy: bool = False) -> None:
-        """speaker: the sender, which determines the frames that are allowed. noisy: whether to skip everything before
-        MAGIC."""
+        """speaker: the sender, which determines the frames that are allowed. noisy: whether to skip everything that
+        arrives before MAGIC."""
         self.preface = b""
         """Output of a login shell or of Python's start-up files before the agent's MAGIC; empty until MAGIC has
         arrived."""
@@ -61,8 +61,8 @@ class Parser:
         """Number of bytes in the body of the frame that is being received."""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Add received bytes and yield all complete frames. Raises DadtError if the bytes are no frames (another
-        program writes to the same pipe), or if the speaker may not send such a frame."""
+        """Add received bytes and yield all complete frames. Raises DadtError if the bytes are no frames, for example
+        because another program writes to the same pipe, or if the speaker may not send such a frame."""
         self._buffer += data
         if self._noisy and not self._skip_noise():
             return
@@ -78,7 +78,7 @@ class Parser:
         return bytes(self._buffer) if self._noisy else b""
 
     def _begin(self) -> bool:
-        """Parse the header of the next frame. Returns whether it is complete."""
+        """Parse the header of the next frame, unless this was done already. Returns whether the header is complete."""
         if self._head is not None:
             return True
         if len(self._buffer) < LENGTHS.size:
@@ -144,7 +144,7 @@ class Link:
         return frames
 
     def post(self, data: bytes) -> None:
-        """Append bytes of frames to those waiting for `flush`."""
+        """Queue the bytes of encoded frames for the next `flush`."""
         self.unsent += data if self._seal is None else self._seal.closed(data)
 
     def send(self, frame: Frame) -> None:
@@ -152,7 +152,8 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Write as many waiting bytes as fit. Raises BrokenPipeError once the other side has closed."""
+        """Write as many queued bytes as the descriptor accepts without blocking. Raises BrokenPipeError once the other
+        side has closed."""
         while self.unsent:
             try:
                 written = os.write(self.writer, self.unsent[:CHUNK])

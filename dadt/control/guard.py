@@ -1,4 +1,4 @@
-"""Cleans up after a process that was killed, by a shell that waits for its end."""
+"""Cleans up after a process that was killed. A shell, started for this purpose, waits for the end of the process."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Guard:
     """
 
     def __init__(self, folder: Path, mark: str = "") -> None:
-        """folder: removed at the end. mark: an environment variable and its value, such as DADT_AGENT=/tmp/...; if
-        empty, no process is killed."""
+        """folder: removed when this process ends. mark: an environment variable and its value, such as
+        DADT_AGENT=/tmp/...; if empty, no process is killed."""
         self._process = subprocess.Popen(
             ["sh", "-c", SCRIPT, "dadt-guard", str(folder), mark],
             stdin=subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""Shared memory into which each worker of a host writes its step, so that signs of life cost no system call."""
+"""A memory-mapped file to which the workers of a host write their steps, so that reporting a step needs no system
+call."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ RECORD = struct.Struct("@qd")
 class Heartbeat:
     """One record per local rank: its step (-1: none yet) and the time of writing.
 
-    The file outlives its writers, so the last step of a killed worker is known.
+    The file remains when a worker is killed, so the last step of the worker is known.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,7 +25,8 @@ class Heartbeat:
         self.close = weakref.finalize(self, os.close, self._file)
         """Closes the file; also called when this object is garbage-collected. May be called repeatedly."""
         self._records: mmap.mmap | None = None
-        """The memory-mapped file, in writers only: a reader would crash if another process truncated the file."""
+        """The file mapped into memory; None in processes that only read, which would crash if another process truncated
+        the mapped file."""
 
     @classmethod
     def create(cls, path: Path, local_size: int) -> Heartbeat:
@@ -41,7 +43,8 @@ class Heartbeat:
         RECORD.pack_into(self._records, local_rank * RECORD.size, step, time.monotonic())
 
     def read(self, local_rank: int) -> tuple[int, float]:
-        """Return the step of a local rank, and the seconds since it was written; -1 and 0 if the record is invalid."""
+        """Return the step that a local rank has written last, and the seconds since then; -1 and 0 if its record is
+        invalid."""
         data = os.pread(self._file, RECORD.size, local_rank * RECORD.size)
         if len(data) < RECORD.size:
             return -1, 0.0

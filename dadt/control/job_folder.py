@@ -1,5 +1,5 @@
-"""The folder of a running job on one host, named by the job's id. Contains the agent's sockets, the workers' steps and
-their stacks."""
+"""The folder of a running job on one host, named by the job's id. It contains the agent's sockets, the workers' current
+steps and their stack traces."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from dadt.errors import LaunchError
 from dadt.world import World
 
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
-"""Characters of a job's id, without easily confused ones such as 0 and o."""
+"""Characters of which job ids consist; easily confused ones such as 0 and o are left out."""
 FRESH_SECONDS = 60.0
 FRESHEN_SECONDS = 3600.0
 SOCKET = "agent"
 ASK = ".ask"
-"""Suffix of the pipe through which a worker is asked to write its threads' stacks."""
+"""Suffix of the name of the pipe through which the agent asks a worker to write the stack traces of its threads."""
 
 
 class Folder:
-    """The folder /tmp/dadt-<uid>/<job>, readable by this user only. Processes that use it share a lock on it; a folder
-    that nobody has locked is stale and removed by the next job. systemd-tmpfiles does not clean up locked folders."""
+    """The folder /tmp/dadt-<uid>/<job>, which only this user can access. Processes that use the folder hold a shared
+    lock on it. A folder that no process has locked is stale, and the next job removes it. systemd-tmpfiles does not
+    remove locked folders."""
 
     def __init__(self, path: Path, lock: int, guard: Guard | None) -> None:
         """lock: file descriptor of the folder, which holds the shared lock."""
@@ -89,8 +90,7 @@ class Folder:
 
     @property
     def socket(self) -> Path:
-        """Path by which workers know their agent. Each worker has a socket of its own, whose path is derived from this
-        one."""
+        """Path from which the paths of the agent's sockets are derived: each worker connects to a socket of its own."""
         return self.path / SOCKET
 
     @property
@@ -99,7 +99,8 @@ class Folder:
 
     @property
     def mark(self) -> str:
-        """Environment setting that all processes of the agent carry, as "VARIABLE=value"."""
+        """Environment variable with its value, as "VARIABLE=value", which all processes of the agent have in their
+        environment."""
         return _mark(self.path)
 
     @property
@@ -107,7 +108,7 @@ class Folder:
         return self.path / "pulse"
 
     def leave(self) -> None:
-        """Release the folder, and remove it unless another process still uses it."""
+        """Release this process's lock on the folder, and remove the folder unless another process still uses it."""
         if self._lock < 0:
             return
         try:
@@ -162,7 +163,8 @@ def root() -> Path:
 
 
 def private(path: Path) -> Path:
-    """Return the folder, creating it if necessary. Raises LaunchError if other users could put something into it."""
+    """Return the folder `path`, creating it if necessary. Raises LaunchError if it belongs to another user or other
+    users can access it."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     status = path.lstat()
@@ -195,17 +197,17 @@ def remove_stale() -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process uses the folder, or has just created it and is about to lock it."""
+    """Return whether a process uses the folder, or may have just created it and be about to lock it."""
     try:
         lock = _open(path)
     except FileNotFoundError:
         return False
     except OSError:
-        return _is_fresh(path)  # the path is no folder, but the socket at which ranks without an agent meet
+        return _is_fresh(path)  # the path is not a folder but the socket at which ranks without an agent meet
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True  # another process has the lock: the job is running
+        return True  # another process has locked the folder, so the job is running
     finally:
         os.close(lock)
     with suppress(FileNotFoundError):
@@ -221,7 +223,7 @@ def _is_fresh(path: Path) -> bool:
 
 
 def _hold(path: Path) -> int:
-    """Create the folder unless it exists, and share its lock. Returns the folder's file descriptor."""
+    """Create the folder unless it exists, and take a shared lock on it. Returns the folder's file descriptor."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # another job may remove the folder as stale before this process locks it
@@ -237,7 +239,7 @@ def _open(path: Path) -> int:
 
 
 def _is_at(path: Path, lock: int) -> bool:
-    """Return whether the folder opened as this descriptor is still the one at this path."""
+    """Return whether `path` is still the folder that is open as the descriptor `lock`."""
     if lock < 0:
         return False
     try:

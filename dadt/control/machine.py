@@ -51,7 +51,7 @@ def identity() -> str:
 
 
 def free_ports(count: int = MOST_PORTS) -> list[int]:
-    """Return different TCP ports that are free at the moment."""
+    """Return `count` different TCP ports that are free at the moment."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -60,7 +60,7 @@ def free_ports(count: int = MOST_PORTS) -> list[int]:
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use, by its affinity and its cgroup's quota."""
+    """Return the number of CPU cores that this process may use, according to its affinity and its cgroup's quota."""
     usable = len(os.sched_getaffinity(0))
     for folder in _cgroup_folders():
         quota, _, period = read_text(folder / "cpu.max").partition(" ")
@@ -70,8 +70,8 @@ def cores() -> int:
 
 
 def gpus(env: Mapping[str, str] = os.environ, installed: Sequence[str] | None = None) -> list[str]:
-    """Return the visible NVIDIA GPUs as CUDA_VISIBLE_DEVICES names them: indices, UUIDs or MIG instances. installed:
-    the models of all GPUs, if already known."""
+    """Return the visible NVIDIA GPUs in the notation of CUDA_VISIBLE_DEVICES: indices, UUIDs or MIG instances.
+    installed: the models of all GPUs, if the caller knows them already."""
     installed = _installed_gpus() if installed is None else installed
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -113,13 +113,13 @@ def memory_kills() -> int:
 
 
 def memory_facts(peak: int, kills_before: int) -> dict[str, int]:
-    """Return the memory figures for the report of a process's end. peak: most bytes that it used. kills_before:
-    `memory_kills` when the process began."""
+    """Return the memory figures with which a worker's end is reported. peak: largest number of bytes that the worker
+    used. kills_before: value of `memory_kills` when the worker began."""
     return {"peak_memory": peak, "memory_limit": memory_limit(), "memory_kills": memory_kills() - kills_before}
 
 
 def process_limit() -> int:
-    """Return the most processes and threads that this cgroup may have at once; 0 if there is no limit."""
+    """Return the largest number of processes and threads that this cgroup may have at once; 0 if there is no limit."""
     texts = (read_text(folder / "pids.max") for folder in _cgroup_folders())
     return min((int(text) for text in texts if text.isdigit()), default=0)
 
@@ -130,7 +130,7 @@ def _installed_gpus() -> list[str]:
         try:
             listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=NVIDIA_SMI_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            return []  # a driver that does not answer would not serve a worker either
+            return []  # if the driver does not answer, workers could not use the GPUs either
         lines = [line for line in listed.stdout.decode(errors="replace").splitlines() if line.startswith("GPU ")]
         return [line.partition(": ")[2].partition(" (UUID")[0] for line in lines]
     folder = Path("/proc/driver/nvidia/gpus")
@@ -139,8 +139,8 @@ def _installed_gpus() -> list[str]:
 
 
 def _cgroup_folders() -> Iterator[Path]:
-    """Yield the folders of this process's cgroups (version 2, and memory of version 1), each followed by all its
-    parents."""
+    """Yield the folders of this process's cgroups (that of version 2, and the memory cgroup of version 1), each
+    followed by all its parents."""
     for line in read_text(Path("/proc/self/cgroup")).splitlines():
         _, names, path = line.split(":", 2)
         if names not in ("", "memory"):

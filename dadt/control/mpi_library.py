@@ -16,7 +16,7 @@ from dadt.control.proc import ancestors
 from dadt.errors import ConfigError
 
 CHOICE = "MPI4PY_LIBMPI"
-"""Environment variable that names the MPI library which mpi4py shall load."""
+"""Environment variable that names the MPI library for mpi4py to load."""
 DEBIANS, WANTED = "libmpich.so.12", "libmpi.so.12"
 """File name of MPICH's library on Debian, and the name that mpi4py from PyPI looks for."""
 LIBRARIES = {
@@ -24,8 +24,8 @@ LIBRARIES = {
     WANTED: ("mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_proxy", "mpiexec"),
     DEBIANS: ("mpiexec.hydra", "hydra_pmi_proxy"),
 }
-"""For each MPI library's file name, the programs that start its ranks: of Open MPI, of MPICH and Intel MPI, and of
-Debian's MPICH."""
+"""Maps each MPI library's file name to the programs that start ranks of it. The entries are Open MPI, then MPICH or
+Intel MPI, then Debian's MPICH."""
 FOLDERS = ("lib", "lib64", "lib/release", "lib/*-linux-gnu")
 """Folders that may contain the MPI library, relative to the parent of the launching program's bin folder."""
 INSTALL = "pip install 'dadt[mpi]', or apt-get install openmpi-bin and pip install mpi4py"
@@ -44,8 +44,8 @@ def choose() -> None:
 
 
 def variables(env: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return environment variables that make a worker's mpi4py load the library of its mpirun, whatever else is
-    installed.
+    """Return environment variables that make a worker's mpi4py load the library of the worker's mpirun, even if other
+    MPI libraries are installed.
 
     env: the worker's environment without these variables. folder: the job's folder, in which a symlink may be created.
     """
@@ -74,8 +74,8 @@ def loaded() -> str:
 
 
 def missing(env: Mapping[str, str], folder: Path) -> list[str]:
-    """Return why a worker of this host cannot use MPI, with the places searched and a remedy, as a list of one text;
-    empty if it can.
+    """Return a list with one text that says why a worker of this host cannot use MPI, which places were searched, and
+    how to solve the problem; an empty list if the worker can use MPI.
 
     env: the worker's environment. folder: the job's folder.
     """
@@ -87,8 +87,8 @@ def missing(env: Mapping[str, str], folder: Path) -> list[str]:
 
 
 def _try(code: str, env: Mapping[str, str], cwd: str | None) -> str:
-    """Load an MPI library by mpi4py in another process, which then runs the code. cwd: its working folder; None: this
-    process's. Returns what it prints. Raises ConfigError."""
+    """Have mpi4py load an MPI library in another process, which then runs `code`, and return what the process prints.
+    cwd: its working folder; None: this process's. Raises ConfigError."""
     command = [sys.executable, "-c", f"import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; {code}"]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
     try:
@@ -101,7 +101,7 @@ def _try(code: str, env: Mapping[str, str], cwd: str | None) -> str:
 
 
 def unusable(error: str) -> str:
-    """Return a sentence that says why mpi4py cannot be used, and a remedy. error: standard error of its failed
+    """Return a sentence that says why mpi4py cannot be used and how to solve this. error: standard error of its failed
     import."""
     if find_spec("mpi4py") is None:
         places = ", ".join(path for path in sys.path if path.endswith("-packages"))
@@ -118,7 +118,7 @@ def unusable(error: str) -> str:
 
 
 def beside(program: Path) -> Iterator[Path]:
-    """Yield the MPI libraries that are installed beside a program that starts ranks."""
+    """Yield the MPI libraries in the same installation as `program`, which starts MPI ranks."""
     for name, programs in LIBRARIES.items():
         if program.name in programs:
             for folder in FOLDERS:

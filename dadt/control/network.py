@@ -1,4 +1,5 @@
-"""Finds the address at which other hosts reach a host, by connecting instead of judging by interface names."""
+"""Finds the address at which other hosts reach a host, by trying to connect instead of guessing from the names of
+network interfaces."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "p
 """Name prefixes of network interfaces that lead only to containers of the same host."""
 PROBE_SECONDS = 3.0
 SETTLE_SECONDS = 0.2
-"""Seconds to wait for slower answers once every host has answered at one of its addresses."""
+"""Seconds to wait for answers of further addresses, once one address of every host has answered."""
 CROWD = 16
-"""Number of hosts above which a listen queue may overflow. Kernels then retry after 1 s, for which CROWD_SETTLE_SECONDS
-allows."""
+"""Number of hosts above which a listen queue may overflow. The kernel then sends a connection request again after 1 s,
+which is why CROWD_SETTLE_SECONDS is longer."""
 CROWD_SETTLE_SECONDS = 1.3
 BACKLOG = 4096
-"""Length of the listen queue, enough for a connection from every other host to every address; the kernel may reduce it.
-"""
+"""Length of the listen queue, enough for a connection from every other host to every address of this host. The kernel
+may reduce it."""
 TOKEN_BYTES = 16
 SAME_MACHINE = "127.0.0.1"
 
@@ -71,7 +72,7 @@ def allowed(entries: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[s
 
 
 def fastest(entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the address entry with the highest speed, to use if other hosts reach all entries."""
+    """Return the address entry with the highest speed, which is the one to use if other hosts can reach every entry."""
     return min(entries, key=lambda entry: _cost(entry, []))
 
 
@@ -86,8 +87,8 @@ def check(wanted: str) -> None:
 
 
 class ProbeListener:
-    """Answers every connection with this agent's token. Clients need the token to notice an address that several hosts
-    have (of a container network), at which they would reach themselves."""
+    """Answers every connection with this agent's token. If several hosts have the same address, as in container
+    networks, a client may reach its own host there; a wrong token shows this."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
@@ -129,9 +130,9 @@ class Probe:
     """Connects to all addresses of all other hosts at once. The agent calls `advance` until `finished`."""
 
     targets: Sequence[Mapping[str, Any]]
-    """One {index, port, token, addresses} for each other host."""
+    """One entry {index, port, token, addresses} for each other host."""
     reached: dict[int, dict[str, float]] = field(default_factory=dict)
-    """For each host index, the addresses that answered, with the seconds until the answer."""
+    """For each host index, the addresses that answered, each with the seconds until the answer came."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _deadline: float = field(default_factory=lambda: time.monotonic() + PROBE_SECONDS)
     _settled: float = float("inf")
@@ -194,8 +195,8 @@ class Probe:
 def agree(
     names: Sequence[str], reports: Sequence[Mapping[str, Any]], reached: Sequence[Mapping[str, Mapping[str, float]]]
 ) -> list[tuple[str, str]]:
-    """Choose for each host an (address, interface) that all other hosts reach: the fastest link first, then the
-    quickest answer.
+    """Choose the (address, interface) of each host: of those that all other hosts reach, the fastest link, and among
+    equal ones the quickest answer.
 
     reports: each agent's report about its host, with allowed addresses only. reached: the results of each agent's
     Probe. Lists are indexed by host. Raises LaunchError, which names all pairs of hosts without a connection.
@@ -211,7 +212,8 @@ def agree(
     if not all(good):
         raise LaunchError(_cut(names, reports, reached, [index for index, entries in enumerate(good) if not entries]))
     for newer in (False, True):
-        # Use the same address family (IPv4 or IPv6) for all hosts if possible, since libraries mix them badly.
+        # If possible, all hosts use the same address family (IPv4 or IPv6), since libraries have problems with a
+        # mixture.
         same = [[entry for entry in entries if (":" in entry["address"]) is newer] for entries in good]
         if all(same):
             good = same
@@ -221,10 +223,9 @@ def agree(
 
 
 def choose(entries: Sequence[Mapping[str, Any]], ways: Sequence[Mapping[str, float]]) -> tuple[str, str]:
-    """Choose (address, interface) for one more host: the fastest link that all others reach, then the quickest answer.
-    entries: the new host's allowed addresses. ways: for each other host, the addresses it reaches, with seconds. Raises
-    LaunchError.
-    """
+    """Choose the (address, interface) of one more host: of those that all other hosts reach, the fastest link, and
+    among equal ones the quickest answer. entries: the new host's allowed addresses. ways: for each other host, the new
+    host's addresses that it reaches, with the seconds until the answer. Raises LaunchError if there is none."""
     good = [entry for entry in entries if all(entry["address"] in way for way in ways)]
     if not good:
         tried = ", ".join(entry["address"] for entry in entries)

@@ -1,4 +1,5 @@
-"""Limits the sending rate of TCP connections, by Linux's own pacing of sockets: without root, on any network device."""
+"""Limits the sending rate of TCP connections by Linux's pacing of sockets, which needs no root and works on any network
+device."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def check(rate: float) -> None:
 
 @contextmanager
 def paced(rate: float) -> Iterator[None]:
-    """Context manager: TCP connections that this process makes within it send at most `rate` bytes per second; 0: no
-    limit. Raises ConfigError if the kernel cannot pace connections."""
+    """Context manager that, at its end, limits each TCP connection that this process has made within it to `rate` bytes
+    sent per second; 0: no limit. Raises ConfigError if the kernel cannot pace connections."""
     before = {_inode(connection) for connection in _connections()} if rate else set()
     yield
     for connection in _connections() if rate else ():

@@ -1,4 +1,5 @@
-"""Marks TCP connections for control and small messages, so that this host sends their packets before bulk data."""
+"""Marks TCP connections that carry control frames and small messages, so that this host sends their packets before bulk
+data."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import socket
 from contextlib import suppress
 
 _LOW_DELAY = 0x10
-"""The IP type of service "low delay". Linux's default queue sends packets with it first, and so do many routers."""
+"""The IP type of service "low delay". Linux's default queue, and many routers, send packets with this type first."""
 _INTERACTIVE = 6
-"""The socket priority that Linux gives to packets with this type of service."""
+"""The socket priority that Linux gives to packets with the type of service "low delay"."""
 
 
 def set_urgent(connection: socket.socket, urgent: bool = True) -> None:
-    """Let the packets of a connection go before others, or no longer, if the kernel or a sandbox permits it."""
+    """Give the packets of a connection priority over other packets, or end this if `urgent` is false. Has no effect if
+    the kernel or a sandbox forbids it."""
     service = _LOW_DELAY if urgent else 0
     options = [(socket.IPPROTO_IP, socket.IP_TOS, service)]
     options.append((socket.SOL_SOCKET, socket.SO_PRIORITY, _INTERACTIVE if urgent else 0))

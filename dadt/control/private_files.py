@@ -46,7 +46,7 @@ def open_file(path: Path, how: str = "wb", *, inner: bool = False, **options: An
 
 
 def permissions(folder: Path) -> int:
-    """Return the permissions for a new file or folder in this folder: those of the folder, but private if it is
-    world-writable."""
+    """Return the permissions for a new file or folder in `folder`: those of the folder itself, or private ones if the
+    folder is world-writable."""
     mode = folder.stat().st_mode
     return PRIVATE if mode & stat.S_IWOTH else PRIVATE | stat.S_IMODE(mode) & 0o077

@@ -18,8 +18,8 @@ def stat_fields(folder: Path) -> list[str]:
 
 
 def ancestors() -> Iterator[int]:
-    """Yield the ids of this process's ancestors, nearest first, except process 1. Ends early after an ancestor that has
-    ended or is hidden."""
+    """Yield the ids of this process's ancestors, nearest first, without process 1. Stops at an ancestor that has ended
+    or that this user may not see."""
     pid = os.getppid()
     while pid > 1:
         yield pid

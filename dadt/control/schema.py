@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 Check = Callable[[Any], bool]
 
 TEXT = 1 << 16  # most characters of a text that is shown to users
-BLOB = 64 << 20  # most bytes that a rank sends to other ranks in one exchange of the rendezvous
+BLOB = 64 << 20  # most bytes that a rank sends to the other ranks in one exchange through the launcher
 RESULT = 1 << 30  # most bytes of the function of `dadt.run` with its arguments, and of its result
 OUTPUT = 1 << 20  # most bytes of a worker's output or stacks in one frame
 MOST_RANKS = 1 << 20
@@ -24,8 +24,8 @@ SIZES = re.compile("-?[0-9]{1,6}")
 MARK = re.compile(r"\.dadt-\w+(-[0-9]+){4}-")
 RAISED = ("DadtError", "StartTimeout", "PeerLost", "CommTimeout", "NotResumed")
 TOKEN = re.compile(r"([0-9a-f]{2}){1,32}")
-MOST_AROUND = 16  # most exceptions of a chain (raised from one another) that a report names
-DEPTH = 6  # deepest nesting of JSON values that are passed on unread
+MOST_AROUND = 16  # most exceptions of one chain, each raised from the next, that a report names
+DEPTH = 6  # deepest nesting of JSON values that are forwarded without being read
 
 
 def whole(least: int = 0, most: int = 1 << 62) -> Check:
@@ -33,7 +33,7 @@ def whole(least: int = 0, most: int = 1 << 62) -> Check:
 
 
 def number(value: Any) -> bool:
-    """Whether the value is a finite number; the comparison is false for NaN."""
+    """Return whether the value is a finite number. For NaN the comparison is false."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
@@ -46,7 +46,7 @@ def matching(pattern: re.Pattern[str]) -> Check:
 
 
 def is_address(value: Any) -> bool:
-    """Whether the value is the text of an IPv4 or IPv6 address; host names are not."""
+    """Return whether the value is the text of an IPv4 or IPv6 address. Host names are not accepted."""
     try:
         return isinstance(value, str) and bool(ipaddress.ip_address(value))
     except ValueError:
@@ -94,7 +94,8 @@ def record(**facts: Check) -> Check:
 
 
 def anything(value: Any, depth: int = DEPTH) -> bool:
-    """Whether the value is JSON of at most this depth. For values that are passed on unread."""
+    """Return whether a JSON value is nested at most `depth` levels deep. Used for values that are forwarded without
+    being read."""
     if isinstance(value, dict):
         value = list(value.values())
     return not isinstance(value, list) or (depth > 0 and all(anything(each, depth - 1) for each in value))
@@ -118,7 +119,7 @@ class FrameKind(NamedTuple):
     facts: Mapping[str, Check] | None
     """Check for each header field; None allows any fields of limited depth, for frames that are only displayed."""
     body: int = 0
-    """Most bytes of the body, which follows the header."""
+    """Largest number of bytes of the body, which follows the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class Speaker:
     """Name of the side for error messages, such as "a worker"."""
     kinds: Mapping[str, FrameKind]
     header: int = 1 << 20
-    """Most bytes of a frame's header."""
+    """Largest number of bytes of a frame's header."""
 
     def refusal(self, kind: str, header: Mapping[str, Any], body: int) -> str:
         """Return why a frame with this header and a body of this many bytes is not allowed; empty if it is allowed."""
@@ -152,7 +153,7 @@ class Speaker:
 
 RANK = whole(0, MOST_RANKS)
 SIGNAL = whole(1, 64)
-PID = whole(2, 1 << 31)  # kill() would signal a whole group of processes for 0, 1 or a negative number
+PID = whole(2, 1 << 31)  # with 0, 1 or a negative number, kill() would signal a whole group of processes
 SECONDS = number
 STEP = whole(-1)
 COUNT = whole()
@@ -165,14 +166,14 @@ VARIABLES = mapped(text(1 << 20), 1 << 16)
 TERMINAL = maybe(pair(whole(0, 65535), whole(0, 65535)))
 
 DEATH = FrameKind({"text": text(TEXT), "steps_": COUNT})
-"""Frame that says which rank has ended and how. steps: number of its steps, if it ended successfully."""
+"""Frame that says which rank has ended and how. `steps` is the number of the rank's steps, if it ended successfully."""
 
 _ranks, _writers = listed(RANK, MOST_RANKS), listed(STEP, MOST_RANKS)
-APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # a replacement worker's question
+APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # a replacement worker asks to join
 REGROUP = FrameKind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "writers_": _writers, "text": text(TEXT),
                 "handed_": COUNT})  # fmt: skip
-"""Frame that says which ranks train on together after a loss (members), the first rank on each host (firsts), and which
-rank ended."""
+"""Frame sent after a loss. It says which ranks continue training (`members`), which rank is the first on each host
+(`firsts`), and which rank ended."""
 
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
 _question: dict[str, Check] = {**_process, "timeout": SECONDS, "generation_": COUNT}
@@ -231,7 +232,7 @@ WORKER = Speaker(
         "ended": FrameKind({"rank": RANK, "status": whole(0, 1 << 16), "peak_memory": COUNT}),
     },
 )
-"""Frames that the agent of a host accepts from a worker, or from the shim that mpirun started in its place."""
+"""Frames that the agent of a host accepts from a worker, or from the shim that mpirun started in the worker's place."""
 
 _member = record(
     rank=RANK, host=text(), pid=COUNT, state=text(TEXT), said=text(), step=STEP, gathered=COUNT, seconds=number
@@ -259,7 +260,7 @@ ANSWERS = Speaker(
     },
     header=64 << 20,
 )
-"""Frames from an agent to a worker, or to the shim that mpirun started in its place."""
+"""Frames that an agent sends to a worker, or to the shim that mpirun started in the worker's place."""
 
 _about_a_peer: dict[str, Check] = {"peer": RANK, "seconds": number}
 _address = record(interface=text(64), address=is_address, speed=number)

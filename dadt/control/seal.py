@@ -1,8 +1,8 @@
 """Encryption of a network connection in numbered records, after the handshake in which both sides have proved
 themselves.
 
-A record is its length followed by its text under ChaCha20-Poly1305 (RFC 8439), with the record's number as nonce. A
-record that was changed, dropped, repeated or reordered on its way therefore ends the connection.
+A record consists of its length and its text, encrypted with ChaCha20-Poly1305 (RFC 8439) with the record's number as
+nonce. A record that was changed, dropped, repeated or reordered on its way therefore ends the connection.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Seal:
         return cls(way(mine), way(theirs))
 
     def to_text(self) -> str:
-        """Serialize the state, between two records, for another process that takes over the connection."""
+        """Return the state as text, for another process that takes over the connection. Call this only between two
+        records."""
         return " ".join(f"{way.key.hex()} {way.number}" for way in (self.sent, self.received))
 
     @classmethod
@@ -64,8 +65,8 @@ class Seal:
         )
 
     def closed(self, data: bytes) -> bytes:
-        """Encrypt the data into one or more records."""
-        # Imported only when used, since only network connections need the package `cryptography`.
+        """Return the data encrypted as one or more records."""
+        # Imported here, on first use, since only connections over a network need the package `cryptography`.
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
         cipher = ChaCha20Poly1305(self.sent.key)
@@ -77,7 +78,8 @@ class Seal:
         return bytes(records)
 
     def opened(self, data: bytes) -> bytes:
-        """Decrypt the records that are complete. Raises DadtError if a record is not the next one of the other side."""
+        """Add received bytes and return the text of the records that are complete now. Raises DadtError if a record is
+        not the next one that the other side has sent."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 

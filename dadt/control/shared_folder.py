@@ -1,4 +1,4 @@
-"""Finds out which hosts work in the same folder, as over NFS, and which rank writes there for all of them."""
+"""Finds out which hosts work in the same folder, for example over NFS, and which rank writes there for all of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 
 class Marker:
-    """A file that lies in a host's working folder until the other hosts have looked for it. Its random name and content
-    cannot be guessed."""
+    """A file in a host's working folder, by which the other hosts find out whether they see the same folder. Its random
+    name and content cannot be guessed."""
 
     def __init__(self, folder: str, job: str) -> None:
         self.name = f".dadt-{job}-{os.urandom(8).hex()}"
@@ -24,11 +24,12 @@ class Marker:
             self._made = True
 
     def describe(self) -> dict[str, str]:
-        """Return the file's name and content, for which other hosts look; empty if it could not be written."""
+        """Return the marker file's name and content, so that other hosts can look for it; an empty dictionary if it
+        could not be written."""
         return {"name": self.name, "content": self.content} if self._made else {}
 
     def seen(self, markers: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the indices of the markers whose files are found in this host's working folder."""
+        """Return the indices of those markers of other hosts whose files are found in this host's working folder."""
         found = []
         for each in markers:
             with suppress(OSError, UnicodeDecodeError):
@@ -49,7 +50,7 @@ def writers(places: Mapping[int, tuple[int, int | None]], firsts: Collection[int
     result.
 
     places: for each rank, in order, its host and the number of its working folder (None: unknown). firsts: ranks that
-    may write in a shared folder, by default all; the first of them in each folder does.
+    may write in a shared folder, by default all; the first of these ranks in each folder is its writing rank.
     """
     hosts: defaultdict[int, set[int]] = defaultdict(set)
     writer: dict[int, int] = {}

@@ -8,9 +8,10 @@ import os
 from dadt.errors import ConfigError
 
 SECRET = "DADT_SECRET"
-"""Environment variable with the secret that all nodes of the rendezvous share."""
+"""Environment variable with the secret, whose value must be the same on all nodes of the job."""
 SECRET_LENGTH = 16
-"""Fewest characters of a secret: an observer of a handshake could guess shorter ones by trial."""
+"""Minimum number of characters of a secret. An attacker who has recorded a handshake could find a shorter one by trying
+all."""
 MAKE_SECRET = f"export {SECRET}=$(openssl rand -hex 32) on node 0 and the same value on the others, or give file://"
 
 

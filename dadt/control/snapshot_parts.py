@@ -1,9 +1,7 @@
-"""Decides which snapshots are complete, which are kept, and from which parts a rank resumes, by the descriptions that
-ranks have written with their parts.
-A rank that is lost later may have written a part, a rank that catches up after a loss takes its snapshot later than the
-others, and a host's disk may hold parts of an earlier attempt to run the job. Therefore only parts that the same
-generation of ranks has written in the same attempt belong together.
-"""
+"""Decides from the descriptions that ranks write beside their parts of a snapshot which snapshots are complete, which
+are kept, and from which parts a rank resumes. A rank that is lost later may have written a part, a rank that catches up
+after a loss takes its snapshot later than the others, and a host's disk may hold parts of an earlier attempt to run the
+job. Therefore only parts that the same generation of ranks has written in the same attempt belong together."""
 
 from __future__ import annotations
 
@@ -28,16 +26,18 @@ class Source:
     common: int
     """The rank whose part contains the state that all ranks have in common."""
     own: int | None
-    """This rank, if it has a part of its own; None if it was lost when the snapshot was taken."""
+    """The resuming rank's own number if it has a part in the snapshot; None if the rank was lost when the snapshot was
+    taken."""
     is_exact: bool
-    """Whether exactly the ranks that took the snapshot resume from it, each with its own state besides the common one.
-    """
+    """Whether the ranks that resume are exactly those that took the snapshot, each with a state of its own besides the
+    common state."""
     batch: str
     """Hash of the arguments of the first training forward after the snapshot; empty if unknown."""
 
 
 def taken_together(parts: Mapping[int, Part]) -> Mapping[int, Part]:
-    """Return the parts that the newest generation of ranks has written, in the order of ranks. parts: at least one."""
+    """Return the parts that the newest generation of ranks has written, in the order of ranks. parts: a rank's
+    description of its part, by rank; not empty."""
     ages = {rank: (parts[rank]["attempt"], parts[rank]["generation"]) for rank in sorted(parts)}
     newest = max(ages.values())
     return {rank: parts[rank] for rank, age in ages.items() if age == newest}
@@ -45,7 +45,7 @@ def taken_together(parts: Mapping[int, Part]) -> Mapping[int, Part]:
 
 def is_whole(parts: Mapping[int, Part]) -> bool:
     """Return whether all ranks that were training when the snapshot was taken have written their parts. parts: the
-    parts that exist and are not torn, by rank."""
+    descriptions of all complete parts, by rank."""
     if not parts:
         return False
     together = taken_together(parts)
@@ -58,14 +58,15 @@ def outdated(complete: Sequence[Snapshot]) -> Sequence[Snapshot]:
 
 
 def superseded(taken: Iterable[Ordered], last: Ordered) -> list[Ordered]:
-    """Return the snapshots that are newer than `last`. An attempt that resumes from `last` must not find them, as it
-    takes new ones after the same steps. taken: all snapshots, also incomplete ones, as steps or folders."""
+    """Return the snapshots that are newer than `last`. They must be removed before an attempt resumes from `last`, as
+    the attempt will take snapshots after the same steps. taken: all snapshots, also incomplete ones, as steps or
+    folders."""
     return [each for each in taken if each > last]
 
 
 def source(parts: Mapping[int, Part], rank: int, world_size: int) -> Source:
-    """Return the parts from which a rank resumes. parts: the parts that exist, at least one, by rank. world_size: the
-    number of ranks that resume."""
+    """Return the parts from which this rank resumes. parts: the descriptions of the existing parts, by rank; not empty.
+    world_size: the number of ranks that resume."""
     together = taken_together(parts)
     common = next((each for each, part in together.items() if part["common"]), next(iter(together)))
     is_there = rank in together

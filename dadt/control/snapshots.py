@@ -29,9 +29,10 @@ VERSION = 2
 FOLDER = "snapshots"
 _BLOCK = 1 << 20
 _SYNCED = 32 << 20
-"""Bytes written between two syncs to the disk."""
+"""Number of bytes after which written data is synced to the disk."""
 _LARGEST = 16 << 20
-"""Most bytes of the JSON description of a part; its largest value is the script's arguments."""
+"""Size limit in bytes of the JSON description of a part. The largest value in it is the list of the script's arguments.
+"""
 _PART = re.compile(r"rank(\d{1,7})")
 
 
@@ -44,8 +45,8 @@ def content_of(folder: Path, rank: int) -> Path:
 
 
 class Content:
-    """File to which one rank's content is written, with a checksum computed on the way. Data already on disk is dropped
-    from the operating system's cache, which training files need more, since nobody reads a snapshot soon."""
+    """File to which one rank's content is written, with a checksum computed on the way. Written data is dropped from
+    the operating system's cache, which is thus left to training data, since a snapshot is rarely read soon."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash = file, hashlib.sha256()
@@ -66,7 +67,7 @@ class Content:
         self._file.flush()
 
     def sync(self) -> None:
-        """Wait until everything written is on disk. Raises OSError."""
+        """Wait until all data written so far is on disk. Raises OSError."""
         self._file.flush()
         os.fsync(self._file.fileno())
         os.posix_fadvise(self._file.fileno(), self._synced, 0, os.POSIX_FADV_DONTNEED)
@@ -79,15 +80,15 @@ class Content:
 
 
 def complete(folder: Path, rank: int, half: Path, sha256: str, told: dict[str, Any]) -> None:
-    """Make `half`, a file on disk with a rank's content and this checksum, a part of the snapshot. told: further facts
-    for the part's description. Raises OSError."""
+    """Move `half`, a file with a rank's content and this checksum, into the snapshot as the rank's part, and write the
+    part's description. told: further values for the description. Raises OSError."""
     about = {"version": VERSION, "size": half.stat().st_size, "sha256": sha256, **told}
     half.rename(content_of(folder, rank))
     write(folder / f"rank{rank}.json", json.dumps(about))
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text file atomically: afterwards the file is either complete or unchanged. Raises OSError."""
+    """Write a text file atomically, so that a crash leaves either the new content or the old one. Raises OSError."""
     half = path.with_suffix(f"{path.suffix}.half")
     try:
         with private_files.open_file(half, "w", inner=True) as file:
@@ -123,7 +124,8 @@ def about(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether the path is a regular file; opening a pipe, for example, would block."""
+    """Return whether the path is a regular file. Other kinds are not opened, since opening a pipe, for example, would
+    block."""
     return stat.S_ISREG(path.stat().st_mode)
 
 
@@ -147,11 +149,11 @@ ABOUT: Mapping[str, schema.Check] = {
     "arguments": schema.listed(_TEXT, _LARGEST),
     "next": _TEXT,
 }
-"""Required values of a part's description, with a check for each; further values are allowed."""
+"""The values that a part's description must contain, each with a check; the description may contain further values."""
 
 
 def parts(folder: Path) -> list[int]:
-    """Return the ranks whose parts of the snapshot this host sees. Raises NotResumed if there are none."""
+    """Return the ranks whose parts of the snapshot exist on this host. Raises NotResumed if there are none."""
     names = [_PART.fullmatch(path.stem) for path in folder.glob("rank*.json")]
     found = sorted({int(name[1]) for name in names if name is not None})
     if not found:
@@ -165,7 +167,8 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 def shares(folder: Path) -> int:
-    """Return the number of workers among which the job's data was divided; 1 if this cannot be read."""
+    """Return the number of workers among which the job that took the snapshot has divided its data; 1 if this cannot be
+    read."""
     try:
         return int(told(folder)["shares"])
     except (NotResumed, KeyError, TypeError, ValueError):
@@ -173,7 +176,7 @@ def shares(folder: Path) -> int:
 
 
 def described(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the descriptions of all parts that this host sees and that are complete, by rank."""
+    """Return the descriptions, by rank, of the snapshot's parts that are complete and that this host sees."""
     found = {}
     with suppress(NotResumed):
         for rank in parts(folder):
@@ -192,8 +195,8 @@ def whole(root: Path) -> list[Path]:
 
 
 def newest(root: Path) -> Path | None:
-    """Return the folder of the complete snapshot with the largest step, or None. Snapshots of earlier attempts were set
-    aside."""
+    """Return the folder of the complete snapshot with the largest step, or None. Newer snapshots of earlier attempts do
+    not exist here any more, since `set_aside` removes or moves them."""
     return next((folder for folder in sorted(root.glob("[0-9]*"), reverse=True) if is_whole(folder)), None)
 
 
@@ -204,8 +207,9 @@ def drop_old(root: Path) -> None:
 
 
 def set_aside(root: Path, last: Path | None, attempt: int) -> None:
-    """Prepare the folder for an attempt that resumes from snapshot `last`, or from none, so that its snapshots do not
-    mix with older ones of the same step. Removes those newer than `last`; without `last`, renames the whole folder."""
+    """Prepare the folder for an attempt that resumes from snapshot `last`, or from none, so that its snapshots are not
+    mixed with older ones of the same steps. Removes the snapshots newer than `last`; without `last`, renames the folder
+    of all snapshots."""
     if last is not None:
         for folder in snapshot_parts.superseded(root.glob("[0-9]*"), last):
             shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 PER_DOUBLING = 8
-"""Number of bins between a time and twice that time; each bin is 9 % wider than the previous one."""
+"""Number of bins between a time and twice that time. Each bin is thus 9 % wider than the previous one."""
 
 
 def bound(size: int) -> float:

@@ -1,4 +1,5 @@
-"""File names and headers of a timeline and of its parts (one per rank), and a check that they can be written."""
+"""The file names and first bytes of a timeline and of its parts (one part per rank), and a check that the files can be
+written."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from dadt.errors import ConfigError
 
 HEAD = b'{"displayTimeUnit":"ms","otherData":{"program":"dadt"},"traceEvents":[\n'
 PART_HEAD = b"[\n"
-"""First bytes of a part, which opens an array. Trace viewers accept an array without its end, so the parts of a failed
-job can be opened as well."""
+"""First bytes of a part, which open a JSON array. Trace viewers accept an array without its end, so the parts of a
+failed job can be viewed as well."""
 
 
 def part(path: Path, rank: int) -> Path:

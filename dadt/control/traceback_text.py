@@ -11,7 +11,8 @@ from typing import Any
 TRACEBACK = "Traceback (most recent call last):"
 DIRECT = "The above exception was the direct cause of the following exception:"
 OWN = "dadt.errors."
-"""Prefix of exception types whose message explains the failure completely, so that their causes are not searched."""
+"""Prefix of the types of DADT's own exceptions. Their messages explain the failure completely, so no causes of them are
+searched for."""
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d{1,9})(?:, in (?P<function>.+))?$')
 _ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?:: (?P<message>.*))?$")
 _NO_PYTHON = re.compile(r'^  File ".+", line \d+\n(?:    .*\n)+(?=(?:Syntax|Indentation|Tab)Error: )', re.MULTILINE)
@@ -29,7 +30,7 @@ class Raised:
     """Stack frames {file, line, function, text}, innermost last; without frames of libraries, unless the traceback has
     no others."""
     around: Sequence[str] = field(default=())
-    """Texts of the exceptions that were raised from this one, outermost first."""
+    """Texts of the exceptions that were raised as consequences of this one, outermost first."""
 
     @property
     def text(self) -> str:
@@ -37,8 +38,9 @@ class Raised:
 
 
 def innermost(text: str) -> Raised | None:
-    """Return the root cause: the exception of the last traceback, or the innermost of those that it was raised from.
-    For a script that is not Python, its syntax error. None if the text shows none."""
+    """Return the root cause: the exception of the last traceback or, if it was raised from others, the innermost of
+    these. If `text` is the error of a script that is not valid Python, return the syntax error. None if the text
+    contains no exception."""
     found = last(text)
     if found is None:
         return None
@@ -54,7 +56,7 @@ def innermost(text: str) -> Raised | None:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a message; a traceback may follow this line in the message."""
+    """Return the first line of a message, without a traceback that may follow in the message."""
     before = text.partition(TRACEBACK)[0].removesuffix("Original ")
     return next((line.strip() for line in before.splitlines() if line.strip()), "")
 

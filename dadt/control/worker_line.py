@@ -16,18 +16,18 @@ from dadt.errors import DadtError
 from dadt.world import World
 
 SHOWN = 4096
-"""Most characters sent of a path or of a line of source code."""
+"""Number of characters of a path or of a line of source code after which it is cut off in a report."""
 
 
 class WorkerLine:
     """A worker's connection to the agent of its host; subclasses send its reports and questions. If another launcher
     started the ranks, there is no agent, and some reports and questions are ignored or refused. Thread-safe. Usable
-    only in the process that connected: in a forked child every method raises DadtError."""
+    only in the process that created it; in a forked child, reports and questions raise DadtError."""
 
     world: World
     secret: bytes
-    """Secret that only ranks of this job know; empty until it is received, or if processes outside the job may have
-    learned it."""
+    """Secret that only the ranks of this job know. It is empty until it is received, and also if processes outside the
+    job may have learned it."""
     _pid: int
 
     def hello(self, torch: str) -> None:
@@ -35,12 +35,13 @@ class WorkerLine:
         self._report("hello", torch=torch)
 
     def stacks(self, path: Path, signal: int) -> None:
-        """Report that this process writes its threads' stacks to the file `path` when it receives the signal."""
+        """Report that this process writes the stack traces of its threads to the file `path` whenever it receives this
+        signal."""
         self._report("stacks", path=str(path), signal=int(signal))
 
     def claim(self) -> tuple[int, int]:
         """Register this process as the one that trains as this rank; repeated calls change nothing. Returns the number
-        of the signal that asks the script to save (0: none), and how often it was sent so far.
+        of the signal that asks the script to save (0: none), and how often the job's ranks were asked to save so far.
 
         Raises DadtError if another living process has claimed the rank.
         """
@@ -48,8 +49,8 @@ class WorkerLine:
         self.secret = answer.body
         return answer["signal"], answer["saves"]
 
-    # The parameter `generation` is the number of the set of ranks left after losses. The launcher does not answer
-    # requests of an older generation.
+    # In the following methods, `generation` is the number of the set of ranks that are left after losses, as this rank
+    # knows it. The launcher refuses requests of an older generation.
 
     def exchange(self, key: str, blob: bytes, timeout: float, generation: int = 0) -> list[bytes]:
         """Publish this rank's `blob` and return every rank's, ordered by rank. Each key may be used once per job.
@@ -75,13 +76,13 @@ class WorkerLine:
 
     @property
     def due(self) -> bool:
-        """Whether the next call of `progress` would send its numbers, which it does five times a second if there is an
-        agent."""
+        """Whether the next call of `progress` will send its numbers to the agent. This is the case at most five times a
+        second, and never without an agent."""
         return False
 
     def progress(self, step: int, last: bool = False, **numbers: Any) -> None:
-        """Record the optimizer steps done so far, in shared memory without a system call. numbers: sent to the agent if
-        `due`, and always if this is the last step."""
+        """Record the number of optimizer steps done so far, in shared memory without a system call. numbers: figures
+        that are sent to the agent if `due`, and always if this is the last step."""
 
     def failed(
         self,
@@ -116,8 +117,8 @@ class WorkerLine:
         )
 
     def exits(self, text: str, frame: Mapping[str, Any] | None, step: int) -> None:
-        """Report the text with which the script called `sys.exit`, and the place {file, line, function, text}; the
-        process may end by this call."""
+        """Report that the script has called `sys.exit` with this text at the place {file, line, function, text}. The
+        call may end the process."""
         frames = [_shortened(frame)] if frame is not None else []
         self._report("exits", text=text[: schema.TEXT], frames=frames, step=step)
 
@@ -132,32 +133,31 @@ class WorkerLine:
         self._report("done", summary=dict(summary))
 
     def peers(self, starts: bool = False) -> list[dict[str, Any]]:
-        """Report that this rank waits for the others, and return facts about them, in their order: {rank, pid, state,
-        step (-1: none), seconds (since the last sign of life)}. In a job of many ranks only about some of them, such as
-        those for which the others wait. starts: whether this rank waits for its first connection with them.
-        """
+        """Report that this rank waits for the other ranks, and return facts about these, in the order of ranks: {rank,
+        pid, state, step (-1: none), seconds (since the last sign of life)}. In a job of many ranks the facts concern
+        only some ranks, such as those for which the others wait. starts: whether this rank waits for its first
+        connection with the other ranks."""
         ranks: list[dict[str, Any]] = self._ask("peers", 0.0, starts=starts)["peers"]
         return ranks
 
     def reconnect(self, text: str, timeout: float, generation: int) -> tuple[bool, str]:
-        """Ask that all ranks connect again, because this rank's connection failed. text: the error. Waits for the
-        launcher's decision. Returns whether the ranks reconnect, and why not (empty if the error itself explains it).
-        """
+        """Request that all ranks connect again, because this rank's connection failed, and wait for the launcher's
+        decision. text: the error. Returns whether the ranks reconnect and, if not, why (empty if the error itself
+        explains it)."""
         answer = self._ask("reconnect", timeout, text=text[: schema.TEXT], generation=generation)
         return answer["anew"], answer["text"]
 
     def approach(self, known: int, last: bool, timeout: float) -> bytes:
-        """As a replacement worker, ask for the state of training and wait until the other ranks have taken a step.
-        known: bytes of the values read from tensors by other ranks' scripts that this worker already has. last: whether
-        the other ranks wait for this worker. Raises StartTimeout, or NotResumed if the worker cannot join.
-        """
+        """Request the state of training, as a worker that replaces a lost one, and wait until a rank has sent it after
+        its next step. known: number of bytes that this worker already has of the values that scripts of other ranks
+        have read from tensors. last: whether the other ranks shall wait for this worker. Raises StartTimeout, or
+        NotResumed if the worker cannot join."""
         return parts(self._ask("approach", timeout, known=known, last=last))[0]
 
     def give(self, number: int, blob: bytes, generation: int, *, last: bool, text: str = "") -> None:
-        """Answer a replacement worker's question `number` about the state of training. blob: the answer. last: whether
-        this is the last answer, which all ranks send, one of them with the blob. text: why the worker cannot join;
-        empty if it can.
-        """
+        """Answer question `number` of a replacement worker about the state of training. blob: the answer. last: whether
+        this answers the worker's last question; all ranks answer that one, but only one of them sends a blob. text: why
+        the worker cannot join; empty if it can."""
         self._ask("give", 0.0, blob, number=number, generation=generation, last=last, text=text[: schema.TEXT])
 
     def dump(self) -> None:
@@ -170,21 +170,20 @@ class WorkerLine:
         self._report("writes", path=path, mark=mark)
 
     def saved(self, path: str, count: int, number: int) -> None:
-        """Report that local rank 0 has written the file `count` times. number: counts all saves of this rank, of any
-        file."""
+        """Report that local rank 0 has written the file `count` times. number: how many saves of any file this rank has
+        finished."""
         self._report("saved", path=path, count=count, number=number)
 
     def wrote(self, path: str, **facts: Any) -> bool:
-        """Report a file that this process has written to the hosts that see the same folder. facts: `size` (bytes of
+        """Report to the hosts that see the same folder that this process has written a file. facts: `size` (bytes of
         the file that was there before), or `count` (saves of this file) and `number` (saves of any file). Returns
-        whether the report was sent.
-        """
+        whether the report was sent."""
         self._report("wrote", path=path, **facts)
         return True
 
     def heard(self) -> Sequence[bytes]:
-        """Return the lines that ranks reported by `wrote` since the last call, in the same order on all ranks; empty if
-        there is an agent, which adds other hosts' reports to a file of its own."""
+        """Return the reports that ranks have made by `wrote` since the last call, as lines in the same order on all
+        ranks. Always empty if there is an agent, which writes the reports of other hosts to a file instead."""
         return ()
 
     def await_save(self, path: str, count: int, number: int, step: int, timeout: float, far: bool = False) -> str:
@@ -200,10 +199,9 @@ class WorkerLine:
         return str(answer["verdict"])
 
     def listen(self, hear: Callable[[Frame], None]) -> bool:
-        """Call `hear` in a new thread whenever another rank ends, with the frame `death`, or `regroup` if the remaining
-        ranks train on. Call this method once. Returns whether an agent exists that reports this: mpirun, srun and
-        torchrun end all ranks when one of them dies.
-        """
+        """Call `hear` in a new thread whenever another rank ends, with the frame `death`, or with `regroup` if the
+        remaining ranks continue training. Call this method once. Returns whether there is an agent that reports ends of
+        ranks; without one, mpirun, srun or torchrun ends all ranks when one of them dies."""
         return False
 
     def stop_listening(self) -> None:
@@ -215,10 +213,10 @@ class WorkerLine:
         return
 
     def _report(self, kind: str, **facts: Any) -> None:
-        """Send a report to the agent. Ignored without an agent."""
+        """Send a report to the agent. Does nothing if there is no agent."""
 
     def _ask(self, kind: str, timeout: float, body: bytes = b"", **facts: Any) -> Frame:
-        """Ask the agent, and wait for its answer. Raises DadtError without an agent."""
+        """Send a question to the agent and wait for its answer. Raises DadtError if there is no agent."""
         raise DadtError(f"rank {self.world.rank} has no agent to ask: start it with `dadt run`")
 
     def _check_process(self) -> None:
@@ -231,6 +229,6 @@ def _shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts(answer: Frame) -> list[bytes]:
-    """Split the body of an answer into the blobs it consists of."""
+    """Return the blobs of which the body of an answer consists."""
     ends = list(accumulate(answer["sizes"], initial=0))
     return [answer.body[start:end] for start, end in pairwise(ends)]
