@@ -1,5 +1,5 @@
-"""Input and output of the launcher's decisions, which do no I/O themselves: events that reach them, and actions that
-they ask for."""
+"""Types for the code that decides what the launcher does and that does no I/O itself: the events passed to it, and the
+actions that it requests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from dadt.launch.members.node import Node
 
 T = TypeVar("T")
 Reply = Callable[[Frame, float], None]
-"""Called with the answer to a worker's question, and the current time in seconds."""
+"""Function that is called with the answer to a worker's question, and with the current time in seconds."""
 
 
 class Event(NamedTuple):
-    """A frame that an agent has sent, or a change of the connection to the agent (frames `connected` and `lost`)."""
+    """A frame that an agent has sent, or a pseudo-frame (`connected` or `lost`) for a change of the connection to the
+    agent."""
 
     node: Node
     frame: Frame
     now: float
-    """Time at which the frame came, in seconds of time.monotonic."""
+    """Time at which the frame arrived, in seconds of time.monotonic."""
 
 
 class TimeReached(NamedTuple):
@@ -31,8 +32,8 @@ class TimeReached(NamedTuple):
 
 
 Steps = Generator[float, Event | TimeReached, T]
-"""Generator of launcher decisions: yields the time until which it waits, receives an Event or TimeReached, and returns
-its result."""
+"""Generator that makes decisions of the launcher: it yields the time until which it waits, receives an Event or
+TimeReached, and finally returns its result."""
 
 
 class SendFrame(NamedTuple):
@@ -74,13 +75,13 @@ class PrintOutput(NamedTuple):
 
 
 class EndOutput(NamedTuple):
-    """Action: expect no more output of this rank."""
+    """Action: record that no more output of this rank follows."""
 
     rank: int
 
 
 class MoveOutput(NamedTuple):
-    """Action: label this rank's output with the name of another host from now on."""
+    """Action: label this rank's output with the name of another host from now on, because the rank has moved there."""
 
     rank: int
     host: str
@@ -100,14 +101,14 @@ class AnswerCaller(NamedTuple):
 
 
 class ReachHost(NamedTuple):
-    """Action: begin to start the agent of a host that joins the running job."""
+    """Action: begin to start the agent on a host that is to join the running job."""
 
     node: Node
 
 
 class AskHost(NamedTuple):
-    """Action: ask the agent of a host that joins the running job to report about the host. place: number of the host in
-    the job."""
+    """Action: request the report about its host from the agent of a host that is to join the running job. place: number
+    of the host in the job."""
 
     node: Node
     place: int
@@ -126,32 +127,32 @@ class DismissHosts(NamedTuple):
 
 
 class StartWorkers(NamedTuple):
-    """Action: order the agent of a host that has joined the running job to start its workers. place: number of the host
-    in the job."""
+    """Action: order the agent of a host that has joined the running job to start the workers there. place: number of
+    the host in the job."""
 
     node: Node
     place: int
 
 
 StartAction = SendFrame | SayText | SayPart | AskHost | DismissHosts
-"""An action that the startup of a job decides on, before there are workers."""
+"""An action that can be requested during the startup of a job, when there are no workers yet."""
 OutputAction = PrintOutput | EndOutput | MoveOutput | WriteStacks
 Action = StartAction | OutputAction | WriteJournal | AnswerCaller | ReachHost | GiveUpHost | StartWorkers
 
 
 def unknown(action: NoReturn) -> NoReturn:
-    """Raises AssertionError for an action of an unhandled type; type checkers report such a type before the program
-    runs."""
+    """Raise AssertionError because no code handles this type of action. Type checkers report a missing type before the
+    program runs."""
     raise AssertionError(action)
 
 
 PRINTS = (SayText, SayPart, PrintOutput, EndOutput, MoveOutput, WriteStacks)
-"""Actions that print, or that must keep their order with printed output of the same rank; they wait while the reader of
-the output is slow."""
+"""Actions that print, or whose order relative to printed output of the same rank matters. They wait while nobody reads
+the launcher's output fast enough."""
 
 
 class ActionQueue(Generic[T]):
-    """Actions that were decided on, to be carried out in their order."""
+    """A queue of requested actions, which are carried out in their order."""
 
     def __init__(self) -> None:
         self._actions: deque[T] = deque()
@@ -166,7 +167,7 @@ class ActionQueue(Generic[T]):
 
 
 class Outbox(ActionQueue[Action]):
-    """Queue of the actions that the launcher has decided on."""
+    """The queue of the actions that the launcher's decisions request."""
 
     def send(self, node: Node, frame: Frame) -> None:
         self.put(SendFrame(frame, node))
@@ -182,7 +183,7 @@ class Outbox(ActionQueue[Action]):
         self.put(WriteJournal(kind, facts))
 
     def reply(self, question: Event) -> Reply:
-        """Return a function that sends the answer to this question of a worker."""
+        """Return a function that sends its argument to the worker that asked `question`."""
 
         def answer(frame: Frame, now: float) -> None:
             header = {"line": question.frame["line"], "answer": {"kind": frame.kind, **frame.header}}
@@ -191,8 +192,8 @@ class Outbox(ActionQueue[Action]):
         return answer
 
     def take_quiet(self) -> Sequence[Action]:
-        """Remove from the queue, and return, the actions that do not print anything and so need not wait for blocked
-        output."""
+        """Remove and return those actions in the queue that print nothing, so that they need not wait while output is
+        blocked."""
         quiet = [action for action in self._actions if not isinstance(action, PRINTS)]
         self._actions = deque(action for action in self._actions if isinstance(action, PRINTS))
         return quiet

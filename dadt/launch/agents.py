@@ -1,4 +1,4 @@
-"""Connections of the launcher to the agents of a job, one agent per host."""
+"""The launcher's connections to the agents of a job, one agent per host."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dadt.launch.start.startup import Voice
 
 T = TypeVar("T")
 EXPLAIN_SECONDS = 2.0
-"""Seconds to wait for an explanation of why an agent ended."""
+"""Seconds to wait for an agent's exit, which explains why its connection was closed."""
 
 
 class Agents:
-    """All agents of a job. Used by a single thread, except that the launcher may connect to agents in threads of its
-    own."""
+    """The connections to all agents of a job. Used by a single thread, except that the launcher may connect to agents
+    in threads of its own."""
 
     def __init__(
         self,
@@ -38,17 +38,18 @@ class Agents:
         see: Callable[[str, Frame], None] = lambda host, frame: None,
     ) -> None:
         """Begin to start one agent per host. orphan_timeout: seconds of silence after which an agent counts as lost.
-        see: called with each frame and the name of its host."""
+        see: called with the name of the host and each frame that its agent has sent."""
         self.nodes = [Node(index, host) for index, host in enumerate(hosts)]
         self._contact = Contact(self.nodes, orphan_timeout, time.monotonic())
         self._channels: dict[Node, Channel] = {}
         self._launcher = launcher
         self._see = see
         self._events: deque[tuple[Node, Frame]] = deque()
-        started = launcher.launch(list(hosts))  # launch() may raise, so nothing is open before it
+        started = launcher.launch(list(hosts))  # launch() may raise, so no descriptors are opened before it
         self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
-        # A send need not block, as a full buffer wakes the reader as well. After close(), nobody empties the buffer.
+        # A send must not block: if the buffer is full, the reader wakes up anyway, and after close() nothing empties
+        # the buffer.
         self._wake.setblocking(False)
         self._selector.register(self._waker, selectors.EVENT_READ, lambda: self._waker.recv(4096))
         self._futures: dict[Node, Future[Channel]] = {}
@@ -82,14 +83,14 @@ class Agents:
             self._flush(node)
         for node, why in self._contact.silent(time.monotonic()):
             self._lose(node, why, 0.0)
-        while self._events:  # frames that the caller does not take are yielded by the next call
+        while self._events:  # if the caller stops early, the next call yields the remaining frames
             node, frame = self._events.popleft()
             self._see(node.name, frame)
             yield node, frame
 
     def go_through(self, steps: Steps[T], outbox: Outbox, perform: Callable[[Action], None]) -> T:
-        """Run a generator of decisions to its end: pass it the events for which it waits, and have its actions carried
-        out. Returns the generator's result."""
+        """Run a generator of decisions to its end: pass it the events for which it waits, and carry out its actions by
+        calling `perform`. Returns the generator's result."""
         try:
             until = next(steps)
             while True:
@@ -105,7 +106,8 @@ class Agents:
             outbox.empty(perform)
 
     def start_up(self, action: StartAction, voice: Voice, look: Callable[[Node], Mapping[str, Any]]) -> None:
-        """Carry out an action of a job's startup. look: returns the fields of the order to report about a host."""
+        """Carry out an action that was requested during the job's startup. look: returns, for a node, the fields of the
+        order to report about the host."""
         match action:
             case actions.SendFrame(frame, node) if node is not None:
                 self.send(node, frame)
@@ -123,7 +125,7 @@ class Agents:
                 unknown(action)
 
     def _watch_writes(self, node: Node) -> None:
-        """Have the selector wake up as soon as this agent's connection accepts the bytes that are still unsent."""
+        """Have the selector wake up as soon as this agent's connection accepts more bytes, if there are unsent ones."""
         if (channel := self._channels.get(node)) is None or node.ended:
             return
         writer, waiting = channel.link.writer, bool(channel.link.unsent)
@@ -134,8 +136,8 @@ class Agents:
                 self._selector.unregister(writer)
 
     def beat(self) -> None:
-        """Send all agents a heartbeat, if one is due. `turn` does this by itself; call this during other work that
-        takes long."""
+        """Send all agents a heartbeat, if one is due. `turn` calls this; call it also during other work that takes
+        long."""
         if self._contact.is_beat_due(time.monotonic()):
             self.send_all(Frame("beat"))
 
@@ -149,7 +151,7 @@ class Agents:
             self.send(node, frame)
 
     def preface(self, node: Node) -> bytes:
-        """Return what a login shell printed before the agent's first frame."""
+        """Return the text that a login shell printed on this host before the agent's first frame."""
         return channel.link.parser.preface if (channel := self._channels.get(node)) is not None else b""
 
     def dismiss(self, nodes: Sequence[Node]) -> None:
@@ -159,12 +161,12 @@ class Agents:
         self._events = deque(event for event in self._events if event[0] in self.nodes)
 
     def reach(self, node: Node) -> None:
-        """Begin to start the agent of a host that replaces one whose agent is gone."""
+        """Begin to start the agent of a host that takes the place of a lost host."""
         self._expect(node, self._launcher.launch([node.host])[0])
 
     def give_up(self, node: Node, seconds: float = 0.0) -> None:
-        """End the agent of a host that could not be brought into the job; kill the agent after `seconds` seconds. The
-        node stays in the list, marked as ended."""
+        """End the agent of a host that could not join the job, and kill the agent if it has not ended after `seconds`
+        seconds. The node stays in the list of nodes, marked as ended."""
         self._finish(node, seconds)
         if (future := self._futures.pop(node, None)) is not None:
             _discard(future)
@@ -236,9 +238,10 @@ class Agents:
             pass  # the agent is gone; the next read from it reports that
 
     def _lose(self, node: Node, why: str, seconds: float) -> None:
-        at = time.time()  # read the clock before waiting, so that consequences of the loss do not appear to precede it
+        at = time.time()  # read the clock before the wait, so that consequences of the loss do not seem to precede it
         told = self._finish(node, seconds)
-        # After 0 seconds the launcher itself kills the agent, so the agent's exit would not explain the loss.
+        # With `seconds` 0 the launcher itself kills the agent, so the way in which the agent ended does not explain the
+        # loss.
         self._events.append((node, Frame("lost", {"message": told or why if seconds else why, "time": at})))
 
     def _finish(self, node: Node, seconds: float) -> str:
@@ -262,7 +265,8 @@ class Agents:
 
 
 def _discard(future: Future[Channel]) -> None:
-    """Cancel the connection to an agent; close it if it is made nevertheless."""
+    """Cancel the attempt to connect to an agent. If it can no longer be cancelled, close the connection once it is
+    made."""
 
     def hang_up(future: Future[Channel]) -> None:
         if not future.cancelled() and future.exception() is None:

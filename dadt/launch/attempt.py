@@ -1,4 +1,5 @@
-"""One start of all workers of a job, until no process of the job is left: carries out what Job decides."""
+"""Runs one attempt of a job, from the start of its agents until none of its processes is left, by carrying out what Job
+decides."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ HANG_UP_SECONDS = 4.0
 """Seconds that an agent may take to end its workers after the launcher has disconnected."""
 
 Views = Callable[[Placed, Watch], Sequence[View]]
-"""Function that creates the views which show and record a running job; called once every worker has its host."""
+"""Function that creates the views, which display and record a running job. Called once every worker has its host."""
 
 
 @dataclass(eq=False)
@@ -51,9 +52,9 @@ class Attempt:
     _make_views: Views
     _report: JobReport
     _interrupts: Interrupts | None
-    """Signals that this process receives; None if it may not handle signals."""
+    """Source of the signals that this process receives; None if it may not handle signals."""
     _number: int
-    """How many times the job was restarted before."""
+    """Number of restarts of the job before this attempt."""
     _candidates: Candidates
     _reader: HostReader
 
@@ -105,7 +106,7 @@ class Attempt:
         return (yield from place_workers(self._plan, nodes, job, outbox, now))
 
     def _prepare(self, where: Placed) -> None:
-        """Create the Job, and the objects that show it, record it, and answer questions about it."""
+        """Create the Job, and the objects that display it, record it, and answer queries about it."""
         config, report = self._plan.config, self._report
         hosts = [slot.host for slot in where.slots]
         self._stacks = Stacks(where.logs, self._warn)
@@ -150,8 +151,8 @@ class Attempt:
         self._job.outbox.empty(self._perform)
 
     def _attend(self) -> None:
-        """Handle heartbeats and signals while the output is blocked. Raises Preempted or Unread if the user has asked
-        twice for the job to end."""
+        """Send heartbeats and handle signals while output to the user is blocked. Raises Preempted or Unread if the
+        user has asked twice to end the job."""
         self._agents.beat()
         caught = self._interrupts.take() if self._interrupts is not None else set()
         self._job.stand_still(caught, time.monotonic())
@@ -173,7 +174,7 @@ class Attempt:
 
     @property
     def _mark(self) -> str:
-        """Environment variable, with its value, by which all processes of the job are recognized."""
+        """The environment variable with its value that identifies all processes of the job."""
         return f"DADT_JOB={self._folder.job}"
 
     def _kill(self) -> float:
@@ -207,5 +208,5 @@ class Attempt:
 
 
 def facts_of(the_plan: Plan, job: str, logs: Path, hosts: int) -> dict[str, Any]:
-    """Return facts about a job that never change, for other `dadt` commands."""
+    """Return those facts about a job that do not change while it runs, for other `dadt` commands."""
     return {"job": job, "command": list(the_plan.command), "logs": str(logs.resolve()), "hosts": hosts}

@@ -1,4 +1,4 @@
-"""Interfaces of launchers, and of the launcher's connection to the agent of one host."""
+"""Interfaces of launchers (classes that start agents), and of the connection to the agent of one host."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from dadt.launch.hosts.host import Host
 
 
 class Channel(Protocol):
-    """A running agent, from the launcher's side: the link for frames, and how to end the agent."""
+    """A running agent, as `dadt run` sees it: the link over which frames are exchanged, and methods to end the
+    agent."""
 
     link: Link
 
     def hang_up(self) -> None:
-        """Close the connection, which makes the agent end. Returns at once. Idempotent."""
+        """Close the connection, so that the agent ends. Returns at once. Idempotent."""
 
     def end(self, timeout: float) -> str:
         """Close the connection, and wait until the agent is gone. After `timeout` seconds the agent is killed, where
@@ -33,12 +34,12 @@ class ChannelWithNotes(Protocol):
     unknown."""
 
     notes: Sequence[str]
-    """Texts for the user, each to follow the host's name."""
+    """Texts for the user, each printed after the host's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A launcher's task: to start the agents of one job."""
+    """All that a launcher needs to know to start the agents of a job."""
 
     config: Config
     hosts: Sequence[Host]
@@ -46,14 +47,14 @@ class AgentRequest:
     """Command line that each worker runs."""
     job: str
     turned_away: Callable[[str], None] = lambda text: None
-    """Called, in any thread, with a text for the user when an unexpected process connects to the port where the
-    launcher awaits its agents."""
+    """Function that is called, in any thread, with a text for the user when an unexpected process connects to the port
+    to which agents connect."""
     say: Callable[[str], None] = lambda text: None
-    """Called with a text for the user about what the launcher is waiting for."""
+    """Function that is called with a text for the user about what the launcher is waiting for."""
 
     @property
     def allocated(self) -> bool:
-        """Whether the hosts come from a scheduler's allocation rather than from the user."""
+        """Whether a scheduler has allocated the hosts, so that the user has not named them."""
         by_user = self.config.hosts or self.config.hostfile or self.config.host_discovery_script
         return any(host.name for host in self.hosts) and not by_user
 
@@ -62,22 +63,23 @@ class Launcher(Protocol):
     """A way to start agents on hosts, such as by ssh."""
 
     extends: bool
-    """Whether `launch` may be called again, for hosts that join a running job."""
+    """Whether `launch` may be called again later, for hosts that join a running job."""
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        """Begin to start one agent per host. Returns at once, with one future per host. A future fails with
-        LaunchError, whose message is a text to follow the host's name: "permission denied: ... -> what to do"."""
+        """Begin to start one agent per host. Returns at once, with one future per host. The future of a host that
+        cannot be used fails with a LaunchError, whose message continues the host's name, such as "permission denied ->
+        run ssh-copy-id"."""
 
     def command(self, host: Host) -> str:
-        """Return the command that starts the agent of this host, for users to read."""
+        """Return the command that starts the agent of this host, to be shown to the user."""
 
     def close(self) -> None:
-        """Stop everything except the channels, such as attempts to connect that are still running. Idempotent."""
+        """Stop everything except running agents, such as attempts to connect that are still in progress. Idempotent."""
 
 
 @runtime_checkable
 class Herald(Protocol):
-    """A launcher that also reports the job's end to its hosts, because a process on each host waits for it."""
+    """A launcher that also reports the job's end to its hosts, on each of which a process waits for this report."""
 
     def conclude(self, code: int, lines: Sequence[str]) -> None:
         """Report the job's exit code, and `lines`, the text about its end. Called after `close`."""

@@ -12,7 +12,7 @@ from dadt.control.connection import SEAL, SealedConnection
 from dadt.errors import LaunchError
 
 AGENT = ("-u", "-m", "dadt.launch.agent")
-"""Arguments of Python that start an agent."""
+"""Arguments with which Python starts an agent."""
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,7 +30,8 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a worker's process. Raises LaunchError if the command cannot be run.
 
-    Call it in the main thread of a single-threaded process: the child also ends with the thread that forks.
+    Call it in the main thread of a single-threaded process, since the kernel ends the child when the thread that has
+    started it ends.
     """
     parent = os.getpid()
     try:
@@ -52,8 +53,8 @@ def spawn(
 def spawn_agent(
     connection: SealedConnection, python: str, env: Mapping[str, str], before: Callable[[], None] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start an agent whose standard input is this connection to its launcher, and close the connection here. before:
-    called in the child before it becomes the agent. Raises OSError."""
+    """Start an agent that uses this connection to its launcher as standard input, and close this process's copy of the
+    connection. before: called in the child before it becomes the agent. Raises OSError."""
     with connection.socket:
         return subprocess.Popen(
             [python, *AGENT],
@@ -67,7 +68,7 @@ def spawn_agent(
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for the end of a process, and kill it after `seconds` seconds. Returns whether it ended by itself."""
+    """Wait for a process to end, and kill it after `seconds` seconds. Returns whether it ended by itself."""
     try:
         process.wait(seconds)
         return True
@@ -78,7 +79,7 @@ def end(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def without_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without those of DADT's."""
+    """Return these environment variables without the settings of DADT."""
     return {name: value for name, value in env.items() if not name.startswith("DADT_")}
 
 
@@ -91,4 +92,4 @@ def is_signalled_at_end(parent: int, number: int) -> bool:
 def end_with(parent: int, number: int = signal.SIGKILL) -> None:
     """Have the kernel end this process by a signal when its parent ends. May run between fork and exec."""
     if not is_signalled_at_end(parent, number):
-        os._exit(128 + number)  # the parent died before prctl took effect
+        os._exit(128 + number)  # the parent has died before prctl took effect

@@ -9,12 +9,12 @@ from dadt.control.frame import Frame
 from dadt.launch.members.node import Node
 
 BEATS = 6
-"""Number of heartbeats that launcher and agent each send within the orphan timeout, after which the other side counts
-as lost."""
+"""Number of heartbeats that the launcher sends within the orphan timeout, after which an agent that hears nothing gives
+up the launcher."""
 
 
 class Contact:
-    """Tracks when each agent was last heard, and when the launcher's next heartbeat is due."""
+    """Tracks when each agent last sent something, and when the launcher's next heartbeat is due."""
 
     def __init__(self, nodes: Sequence[Node], orphan_timeout: float, now: float) -> None:
         self._nodes = nodes
@@ -28,22 +28,22 @@ class Contact:
         return self._orphan_timeout / BEATS
 
     def is_beat_due(self, now: float) -> bool:
-        """Whether a heartbeat to the agents is due. Each heartbeat is reported as due only once."""
+        """Return whether a heartbeat to the agents is due, and count it as sent if so."""
         due = now >= self._beat_at
         if due:
             self._beat_at = now + self.beat_seconds
         return due
 
     def excuse(self, now: float) -> None:
-        """Do not count the time during which this process itself did not run (suspended, or blocked by a slow reader)
-        as silence of the agents."""
+        """Count all agents as heard just now if this process itself did not run for a while, because it was suspended
+        or blocked by a slow reader, and so could not read their frames."""
         if self._absence.has_ended(self._orphan_timeout, now):
             for node in self._nodes:
                 node.heard = now
 
     def hear(self, node: Node, frame: Frame, epoch: float) -> str:
-        """Record facts from an agent's frame. Returns why the frame ends the connection; empty if the frame may be
-        handled.
+        """Check an agent's frame, and record what it says about the agent. Returns the reason if the frame is not
+        allowed and the connection has to end; empty if the frame may be handled.
 
         epoch: current time in seconds since the epoch.
         """
@@ -59,7 +59,8 @@ class Contact:
 
     def silent(self, now: float) -> list[tuple[Node, str]]:
         """Return the agents that have been silent for too long, each with a text that says so. Agents that have not
-        reported about their host yet are not counted: they may be busy for long, for example with the prologue."""
+        reported about their host yet are not included, since they may be busy for long, for example with the user's
+        prologue command."""
         patience = self._orphan_timeout
         silent = [node for node in self._nodes if now - node.heard > patience and node.report and not node.ended]
         return [(node, f"no sign of life for {now - node.heard:.0f} s") for node in silent]

@@ -15,14 +15,14 @@ from dadt.launch.query import Query
 
 
 class Idle:
-    """Answers other `dadt` commands while a job waits for hosts and has no agents or workers. Single-threaded."""
+    """Answers other `dadt` commands while a job waits for hosts and has no agents or workers yet. Single-threaded."""
 
     gauges: Sequence[Gauge] = ()
     links = HostLinks(())
 
     def __init__(self, folder: Folder, facts: Mapping[str, Any], refused: Callable[[str], None]) -> None:
-        """folder: the job's folder, in which its socket is. facts: constant facts about the job, as for `Query`.
-        refused: called with the reason when a caller was rejected."""
+        """folder: the job's folder, in which the socket for other commands is. facts: facts about the job that do not
+        change, as for `Query`. refused: called with the reason when a connection is rejected."""
         self.begin = time.time()
         self.state = "waiting for hosts"
         self.is_killed = False

@@ -1,4 +1,4 @@
-"""A running job: what the launcher decides, from the start of the workers until all of them have ended."""
+"""Decides for the launcher about a running job, from the start of the workers until all of them have ended."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ from dadt.launch.monitor.watch import Watch
 
 TURN_SECONDS = 0.5
 WAITING_SECONDS = 0.05
-"""Most seconds between two calls of `Job.turn` while ranks wait for each other at the launcher; at all other times,
-TURN_SECONDS applies."""
+"""Largest number of seconds between two calls of `Job.turn` while ranks wait for values of other ranks; at all other
+times, TURN_SECONDS applies."""
 
 LOOK_SECONDS = 2e-5
-"""A look at all ranks is repeated only after this many seconds per rank, which is about five times as long as the look
-takes."""
+"""Seconds per rank of the job that must pass before `Job.turn` examines all ranks again. This is about five times as
+long as the examination takes."""
 SMALL = 256
-"""In a job of at most this many ranks, all ranks are looked at after each event."""
+"""In a job of at most this many ranks, `Job.turn` examines all ranks at every call."""
 MOST_TEXTS = 10_000
-"""Most different messages from ranks that are shown to the user."""
+"""Largest number of different messages from ranks that are shown to the user."""
 
 Handler = Callable[[Event], None]
 
 
 class Job:
-    """Passes each event to the parts of the launcher that handle it. Their decisions are put into the outbox, as
-    actions."""
+    """Passes each event to the objects that handle it. They put the actions that follow into the outbox."""
 
     def __init__(
         self,
@@ -58,8 +57,8 @@ class Job:
         begin: float,
         candidates: Candidates | None = None,
     ) -> None:
-        """nodes: the job's hosts, all of them ready. now, begin: the current time, as time.monotonic and in seconds
-        since the epoch. candidates: hosts that may replace lost ones; None if lost hosts are not replaced."""
+        """nodes: the job's hosts, whose agents are ready. now, begin: the current time, as time.monotonic and in
+        seconds since the epoch. candidates: hosts that may replace lost ones; None if lost hosts are not replaced."""
         self.outbox = outbox = Outbox()
         self._nodes = nodes
         self._slots = slots
@@ -83,9 +82,9 @@ class Job:
         self._put_off = False
         """Whether the last call of `turn` did nothing."""
         self._said: set[str] = set()
-        """Texts of ranks that were shown to the user."""
+        """Messages from ranks that were shown to the user."""
         self.overdue = False
-        """Whether agents have not ended in time, so that they and their workers have to be killed."""
+        """Whether agents have missed their deadline to end, so that they and their workers have to be killed."""
         self.routes: Mapping[str, Sequence[Handler]] = {
             # Handlers of events in the life of a host.
             "connected": (),
@@ -116,7 +115,7 @@ class Job:
             "done": (watch.done, endings.done, results.done),
             "result": (results.result,),
             "exit": (watch.exit, results.exit, endings.exit),
-            # Handlers of requests by which ranks exchange data or find each other.
+            # Handlers of requests by which ranks exchange data or learn about each other.
             "exchange": (rendezvous.exchange,),
             "put": (rendezvous.put,),
             "get": (rendezvous.get,),
@@ -130,7 +129,8 @@ class Job:
             "stacks": (stalls.stacks,),
             "stack": (stalls.stack,),
         }
-        """For each kind of event, its handlers in the order of their calls; empty if the event needs no decision."""
+        """For each kind of event, its handlers in the order in which they are called; none if the event needs no
+        decision."""
 
     def start(self, orders: Iterable[Frame], now: float, begin: float) -> None:
         """Send each node's agent the order to start its workers. now, begin: the current time, as time.monotonic and in
@@ -147,7 +147,7 @@ class Job:
                 self._endings.lose(node, "was lost before it could start its workers", now)
 
     def take(self, event: Event) -> None:
-        """Handle an event: an agent has sent a frame, or the connection to an agent was made or lost."""
+        """Handle an event: a frame from an agent, or a change of the connection to an agent."""
         if self._joining is not None and self._joining.awaits(event.node):
             self._joining.take(event)
             return
@@ -163,8 +163,8 @@ class Job:
         return self._termination.end(SIGTERM, "dadt kill", now)
 
     def turn(self, now: float) -> None:
-        """Do what is due because time has passed. As this looks at all ranks, it is put off in a large job that calls
-        it often."""
+        """Do everything that is due because time has passed. As this examines all ranks, calls that follow soon after
+        another one do nothing in a large job."""
         self._put_off = now < self._next_turn
         if self._put_off:
             return
@@ -178,21 +178,21 @@ class Job:
         self._membership.turn(self._termination.goes_on, now)
 
     def patience(self, now: float) -> float:
-        """Return the seconds until `turn` must be called next if no event arrives before."""
+        """Return the seconds until `turn` must be called next, if no event comes before."""
         turn = WAITING_SECONDS if self._rendezvous.waiting else TURN_SECONDS
         put_off = self._next_turn - now if self._put_off else turn
         return max(0.0, min(turn, put_off, self._termination.deadline - now))
 
     def stand_still(self, caught: set[int], now: float) -> None:
-        """Handle the signals `caught` (may be empty) while nobody reads the output of `dadt run`, so that no event is
-        handled."""
+        """Handle the signals `caught`, of which there may be none, while output to the user is blocked and so no events
+        are handled."""
         self._termination.excuse(now)
         self.signal(caught, now)
 
     @property
     def unread(self) -> DadtError | None:
-        """The error with which `dadt run` ends if the user has asked twice to end it while nobody reads its output;
-        else None."""
+        """The error with which `dadt run` has to end because the user has asked twice to end the job while its output
+        is blocked; None if the user has not."""
         if not self._termination.at_once:
             return None
         if (preemption := self._outcome.preemption) is not None:
@@ -227,14 +227,14 @@ class Job:
         return outcome
 
     def _pass_on(self, event: Event) -> None:
-        """Report a file that a rank has written to the other hosts that see the same working folder."""
+        """Forward a rank's report that it has written a file to the other hosts that see the same working folder."""
         header = {name: value for name, value in event.frame.header.items() if name != "line"}
         for node in self._nodes:
             if node is not event.node and node.folder is not None and node.folder == event.node.folder:
                 self.outbox.send(node, Frame(event.frame.kind, header))
 
     def _say(self, event: Event) -> None:
-        """Show the user a text that a rank reports, once even if several ranks report it."""
+        """Show the user a message from a rank. If several ranks send the same message, it is shown once."""
         text = event.frame["text"]
         if text not in self._said and len(self._said) < MOST_TEXTS:
             self._said.add(text)

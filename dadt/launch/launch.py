@@ -37,11 +37,12 @@ from dadt.launch.start.plan import Plan
 from dadt.launch.start.startup import Voice
 
 LOOK_SECONDS = 0.1
-"""Seconds between two checks for hosts, while there are too few."""
+"""Seconds between two checks whether there are enough hosts, while a job waits for them."""
 SERIES = "progress.jsonl"
 
 Told = Callable[[Placed, Watch], View | None]
-"""Called once every worker has its place. Returns the view that displays the job, or None."""
+"""Function that is called once every worker has its place. Returns the view that displays the job, or None for no
+display."""
 
 
 def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Outcome:
@@ -63,10 +64,11 @@ def run(the_plan: Plan, voice: Voice, placed: Told, signals: bool = True) -> Out
 
 
 class Launch:
-    """All attempts to run one job, and the report about them in the job's folder."""
+    """Runs a job, with further attempts after failures if the user allows them, and writes the report about it in the
+    job's log folder."""
 
     def __init__(self, the_plan: Plan, voice: Voice, placed: Told, signals: bool, exports: Sequence[Export]) -> None:
-        """Reserves the job's id and folder. exports: where the first attempt to run the job sends its metrics."""
+        """Reserve the job's id and folder. exports: where the first attempt to run the job sends its metrics."""
         self._plan = the_plan
         self._voice = voice
         self._placed = placed
@@ -79,7 +81,7 @@ class Launch:
         self._report = JobReport(the_plan, self._logs, self._warn)
         self._launcher: Launcher | None = None
         self._reached: Config | None = None
-        """The settings of the newest attempt to run the job; None before the first."""
+        """The configuration of the latest attempt to run the job; None before the first."""
 
     def run(self) -> Outcome:
         """Run the job and return its outcome. Raises DadtError if nothing could be started."""
@@ -101,7 +103,7 @@ class Launch:
             self._report.close()
 
     def _attempts(self) -> Outcome:
-        """Run attempts until one succeeds or no further restart is allowed."""
+        """Run attempts until one succeeds or no further restart is allowed. Returns the outcome of the last one."""
         config, hosts = self._plan.config, self._plan.hosts
         read = plan.who_names_hosts(config, hosts)
         discovery = Discovery(hosts, time.monotonic(), changes=read is not None)
@@ -119,7 +121,7 @@ class Launch:
                 raise
 
     def _run(self) -> Outcome:
-        """Carry out what `Restarts` decides. Raises DadtError."""
+        """Run the attempts that `Restarts` decides on, and return the outcome of the last one. Raises DadtError."""
         restarts = self._restarts
         while True:
             hosts = self._await_hosts()
@@ -136,8 +138,8 @@ class Launch:
                 return outcome
 
     def _await_hosts(self) -> Sequence[Host]:
-        """Return the hosts for the next attempt once there are enough, and answer other commands meanwhile. Raises
-        DadtError if there are too few in time, or if the user ends the job."""
+        """Return the hosts for the next attempt once there are enough. Until then, answer other `dadt` commands. Raises
+        DadtError if there are still too few after the timeout, or if the user ends the job."""
         restarts, idle = self._restarts, None
         with ExitStack() as stack:
             while True:
@@ -168,7 +170,7 @@ class Launch:
                     (self._logs / SERIES).rename(self._logs / f"progress.{number - 1}.jsonl")
 
     def _attempt(self, number: int, hosts: Sequence[Host]) -> Outcome:
-        """Run one attempt. number: how many restarts preceded it. Raises DadtError."""
+        """Run one attempt. number: number of restarts before it. Raises DadtError."""
         config, journal = replace(self._plan.config, island=self._restarts.island), self._report.journal
         exports = metrics.prepare(config.metrics) if number else self._exports
         try:
@@ -194,7 +196,7 @@ class Launch:
                 export.close()
 
     def _views(self, exports: Sequence[Export], where: Placed, watch: Watch) -> list[View]:
-        """Return all views of the job: the recorded series, the exported metrics and the display."""
+        """Return all views of the job: the recorder of `progress.jsonl`, the exports of metrics, and the display."""
         view = self._placed(where, watch)
         for export in exports:
             self._voice.say(export.begin(watch, _labels(where), self._warn))
@@ -207,7 +209,7 @@ class Launch:
         return saved_start.command(self._logs, reached.snapshot_dir, reached.resume) if reached is not None else ""
 
     def _conclude(self, code: int, lines: Sequence[str]) -> None:
-        """Report the end of the job to its hosts, if the launcher has a way to do so (`Herald`)."""
+        """Report the end of the job to its hosts, if the launcher has a way to do so (see `Herald`)."""
         launcher: object = self._launcher
         if isinstance(launcher, Herald):
             launcher.conclude(code, lines)
@@ -217,7 +219,8 @@ class Launch:
 
 
 def reserve(log_dir: Path) -> Folder:
-    """Reserve an id for the job, and create the folder of its logs. Raises ConfigError or LaunchError."""
+    """Reserve an id for the job, and create its log folder. Returns the job's folder in /tmp. Raises ConfigError or
+    LaunchError."""
     try:
         private_files.make_folder(log_dir)
     except OSError as error:
@@ -236,7 +239,8 @@ def reserve(log_dir: Path) -> Folder:
 
 
 def not_distributed(outcome: Outcome, where: Placed) -> str | None:
-    """Return why training was not distributed although the job succeeded; None if training was distributed."""
+    """Return why training was not distributed although the job succeeded; None if it was distributed, or if there was
+    one worker only."""
     if len(where.slots) < 2:
         return None
     if not outcome.hooked and where.config.inject == "none":

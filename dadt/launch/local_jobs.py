@@ -23,13 +23,13 @@ END_SECONDS = 5.0
 
 @dataclass(slots=True)
 class Trace:
-    """Sockets and processes of one job on this machine. A job that was launched on another host has agents here, but no
-    launcher."""
+    """The sockets and processes of one job on this machine. A job that was started on another host has agents here, but
+    no launcher."""
 
     job: str
     launcher: Path | None = None
-    """Path of the launcher's socket, at which possibly nobody listens any more; None if the job was launched elsewhere.
-    """
+    """Path of the launcher's socket, which may be left over from a launcher that has ended; None if the job was started
+    on another host."""
     agents: list[Path] = field(default_factory=list)
     """Paths of the agents' sockets for local rank 0, one for each agent of the job on this machine."""
     pids: list[int] = field(default_factory=list)
@@ -38,11 +38,12 @@ class Trace:
     """Process id by rank, for the job's workers on this machine."""
 
     def call(self) -> CallerLine | None:
-        """Return a connection to the job's launcher; None if the launcher does not listen."""
+        """Return a connection to the job's launcher; None if no launcher listens."""
         return _call(self.launcher) if self.launcher is not None else None
 
     def steps(self) -> list[int]:
-        """Return the steps done by each of the job's ranks on this machine; -1 for a rank without a step."""
+        """Return the number of steps that each of the job's ranks on this machine has done; -1 for a rank without a
+        step."""
         steps = []
         for agent in self.agents:
             try:
@@ -61,15 +62,15 @@ class Trace:
 
     @property
     def since(self) -> float:
-        """Time at which the first of the job's folders was created or the first of its processes started; 0 if all are
+        """The earliest time at which one of the job's folders was created or one of its processes started; 0 if all are
         gone."""
         folders = [path.parent for path in [self.launcher, *self.agents] if path is not None]
         paths = [*folders, *(Path(f"/proc/{pid}") for pid in self.pids)]
         return min(filter(None, map(_begin, paths)), default=0.0)
 
     def kill(self) -> list[int]:
-        """End the job's agents and processes on this machine, first gently and then by force, whether its launcher runs
-        or not. Returns the processes that could not be killed."""
+        """End the job's agents and processes on this machine, even if its launcher still runs: first by SIGTERM, then
+        by SIGKILL. Returns the processes that could not be killed."""
         agents = [Process.of(pid) for path in self.agents if (pid := _listener(path))]
         for process in {*agents, *map(Process.of, self.pids)}:
             process.signal(signal.SIGTERM)
@@ -102,7 +103,8 @@ def traces() -> list[Trace]:
 
 
 def _exists(trace: Trace) -> bool:
-    """Whether the job has left more than folders. A killed job may leave folders, which the next job removes."""
+    """Return whether processes of the job run or listen at its sockets. A killed job may leave only its folders behind,
+    which the next job removes."""
     sockets = [*trace.agents, *filter(None, [trace.launcher])]
     return bool(trace.pids) or any(_listener(path) for path in sockets)
 
@@ -130,7 +132,7 @@ def _call(path: Path) -> CallerLine | None:
 
 
 def _listener(path: Path) -> int:
-    """Return the id of the process that listens at this socket; 0 if none does."""
+    """Return the id of the process that listens at this socket; 0 if there is none."""
     line = _call(path)
     if line is None:
         return 0
@@ -139,7 +141,8 @@ def _listener(path: Path) -> int:
 
 
 def _begin(path: Path) -> float:
-    """Return the time at which a folder was created or a process started; 0 if the path is gone."""
+    """Return the time at which a folder in /tmp was created or a process of /proc started; 0 if the path does not exist
+    any more."""
     try:
         return path.stat().st_ctime
     except OSError:
@@ -154,8 +157,8 @@ def _leads_session(pid: int) -> bool:
 
 
 def _await_end(agents: list[Process], job: str, seconds: float) -> None:
-    """Wait for the job's processes to end. They are polled, as the kernel reports the end of a process only to its
-    parent."""
+    """Wait for the job's processes to end. Their state is polled, because the kernel reports the end of a process only
+    to its parent."""
     deadline = time.monotonic() + seconds
     while (any(agent.is_alive for agent in agents) or members(f"DADT_JOB={job}")) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,5 +1,5 @@
-"""Lets other dadt commands of the same user query a running job: the launcher's socket, and the commands' end of a
-connection."""
+"""Lets other dadt commands of the same user query a running job. Contains the launcher's socket for these commands, and
+the commands' end of the connection."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 BACKLOG = 16
 WRITE_SECONDS = 0.05
 STACKS_SECONDS = 4.0
-"""Seconds that agents have to answer a question about stacks; longer than they wait for their workers."""
+"""Seconds that agents have to answer a request for stack traces. It is longer than the time for which agents wait for
+their workers."""
 ANSWER_SECONDS = 3.0
 MOST_CALLERS = 256
 LOOK_SECONDS = 1.0
 UNSENT_LIMIT = 4 << 20
-"""Most bytes of answers that a caller may leave unread. A caller with more unread bytes is disconnected when it asks
-another question."""
+"""Number of bytes of answers that a caller may leave unread. If more are unread when the caller asks another question,
+it is disconnected."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +53,7 @@ class Caller:
 
 @dataclass(eq=False, slots=True)
 class StackInquiry:
-    """A caller's unanswered question about stacks, with the ranks whose stacks are still missing."""
+    """A caller's request for stack traces, with the ranks whose stack traces are still missing."""
 
     caller: Caller
     ranks: set[int]
@@ -60,7 +61,7 @@ class StackInquiry:
 
 
 class Channels(Protocol):
-    """Interface that `Query` needs for agents and for waiting on sockets."""
+    """What `Query` needs of the object that sends frames to agents and waits for sockets."""
 
     def watch(self, source: Any, read: Callable[[], Any]) -> None: ...
     def forget(self, source: Any) -> None: ...
@@ -68,7 +69,7 @@ class Channels(Protocol):
 
 
 class Watched(Protocol):
-    """Interface that `Query` needs for the state of the job and its ranks."""
+    """What `Query` needs of the object that tracks the state of the job and its ranks."""
 
     begin: float
     state: str
@@ -80,18 +81,18 @@ class Watched(Protocol):
 
 @dataclass(eq=False)
 class Query:
-    """The launcher's end of connections from other commands. Single-threaded: runs in the job's selector and never
-    waits for a caller."""
+    """The launcher's end of the connections from other `dadt` commands. Single-threaded: it uses the job's selector and
+    never waits for a caller."""
 
     _folder: Folder
     _agents: Channels
     _watch: Watched
     _facts: Mapping[str, Any]
-    """Constants such as the job's id and command."""
+    """Facts about the job that do not change, such as its id and command."""
     _end: Callable[[], float]
-    """Ends the job, and returns the seconds until workers are killed."""
+    """Function that ends the job, and returns the seconds until workers are killed."""
     _refused: Callable[[str], None]
-    """Called with the reason why a caller was turned away."""
+    """Function that is called with the reason when a caller is disconnected."""
     _callers: list[Caller] = field(default_factory=list)
     _inquiries: dict[int, StackInquiry] = field(default_factory=dict)
     _numbered: int = 0
@@ -102,8 +103,8 @@ class Query:
         self._agents.watch(self._entrance.server, self._accept)
 
     def turn(self) -> float:
-        """Send bytes that connections did not accept before, and end questions that take too long. Returns the seconds
-        until the next call is due."""
+        """Send bytes that connections did not accept before, and answer requests for which agents took too long.
+        Returns the seconds until the next call is due."""
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -121,8 +122,7 @@ class Query:
 
     def _tend(self) -> None:
         """Create the socket again, if something that cleans up /tmp has removed it."""
-        # if this fails, the job continues, and a later call tries again; only other commands cannot find the job
-        # meanwhile
+        # If this fails, the job continues and a later call tries again. Until then, other commands cannot find the job.
         with suppress(OSError, LaunchError):
             self._folder.tend()
             if not self._folder.query.exists():
@@ -132,7 +132,7 @@ class Query:
                 self._agents.watch(server, self._accept)
 
     def told(self, frame: Frame) -> None:
-        """Handle an agent's answer about the stack of a rank."""
+        """Forward an agent's answer with the stack traces of a rank to the caller that has asked for it."""
         inquiry = self._inquiries.get(frame["number"])
         if inquiry is None or frame["rank"] not in inquiry.ranks:
             return  # the answer came after the deadline
@@ -144,8 +144,8 @@ class Query:
             inquiry.caller.answer(Frame("end"))
 
     def close(self) -> None:
-        """Close the connections to all callers, which thereby learn that the job is over. Call this after the agents
-        are closed. Idempotent."""
+        """Close the connections to all callers, which tells them that the job is over. Call this after the connections
+        to the agents are closed. Idempotent."""
         for caller in self._callers:
             try:
                 caller.link.flush()
@@ -154,7 +154,7 @@ class Query:
             caller.socket.close()
         self._callers.clear()
         self._entrance.close()
-        self._folder.query.unlink(missing_ok=True)  # removed, as the next attempt of the job creates a new socket
+        self._folder.query.unlink(missing_ok=True)  # the next attempt of the job creates a new socket
 
     def _describe(self, caller: Caller, question: Frame) -> None:
         ranks = [gauge.describe(time.monotonic()) for gauge in self._watch.gauges]
@@ -163,8 +163,8 @@ class Query:
         caller.answer(Frame("description", {**self._facts, **about}))
 
     def _stacks(self, caller: Caller, question: Frame) -> None:
-        """Ask the agents for the stacks of the ranks in the question that are alive; None in the question means all
-        ranks."""
+        """Request from the agents the stack traces of those ranks in the question that have not ended; None in the
+        question means all ranks."""
         asked = question["ranks"]
         ranks = {gauge.rank for gauge in self._watch.gauges if not gauge.member.ended}
         ranks = ranks if asked is None else ranks & set(asked)
@@ -239,10 +239,10 @@ QUESTIONS = {"describe": Query._describe, "stacks": Query._stacks, "kill": Query
 
 
 class CallerLine:
-    """The end of a connection to a launcher or an agent that another dadt command uses."""
+    """The end of a connection to a launcher or an agent from another `dadt` command."""
 
     def __init__(self, path: Path) -> None:
-        """Connect to the socket at this path. Raises OSError if nobody listens."""
+        """Connect to the socket at this path. Raises OSError if no process listens there."""
         self._socket = connect_to(path, ANSWER_SECONDS)
         self._parser = Parser(schema.TOLD)
 
@@ -258,11 +258,11 @@ class CallerLine:
         return peer_of(self._socket).pid
 
     def ask(self, frame: Frame, seconds: float = ANSWER_SECONDS) -> Iterator[Frame]:
-        """Send a question, and yield the answers as they arrive, until the connection ends. Raises TimeoutError after
-        `seconds` seconds."""
+        """Send a question, and yield the answers as they arrive, until the connection ends. Raises TimeoutError if it
+        has not ended after `seconds` seconds."""
         deadline = time.monotonic() + seconds
         self._socket.settimeout(seconds)
-        # the job is ending, but answers sent before can still be read
+        # The other side is closing the connection, but answers that it has sent before can still be read.
         with suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(frame.encode())
         while True:

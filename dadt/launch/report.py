@@ -1,4 +1,4 @@
-"""Writes `report.json`, which describes a job as data, while the job runs and after its end."""
+"""Writes `report.json`, which describes a job for other programs, while the job runs and after its end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ VERSION = 1
 SECONDS = 2.0
 """Least number of seconds between two reports while the job runs."""
 SHARE = 0.01
-"""Largest share of the launcher's time to spend on writing reports: with very many ranks they are written less often.
-"""
+"""Largest share of the launcher's time that may be spent on writing reports. With very many ranks, reports are written
+less often."""
 
 
 class Interim:
-    """A view that rewrites the report regularly while the job runs."""
+    """A view of the running job that rewrites the report regularly."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
@@ -47,8 +47,8 @@ class Interim:
 
 
 class JobReport:
-    """Records of a job in its log folder: the journal of events and the report. Errors in writing them never stop a
-    job."""
+    """The records of a job in its log folder: the journal of events and the report. Errors while writing them are
+    reported to the user, but do not stop the job."""
 
     def __init__(self, plan: Plan, logs: Path, warn: Callable[[str], None]) -> None:
         """warn: called with a text for the user if a file cannot be written."""
@@ -62,9 +62,9 @@ class JobReport:
         self._slots: Sequence[Slot] = ()
         self._watch: Watch | None = None
         self._outcome = Outcome(seconds=0.0)
-        """The outcome of a job that has run; before that, one without any facts."""
+        """The outcome of the job; until the job has run, an outcome without any facts."""
         self._restarts: list[dict[str, Any]] = []
-        """For each restart: its time, and how the attempt before it failed."""
+        """For each restart: its time, and the reason why the attempt before it failed."""
         self._error = "dadt itself failed"
         self._exit_code = 1
         self._over = False
@@ -83,7 +83,7 @@ class JobReport:
         return self._watch is not None
 
     def restarts(self, count: int, why: str) -> None:
-        """Record why an attempt failed, and that restart number `count` follows."""
+        """Record why an attempt to run the job failed, and that restart number `count` follows."""
         self._restarts.append({"time": time.time(), "why": why})
         self.journal.write("restart", count=count, why=why)
 
@@ -146,8 +146,8 @@ class JobReport:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return a setting's value for the report. For forwarded variables only the names are included, as their values may
-    be secret."""
+    """Return a setting's value for the report. Of forwarded environment variables only the names are returned, as their
+    values may be secret."""
     return [each.partition("=")[0] for each in value] if name == "forward" else value
 
 

@@ -1,1 +1,2 @@
-"""The agent, one process per host that owns the host's workers, and the shim that mpirun starts."""
+"""The agent, which is the one process per host that starts and ends the host's workers, and the shim, which mpirun
+starts in place of a worker."""

@@ -31,7 +31,8 @@ def main() -> None:
             connect()
         except LaunchError as error:
             sys.exit(f"dadt: {error}")
-    # Frames use descriptors other than 0 and 1, so that nothing printed in this process gets between frames.
+    # Frames are sent and received through other descriptors than 0 and 1, so that nothing that this process prints gets
+    # between frames.
     seal = handed_over()
     reader, writer = os.dup(0), os.dup(1 if seal is None else 0)
     with open(os.devnull) as null:  # noqa: PTH123
@@ -44,7 +45,7 @@ def main() -> None:
         launcher.flush()
         stdin = _given(STDIN)
         Agent(launcher, interrupts, int(stdin) if stdin else None, _given(FOLDER)).run()
-    gc.freeze()  # garbage collection at exit would visit every imported object, which takes long
+    gc.freeze()  # else garbage collection at exit would visit every imported object, which takes long
 
 
 def _given(option: str) -> str:

@@ -1,4 +1,5 @@
-"""Actions that an agent's decisions ask for, and that the agent carries out in their order."""
+"""Actions that HostJob, which decides for an agent without doing I/O, requests and that the agent carries out in
+order."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class StartAnew(NamedTuple):
 
 
 class AdmitShim(NamedTuple):
-    """Action: reply to the shim on connection `line` which worker it must start."""
+    """Action: send the shim on connection `line` the order to start the worker of this rank."""
 
     line: int
     rank: int
@@ -69,13 +70,13 @@ class SignalProcess(NamedTuple):
 
 
 class FindHandlers(NamedTuple):
-    """Action: find out which of `processes` live, and which would be killed by the checkpoint signal because they have
-    no handler for it; then call `HostJob.save`."""
+    """Action: find out which of `processes` are alive, and which of these would be killed by the checkpoint signal
+    because they have no handler for it; then call `HostJob.save`."""
 
     processes: Mapping[int, Process]
     number: int
     together: bool
-    """Whether the ranks of all hosts save a checkpoint."""
+    """Whether the ranks of all hosts save a checkpoint, instead of only those of this host."""
 
 
 class GatherStacks(NamedTuple):
@@ -86,18 +87,19 @@ class GatherStacks(NamedTuple):
 
 
 class DumpStacks(NamedTuple):
-    """Action: have all workers write their stack traces, before the workers are stopped; then call `HostJob.dumped`."""
+    """Action: have all workers write their stack traces before they are stopped; then call `HostJob.dumped`."""
 
 
 class SendBeat(NamedTuple):
-    """Action: measure the living workers, and send the launcher a heartbeat with their steps."""
+    """Action: measure memory and condition of the running workers, and send the launcher a heartbeat that contains them
+    and the workers' steps."""
 
     steps: Mapping[int, tuple[int, float]]
-    """For each rank the last step of its process, and the seconds since."""
+    """For each rank, the last step that its process has made, and the seconds since that step."""
     pids: Mapping[int, int]
-    """For each living rank the process that trains as the rank."""
+    """For each running rank, the id of the process that trains as this rank."""
     still: Collection[int]
-    """Living ranks that make no steps, so that it has to be found out why."""
+    """Running ranks that have made no step for some time, so that the reason is looked up in the kernel."""
 
 
 class TerminateAll(NamedTuple):
@@ -111,7 +113,7 @@ class KillAll(NamedTuple):
 
     processes: Sequence[int]
     spares_trackers: bool
-    """Whether Python's resource trackers are left to end by themselves."""
+    """Whether to spare Python's resource trackers, which clean up after killed processes and then end by themselves."""
 
 
 class ResetStep(NamedTuple):
@@ -129,7 +131,8 @@ class RemoveHalves(NamedTuple):
 
 
 class NoteWritten(NamedTuple):
-    """Action: note for this host's workers what a rank of another host has written to a file in a shared folder."""
+    """Action: append, to the file from which this host's workers read it, a line that a rank of another host has
+    written a file in a shared folder."""
 
     rank: int
     size: int
@@ -137,13 +140,13 @@ class NoteWritten(NamedTuple):
 
 
 class HearHosts(NamedTuple):
-    """Action: exchange heartbeats with the agents of `hosts` from now on."""
+    """Action: from now on, exchange heartbeats with the agents of `hosts`."""
 
     hosts: Sequence[Mapping[str, Any]]
 
 
 class ProbeHosts(NamedTuple):
-    """Action: try the addresses of other hosts, which the launcher's order lists."""
+    """Action: try to reach other hosts at the addresses that the launcher's order lists."""
 
     order: Frame
 
@@ -172,7 +175,7 @@ AgentAction = (
 
 
 class AgentOutbox(ActionQueue[AgentAction]):
-    """Queue of the actions that the agent has decided on."""
+    """The queue of the actions that the agent's decisions request."""
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Queue an action that sends a frame to the launcher."""

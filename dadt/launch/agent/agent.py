@@ -1,8 +1,8 @@
 """The agent: the one process per host that owns the host's workers.
 
-It reports what the host has, starts the workers that the launcher orders, and forwards their output and reports. It
-ends them when the launcher says so, when its input closes or falls silent (the launcher is gone), or on a signal.
-It makes no other decisions.
+The agent reports what the host has, starts the workers that the launcher orders, and forwards their output and reports.
+It ends the workers when the launcher orders it, when the launcher's connection closes or stays silent for too long, or
+when a signal asks the agent to end. It makes no other decisions.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ADDRESS_SECONDS = 3.0
 
 
 class Agent:
-    """Reports about this host, probes other hosts, and then hands over to a Supervisor, which runs the workers."""
+    """Reports about this host, tests which other hosts it reaches, and then runs the workers through a Supervisor."""
 
     def __init__(self, launcher: Link, interrupts: Interrupts, stdin: int | None = None, folder: str = "") -> None:
-        """stdin: descriptor of rank 0's standard input. folder: working folder of the workers; empty for the one that
-        the launcher names."""
+        """stdin: descriptor of rank 0's standard input. folder: working folder of the workers; if empty, the launcher
+        names it."""
         self._differs = {"cwd": folder} if folder else {}
         self._launcher = LauncherLine(launcher)
         self._interrupts = interrupts
@@ -58,7 +58,8 @@ class Agent:
             self._folder.remove()
 
     def _await_job(self, look: Frame) -> Frame | None:
-        """Report what the host has, probe the other hosts, and wait for the order to start workers."""
+        """Report what the host has, test which other hosts it reaches, and wait for the order to start workers. Returns
+        the order; None if the launcher is gone or a signal asked this process to end."""
         token = os.urandom(network.TOKEN_BYTES)
         listener = network.ProbeListener(token) if look["hosts"] > 1 else None
         try:
@@ -88,7 +89,8 @@ class Agent:
                 listener.close()
 
     def _await_address(self) -> list[dict[str, Any]]:
-        """Wait for an address, which a machine that has just booted may not have yet."""
+        """Return the host's network addresses. If there are none, as on a machine that has just booted, wait for some
+        time until there are."""
         deadline = time.monotonic() + ADDRESS_SECONDS
         while not (found := network.addresses()) and time.monotonic() < deadline:
             self._launcher.select(PROBE_TICK_SECONDS)
@@ -97,7 +99,7 @@ class Agent:
 
     def _await_order(self, *kinds: str) -> Frame | None:
         """Wait for the launcher's next order of one of these kinds. Returns None if the launcher is gone or a signal
-        came."""
+        asked this process to end."""
         while not self._launcher.gone and not self._signal:
             orders, self._launcher.orders = self._launcher.orders, []
             for place, order in enumerate(orders):
@@ -105,7 +107,7 @@ class Agent:
                     self._launcher.orders = orders[place + 1 :]
                     order.header.update(self._differs)
                     return order
-            # If an order and a signal arrive together, the order is ignored.
+            # If an order and an ending signal arrive during the same call, the loop ends and the order is ignored.
             self._launcher.select(TURN_SECONDS)
             self._beat()
         return None

@@ -20,7 +20,8 @@ command line."""
 NAME = "DADT_NODE"
 """Environment variable with the host's name, set for an agent that Ray starts."""
 OVERHEARD = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that Slurm's --signal sends to all processes of a step, though they are meant for the workers."""
+"""Signals that Slurm's option --signal sends to all processes of a job step, including this agent, although only the
+workers need them."""
 CONNECT_SECONDS = 30.0
 
 
@@ -30,14 +31,14 @@ def connect() -> None:
         raise LaunchError(f"--connect: {REACH} does not say where the launcher is; dadt run starts agents by itself")
     reach = Reach.from_text(os.environ.pop(REACH))
     if near := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
-        # Slurm passes an address of the host where srun was started, on which the launcher runs; this address is tried
+        # Slurm tells each task an address of the host on which srun, and thus the launcher, runs. This address is tried
         # first.
         reach = replace(reach, addresses=[near, *reach.addresses])
     name, parent = os.environ.pop(NAME, ""), os.getppid()
     told = {"name": name or os.environ.get("SLURMD_NODENAME", "")}
     forget_step(os.environ)
     for number in OVERHEARD:
-        # The handler does nothing. SIG_IGN would not do, as workers would inherit it.
+        # The handler does nothing. Ignoring the signal by SIG_IGN is not possible, because workers would inherit that.
         signal.signal(number, lambda number, frame: None)
     connection, _, _ = dial(lambda: reach, told, time.monotonic() + CONNECT_SECONDS)
     if name:
@@ -46,8 +47,8 @@ def connect() -> None:
 
 
 def _end_with_actor(connection: SealedConnection, parent: int) -> None:
-    """End the connection to the launcher when Ray's actor, the parent process, dies: Ray, unlike Slurm, does not end
-    the processes that its actors start."""
+    """End the connection to the launcher when the parent process, which is Ray's actor, dies. Unlike Slurm, Ray does
+    not end the processes that its actors start."""
     end = connection.socket.dup()
 
     def hang_up(*_: object) -> None:

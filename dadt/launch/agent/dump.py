@@ -1,5 +1,5 @@
-"""Collects Python stack traces from a host's workers: each worker writes its own to a file when the agent asks for
-them."""
+"""Collects Python stack traces from a host's workers: each worker writes its stack traces to a file when the agent
+requests them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ class Stack(NamedTuple):
 
 
 class Dump:
-    """A request to several processes for their stack traces, which each process appends to a file. The caller calls
-    `advance`, which never blocks, until the request is complete."""
+    """A request to several processes for their stack traces, which each process appends to a file. The caller has to
+    call `advance`, which never blocks, until `complete` is set."""
 
     def __init__(self, offers: Offers, seconds: float) -> None:
-        """Asks the processes that live, and waits at most `seconds` for their stacks."""
+        """Send the request to those of the processes that are alive, and wait at most `seconds` for their stack
+        traces."""
         self._offers = {process: offer for process, offer in offers.items() if process.is_alive}
         self._deadline = time.monotonic() + seconds
         self._signals_at = time.monotonic() + seconds / 2
-        """Time (time.monotonic) at which processes that have not answered are sent a signal as well: their answering
-        thread apparently cannot get Python's interpreter lock."""
+        """Time (time.monotonic) at which processes that have not answered also get a signal, because their threads that
+        wait for requests apparently cannot get Python's interpreter lock."""
         self._begins = {process: _size(path) for process, (_, _, path) in self._offers.items()}
         self._sizes: dict[Process, int] = {}
         self.complete = not self._offers
@@ -82,7 +83,7 @@ class Dump:
 
 
 class HostInquiry:
-    """The launcher's request for the stack traces of some ranks of this host, answered by one frame per rank."""
+    """The launcher's request for the stack traces of some ranks of this host. It is answered by one frame per rank."""
 
     def __init__(self, number: int, ranks: Sequence[int], offers: Offers) -> None:
         self._number = number
@@ -90,13 +91,12 @@ class HostInquiry:
         self._dump = Dump({process: offer for process, offer in offers.items() if offer[0] in ranks}, ANSWER_SECONDS)
 
     def advance(self) -> list[Frame]:
-        """Return the answers once all have arrived or time is up; before that, an empty list."""
+        """Return one answer per rank once all processes have answered or the time is up; before that, an empty list."""
         self._dump.advance()
         return [self._answer(rank) for rank in self._ranks] if self._dump.complete else []
 
     def _answer(self, rank: int) -> Frame:
-        """Return the answer for a rank, with the stack traces of all of the rank's processes, as there may be
-        several."""
+        """Return the answer for a rank, which contains the stack traces of all processes of the rank."""
         stacks = [stack for stack in self._dump.stacks if stack.rank == rank]
         problems = [_problem(stack.pid) for stack in stacks if not stack.text]
         if not stacks:
@@ -113,7 +113,7 @@ def _problem(pid: int) -> str:
 
 
 def _ask(path: Path) -> None:
-    """Ask a worker for its stack traces through the named pipe that the worker has created. A worker without a pipe
+    """Request a worker's stack traces through the named pipe that the worker has created. A worker without such a pipe
     gets a signal later."""
     try:
         pipe = os.open(path.with_suffix(ASK), os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

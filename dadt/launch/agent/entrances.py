@@ -1,4 +1,5 @@
-"""The sockets at which an agent listens to its workers, in a folder that a cleaner of /tmp may remove."""
+"""The sockets at which an agent listens to its workers, which it creates again if a cleaner of /tmp removes their
+folder."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Entrances:
     _launcher: LauncherLine
     _accept: Callable[[int, Entrance], None]
     _drop: Callable[[socket.socket], None]
-    """Closes a connection whose process has not proved that it belongs to the job, to make room for another."""
+    """Function that closes a connection whose process has not proved that it belongs to the job, to make room for
+    another one."""
     _looked: float = 0.0
 
     def __post_init__(self) -> None:
@@ -39,7 +41,7 @@ class Entrances:
             self._watch(rank)
 
     def tend(self) -> None:
-        """Create removed sockets again. May be called at any time, but checks only every LOOK_SECONDS seconds."""
+        """Create removed sockets again. This may be called at any time, but checks only every LOOK_SECONDS seconds."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -51,7 +53,7 @@ class Entrances:
             for rank in gone:
                 self._renew(rank)
         except (OSError, LaunchError):
-            return  # a later call tries again; workers that connect before that get an error that their folder is gone
+            return  # a later call tries again; until then, workers that connect get an error
         if gone:
             text = (
                 f"{self._folder.path} was removed while the job runs, by a cleaner of /tmp or by hand, and was made "

@@ -22,11 +22,11 @@ LIMIT = 1 << 20
 RAISED = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
 FRAMES = 5
 SHOWN = 500
-"""Largest number of characters of a name or a line in a report."""
+"""Number of characters after which a name or a line of code is cut off in a report."""
 
 
 class ErrorFile:
-    """The error file of one rank on this host."""
+    """The error file of one rank of this host, to which `@record` writes the exception that ends the worker."""
 
     def __init__(self, socket: Path, rank: int) -> None:
         """socket: the agent's socket, in whose folder the error file lies."""
@@ -34,13 +34,13 @@ class ErrorFile:
         self._rank = rank
 
     def prepare(self) -> dict[str, str]:
-        """Remove the file that an earlier worker has written. Returns the variable that names the file, for a worker
-        that is about to start."""
+        """Remove the error file of an earlier worker of this rank. Returns the environment variable that names the
+        file, for a worker that is about to start."""
         self._path.unlink(missing_ok=True)
         return {VARIABLE: str(self._path)}
 
     def failure(self, pid: int) -> Frame | None:
-        """Return the failure report that the file contains; None if the worker wrote nothing that can be understood."""
+        """Return a frame that reports the exception in the error file; None if the worker wrote no exception there."""
         told, at = self._read()
         message = told.get("message")
         if isinstance(message, Mapping):
@@ -69,8 +69,8 @@ class ErrorFile:
         return Frame("failed", header)
 
     def _read(self) -> tuple[Mapping[str, Any], float]:
-        """Return the file's content and the time when it was written. The worker may have written anything, so invalid
-        content counts as empty."""
+        """Return the content of the error file and the time when it was written. Invalid content counts as empty, since
+        the worker may have written anything."""
         with suppress(OSError, ValueError, RecursionError):
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:

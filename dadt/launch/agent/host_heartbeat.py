@@ -22,17 +22,18 @@ SIGN = struct.Struct(">IIQ")
 bytes follows."""
 SIGN_BYTES = SIGN.size + hashlib.sha256().digest_size
 PURPOSE = b"dadt heartbeat"
-"""Label that makes the heartbeats' key different from other keys derived from the job's secret."""
+"""Label from which, with the job's secret, the heartbeats' key is derived; other keys are derived from the secret with
+other labels."""
 MOST_AT_ONCE = 64
-"""Datagrams read in a row before the agent turns to its other work."""
+"""Number of datagrams that are read in a row before the agent does other work."""
 
 
 class HostHeartbeat:
     """Sends and receives one host's heartbeats. Runs in the agent's single thread and never blocks."""
 
     def __init__(self, secret: bytes, index: int, address: str, timeout: float) -> None:
-        """Bind a UDP socket to this host's data address only. timeout: seconds after which a host counts as silent.
-        Raises OSError if the address cannot be bound."""
+        """Bind a UDP socket to the address that this host uses for training data, and to no other. timeout: seconds
+        after which a host counts as silent. Raises OSError if the address cannot be bound."""
         self._key = hmac.digest(secret, PURPOSE, "sha256")
         self._index = index
         self._hosts = OtherHosts(index, timeout)
@@ -51,12 +52,13 @@ class HostHeartbeat:
         return self._socket.fileno()
 
     def begin(self, hosts: Sequence[Mapping[str, Any]]) -> None:
-        """Begin to exchange heartbeats with `hosts`: index, address and port of each other host."""
+        """Begin to exchange heartbeats with `hosts`, each given by its index, address and port. This host itself is
+        skipped."""
         self._hosts.begin(hosts, time.monotonic())
 
     def read(self) -> None:
-        """Read the datagrams that have arrived, and drop those that are not a heartbeat of another host, or are older
-        than the newest one."""
+        """Read the datagrams that have arrived. Those that are not a valid heartbeat of another host, or not newer than
+        the last one, are dropped."""
         for _ in range(MOST_AT_ONCE):
             try:
                 data, source = self._socket.recvfrom(SIGN_BYTES + 1)
@@ -69,8 +71,8 @@ class HostHeartbeat:
                 self._hear(sender, data)
 
     def turn(self) -> list[Frame]:
-        """Send heartbeats that are due. Returns frames that report hosts as `silent`, `heard` (again) or `unheard`
-        (never), with the host's index and the seconds of silence."""
+        """Send heartbeats if they are due. Returns frames that report hosts as `silent`, `heard` (again) or `unheard`
+        (never heard so far), with the host's index and the seconds of silence."""
         now = time.monotonic()
         if self._hosts.is_beat_due(now):
             self._send()
@@ -83,7 +85,7 @@ class HostHeartbeat:
         self._counter += 1
         for place, other in self._hosts.by_place.items():
             sign = SIGN.pack(self._index, other.index, self._counter)
-            with suppress(OSError):  # if the host is unreachable, its agent notices the missing heartbeats
+            with suppress(OSError):  # if the other host is unreachable, its agent notices that heartbeats are missing
                 self._socket.sendto(sign + self._proof(sign), place)
 
     def _hear(self, sender: OtherHost, data: bytes) -> None:
@@ -100,8 +102,9 @@ class HostHeartbeat:
 
 
 def listen(job: Frame, launcher: LauncherLine) -> HostHeartbeat | None:
-    """Create the heartbeat socket that the order `job` asks for. Returns None if the order does not ask, or if this
-    host's address is gone, so that the other hosts will report it."""
+    """Create the socket for heartbeats if the order `job` requests it, and report its port to the launcher. Returns
+    None if no heartbeats are requested, or if the socket cannot be bound to this host's address; port 0 is reported
+    then."""
     if (own := job.get("heartbeat")) is None:
         return None
     try:

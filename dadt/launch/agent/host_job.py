@@ -1,4 +1,4 @@
-"""Decisions of an agent about its host's part of a job, until all workers on the host have ended."""
+"""Decides for an agent about its host's part of a job, until all workers on the host have ended."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ from dadt.launch.agent.stop import Stop
 from dadt.launch.ending.processes import NATURAL_SECONDS, Process
 
 TURN_SECONDS = 0.5
-"""Most seconds between two calls of `HostJob.turn`, and between two heartbeats to the launcher."""
+"""Largest number of seconds between two calls of `HostJob.turn`; also the time between two heartbeats to the
+launcher."""
 TICK_SECONDS = 0.05
-"""Seconds between two turns while workers are being stopped or a rank waits for a file; otherwise TURN_SECONDS."""
+"""Largest number of seconds between two calls of `HostJob.turn` while workers are being stopped or a rank waits for a
+file."""
 DEFAULT_GRACE = 1.5
 """Seconds from SIGTERM to SIGKILL, unless the launcher's order specifies another number."""
 MOST_PATIENCE = 5.0
-"""Largest number of seconds that ranks may take to agree on a step, after which all of them save or are interrupted."""
+"""Largest number of seconds that ranks may take to agree on the step after which all of them save or are interrupted;
+after this time each does so at once."""
 
 
 @dataclass(slots=True)
@@ -57,8 +60,9 @@ class HostJob:
         self.ranks: Mapping[int, int] = {worker["rank"]: worker["local_rank"] for worker in job["workers"]}
         self._stays = job.get("stays", False)
         self._checkpoint: Mapping[str, Any] | None = job.get("checkpoint")
-        """How a preemption of this host is handled: `number` of the signal that asks scripts to save, and `grace`,
-        seconds for saving; `alone`: the workers of other hosts train on and do not save. None: scripts cannot save."""
+        """How scripts save when this host is preempted: `number` of the signal that asks them to save, `grace` (seconds
+        that saving may take), and `alone` (whether workers of other hosts train on and do not save). None if scripts
+        cannot save."""
         self._preempted = False
         secret, number = bytes.fromhex(job["secret"]), self._checkpoint["number"] if self._checkpoint else 0
         self.registry = WorkerRegistry(folder, self.ranks, secret, number, self.outbox)
@@ -103,31 +107,31 @@ class HostJob:
         self._shim_routes.get(saying.frame.kind, self.registry.hear)(saying)
 
     def hung_up(self, line: int) -> None:
-        """Handle a connection of a worker that either side has closed."""
+        """Handle the end of a worker's connection, by whichever side it was closed."""
         self.registry.hung_up(line)
-        self._shims.ended(line, SIGKILL, 0)  # if the shim was killed, its worker dies with it
+        self._shims.ended(line, SIGKILL, 0)  # a shim that was killed has taken its worker with it
 
     def unsent(self, line: int, frame: Frame) -> None:
-        """Handle a frame that did not reach the process on this connection: in place of a request to raise a signal
-        after a step, the process gets the signal."""
+        """Handle a frame that could not be sent on this connection. If it asks the process to raise a signal after a
+        step, the process gets the signal at once instead."""
         numbers = {"interrupt": int(SIGINT), "save": self._checkpoint["number"] if self._checkpoint else 0}
         asked = self.registry.lines.get(line)
         if frame.kind in numbers and asked is not None:
             self.outbox.put(SignalProcess(asked.process, numbers[frame.kind]))
 
     def started(self, rank: int, process: Process) -> None:
-        """Record and report that a worker's process runs."""
+        """Record that a worker's process was started, and report this to the launcher."""
         self.workers[rank] = Running(process)
         self.outbox.tell("started", rank=rank, pid=process.pid)
 
     def unstarted(self, why: str, now: float) -> None:
-        """Report that a worker could not be started, and stop all others."""
+        """Report to the launcher that a worker could not be started, and stop all other workers."""
         self.outbox.tell("unstarted", message=why[: schema.TEXT])
         self._begin_stop(Frame("stop"), now)
 
     def ended(self, rank: int, code: int, facts: Mapping[str, Any]) -> None:
-        """Record and report that a worker has ended. facts: its last step, the time of its end, and its use of
-        memory."""
+        """Record that a worker has ended, and report this to the launcher. facts: the worker's last step, the time of
+        its end, and its use of memory."""
         if rank in self.workers:
             self.workers[rank].ended = True
         stopped = self.stop is not None and self.stop.signalled
@@ -145,7 +149,8 @@ class HostJob:
             self._begin_stop(Frame("stop"), now)
 
     def turn(self, now: float, steps: Mapping[int, tuple[int, float]], *, launcher_gone: bool) -> None:
-        """Do what is due at time `now`. steps: for each rank the last step of its process, and the seconds since."""
+        """Send a heartbeat, answer ranks that wait for files, or begin to stop the workers, whichever is due at time
+        `now`. steps: for each rank, the last step of its process, and the seconds since that step."""
         first = next(rank for rank, local_rank in self.ranks.items() if local_rank == self.registry.first)
         self.registry.settle(steps[first][0], now)
         if now >= self._beat_at:
@@ -161,12 +166,12 @@ class HostJob:
 
     @property
     def patience(self) -> float:
-        """Seconds until `turn` must be called next if nothing comes before."""
+        """Largest number of seconds until `turn` must be called next, if no event comes before."""
         return TICK_SECONDS if self.stop is not None or self.registry.is_waited_for else TURN_SECONDS
 
     def dumped(self, stacks: Sequence[tuple[int, int, bytes]]) -> None:
         """Send the launcher the stack traces that the workers have written before they are stopped. stacks: rank, pid
-        and text of each worker's."""
+        and text for each worker."""
         self._dumps = False
         for rank, pid, text in stacks:
             if text:
@@ -178,20 +183,21 @@ class HostJob:
         return self.stop if self.stop is not None and not (self.stop.finished or self._dumps) else None
 
     def advance_stop(self, left: Sequence[int], now: float) -> None:
-        """Continue the stop in progress, if there is one. left: processes of the job that still run on this host."""
+        """Do the next thing of the stop in progress, if there is one. left: processes of the job that still run on this
+        host."""
         if (stop := self.stopping) is not None:
             if self._all_ended:
                 stop.end_naturally_in(NATURAL_SECONDS, now)
             stop.advance(left, now)
 
     def leave(self) -> None:
-        """Tell the launcher that the job is over on this host: the agent's last word."""
+        """Tell the launcher that the job is over on this host. No further frame follows."""
         stuck = list(self.stop.stuck) if self.stop is not None else []
         self.outbox.tell("end", stuck=stuck, signal=self.signal)
 
     @property
     def over(self) -> bool:
-        """Whether all workers have ended and were reported, or cannot be killed."""
+        """Whether all workers have ended and their ends were reported, or those that are left cannot be killed."""
         stop = self.stop
         return stop is not None and stop.finished and (bool(stop.stuck) or self._all_ended)
 
@@ -205,8 +211,8 @@ class HostJob:
         return {rank: worker for rank, worker in self.workers.items() if not worker.ended}
 
     def save(self, action: FindHandlers, living: Collection[int], heedless: Collection[int]) -> None:
-        """Have ranks save a checkpoint. living: ranks whose processes live. heedless: living ranks without a handler
-        for the signal, which do not get it, as it would kill them."""
+        """Have ranks save a checkpoint. living: ranks whose processes are alive. heedless: those of them that have no
+        handler for the checkpoint signal and do not get it, because it would kill them."""
         assert self._checkpoint is not None
         able = set(living) - set(heedless)
         patience = min(self._checkpoint["grace"] / 4, MOST_PATIENCE) if action.together else 0.0
@@ -222,7 +228,8 @@ class HostJob:
         return not self._shims.pending and all(worker.ended for worker in self.workers.values())
 
     def _begin_stop(self, order: Frame, now: float) -> None:
-        """Begin to stop the workers. If they are being stopped already, the order can only make the stop end sooner."""
+        """Begin to stop the workers as `order` says. If they are being stopped already, the order can only make them
+        end sooner."""
         self._shims.dismiss()
         grace = order.get("grace", DEFAULT_GRACE)
         if self.stop is None or self.stop.natural:
@@ -234,8 +241,9 @@ class HostJob:
             self.stop.hasten(grace, now)
 
     def _interrupt(self, order: Frame, now: float) -> None:
-        """Handle Ctrl-C, for which a terminal would send SIGINT to the script. Processes that train raise SIGINT
-        themselves, all after the same step, if they reach one soon (dadt/train/interruption.py)."""
+        """Handle the order that follows Ctrl-C, and interrupt the workers as SIGINT from a terminal would. Processes
+        that train raise SIGINT themselves, all after the same step, if they reach one soon
+        (dadt/train/interruption.py)."""
         if self.stop is not None:
             return
         grace, living = order["grace"], self.living
@@ -245,7 +253,8 @@ class HostJob:
             if rank not in asked:
                 self.outbox.put(SignalGroup(rank, SIGINT))
             elif self.training(rank).pid != worker.process.pid:
-                # the worker is a shell that runs the training process: without SIGINT it would run its next command
+                # The worker is a shell that runs the training process. It needs SIGINT, too, as it would otherwise run
+                # its next command.
                 self.outbox.put(SignalProcess(worker.process, SIGINT))
         self._begin_stop(Frame("stop", {"natural": grace, "grace": grace}), now)
 

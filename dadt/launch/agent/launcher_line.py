@@ -1,4 +1,4 @@
-"""An agent's connection to its launcher, and the selector in which the agent waits for everything it reads."""
+"""An agent's connection to its launcher, and the selector with which the agent waits for all its inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dadt.launch.agent.host_job import TURN_SECONDS
 from dadt.launch.agent.launcher_contact import LauncherContact
 
 UNSENT_LIMIT = 4 << 20
-"""Number of bytes waiting to be sent to the launcher above which the agent does not read the workers' output."""
+"""If more than this number of bytes wait to be sent to the launcher, the agent does not read the workers' output."""
 
 
 class LauncherLine:
@@ -22,7 +22,7 @@ class LauncherLine:
         self._link = link
         self.selector = selectors.DefaultSelector()
         self.orders: list[Frame] = []
-        """Orders that have come and were not carried out yet."""
+        """Orders that have arrived and were not carried out yet."""
         self.gone = False
         self.contact = LauncherContact(time.monotonic())
         self.watch(link.reader, self._read)
@@ -49,12 +49,13 @@ class LauncherLine:
 
     @property
     def full(self) -> bool:
-        """Whether more than UNSENT_LIMIT bytes wait for the launcher, so that workers should not be read."""
+        """Whether more than UNSENT_LIMIT bytes wait to be sent to the launcher, so that workers' output should not be
+        read."""
         return len(self._link.unsent) > UNSENT_LIMIT
 
     def take_leave(self) -> None:
-        """Send all remaining frames before the agent ends, unless the launcher is gone. If the launcher's output is
-        read slowly, this takes longer."""
+        """Send all remaining frames before the agent ends, unless the launcher is gone. This blocks as long as the
+        launcher does not read them."""
         while self._link.unsent and not self.gone:
             self.select(TURN_SECONDS)
 
@@ -69,7 +70,7 @@ class LauncherLine:
             self.forget(self._link.reader)
 
     def _watch_writes(self) -> None:
-        """Have the selector wake up when remaining bytes can be sent to the launcher."""
+        """Have the selector wake up when the connection accepts bytes that are still to be sent to the launcher."""
         writer = self._link.writer
         waiting = bool(self._link.unsent) and not self.gone
         if not waiting:

@@ -41,7 +41,7 @@ class Lines:
     _connected: Callable[[Line], None]
     """Called with each new connection."""
     _hear: Callable[[Line, Frame], None]
-    """Called with each frame; raises DadtError if the frame may not be sent."""
+    """Called with each frame that is received; raises DadtError if the process may not send the frame."""
     _hung_up: Callable[[int], None]
     """Called with the number of each closed connection."""
     _open: dict[int, OpenLine] = field(default_factory=dict)
@@ -79,19 +79,20 @@ class Lines:
             self.read(number)
 
     def answer(self, number: int, frame: Frame) -> bool:
-        """Send a frame on connection `number`. Returns whether the connection is open, and somebody listens there."""
+        """Send a frame on connection `number`. Returns False if the connection is closed or its process does not
+        receive any more."""
         if (opened := self._open.get(number)) is None:
             return False
         try:
             opened.link.send(frame)
         except BrokenPipeError:
-            # The process died while it waited, or stopped listening. Frames that it sent earlier are still read.
+            # The process has died or has stopped receiving. Frames that it sent before are still read.
             opened.link.unsent.clear()
             opened.line.listens = False
             return False
         if len(opened.link.unsent) > UNSENT_LIMIT + len(frame.body):
             opened.link.unsent.clear()
-            opened.socket.shutdown(socket.SHUT_RDWR)  # the process keeps asking without reading the answers
+            opened.socket.shutdown(socket.SHUT_RDWR)  # the process sends questions without reading the answers
         return True
 
     def drop(self, connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Decides which other hosts an agent hears, from the heartbeats that come from them."""
+"""Decides from the heartbeats that arrive which other hosts count as silent."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from dadt.control.absence import Absence
 from dadt.control.frame import Frame
 
 BEATS = 8
-"""Number of heartbeats sent within the timeout after which a host counts as silent."""
+"""Number of heartbeats that a host sends within the timeout after which it would count as silent."""
 
 
 @dataclass(slots=True)
 class OtherHost:
-    """Another host, as seen by this host's heartbeats."""
+    """What this host knows about another host from the heartbeats that have arrived from there."""
 
     index: int
     place: tuple[str, int]
-    """Address and port of its heartbeats."""
+    """Address and port with which the other host sends and receives heartbeats."""
     heard_at: float
-    """Time (time.monotonic) of the host's last heartbeat; before the first one, time of the call of `begin`."""
+    """Time (time.monotonic) at which the host's last heartbeat arrived; before the first one, the time at which `begin`
+    was called."""
     counter: int = 0
-    """Counter in the host's last heartbeat; 0 before the first one."""
+    """The counter that the host's last heartbeat contained; 0 before the first one."""
     ever_heard: bool = False
     silent: bool = False
     given_up: bool = False
@@ -34,17 +35,18 @@ class OtherHosts:
     """Tracks from which other hosts heartbeats arrive, and when this host's next heartbeat is due."""
 
     def __init__(self, index: int, timeout: float) -> None:
-        """index: this host. timeout: seconds after which a host counts as silent."""
+        """index: number of this host in the job. timeout: seconds after which a host counts as silent."""
         self._index = index
         self._timeout = timeout
         self._hosts: dict[int, OtherHost] = {}
         self.by_place: Mapping[tuple[str, int], OtherHost] = {}
-        """The other hosts by address and port of their heartbeats."""
+        """The other hosts, by the address and port with which they send heartbeats."""
         self._sent = float("-inf")
         self._absence = Absence(self._sent)
 
     def begin(self, hosts: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Begin to expect heartbeats of `hosts`: index, address and port of each host of the job."""
+        """Begin to expect heartbeats from `hosts`, each given by its index, address and port. This host itself is
+        skipped."""
         known, self._hosts = self._hosts, {}
         for host in hosts:
             index, place = host["index"], (host["address"], host["port"])
@@ -54,27 +56,27 @@ class OtherHosts:
         self.by_place = {host.place: host for host in self._hosts.values()}
 
     def hear(self, index: int, now: float) -> None:
-        """Record that a heartbeat of this host has come."""
+        """Record that a heartbeat from host `index` has arrived."""
         if (host := self._hosts.get(index)) is not None:
             host.heard_at, host.ever_heard = now, True
 
     def is_beat_due(self, now: float) -> bool:
-        """Whether a heartbeat to the other hosts is due. Each heartbeat is reported as due only once."""
+        """Return whether a heartbeat to the other hosts is due, and count it as sent if so."""
         due = now - self._sent >= self._timeout / BEATS
         if due:
             self._sent = now
         return due
 
     def turn(self, now: float) -> list[Frame]:
-        """Returns frames that report hosts as `silent`, `heard` (again) or `unheard` (never), with the host's index and
-        the seconds of silence. Call regularly."""
+        """Return frames that report hosts as `silent`, `heard` (again) or `unheard` (never heard so far), with the
+        host's index and the seconds of silence. Call regularly."""
         if self._absence.has_ended(self._timeout, now):
             self._excuse(now)
         return [frame for host in self._hosts.values() if (frame := self._look(host, now)) is not None]
 
     def _excuse(self, now: float) -> None:
-        """Do not count time in which this process itself did not run (stopped, or its machine asleep) as silence of the
-        other hosts."""
+        """Count the other hosts as heard just now, because this process itself was stopped, or its machine asleep, and
+        could not receive their heartbeats."""
         for host in self._hosts.values():
             if not host.silent:
                 host.heard_at = now

@@ -1,4 +1,4 @@
-"""Checks, on the launcher's order, which addresses and folders of other hosts this host can reach."""
+"""Checks, when the launcher orders it, which addresses and which shared folders of other hosts this host can reach."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from dadt.control.shared_folder import Marker
 
 
 class Probing:
-    """Checks of addresses and folders. Never blocks: call `advance` repeatedly while it is active."""
+    """The checks of other hosts' addresses and folders that the launcher has ordered. Never blocks: the caller has to
+    call `advance` repeatedly while a check is active."""
 
     def __init__(self, send: Callable[[Frame], None]) -> None:
-        """send: called with the frame of answers to the launcher."""
+        """send: called with the frame that reports the results to the launcher."""
         self._send = send
         self._probe: network.Probe | None = None
         self._marker: Marker | None = None
@@ -25,18 +26,19 @@ class Probing:
         return self._probe is not None
 
     def mark(self, folder: str, job: str) -> dict[str, str]:
-        """Create a marker file by which other hosts can check whether they see this folder. Returns a description of
-        the file for them."""
+        """Create a marker file in the working folder, by which other hosts can check whether they see the same folder.
+        Returns a description of the marker file."""
         self._marker = Marker(folder, job)
         return self._marker.describe()
 
     def unmark(self) -> None:
-        """Remove the marker file, if this object has created one. May be called again."""
+        """Remove the marker file, if `mark` has created one. May be called repeatedly."""
         if self._marker is not None:
             self._marker.remove()
 
     def begin(self, order: Frame) -> None:
-        """Begin to check the addresses that the order names; an earlier check under way is abandoned."""
+        """Begin to check the addresses and folders that the order names, and abandon a check that is still in
+        progress."""
         if self._probe is not None:
             self._probe.close()
         markers = order.get("markers", ())

@@ -21,18 +21,19 @@ class RayActor:
         """Run the agent until it ends. Returns its exit code (minus the signal's number if a signal ended it) and the
         last lines that it printed.
 
-        python: the agent's Python; empty for this actor's. shipped: whether workers start in the folder that Ray has
-        copied to this node. once: whether a GPU shared by several bundles is listed once. gpus: the GPUs of each bundle
-        (Ray's group of resources for one worker).
+        python: path of the agent's Python; empty for the Python of this actor. shipped: whether workers start in the
+        folder that Ray has copied to this node. once: whether a GPU shared by several bundles is listed once. gpus: the
+        GPUs of each bundle (Ray's group of resources for one worker).
         """
-        # Ray's own variables describe this actor's process. Ray sets OMP_NUM_THREADS from the number of CPUs reserved
-        # for the actor, which is 0.
+        # Ray's own variables are left out, as they describe this actor's process. Ray sets OMP_NUM_THREADS to suit the
+        # number of CPUs reserved for the actor, which is 0.
         left_out, kept = ("RAY_", "DADT_", "OMP_NUM_THREADS"), ("RAY_USE_TLS", "RAY_TLS_", "RAY_AUTH_")
         env = {
             name: value for name, value in os.environ.items() if name.startswith(kept) or not name.startswith(left_out)
         } | dict(variables)
         given = [each for bundle in gpus for each in bundle]
-        # If the actor has no GPUs, Ray leaves all GPUs visible, so an empty list has to hide them.
+        # Without GPUs for the actor, Ray leaves all GPUs visible, so the variable is set even if the list is empty,
+        # which hides all GPUs.
         env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(given) if once else given)
         words = [python or sys.executable, "-u", "-m", "dadt.launch.agent", "--connect"]
         with subprocess.Popen(
@@ -52,6 +53,7 @@ class RayActor:
 
 
 def gpus() -> list[str]:
-    """Return the GPUs that Ray assigns to a bundle; runs inside the bundle."""
+    """Return the GPUs that Ray has assigned to a bundle, which is Ray's group of resources for one worker. Called by
+    Ray within the bundle."""
     found: list[str] = import_module("ray").get_runtime_context().get_accelerator_ids()["GPU"]
     return found

@@ -1,5 +1,5 @@
-"""Record of a host's worker processes, from their own reports: which process trains as which rank, and which rank waits
-for which file."""
+"""Records what a host's worker processes report: which process trains as which rank, and which rank waits for which
+file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dadt.launch.ending.processes import Process
 
 STACKS_FILE = re.compile(r"stacks-[0-9]+")
 MOST_APPROACHES = 1024
-"""Largest number of stored requests of workers that want to join, for processes that do not listen yet."""
+"""Largest number of requests of replacement workers that are stored for processes which do not receive reports yet."""
 KEPT = 64
-"""Largest number of folders remembered per rank in which the rank may leave incomplete files."""
+"""Largest number of folders with incomplete files that are remembered for a rank."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Line:
     rank: int
     """Rank of the connected worker, known from the socket at which it connected."""
     process: Process
-    """Process that connected; its pid is 0 if the kernel does not know it."""
+    """Process that connected; its pid is 0 if the kernel does not report it."""
     listens: bool = False
     """Whether the connected process wants to receive reports about other ranks."""
 
@@ -41,11 +41,11 @@ class Saying:
     line: Line
     frame: Frame
     process: Process
-    """Process that the frame is about: the connected process, unless the frame comes from a shim or the kernel does not
-    know the connected process."""
+    """Process that the frame is about. This is the connected process, unless the frame comes from a shim or the kernel
+    does not report the connected process."""
     now: float
     owner_lives: bool = False
-    """Whether the process that trains as the same rank still runs; set only for frames of kind `claim`."""
+    """For a frame `claim`: whether the process that already trains as this rank still runs."""
 
 
 @dataclass(slots=True)
@@ -59,55 +59,55 @@ class SaveWait:
     step: int
     deadline: float
     far: bool
-    """Whether the rank waits for a rank of another host, which writes for this host too, instead of local rank 0."""
+    """Whether the rank waits for a rank of another host, which writes files for this host, too, instead of for local
+    rank 0."""
 
 
 class WorkerRegistry:
-    """Answers questions of workers that one host can answer, and forwards all others to the launcher with the number of
-    their connection."""
+    """Answers those questions of workers that concern one host only, and forwards all others to the launcher, together
+    with the number of the worker's connection."""
 
     def __init__(
         self, folder: Path, ranks: Mapping[int, int], secret: bytes, checkpoint_signal: int, outbox: AgentOutbox
     ) -> None:
-        """folder: folder of the job on this host. ranks: local rank of each rank on this host. secret: with it the
-        job's workers prove to each other that they belong to the job. checkpoint_signal: number of the signal that asks
-        scripts to save; 0: none.
-        """
+        """folder: folder of the job on this host. ranks: local rank of each rank on this host. secret: the secret by
+        which the job's workers prove to each other that they belong to the job. checkpoint_signal: number of the signal
+        that asks scripts to save; 0: none."""
         self._folder = folder
         self._ranks = ranks
         self._secret = secret
         self._checkpoint_signal = checkpoint_signal
         self._outbox = outbox
         self._told_to_save = 0
-        """How many times all ranks of the job have been asked to save a checkpoint."""
+        """Number of times that all ranks of the job have been asked to save a checkpoint together."""
         self.lines: dict[int, Line] = {}
         self.claims: dict[int, Process] = {}
-        """Process that trains as each rank, by rank."""
+        """For each rank, the process that has claimed to train as this rank."""
         self.dumps: dict[Process, tuple[int, int, Path]] = {}
-        """For each process its rank, the signal that makes it write its stack traces, and the file to which it writes
+        """For each process: its rank, the signal on which it writes its stack traces, and the file to which it writes
         them."""
         self._written: dict[int, list[tuple[str, str]]] = {}
-        """For each rank the newest folders in which it writes files, and the text with which names of incomplete files
-        begin."""
+        """For each rank, the latest folders in which it writes files, each with the text that begins the names of files
+        it has not completed yet."""
         self._saves: dict[str, int] = {}
-        """Number of times that each file was written by local rank 0, or by another host's rank that writes for this
-        host, by path."""
+        """For each path, the number of times that the file was saved by local rank 0, or by a rank of another host that
+        writes for this host, too."""
         self._numbered: set[int] = set()
-        """Numbers of the finished saves of local rank 0."""
+        """Numbers of the saves that local rank 0 has finished; it counts its saves of all files."""
         self._far: set[int] = set()
-        """Numbers of the finished saves of another host's rank that writes files for this host, too."""
+        """Numbers of the saves that a rank of another host, which writes files for this host, too, has finished."""
         self._waits: list[SaveWait] = []
         self.first = 0
         """Local rank of the rank that writes the real files of this host; other ranks write private copies."""
         self._first_step = -1
         self._first_ended = False
-        """Whether the rank that writes this host's real files ended with exit code 0, so that nobody writes them any
-        more. After a failure the job ends, or the next rank takes over."""
+        """Whether the rank that writes this host's real files ended with exit code 0, so that no rank writes them any
+        more. If it fails instead, the job ends or the next rank takes over."""
         self._regrouped: Frame | None = None
-        """The newest frame that says which ranks train now; None before the first."""
+        """The latest `regroup` frame, which says which ranks train now; None before the first."""
         self._approaches: deque[Frame] = deque(maxlen=MOST_APPROACHES)
-        """Requests to join, sent by replacement workers since the newest `regroup` frame, for processes that begin to
-        listen later."""
+        """Requests of replacement workers to join since the latest `regroup` frame, stored for processes that begin to
+        receive reports later."""
         self.failed: set[int] = set()
         """Ranks that have reported an exception."""
         self.routes: Mapping[str, Callable[[Saying], None]] = {
@@ -120,7 +120,7 @@ class WorkerRegistry:
             "saved": self._saved,
             "await_save": self._await_save,
         }
-        """Handlers for the kinds of workers' frames that concern this host; all other frames are only forwarded to the
+        """Handlers for the kinds of workers' frames that concern this host. All other frames are only forwarded to the
         launcher."""
 
     def connected(self, line: Line) -> None:
@@ -131,13 +131,13 @@ class WorkerRegistry:
         self.routes.get(saying.frame.kind, self._forward)(saying)
 
     def tell(self, frame: Frame) -> None:
-        """Send a frame to every process that listens. Frames of kinds `regroup` and `approach` are also stored for
-        processes that begin to listen later."""
+        """Send a frame to every process that receives reports about other ranks. Frames of the kinds `regroup` and
+        `approach` are also stored for processes that begin to receive reports later."""
         if frame.kind == "approach":
             self._approaches.append(frame)
         if frame.kind == "regroup":
             self._regrouped = frame
-            self._approaches.clear()  # after a regroup, requests to join that are still open are sent again
+            self._approaches.clear()  # after a regroup, the launcher sends requests to join that are still open again
             for rank in self._ranks.keys() & set(frame["firsts"]):
                 self.first, self._first_ended = self._ranks[rank], False
         for line in [line for line in self.lines.values() if line.listens]:
@@ -145,7 +145,7 @@ class WorkerRegistry:
 
     def wrote(self, frame: Frame, now: float) -> None:
         """Handle the report that a rank of another host has written a file in a shared folder: answer the ranks that
-        wait for the file, or note it for this host's workers."""
+        wait for the file, or pass the report to this host's workers."""
         if "number" in frame.header:
             self._far.add(frame["number"])
             self._saves[frame["path"]] = max(frame["count"], self._saves.get(frame["path"], 0))
@@ -154,13 +154,14 @@ class WorkerRegistry:
             self._outbox.put(NoteWritten(frame["rank"], frame["size"], frame["path"]))
 
     def tell_to_save(self, ranks: Collection[int], patience: float) -> set[int]:
-        """Ask the processes that train as these ranks to save. Returns the ranks that were asked; ranks that do not
-        listen cannot be asked."""
+        """Ask the processes that train as these ranks to save. Returns the ranks that were asked, which excludes those
+        that do not receive reports."""
         self._told_to_save += patience > 0
         return self.tell_training(ranks, Frame("save", {"patience": patience}))
 
     def tell_training(self, ranks: Collection[int], frame: Frame) -> set[int]:
-        """Send a frame to the processes that train as these ranks. Returns the ranks to which it was sent."""
+        """Send a frame to the processes that train as these ranks and that receive reports. Returns the ranks to which
+        it was sent."""
         lines = [line for line in self.lines.values() if line.listens and line.rank in ranks]
         told = [line for line in lines if line.rank in self.claims and self.claims[line.rank].pid == line.process.pid]
         for line in told:
@@ -168,7 +169,7 @@ class WorkerRegistry:
         return {line.rank for line in told}
 
     def hung_up(self, number: int) -> None:
-        """Forget a connection that either side has closed, and the questions asked on it."""
+        """Forget a connection that was closed, and the questions that were asked on it."""
         self.lines.pop(number, None)
         self._waits = [wait for wait in self._waits if wait.line.number != number]
 
@@ -184,7 +185,7 @@ class WorkerRegistry:
         return bool(self._waits)
 
     def settle(self, first_step: int, now: float) -> None:
-        """Answer the ranks for which waiting for a file has ended. first_step: last step of the rank that writes this
+        """Answer the ranks that need not wait for a file any more. first_step: last step of the rank that writes this
         host's real files."""
         self._first_step = first_step
         self._settle(now)
@@ -213,7 +214,8 @@ class WorkerRegistry:
         frame = saying.frame
         header = {**frame.header, "line": saying.line.number}
         if "pid" in header:
-            # use the pid that the kernel reports, since this process may be sent signals later
+            # Use the pid that the kernel reports, not the one in the frame, since the process may be sent signals
+            # later.
             header["pid"] = saying.process.pid
         self._outbox.put(TellLauncher(Frame(frame.kind, header, frame.body)))
 
@@ -222,8 +224,8 @@ class WorkerRegistry:
         self._forward(saying)
 
     def _hello(self, saying: Saying) -> None:
-        """Handle a process that has imported torch. If it had begun to train before, it has replaced itself (exec), and
-        its state is reset."""
+        """Handle the report of a process that it has imported torch. If the process was training already, it has
+        replaced itself (exec), and the rank's state is reset."""
         rank = saying.line.rank
         if self.claims.get(rank) == saying.line.process:
             self._outbox.put(ResetStep(rank))

@@ -1,8 +1,9 @@
 """The shim between mpirun and a worker: `python -m dadt.launch.agent.shim`, which mpirun starts as a rank.
 
-Children of an agent would not be MPI ranks. So the shim asks its host's agent what to run, runs it as its own child
-with everything that MPI gave to the shim, and reports how it ended. The agent reads, watches and stops the worker like
-any other. The first shim of a host starts the agent.
+If the agent started the workers as its children, they would not be MPI ranks. Therefore the shim asks its host's agent
+for the worker's command, runs it as its own child with all variables and descriptors that MPI gave to the shim, and
+reports how it ended. The agent reads the worker's output, watches the worker and stops it like any other. The first
+shim of a host starts the agent.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from dadt.launch.start.standard_input import NoInput
 from dadt.world import World
 
 NOTE = "DADT_SHIM"
-"""Environment variable with JSON {job, shares, reach, timeout}. These are no command-line arguments, as they contain a
-key."""
+"""Environment variable with JSON {job, shares, reach, timeout}. It contains a key, which `ps` would show if it were
+passed on the command line."""
 MPI_VARIABLES = ("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "MPI_", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_")
 """Prefixes of the environment variables by which MPI libraries recognize their ranks."""
 RETRY_SECONDS = 0.05
@@ -82,7 +83,7 @@ class Shim:
         self._agent = spawn_agent(connection, sys.executable, env)
 
     def _connect(self) -> socket.socket:
-        """Connect to the agent, which listens once it has the order to start workers."""
+        """Connect to the agent, which listens as soon as it has the order to start workers."""
         while time.monotonic() < self._deadline:
             with suppress(OSError):  # the agent does not listen yet, and no event reports when it does, so try again
                 return connect_to(self._socket)
@@ -100,7 +101,7 @@ class Shim:
         raise LaunchError("the agent of this host did not answer in time")
 
     def _start_worker(self, order: Frame) -> subprocess.Popen[bytes]:
-        """Start the worker, keeping open the descriptors that MPI's daemon left for its rank."""
+        """Start the worker. The descriptors that MPI's daemon has left open for this rank stay open in it."""
         with Path(order["out"]).open("wb", buffering=0) as out, Path(order["err"]).open("wb", buffering=0) as err:
             env = {**order["env"], **self._own, **_libraries(order["env"])}
             env |= mpi_library.variables(env, self._socket.parent)
@@ -127,8 +128,8 @@ class Shim:
 
 
 def _libraries(env: Mapping[str, str]) -> dict[str, str]:
-    """Return LD_LIBRARY_PATH for a worker: the folders that mpirun has set on this host, then those of the worker's
-    environment."""
+    """Return LD_LIBRARY_PATH for a worker: the folders that mpirun has set on this host, followed by those in the
+    worker's environment."""
     own, given = (each.get("LD_LIBRARY_PATH", "").split(":") for each in (os.environ, env))
     folders = dict.fromkeys(folder for folder in [*own, *given] if folder)
     return {"LD_LIBRARY_PATH": ":".join(folders)} if folders else {}

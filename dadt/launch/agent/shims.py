@@ -1,4 +1,4 @@
-"""Assigns workers to shims: mpirun starts one shim per rank, and each asks the agent which worker to run."""
+"""Tells the shims of a host which workers to start. mpirun starts one shim per rank in place of the worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dadt.launch.agent.registry import Saying
 
 
 class Shims:
-    """Tracks the shims of one host, from the order to start workers until each shim's worker has ended."""
+    """Tracks the shims of one host, from the launcher's order to start workers until the worker of each shim has
+    ended."""
 
     def __init__(self, ranks: Iterable[int], seconds: float, outbox: AgentOutbox, now: float) -> None:
         """ranks: ranks whose workers are started by shims. seconds: time within which all shims must connect."""
@@ -27,19 +28,18 @@ class Shims:
         return bool(self._awaited) or self._lines > self._started
 
     def missing(self, now: float) -> str:
-        """Return a sentence that names the shims that are overdue; empty if none is."""
+        """Return a sentence that names the ranks whose shims have not connected in time; empty if there are none."""
         if not self._awaited or now < self._deadline:
             return ""
         return f"mpirun did not start rank {', '.join(map(str, sorted(self._awaited)))} here in time"
 
     def dismiss(self) -> None:
-        """From now on, give no orders to shims that connect."""
+        """Send no orders to start workers to shims from now on."""
         self._awaited.clear()
         self._lines &= self._started
 
     def shim(self, saying: Saying) -> None:
-        """Handle a shim's request for its order. A shim that comes too late gets no order, and its connection is
-        closed."""
+        """Handle a shim's request for the order to start its worker. A shim that comes too late gets no answer."""
         line, rank = saying.line.number, saying.frame["rank"]
         if rank in self._awaited:
             self._awaited.discard(rank)

@@ -27,7 +27,7 @@ class WorkerStart:
         self._error_files = {slot["rank"]: ErrorFile(socket, slot["rank"]) for slot in job["workers"]}
 
     def order(self, rank: int) -> dict[str, Any]:
-        """Return the order for a shim, a process that starts a worker in the agent's place."""
+        """Return the fields of the order for the shim that starts this rank's worker in the agent's place."""
         slot = self._slot(rank)
         told = {name: self.job[name] for name in ("cwd", "terminal")}
         return {"command": slot["command"], "env": self._env_of(slot), **told}
@@ -52,8 +52,8 @@ class WorkerStart:
         return environment.of_worker(self._env, {**self.job["env"], **slot["env"], **own}, self._socket)
 
     def failures(self, worker: Worker, known: Collection[int]) -> list[Frame]:
-        """Return the report in the error file of a worker that failed; empty if there is none. known: ranks that have
-        already reported their exception themselves."""
+        """Return the frame that reports the exception in the error file of a worker that failed, in a list; an empty
+        list if there is none. known: ranks that have already reported their exception themselves."""
         failed = worker.returncode > 0 and worker.rank not in known
         failure = self._error_files[worker.rank].failure(worker.pid) if failed else None
         return [failure] if failure is not None else []

@@ -1,5 +1,5 @@
-"""Stops a host's workers in phases: stack traces, SIGTERM, SIGKILL. SIGKILL goes to all processes of the job that are
-left on the host."""
+"""Stops a host's workers in phases: first they may end by themselves, then they get SIGTERM, and finally SIGKILL goes
+to all processes of the job that are left on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KILL_SECONDS = 3.0
 
 
 class Stop:
-    """One stop of a host's workers, which goes on until `finished` is set."""
+    """The process of stopping a host's workers, which lasts until `finished` is set."""
 
     def __init__(self, natural: float, grace: float, outbox: AgentOutbox, now: float) -> None:
         """natural: seconds that processes may take to end by themselves before SIGTERM is sent. grace: seconds from
@@ -23,13 +23,13 @@ class Stop:
         self._kill_at = 0.0
         self.natural = natural > 0
         self.signalled = False
-        """Whether SIGTERM was sent: from then on a worker's end counts as caused by the stop."""
+        """Whether SIGTERM was sent. If a worker ends after that, its end counts as caused by the stop."""
         self.finished = False
         self.stuck: Sequence[int] = ()
         """Processes that did not die of SIGKILL."""
 
     def end_naturally_in(self, seconds: float, now: float) -> None:
-        """Give processes that still run at most `seconds` more seconds to end by themselves."""
+        """Allow processes that still run at most `seconds` more seconds to end by themselves."""
         self._natural_end = min(self._natural_end, now + seconds)
 
     def hasten(self, grace: float, now: float) -> None:

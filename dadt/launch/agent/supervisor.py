@@ -1,4 +1,4 @@
-"""Runs the workers of one host, from their start until no process is left: carries out what HostJob decides."""
+"""Runs the workers of one host, from their start until no process is left, by carrying out what HostJob decides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STACK_SECONDS = 0.5
 """Seconds that workers may take to write their stack traces before they are stopped."""
 COMMAND_NOT_RUN = 127  # shells exit with this code if a command cannot be run
 SHIM_KINDS = ("shim", "spawned", "unspawned", "ended")
-"""Kinds of frames that shims send, which describe the worker's process instead of the sending process."""
+"""Kinds of frames that shims send. They are about the worker's process, not about the process that sends them."""
 
 
 class Supervisor:
@@ -69,16 +69,17 @@ class Supervisor:
         self._lines = Lines(speaker, launcher, host.registry.connected, self._hear, self._hung_up)
         self._entrances = Entrances(folder, host.ranks, launcher, self._lines.accept, self._lines.drop)
         self._heart = host_heartbeat.listen(job, launcher)
-        """Checks that this host and the other hosts still receive each other's data packets; None if the job does not
-        use it."""
+        """Heartbeats to and from the agents of the other hosts; None if the job does not use them or the socket could
+        not be created."""
         self._workers: dict[int, Worker] = {}
         """Newest worker of each rank, with the pipes from which its output is read."""
         self._shims: dict[int, Worker] = {}
-        """Worker that each shim starts or is to start, by the number of the shim's connection."""
+        """The worker that each shim starts or is about to start, by the number of the shim's connection."""
         self._inquiries: list[HostInquiry] = []
         """The launcher's requests for stack traces that are not answered yet."""
         self._dump: Dump | None = None
-        """Collection of the stack traces that workers write before they are stopped; None if none is in progress."""
+        """The request for all workers' stack traces before the workers are stopped; None if there is none at the
+        moment."""
         self._output = WorkerOutput(launcher)
         self._conditions = Conditions()
         self._memory_kills = machine.memory_kills()
@@ -129,7 +130,7 @@ class Supervisor:
         self._host.outbox.empty(self._perform)
 
     def _own(self, worker: Worker) -> None:
-        """Begin to read, report and later stop this worker."""
+        """Begin to manage this worker: report its start, read its output, and stop it when necessary."""
         self._workers[worker.rank] = worker
         self._host.started(worker.rank, Process.of(worker.pid))
         self._carry_out()
@@ -169,7 +170,7 @@ class Supervisor:
                 self._report_end(worker, usage.ru_maxrss * 1024)
 
     def _report_end(self, worker: Worker, peak_memory: int) -> None:
-        """Report a worker's end, after all that the worker has reported and printed."""
+        """Report a worker's end, after everything that the worker has reported and printed before was sent."""
         self._lines.read_all()
         self._output.drain(worker)
         for failure in self._starts.failures(worker, self._host.registry.failed):
@@ -190,7 +191,8 @@ class Supervisor:
         self._launcher.send(Frame("beat", told))
 
     def _read_dump(self) -> None:
-        """Read what workers have written of their stack traces, until they are complete."""
+        """Read the stack traces that workers have written before they are stopped, and pass them to HostJob once they
+        are complete."""
         if self._dump is not None:
             self._dump.advance()
             if self._dump.complete:
@@ -242,7 +244,7 @@ class Supervisor:
             case actions.ResetStep(rank):
                 self._pulse.write(self._host.ranks[rank], -1)
             case actions.RemoveHalves(folder, mark):
-                with suppress(OSError):  # removing files may fail, for example on a broken file system
+                with suppress(OSError):  # removing the files may fail, for example on a broken file system
                     for half in Path(folder).glob(f"{mark}*"):
                         shutil.rmtree(half, ignore_errors=True)
             case actions.NoteWritten(rank, size, path):
@@ -263,13 +265,14 @@ class Supervisor:
             self._tell_end(rank, COMMAND_NOT_RUN, 0)
 
     def _admit(self, line: int, rank: int) -> None:
-        """Send a shim the order to start its worker, whose output comes through named pipes that the shim opens for
-        writing."""
+        """Send a shim the order to start its worker. The worker's output comes through named pipes, which the shim
+        opens for writing."""
         paths = {stream: self._folder.path / f"{rank}.{stream}" for stream in STREAMS}
         descriptors = []
         for path in paths.values():
             os.mkfifo(path, 0o600)
-            # A pipe without a writer reads as ended, so it is not read before the shim has opened it.
+            # The selector does not watch the pipe before the shim has opened it, since a pipe without a writer reads as
+            # ended.
             descriptors.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         self._shims[line] = Worker(rank, 0, *descriptors)
         order = self._starts.order(rank) | {stream: str(path) for stream, path in paths.items()}

@@ -1,4 +1,4 @@
-"""One worker process, as the agent sees it."""
+"""A worker process of the agent's host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Worker:
             os.set_blocking(pipe.fileno(), False)
         self.ended = False
         self.returncode = 0
-        """Exit code of an ended worker; -n if signal n ended it."""
+        """Exit code of the worker once it has ended; -n if signal n ended it."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -46,15 +46,16 @@ class Worker:
         return worker
 
     def read(self, stream: str) -> bytes | None:
-        """Read from "out" or "err": b"" if nothing has come, None at the end of the stream."""
+        """Read from the stream "out" or "err". Returns b"" if nothing is available, and None at the end of the
+        stream."""
         try:
             return os.read(self.pipes[stream].fileno(), CHUNK) or None
         except BlockingIOError:
             return b""
 
     def signal(self, number: int) -> None:
-        """Send a signal to the worker's process group. Does nothing after the worker's end, when another group may have
-        its number."""
+        """Send a signal to the worker's process group. Does nothing after the worker's end, as another process group
+        may have the same number then."""
         try:
             if not self.ended:
                 os.killpg(self.pid, number)

@@ -10,8 +10,8 @@ from dadt.launch.agent.worker import Worker
 
 
 class WorkerOutput:
-    """Forwards the workers' output. While the launcher reads too slowly, workers are not read, so they block as at a
-    full pipe."""
+    """Forwards the workers' output. While the launcher reads too slowly, the workers' pipes are not read, so workers
+    that print block."""
 
     def __init__(self, launcher: LauncherLine) -> None:
         self._launcher = launcher
@@ -29,7 +29,8 @@ class WorkerOutput:
                 pass
 
     def balance(self, workers: Iterable[Worker]) -> None:
-        """Stop reading these workers when the launcher is too slow, and continue when it has caught up."""
+        """Stop reading these workers' output while the launcher reads too slowly, and continue when it has caught
+        up."""
         full = self._launcher.full
         if full == self._paused:
             return
@@ -47,7 +48,7 @@ class WorkerOutput:
         self._launcher.watch(worker.pipes[stream].fileno(), lambda: self._read(worker, stream))
 
     def _read(self, worker: Worker, stream: str) -> bool:
-        """Forward the available output of one stream. Returns whether there may be more."""
+        """Forward the output of one stream that is available now. Returns whether there may be more."""
         pipe = worker.pipes[stream]
         if pipe.closed:
             return False

@@ -1,4 +1,4 @@
-"""Finds the first cause of a job's end among everything that its agents and workers reported."""
+"""Finds out what first caused a job's end, from everything that its agents and workers have reported."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from dadt.launch.monitor.log_files import log_path, stacks_path
 TAIL_BYTES = 1 << 14
 SAID_LETTERS = 1000
 BEAT_SECONDS = 2.0
-"""Seconds within which the launcher learns of a rank's step."""
+"""Seconds that may pass until the launcher learns of a step that a rank has made."""
 LOSS_SECONDS = 1.0
-"""Seconds within which the launcher learns that an agent was lost, while ranks may fail at once."""
+"""Seconds that may pass until the launcher learns that an agent was lost. Other ranks may fail before that as a
+consequence."""
 UNCAUGHT = 1
 """Python's exit code after an uncaught exception."""
 
 
 class Cause:
-    """Collects the facts about each rank's end, and decides which rank failed first once all have ended."""
+    """Collects facts about each rank's end and, once all ranks have ended, decides which one failed first."""
 
     def __init__(
         self,
@@ -34,9 +35,9 @@ class Cause:
         patience: float,
         silence: Callable[[float], Blame | None],
     ) -> None:
-        """logs: folder of the ranks' logs. patience: least seconds for which ranks wait for a rank that cannot
-        continue. silence: called with the time; returns the Blame for hosts that do not receive each other's packets,
-        or None."""
+        """logs: folder of the ranks' logs. patience: minimum seconds for which ranks wait for a rank that cannot
+        continue. silence: called with the time; returns the Blame if hosts do not receive each other's packets, else
+        None."""
         self._slots = slots
         self._members = members
         self._logs = logs
@@ -52,16 +53,20 @@ class Cause:
         self._said: dict[int, ErrorRecord] = {}
         """Text that each rank's script passed to `sys.exit`, by rank."""
         self._held: Member | None = None
-        """The first rank that could not continue, so that another rank gave up waiting for it."""
+        """The first rank that could not continue, for example because it was suspended, and for which another rank
+        stopped waiting."""
         self._blame: Blame | None = None
         self._excused: set[int] = set()
         """Ranks that were lost while the others continued training without them."""
         self._error = ""
-        """Why the first agent was lost, or could not start its workers."""
+        """Text that says why the first lost agent was lost, or why an agent could not start its workers; empty if
+        neither happened."""
         self._told_to_end = ""
-        """How the first agent was told to end by something other than the launcher."""
+        """Text that says how something other than the launcher asked an agent to end, for the first such agent; empty
+        if there is none."""
         self._gave_up_at = float("-inf")
-        """Time at which a rank gave up waiting while hosts did not hear each other (time.time)."""
+        """Time (time.time) at which a rank stopped waiting for others while hosts did not receive each other's
+        heartbeats."""
         self._lost_at = float("inf")
         """Time at which the first agent was lost (time.time); infinite if none was."""
 
@@ -71,16 +76,20 @@ class Cause:
         self._tails[rank] = (self._tails[rank] + event.frame.body)[-TAIL_BYTES:]
 
     def lose(self, text: str, at: float = float("inf")) -> None:
-        """Record that an agent was lost, or could not start its workers. at: when (time.time); infinite if unknown."""
+        """Record that an agent was lost, or could not start its workers. at: time of the loss (time.time); infinite if
+        unknown."""
         if not self._error or at < self._lost_at < float("inf"):
             self._error = text
         self._lost_at = min(self._lost_at, at)
         if self._held is None and at < self._gave_up_at + LOSS_SECONDS:
-            self._blame = None  # the rank that gave up noticed this loss, and not that hosts did not hear each other
+            self._blame = (
+                None  # the rank stopped waiting because of this loss, not because hosts did not hear each other
+            )
 
     def tell_to_end(self, text: str) -> None:
-        """Record that an agent was told to end. A cluster does so also because another host was lost, of which it may
-        know before the launcher does, so the loss of an agent counts more."""
+        """Record that an agent was asked to end by something other than the launcher. Clusters do so also after another
+        host was lost, sometimes before the launcher notices the loss, so the loss of an agent takes precedence as the
+        cause."""
         self._told_to_end = self._told_to_end or text
 
     def excuse(self, ranks: Collection[int]) -> None:
@@ -98,7 +107,7 @@ class Cause:
             self._left.remove(rank)
 
     def leave(self, rank: int) -> None:
-        """Record that a rank's script is over. The exit code of its process is recorded later, by `end`."""
+        """Record that a rank's script has ended. The exit code of its process is recorded later, by `end`."""
         if rank not in self._left:
             self._left.append(rank)
 
@@ -108,24 +117,24 @@ class Cause:
         self._said[event.frame["rank"]] = ErrorRecord.of_exit(event.frame.header)
 
     def ending(self, event: Event) -> None:
-        """Record a report that a rank's script is over."""
+        """Handle a rank's report that its script has ended."""
         self.leave(event.frame["rank"])
 
     def hold(self, member: Member) -> None:
-        """Record that other ranks gave up waiting for this rank, because it cannot continue."""
+        """Record that other ranks stopped waiting for this rank, because it cannot continue."""
         if self._held is None:
             self._held = member
             self._blame = Blame.of_held(member.condition)
 
     def give_up(self, rank: int, record: ErrorRecord, now: float) -> None:
-        """Record an exception of this rank. The exception ends the process unless it was raised in a thread other than
-        the main one."""
+        """Record an exception that this rank has reported. The exception ends the rank's process unless it was raised
+        in a thread other than the main one."""
         known = self._records.get(rank)
         # The main thread's exception ends the process, so it replaces another thread's. Among all others, the first
         # exception counts.
         if known is None or (known.thread and not record.thread):
             self._records[rank] = record
-        # Failures that ranks report after the loss of a host are consequences of that loss.
+        # If a host or agent was lost before, this failure is a consequence of that loss.
         explained = self._held is not None or self._error or self._told_to_end
         if record.secondary and record.type != "Mismatch" and not explained:
             held = next((each for each in self._members if each.rank != rank and self._keeps_waiting(each, now)), None)
@@ -135,19 +144,20 @@ class Cause:
                 self._blame, self._gave_up_at = blame, record.time
 
     def _keeps_waiting(self, member: Member, now: float) -> bool:
-        """Whether a rank has been unable to continue for as long as others wait for it."""
+        """Return whether a rank has been unable to continue for so long that other ranks stop waiting for it."""
         return bool(member.held) and now - member.seen > self._patience - BEAT_SECONDS
 
     def end(self, ending: Ending) -> ErrorRecord | None:
-        """Record a worker's exit. Returns the exception that ended it, from the worker's report or from the traceback
-        in its output."""
+        """Record a worker's exit. Returns the exception that ended the worker, from its report or from the traceback in
+        its output; None if there is none."""
         self.endings[ending.rank] = ending
         if ending.code == 0 and not ending.stopped:
             self._records.pop(ending.rank, None)  # exit code 0 shows that the exception did not end the process
         elif ending.rank not in self._records and ending.code == UNCAUGHT and not ending.stopped:
             tail = self._tails[ending.rank]
             said = self._said.get(ending.rank)
-            # When sys.exit(text) ends a process, Python prints the text, so its end must be in the stored output.
+            # When sys.exit(text) ends a process, Python prints the text to stderr, so the stored end of stderr must
+            # contain the end of the text.
             if said is not None and said.message[-SAID_LETTERS:] in tail.decode(errors="replace"):
                 record: ErrorRecord | None = said
             else:
@@ -157,8 +167,8 @@ class Cause:
         return self._records.get(ending.rank)
 
     def judge(self, begun: float, stacks: Sequence[Path]) -> Failure | None:
-        """Return the job's failure, or None if the job ended well. begun: time at which the job began. stacks: files
-        with the ranks' stack traces. Raises LaunchError if the job failed but no worker is the cause."""
+        """Return the job's failure; None if the job ended well. begun: time at which the job began. stacks: files with
+        the ranks' stack traces. Raises LaunchError if the job failed but no worker is the cause."""
         cause = self._find()
         known = self._excused | self.endings.keys()
         untold = [slot for slot in self._slots if slot.rank not in known]
@@ -176,18 +186,19 @@ class Cause:
         return None
 
     def _is_consequence(self, ending: Ending, record: ErrorRecord | None) -> bool:
-        """Whether this rank's exception only says that it waited in vain for other ranks, and not what happened to
-        them."""
+        """Return whether this rank's exception only says that the rank waited in vain for other ranks, and does not say
+        what happened to those."""
         waited = record is not None and (record.secondary or record.type == StartTimeout.__name__)
         told = record is not None and record.type in ("Mismatch", "WeightsDiffer")
         if record is not None and record.type == StartTimeout.__name__:
-            # A rank that had ended by itself before could not come any more, and this exception says so.
+            # StartTimeout is the real cause if a rank had ended by itself before, since the other ranks then waited for
+            # a rank that could not come.
             told = any(not each.stopped and each.code == 0 and each.time < _time(ending, record) for each in self._ends)
         return waited and not told and self._blame_of(ending, record) is None
 
     @property
     def _ends(self) -> list[Ending]:
-        """How the processes of ranks ended, without ranks that were lost while the others continued."""
+        """The endings of all ranks' processes, without ranks that were lost while the others continued."""
         return [ending for rank, ending in self.endings.items() if rank not in self._excused]
 
     def _find(self) -> tuple[Ending, ErrorRecord | None] | None:
@@ -195,12 +206,12 @@ class Cause:
         if self._held is not None and self._held.rank in self.endings:
             held = self.endings[self._held.rank]
             gave_up = cause is not None and cause[1] is not None and cause[1].secondary
-            # If no rank gave up waiting for the rank that could not continue, that rank has recovered and is not the
+            # If no rank stopped waiting for the rank that could not continue, that rank has recovered and is not the
             # cause.
             if gave_up or (cause is None and held.stopped):
                 cause = held, None
         if cause is not None and self._lost_at < _time(*cause):
-            return None  # the workers were ended because the agent was lost, so none of them is the cause
+            return None  # its worker was ended because the agent was lost, so it is not the cause
         return cause
 
     def _failure(self, ending: Ending, record: ErrorRecord | None, begun: float, stacks: Sequence[Path]) -> Failure:
@@ -244,6 +255,6 @@ class Cause:
 
 
 def _time(ending: Ending, record: ErrorRecord | None) -> float:
-    """Time of the failure: when the exception was raised, if known, as this comes before the exit; else when the
-    process ended."""
+    """Return the time of the failure. If an exception was reported, this is when it was raised, which is before the
+    process ends; otherwise it is when the process ended."""
     return record.time if record is not None and record.time else ending.time

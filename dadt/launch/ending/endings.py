@@ -1,4 +1,5 @@
-"""Decides what follows when a rank fails or ends, when a host is lost or preempted, and when the user ends the job."""
+"""Decides what the launcher does when a rank fails or ends, when a host is lost or preempted, and when the user ends
+the job."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from dadt.launch.members.node import Node
 from dadt.launch.members.rendezvous import Rendezvous
 
 PRIMARY_SECONDS = 1.0
-"""Seconds to wait, after a failure that another rank's failure has caused, for a report of that other failure."""
+"""If a rank's failure was caused by another rank's failure, seconds to wait for a report of that other failure before
+the job is ended."""
 
 
 @dataclass(eq=False)
 class Endings:
-    """Decides, when a rank or host is lost, whether the remaining ranks train on, or the job ends because too few are
-    left."""
+    """Decides, when a rank or host is lost, whether the remaining ranks continue training or the job ends."""
 
     _config: Config
     _nodes: Sequence[Node]
@@ -40,19 +41,21 @@ class Endings:
     _termination: Termination
     _membership: Membership
     _joining: Joining | None
-    """Hosts that join the running job; None if lost hosts are not replaced."""
+    """Lets new hosts join the running job; None if lost hosts are not replaced."""
     _outcome: Outcome
     _patience: float
     """Seconds for which ranks wait for a rank that cannot continue."""
     _outbox: Outbox
     _leaving: set[Node] = field(default_factory=set)
-    """Nodes whose agent received SIGTERM from outside: their workers save a checkpoint and end."""
+    """Nodes whose agents received SIGTERM from something other than the launcher. Their workers save a checkpoint and
+    end."""
     _held_since: float = float("-inf")
-    """Time (time.monotonic) from which on no living rank could continue while others had ended."""
+    """Time (time.monotonic) since when no living rank can continue, while other ranks have ended; the current time if
+    some rank can."""
 
     def signal(self, caught: set[int], now: float) -> None:
-        """Handle signals that `dadt run` received. SIGINT, SIGTERM and SIGHUP end the job gently, and at once when
-        repeated; all other signals are sent to the workers."""
+        """Handle signals that `dadt run` received. SIGINT, SIGTERM and SIGHUP end the job, at first with time for its
+        workers to end, and at once when repeated. All other signals are sent to the workers."""
         for number in caught - ENDING_SIGNALS:
             self._outbox.send_all(Frame("signal", {"number": number}))
         if number := min(caught & ENDING_SIGNALS, default=0):
@@ -63,7 +66,8 @@ class Endings:
                 self._termination.end(number, signal_name(number), now)
 
     def preempted(self, event: Event) -> None:
-        """Handle the request from outside to end one host (SIGTERM to its agent)."""
+        """Handle an agent's report that it received SIGTERM from something other than the launcher, which asks this
+        host to end."""
         node, now = event.node, event.now
         self._leaving.add(node)
         who = f"{node.name or 'this host'} was told to end (SIGTERM)"
@@ -74,14 +78,15 @@ class Endings:
             self._termination.preempt(Preemption(who, host=True), now)
 
     def unheeded(self, event: Event) -> None:
-        """Warn that workers on a host have no handler for the checkpoint signal, so that it was not sent and they saved
-        nothing."""
+        """Warn the user that workers on a host did not save, because they have no handler for the checkpoint signal and
+        it was therefore not sent to them."""
         where = f" on {event.node.name}" if event.node.name else ""
         name, deaf = signal_name(event.frame["number"]), ranks(event.frame["ranks"])
         self._outbox.say(f"{deaf}{where}: no handler of {name}, so it was not sent; nothing saved", "warning")
 
     def lost(self, event: Event) -> None:
-        """Handle the loss of a host's agent: if enough ranks are left, they train on; otherwise the job ends."""
+        """Handle the loss of a host's agent. If enough ranks are left, they continue training; otherwise the job
+        ends."""
         node, frame, now = event.node, event.frame, event.now
         here = [slot.rank for slot in self._slots if slot.cross_rank == self._nodes.index(node)]
         why = f"{node.name or 'this host'}: {frame['message']}"
@@ -123,12 +128,12 @@ class Endings:
         member = self._rendezvous.members[frame["rank"]]
         self._membership.failed(member, record.type)
         why = f"rank {member.rank} ({member.place}) failed with {record.brief}"
-        # A Mismatch is raised by all ranks, and before the first step all ranks are likely to raise the same error, so
-        # training without this rank would not help the others.
+        # All ranks raise a Mismatch, and before the first step all ranks are likely to raise the same error. In both
+        # cases training without this rank would not help the others.
         alike = not member.joined and (member.step <= 0 or record.type == "Mismatch")
         goes_on = not alike and self._termination.goes_on
         if goes_on and record.secondary and self._membership.island_size and self._membership.can_lose([member.rank]):
-            # another rank of this rank's island will end, and its end will show the reason
+            # Another rank of the same island has caused this failure and will end, and its end will show the reason.
             self._membership.expect_end(member.rank, now)
         elif goes_on and self._membership.lose([member.rank], why, now):
             self._membership.expect_end(member.rank, now)
@@ -151,7 +156,7 @@ class Endings:
         self._outbox.put(EndOutput(member.rank))
         member.sign(ending.text, now)
         self._leaves(node, ending.rank, now)
-        # If all present ranks have finished training, the script only reports its result by this exit code.
+        # If all ranks in the job have finished training, this exit code is only the script's result, not a failure.
         over = ending.code > 0 and all(each.finished for each in present)
         if not (ending.stopped or member.lost):
             if ending.code:
@@ -164,8 +169,8 @@ class Endings:
         self._rendezvous.settle(now)
 
     def _ended_badly(self, member: Member, what: str, record: ErrorRecord | None, now: float, *, over: bool) -> None:
-        """Handle a rank's exit with a nonzero exit code or by a signal. over: whether all ranks had already finished
-        training."""
+        """Handle a rank's exit by a signal or with an exit code other than 0. over: whether all ranks had already
+        finished training."""
         if self._termination.goes_on and not over and self._membership.lose([member.rank], what, now):
             return
         secondary = record is not None and record.secondary
@@ -181,7 +186,7 @@ class Endings:
 
     def _leaves(self, node: Node, rank: int, now: float) -> None:
         """Handle the end of a rank. If its host was asked to end, the other ranks continue training without this
-        one."""
+        rank."""
         member = self._rendezvous.members[rank]
         if node not in self._leaving or not self._termination.goes_on or member.lost:
             return
@@ -191,7 +196,7 @@ class Endings:
             self._termination.preempt(preemption, now)
 
     def end(self, event: Event) -> None:
-        """Record that all workers of a host have ended, or that the host's agent has given up ending them."""
+        """Handle an agent's last report, that all workers of its host have ended or that it cannot end the rest."""
         node = event.node
         if number := event.frame["signal"]:
             text = f"the agent of this host (pid {node.report['pid']}) was told to end by signal {number}"
@@ -201,9 +206,9 @@ class Endings:
         node.works = False
 
     def turn(self, now: float) -> None:
-        """Fail the job if no remaining rank can continue (with islands: no rank whose whole island can). No rank then
-        waits for another one, so none would report the failure. A job of which all ranks are paused (SIGSTOP) counts as
-        suspended, and is not failed."""
+        """Fail the job if none of the remaining ranks can continue (with islands: if each island has a rank that
+        cannot). None of them would report this, as no rank waits for another. A job all of whose ranks are stopped by
+        SIGSTOP counts as suspended and does not fail."""
         living = [member for member in self._rendezvous.present if not member.ended]
         held, size = [member for member in living if member.held], self._membership.island_size or 1
         islands = {member.rank // size for member in held}

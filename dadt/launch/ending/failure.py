@@ -1,4 +1,4 @@
-"""Describes why a job failed: finds the first cause among all failures, and writes the text that the user sees."""
+"""Describes why a job failed: finds the failure that caused the others, and writes the text that the user sees."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GPU_MEMORY = re.compile(r"\b(?:CUDA|HIP) out of memory(?:.*?\b(GPU \d+))?", re.D
 MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 RANK = re.compile(r"\brank (\d+)\b")
 EXIT_CODES = {kind.__name__: kind.exit_code for kind in (errors.ConfigError, errors.NotResumed, errors.StartTimeout)}
-"""Exit codes of `dadt run` by the name of the exception that ended a worker; other exceptions have no exit code of
-their own."""
+"""Exit codes with which `dadt run` ends, by the type of the exception that ended a worker. Other exceptions have no
+exit code of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,8 @@ class Ending:
     peak_memory: int
     memory_limit: int
     memory_kills: int
-    """Number of processes that the kernel has killed for lack of memory since the job began."""
+    """Number of processes in the worker's cgroup that the kernel has killed for lack of memory since the agent began to
+    start workers."""
     stopped: bool
     """Whether the worker ended after its agent had begun to stop all workers."""
 
@@ -44,7 +45,7 @@ class Ending:
 
     @property
     def text(self) -> str:
-        """Describes the end in words that continue a sentence, as in "rank 2 has exited with code 1"."""
+        """Words that describe the end and continue a sentence, as in "rank 2 has exited with code 1"."""
         if self.stopped and self.code < 0:
             return "was ended with the job"
         if self.killed_for_memory:
@@ -56,7 +57,8 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """A cause of failure that no worker reported. If no worker is to blame, `verdict` is a sentence of its own."""
+    """A cause of failure that no worker has reported: `verdict` says what happened, and `cause` why. Shown instead of
+    the exit code and exception of the worker to blame; if there is none, `verdict` is a complete sentence."""
 
     verdict: str
     cause: str
@@ -70,7 +72,8 @@ class Blame:
 
     @classmethod
     def of_held(cls, condition: str) -> Blame:
-        """Return the blame for a worker that could not continue because of this condition, a key of condition.HELD."""
+        """Return the blame for a worker that could not continue. condition: why it could not, a key of
+        condition.HELD."""
         return cls(condition, f"{HELD[condition]}, and the others waited for it")
 
 
@@ -86,19 +89,19 @@ class Failure:
     host: str
     log: Path
     stopped: Sequence[int] = ()
-    """Ranks that were stopped because of this failure."""
+    """Other ranks, which were stopped because of this failure."""
     stacks: Sequence[Path] = ()
     """Files with the stack traces of the stopped ranks."""
     last_words: str = field(default="")
     """The last line that the worker wrote to stderr, shown if there is no record of an exception."""
     blame: Blame | None = None
-    """The cause of the failure, if there is no record of an exception. If there is a record, the cause of the recorded
-    exception."""
+    """A cause of the failure that no worker has reported; None if there is none. If `record` is set as well, this is
+    what caused the recorded exception."""
     torch_env: bool = False
     """Whether the script received torchrun's variables (RANK and others), with which it may set up distributed training
     of its own."""
     alike: int = 0
-    """Number of workers, if all of them ended in this way after the same number of steps, so that no single rank is to
+    """Number of workers if all of them ended in this way after the same number of steps, so that no single one is to
     blame; else 0."""
     resume: str = ""
     """Command that resumes the job from its last snapshot; empty if there is none."""
@@ -111,8 +114,8 @@ class Failure:
             return EXIT_CODES[self.record.type]
         code = self.ending.code
         if self.ending.stopped and self.record is not None:
-            # the worker failed by its own exception but exited too slowly and was stopped, so its exit code does not
-            # show the failure
+            # The worker failed by its own exception, but exited so slowly that it was stopped, so its exit code does
+            # not show the failure.
             return 1
         return code if code >= 0 else 128 - code
 
@@ -125,7 +128,7 @@ class Failure:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the worker had no memory left, of its host or of its GPU."""
+        """Whether the worker failed because its host's or its GPU's memory was full."""
         return self.ending.killed_for_memory or (self.record is not None and _is_memory_error(self.record))
 
     def says(self, kind: type[errors.DadtError]) -> bool:
@@ -133,8 +136,8 @@ class Failure:
 
     def lines(self) -> list[str]:
         if self.record is not None and self.record.type in EXIT_CODES:
-            return [self.record.message]  # the exception's message is complete, and this worker is not to blame
-        # With a blame, the record belongs to a rank that only waited for the rank to blame.
+            return [self.record.message]  # the exception's message says everything, and this worker is not to blame
+        # If there is a blame and a record, the exception was raised by a rank that only waited for the one to blame.
         whole = self.blame is not None and self.record is not None
         who = f"all {self.alike} workers" if self.alike else f"worker {self.ending.rank}"
         head = self._verdict() if whole else f"{who} failed ({self._verdict()})"
@@ -218,9 +221,9 @@ def find_cause(
     """Return the earliest failure that was caused neither by another failure nor by stopping the job; None if nothing
     failed.
 
-    An exception counts from when it was raised, which is before the process exits. If every failure was caused by
-    another one, returns the first rank whose script ended successfully before the others', or else the first of the
-    failures. left: ranks whose script ended while others continued, in that order.
+    The time of a failure is when its exception was raised, or else when the process exited. If every failure was caused
+    by another rank, returns the first rank whose script ended successfully before the others', or else the earliest
+    failure. left: ranks whose scripts ended while others continued, in the order of their ends.
     """
 
     def failed(ending: Ending) -> bool:
@@ -237,7 +240,7 @@ def find_cause(
         return record.secondary, record.time or ending.time
 
     def awaits(rank: int, other: int) -> bool:
-        """Whether a rank has waited at the start for another one, which may have given it up before."""
+        """Return whether a rank has waited for another one at the start, without success."""
         record = records.get(rank)
         if record is None or record.type != errors.StartTimeout.__name__:
             return False
@@ -255,8 +258,8 @@ def find_cause(
     if first is None:
         return None
     if (record := records.get(first.rank)) is not None and record.type == errors.StartTimeout.__name__:
-        # StartTimeout means that this rank waited for another one, so the earliest failure of any kind is the cause,
-        # except one that names a rank which had failed before: the clocks of hosts may jump.
+        # StartTimeout means that this rank waited for another one, so the earliest failure of any kind is the cause.
+        # Failures that name a rank which has failed as well come last, since the clocks of hosts may differ.
         first = min(filter(failed, endings), key=lambda ending: (names_another(ending), order(ending)[1]))
     record = records.get(first.rank)
     if record is not None and record.secondary and first.rank not in left:
@@ -270,7 +273,7 @@ def find_cause(
 
 
 def last_line(tail: bytes) -> str:
-    """Return the last line that the script printed, without DADT's own lines about the end of the rank."""
+    """Return the last line that the script printed to stderr, without DADT's own lines about the end of the rank."""
     lines = [line.strip() for line in tail.decode(errors="replace").splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith("dadt: ")]
     return printable(lines[-1][:200]) if lines else ""
@@ -297,7 +300,8 @@ def size(count: int) -> str:
 
 
 def _as_typed(file: str) -> str:
-    """Return the script's path as the user typed it, since Python may have made it absolute."""
+    """Return the script's path relative to the current folder, as the user has probably typed it, since Python may have
+    made it absolute."""
     try:
         return str(Path(file).relative_to(Path.cwd()))
     except (ValueError, OSError):  # the file is outside the current folder, or the current folder was deleted

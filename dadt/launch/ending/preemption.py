@@ -1,5 +1,5 @@
-"""Describes preemption, when a scheduler takes a job's hosts away: the workers save a checkpoint, and the job ends with
-an exit code that has it queued again."""
+"""Describes preemption: a scheduler takes a job's hosts away, so the workers save a checkpoint, and the job ends with
+an exit code that makes the scheduler queue it again."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from dadt.launch.ending.failure import Ending
 EXIT_CODE = os.EX_TEMPFAIL
 """Exit code 75, which sysexits.h defines for temporary failures that should be tried again later."""
 MOST_LISTED = 64
-"""Most ranks that a text lists one by one."""
+"""Largest number of ranks that a text lists one by one."""
 
 
 class Preempted(DadtError):
-    """The job was preempted, and can be continued from the checkpoint that its script has saved."""
+    """Raised when the job was preempted, so that it can be continued from the checkpoint that its script has saved."""
 
     exit_code = EXIT_CODE
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """The preemption of a job, while the workers save and after they have ended."""
+    """Facts about the preemption of a job, from its beginning until the workers have ended."""
 
     who: str
-    """Text about which host or process was asked to end, and how."""
+    """Text that says which host or process was asked to end, and how."""
     host: bool = False
     """Whether a host was asked to end rather than `dadt run` itself, so that the job may restart on other hosts."""
     endings: Mapping[int, Ending] = field(default_factory=dict)
-    """How each rank has ended, by rank; filled once all have ended."""
+    """How each rank's process has ended, by rank; empty until all have ended."""
     done: Collection[int] = ()
     """Ranks that reported the end of their training, even if their processes were stopped before they exited."""
 
@@ -49,7 +49,8 @@ class Preemption:
 
 
 def ranks(numbers: Collection[int]) -> str:
-    """Return ranks as text, such as "rank 2" or "ranks 0, 2 and 3"; many of them as "256 ranks"."""
+    """Return a text that names these ranks, such as "rank 2" or "ranks 0, 2 and 3"; only their number if there are
+    many, as in "256 ranks"."""
     if len(numbers) > MOST_LISTED:
         return f"{len(numbers):,} ranks"
     *most, last = map(str, sorted(numbers))

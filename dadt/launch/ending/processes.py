@@ -1,4 +1,4 @@
-"""Finds and kills the processes of a job, even those that are no longer descendants of the agent."""
+"""Finds and kills the processes of a job, including those that are no longer descendants of the agent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dadt.control import guard
 from dadt.control.proc import stat_fields, status
 
 NATURAL_SECONDS = 0.5
-"""Seconds that processes left by successful workers may take to end by themselves."""
+"""Seconds that processes may take to end by themselves after all workers on the host have ended successfully."""
 SWEEP_SECONDS = 4.0
 STARTED = 19
-"""Index of a process's start time among the fields of /proc/PID/stat, counted from the state."""
+"""Index of the start time in the list of fields of /proc/PID/stat that begins with the state."""
 TRACKER = b"multiprocessing.resource_tracker"
 TRACKER_SECONDS = 2.5
 """Seconds that a resource tracker of multiprocessing may take to remove the resources of dead processes, even on a busy
@@ -25,8 +25,8 @@ machine."""
 
 
 class Process(NamedTuple):
-    """A process of this machine, identified by its id and its start time, as ids are reused. Neither changes when the
-    process calls exec."""
+    """A process of this machine. It is identified by its id and its start time, since ids are reused; neither changes
+    when the process calls exec."""
 
     pid: int
     started: int
@@ -48,7 +48,7 @@ class Process(NamedTuple):
         except OSError:
             return
         try:
-            if self.is_alive:  # while the handle is open, no other process can get this id
+            if self.is_alive:  # while the pidfd is open, no other process can get this id
                 signal.pidfd_send_signal(handle, number)
         except (ProcessLookupError, PermissionError):
             pass  # the process has just ended, or belongs to another user
@@ -59,12 +59,13 @@ class Process(NamedTuple):
 def members(mark: str, descendants: bool = False) -> list[int]:
     """Return the processes of this user that have the mark, such as DADT_JOB=p7q2, in their environment.
 
-    descendants: also include descendants of this process, which must be a subreaper: this finds processes that left
-    their parent and cleared their environment.
+    descendants: also include descendants of this process, which must be a subreaper. These include processes that have
+    cleared their environment and whose parents have ended.
     """
     found = {int(entry.name) for entry in Path("/proc").iterdir() if _is_marked(entry, mark.encode())}
     if descendants:
-        # Processes of other users (started by sudo or a setuid program) are left out, as this user cannot kill them.
+        # Descendants that belong to other users, as after sudo or a setuid program, are left out, since this user
+        # cannot kill them.
         found.update(pid for pid in _descendants(os.getpid()) if _is_own(Path(f"/proc/{pid}")))
     found.discard(os.getpid())
     found.difference_update([pid for pid in found if _is_marked(Path(f"/proc/{pid}"), guard.MARK.encode())])
@@ -72,8 +73,8 @@ def members(mark: str, descendants: bool = False) -> list[int]:
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """Yield the ids of all processes that descend from a process. Processes that cannot be read, as those of other
-    users where /proc hides them, are left out with what descends from them."""
+    """Yield the ids of all descendants of a process. Processes that this user may not see are left out together with
+    their own descendants."""
     children = defaultdict(list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := stat_fields(entry)):
@@ -115,8 +116,8 @@ def handles(pid: int, number: int) -> bool:
 
 
 def without_trackers(pids: Iterable[int]) -> list[int]:
-    """Return these processes without multiprocessing's resource trackers. A tracker removes the semaphores and shared
-    memory of dead processes, and then ends by itself."""
+    """Return these processes without resource trackers of Python's multiprocessing. A tracker removes semaphores and
+    shared memory of processes that have died, and then ends by itself."""
     return [pid for pid in pids if TRACKER not in _bytes(Path(f"/proc/{pid}/cmdline"))]
 
 
@@ -124,7 +125,7 @@ def sweep(mark: str) -> list[int]:
     """Kill all processes of this user on this machine that have the mark in their environment, repeatedly until none is
     left.
 
-    Returns the processes that cannot be killed (stuck in the kernel).
+    Returns the ids of processes that cannot be killed because they hang in the kernel.
     """
     begin = time.monotonic()
     pause = 0.001
@@ -133,8 +134,8 @@ def sweep(mark: str) -> list[int]:
         if now > begin + SWEEP_SECONDS:
             return left
         kill(left if now > begin + TRACKER_SECONDS else without_trackers(left), signal.SIGKILL)
-        # The processes are polled, as the kernel reports the end of a process only to its parent, which this process is
-        # not.
+        # The processes are polled, because the kernel reports the end of a process only to its parent, and this process
+        # is not the parent.
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     return []
@@ -157,7 +158,8 @@ def is_alive(pid: int) -> bool:
 
 
 def state(pid: int) -> str:
-    """Return the kernel's letter for the state of the process, such as S or D; empty if there is no such process."""
+    """Return the letter by which the kernel describes the state of the process, such as S or D; empty if there is no
+    such process."""
     return next(iter(stat_fields(Path(f"/proc/{pid}"))), "")
 
 

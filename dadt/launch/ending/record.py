@@ -1,4 +1,4 @@
-"""Describes an uncaught exception that ended a worker, from the worker's report or from its output."""
+"""Describes an uncaught exception that ended a worker. It is taken from the worker's report or from its output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dadt.control.traceback_text import TRACEBACK, Raised, first_line, innermost
 
 CAUSE_LINES, CAUSE_LETTERS = 10, 4000
 LAST_LINES, LAST_LETTERS = 3, 800
-"""Lines and characters shown from the end of a text that is too long to be shown whole; the end often says why."""
+"""Numbers of lines and of characters that are shown from the end of a text that is too long. The end often says why
+something failed."""
 AROUND_LETTERS = 300
 ADVICE = re.compile(r"\s*You can disable extension auto-loading with TORCH_DEVICE_BACKEND_AUTOLOAD=0\.?")
 """Matches the advice that torch gives when one of its extensions fails to load. Following it would turn DADT off, so it
@@ -21,7 +22,7 @@ EXIT = SystemExit.__name__
 LOST_PEER = re.compile(
     r"gloo.*(closed|reset) by peer|NCCL.*(remote process exited|closed by .*peer)|ncclRemoteError", re.S
 )
-"""Matches what torch's own process groups say on a rank when another one of them has ended."""
+"""Matches errors of torch's own process groups on a rank which say that another rank has ended."""
 OF_TORCH = ("RuntimeError", "DistBackendError", "DistNetworkError")
 
 
@@ -34,14 +35,14 @@ class ErrorRecord:
     frames: Sequence[Mapping[str, Any]] = ()
     """Stack frames as {file, line, function, text}, innermost last."""
     around: Sequence[str] = ()
-    """Texts of exceptions that were raised because of this one, outermost first."""
+    """Texts of exceptions that were raised as consequences of this one, outermost first."""
     context: str = ""
     """Text of another exception that was being handled when this one was raised."""
     disk: str = ""
     """Text that says which disk is full and how much space is left; empty if no disk is full."""
     unseen: str = ""
-    """Path of a file that a library did not find, although this rank has written it, because the rank's files are kept
-    apart from the first rank's; empty if there is none."""
+    """Path of a file that a library did not find although this rank has written it: DADT keeps the rank's files apart
+    from those of the first rank, where only Python finds them. Empty if there is none."""
     step: int | None = None
     secondary: bool = False
     """Whether another rank's failure caused this exception."""
@@ -54,7 +55,8 @@ class ErrorRecord:
 
     @classmethod
     def of_exit(cls, header: Mapping[str, Any]) -> ErrorRecord:
-        """Return the record of a script's call of `sys.exit` with a text."""
+        """Return a record for a script that ended by calling `sys.exit` with a text. header: fields of the rank's
+        report about the call."""
         return cls(type=EXIT, message=header["text"], frames=header["frames"], step=max(0, header["step"]) or None)
 
     @classmethod
@@ -72,8 +74,8 @@ class ErrorRecord:
         return cls(type=name, message=raised.message, frames=raised.frames, around=raised.around, secondary=secondary)
 
     def _unwrapped(self) -> ErrorRecord:
-        """Return the exception of another process, if this exception's message contains that exception's traceback;
-        else return this record."""
+        """If this exception's message contains the traceback of an exception in another process, return that exception;
+        otherwise return this record."""
         if TRACEBACK not in self.message or (raised := innermost(self.message)) is None:
             return replace(self, secondary=self.secondary or _lost_peer(self.type, self.message))
         inner = self._of(raised)
@@ -89,7 +91,7 @@ class ErrorRecord:
 
     @property
     def reason(self) -> str:
-        """The most important thing for the user: that a disk is full, if one is, else the exception's text."""
+        """The most important information for the user: which disk is full, if one is, or else the exception's text."""
         return (self.disk or self.text).strip()
 
     @property
@@ -98,7 +100,7 @@ class ErrorRecord:
         return shortened(self.reason)[0]
 
     def lines_around(self) -> list[str]:
-        """Return the lines about exceptions around this one, for the report of a failed job."""
+        """Return the lines of the report of a failed job that show the exceptions connected with this one."""
         raised = [*self.around, *([self.text] if self.disk else [])]
         texts = [shortened(ADVICE.sub("", text).strip()[:AROUND_LETTERS])[0] for text in raised]
         lines = [f"  within  {text}" for text in dict.fromkeys(texts) if text != self.brief]
@@ -110,8 +112,8 @@ def _lost_peer(kind: str, message: str) -> bool:
 
 
 def shortened(text: str) -> list[str]:
-    """Return the lines of a text, or only the first and last ones if the text is long, so that earlier output stays on
-    the screen."""
+    """Return the lines of a text. If it is long, only its first and last lines are returned, so that it does not push
+    earlier output off the screen."""
     lines = ADVICE.sub("", text).split("\n")
     left_out = len(lines) - CAUSE_LINES
     if left_out > 1:
@@ -124,5 +126,5 @@ def shortened(text: str) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters, such as those that move the cursor, escaped."""
+    """Return the text with its control characters (for example those that move the cursor) escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -19,10 +19,10 @@ from dadt.launch.hosts.host import Host
 from dadt.launch.start.torch_world import fewest
 
 SILENT_SECONDS = 2.0
-"""Seconds of waiting for hosts after which the user is informed."""
+"""Seconds of waiting for hosts after which the user is told what is missing."""
 FROM_OUTSIDE = (-SIGKILL, -SIGTERM)
-"""Exit codes of workers that were killed from outside, for example by the kernel for lack of memory or by a scheduler.
-"""
+"""Exit codes of workers that something other than DADT has killed, such as the kernel for lack of memory, or a
+scheduler."""
 
 
 FIRST_STEPS = 50
@@ -39,33 +39,37 @@ class NoteRestart(NamedTuple):
 
 
 class Restarts:
-    """What follows each attempt to run a job. An attempt starts all workers, and all use the same log folder."""
+    """Decides what follows each attempt to run a job, and on which hosts. Each attempt starts all workers anew; all
+    attempts use the same log folder."""
 
     def __init__(self, config: Config, discovery: Discovery) -> None:
         self._config = config
         self._discovery, self._candidates = discovery, discovery.candidates
         self.outbox = ActionQueue[SayText | NoteRestart]()
         self.count = 0
-        """How often the job was restarted so far."""
+        """Number of restarts of the job so far."""
         self.refused = False
-        """Whether the last attempt could not be resumed from its snapshot."""
+        """Whether the last attempt failed because it could not be resumed from its snapshot."""
         self.island = config.island
         """The value of `--island` for the next attempt."""
         self.divisors: dict[int, int] = {}
-        """Numbers by which ranks divide the script's batch size in the next attempt, by rank."""
+        """For each rank that ran out of memory, the number by which it divides the script's batch size in the next
+        attempt."""
         self._most = config.max_restarts
         self._before: Any = None
-        """Step and error at which the last attempt failed; None if the attempt was ended from outside."""
+        """Step and error of the last attempt, as `_place` returns them; None if it was ended from outside or had no
+        outcome."""
         self._since: float | None = None
         """Time (time.monotonic) at which the job began to wait for hosts; None if it does not wait."""
         self._told = ""
 
-    # Before an attempt ------------------------------------------------------------------------------------------------
+    # Methods that are called before an attempt
+    # --------------------------------------------------------------------------
 
     def ask_seconds(self, now: float) -> float:
-        """Return the seconds between two requests for the list of hosts. The pause is as long as the job had waited at
-        the last request, so the waiting time doubles with each request. A restart, and a wait that is over, ask at
-        once."""
+        """Return the minimum seconds between two requests for the list of hosts. While the job waits for hosts, the
+        pause is as long as the job had waited at the last request, so the waiting time doubles with each request. It is
+        0 right after an attempt, and when --start-timeout is over."""
         if self._since is None:
             return 0.0 if self.count else ASK_SECONDS
         if now - self._since > self._config.start_timeout:
@@ -73,8 +77,8 @@ class Restarts:
         return min(max(ASK_SECONDS, self._discovery.asked - self._since), LONGEST_PAUSE_SECONDS)
 
     def hosts(self, now: float) -> list[Host] | None:
-        """Return the hosts for the next attempt, or None while there are too few. For the first attempt they are
-        already known. Raises StartTimeout if there are too few after --start-timeout seconds."""
+        """Return the hosts for the next attempt; None while there are too few. For the first attempt, the hosts are
+        known already. Raises StartTimeout if there are still too few after --start-timeout seconds."""
         if self._since is None:
             self._since, self._told = now, ""
         since, waited = self._since, now - self._since
@@ -94,7 +98,8 @@ class Restarts:
         return None
 
     def _is_final(self, now: float) -> bool:
-        """Whether the hosts at the end of --start-timeout are known, or no answer can be expected any more."""
+        """Return whether it is known which hosts existed at the end of --start-timeout, or no answer to this question
+        can be expected any more."""
         assert self._since is not None
         end = self._since + self._config.start_timeout
         return self._discovery.answered >= end or now > end + ANSWER_SECONDS
@@ -109,8 +114,8 @@ class Restarts:
         end_early({SIGTERM}, 0, again=self.count > 0)
 
     def _suffice(self, hosts: Sequence[Host]) -> bool:
-        """Whether the hosts have enough slots for the least number of workers, as far as slots are known before the
-        hosts have reported."""
+        """Return whether the hosts have enough slots for the minimum number of workers. The slots of a host may be
+        unknown until its agent has reported."""
         if not fewest(self._config):
             return bool(hosts) and len(hosts) == len(self._candidates.hosts)
         return self._room(hosts) >= fewest(self._config)
@@ -127,24 +132,26 @@ class Restarts:
         return f"{named} with room for {self._room(hosts):g} workers of {least}{failed}"
 
     def _room(self, hosts: Sequence[Host]) -> float:
-        """Return how many workers fit on these hosts. A host whose number of slots only the host itself knows counts as
-        one slot until all hosts are available, and as enough slots from then on."""
+        """Return how many workers fit on these hosts. If the number of slots of a host is not set, it counts as one
+        slot until all hosts are available, and as infinitely many from then on."""
         unknown = float("inf") if len(hosts) == len(self._candidates.hosts) else 1
         return sum(host.slots or unknown for host in hosts)
 
-    # After an attempt -------------------------------------------------------------------------------------------------
+    # Methods that are called after an attempt
+    # ---------------------------------------------------------------------------
 
     def ended(self, outcome: Outcome) -> bool:
-        """Handle the outcome of an attempt. Returns whether another one follows."""
+        """Handle the outcome of an attempt. Returns whether another attempt follows."""
         resumed, self.refused = self.count and not self.refused, False
         outcome.restarts = self.count
         failed: Failure | DadtError | None = outcome.failure
-        # Only one host was taken away, so the job can restart on the others.
+        # Only this one host was asked to end, so the job can restart on the other hosts.
         if outcome.preemption is not None and outcome.preemption.host:
             failed = Preempted(outcome.preemption.text)
         if resumed and outcome.failure is not None and outcome.failure.says(NotResumed):
             self.refused = True
-            # An attempt that could not resume has not trained, so it does not count. The next one has no snapshot.
+            # An attempt that could not resume has not trained and does not count as a restart. The next attempt uses no
+            # snapshot.
             self._most += 1
         ends, record = outcome.signal or outcome.told_to_end, outcome.failure and outcome.failure.record
         if not ends and record and record.type == Sharded.__name__ and self.island == "auto":
@@ -157,8 +164,8 @@ class Restarts:
         return not ends and failed is not None and self._again(failed)
 
     def _halves(self, failure: Failure) -> bool:
-        """Give a rank that ran out of memory in its first steps batches of half the size. Returns whether the job
-        begins again with them."""
+        """Halve the batch size of a rank that ran out of memory in its first steps. Returns whether the job starts
+        again with the smaller batches."""
         rank, wanted = failure.ending.rank, self._config.batch == "memory" and failure.out_of_memory
         divisor = 2 * self.divisors.get(rank, 1)
         if not wanted or (failure.step or 0) > FIRST_STEPS or divisor > LARGEST_DIVISOR:
@@ -171,9 +178,9 @@ class Restarts:
         return True
 
     def failed(self, error: DadtError, hosts: Sequence[Host], now: float, *, began: bool) -> bool:
-        """Handle the error of an attempt on these hosts that has no outcome. Returns whether another attempt follows.
-        began: whether the workers were placed on hosts in any attempt. An error before that comes from what the user
-        asked for, and would occur again."""
+        """Handle the error of an attempt that ended without an outcome. Returns whether another attempt follows. hosts:
+        hosts of the attempt. began: whether workers were placed on hosts in this or an earlier attempt. If not, the
+        error probably comes from the user's settings and would occur again."""
         if isinstance(error, LaunchError | StartTimeout):
             self._candidates.blame(hosts, now)
         is_last = isinstance(error, LaunchError) and error.is_last
@@ -194,15 +201,15 @@ class Restarts:
         return True
 
     def _begin_again(self, why: str, text: str, level: str) -> None:
-        """Count a restart, and record its reason. text: shown to the user."""
+        """Count a restart, record its reason `why`, and show `text` to the user."""
         self.count += 1
         self.outbox.put(SayText(text, level))
         self.outbox.put(NoteRestart(self.count, why))
 
 
 def _place(failed: Failure | DadtError) -> Any:
-    """Return a value that is equal for two attempts that failed in the same way at the same step; None if an attempt
-    was ended from outside."""
+    """Return a value that is equal for two attempts which failed in the same way at the same step; None for an attempt
+    that was ended from outside or has no outcome."""
     if isinstance(failed, DadtError) or (failed.ending.code in FROM_OUTSIDE and not failed.ending.stopped):
         return None
     return failed.step, failed.record.text if failed.record is not None else failed.ending.code

@@ -1,4 +1,4 @@
-"""Collects what the workers report about their training, for the outcome of the job."""
+"""Collects the workers' reports about their training, for the outcome of the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Results:
         self._outbox = outbox
 
     def hello(self, event: Event) -> None:
-        """Note that a worker process has imported torch with DADT hooked in."""
+        """Record that a worker process has imported torch with DADT hooked in."""
         self._outcome.hooked = True
 
     def done(self, event: Event) -> None:
@@ -38,5 +38,5 @@ class Results:
         self._outcome.stepped |= event.frame["step"] > 0
 
     def end(self, event: Event) -> None:
-        """Record the processes that an agent could not end, which it lists in its final report."""
+        """Record the processes that an agent could not end, as its final report lists them."""
         self._outcome.stuck = [*self._outcome.stuck, *event.frame["stuck"]]

@@ -15,8 +15,8 @@ ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 class Interrupts:
-    """Context manager in which the signals `numbers` do not end the process; their numbers are read from `fileno()`
-    instead. For the main thread only, like all signal handling in Python."""
+    """Context manager in which the signals `numbers` do not end the process but make `fileno()` readable; `take` then
+    returns them. Usable in the main thread only, like all signal handling in Python."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = numbers
@@ -27,7 +27,7 @@ class Interrupts:
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # nohup makes the process ignore SIGHUP, which must stay so.
+        # A process that nohup has started ignores SIGHUP, and has to continue to do so.
         spared = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
         taken = [number for number in self._numbers if number not in spared]
         self._previous = {number: signal.signal(number, _ignore) for number in taken}
@@ -52,14 +52,14 @@ class Interrupts:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Signal handler that does nothing: Python itself writes the signal's number to the wake-up pipe."""
+    """Signal handler that does nothing, because Python itself writes the signal's number to the wake-up pipe."""
 
 
 def forwarded(config: Config) -> list[int]:
     """Return the numbers of the signals named in --forward-signals. Raises ConfigError."""
     names = filter(None, (part.strip() for part in config.forward_signals.split(",")))
     numbers = [_number(name, f"--forward-signals {config.forward_signals}") for name in names]
-    # ENDING_SIGNALS are not forwarded: they end the job, in which case workers receive SIGTERM.
+    # ENDING_SIGNALS are not forwarded, because they end the job, and its workers then receive SIGTERM.
     return [number for number in numbers if number not in ENDING_SIGNALS]
 
 

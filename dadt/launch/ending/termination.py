@@ -1,4 +1,4 @@
-"""Ends a running job: decides whether it must end, how gently, and by when all its processes must be gone."""
+"""Decides whether a running job must end, how much time its workers get, and when all its processes must be gone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from dadt.launch.ending.preemption import Preemption
 from dadt.launch.monitor.watch import Watch
 
 FAILURE_GRACE = 1.0
-"""Seconds from SIGTERM to SIGKILL after a failure. When the user ends the job, --grace applies instead."""
+"""Seconds from SIGTERM to SIGKILL after a failure. If the user ends the job, --grace applies instead."""
 END_SECONDS = 5.0
-"""Seconds that an agent has to end once the grace period of its workers is over."""
+"""Seconds that an agent may take to end after the grace period of its workers is over."""
 LEAVE_SECONDS = 30.0
-"""Seconds that a process whose script is over has to exit, if its exit code may explain why other ranks failed."""
+"""Seconds that a process may take to exit after its script has ended, if its exit code may explain why other ranks
+failed."""
 
 AGAIN_SECONDS = 2.0
-"""A second SIGTERM within this many seconds counts as a repetition of the first: batch systems send SIGTERM to `dadt
-run` and also to the shell script around `dadt run`, which may forward it."""
+"""Seconds within which a second SIGTERM counts as the same request as the first one. Batch systems send SIGTERM to
+`dadt run` and also to the shell script around it, which may forward it."""
 
 
 class Termination:
@@ -34,23 +35,24 @@ class Termination:
         self._outcome = outcome
         self._user_grace = grace
         self._fail_at = float("inf")
-        """Time (time.monotonic) at which to stop the job because of failures so far; infinite if there are none."""
+        """Time (time.monotonic) at which to stop the job because of failures that were reported; infinite if there are
+        none."""
         self._lets_leave = False
-        """Whether to wait until ranks whose script is over have exited, at most LEAVE_SECONDS, before the job is
-        stopped."""
+        """Whether the job is not stopped before ranks whose scripts have ended have exited, or LEAVE_SECONDS have
+        passed."""
         self._end_by = float("inf")
         """Deadline (time.monotonic) for the agents to end; infinite until they have received the order to stop."""
         self._turned = now
         self._told = 0.0
-        """Time (time.monotonic) at which `dadt run` or a host was last asked to end."""
+        """Time (time.monotonic) of the last request from outside that `dadt run` or a host end."""
         self.grace = float("inf")
-        """Seconds from the order to stop until SIGKILL; infinite while there was no such order."""
+        """Seconds from the order to stop until SIGKILL; infinite if no order was sent yet."""
         self.at_once = False
         """Whether the user has asked twice to end the job."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether the job is not being ended for any reason."""
+        """Whether the job continues, that is, is not being ended for any reason."""
         return not self._outcome.signal and self.grace == self._fail_at == float("inf")
 
     @property
@@ -59,8 +61,9 @@ class Termination:
         return min(self._fail_at + (LEAVE_SECONDS if self._leaving else 0.0), self._end_by)
 
     def end(self, number: int, who: str, now: float) -> float:
-        """End the job for the user: gently, or at once if asked again. After Ctrl-C, workers receive SIGINT, and
-        SIGTERM if they do not end; after all other signals, they receive SIGTERM. Returns the seconds until SIGKILL."""
+        """End the job on the user's request, or at once if the user has requested it before. After Ctrl-C, workers
+        receive SIGINT, and SIGTERM if they do not end; after any other signal, they receive SIGTERM. Returns the
+        seconds until SIGKILL."""
         if self._outcome.signal:
             self._hurry(who, now)
         else:
@@ -98,10 +101,9 @@ class Termination:
             self._stop(Frame("stop", {"grace": grace, "stacks": stacks}), grace, why, now)
 
     def fail_by(self, seconds: float, now: float, *, lets_leave: bool = False) -> None:
-        """Stop the job after `seconds` seconds, because of a failure. Does nothing while the job ends for the user or a
-        preemption, so that workers have their full time. lets_leave: first wait for ranks whose script is over to exit,
-        as one of them may be the cause.
-        """
+        """Stop the job after `seconds` seconds, because of a failure. Does nothing if the user or a preemption is
+        already ending the job, so that workers get their full time to end. lets_leave: whether to wait first until
+        ranks whose scripts have ended have exited, as one of them may be the cause."""
         if self._outcome.preemption is None and not self._outcome.signal:
             self._lets_leave = lets_leave and (self._lets_leave or self._fail_at == float("inf"))
             self._fail_at = min(self._fail_at, now + seconds)
@@ -112,14 +114,14 @@ class Termination:
         return any(member.finished and not (member.ended or member.lost) for member in members)
 
     def excuse(self, now: float) -> None:
-        """Extend the agents' deadline by the time since the last turn, in which none of their reports could be read
-        because output to the user was blocked."""
+        """Extend the agents' deadline by the time since the last turn. In this time output to the user was blocked, so
+        no reports of agents were read."""
         self._end_by += now - self._turned
         self._turned = now
 
     def turn(self, now: float) -> bool:
-        """Stop the job if a failure's delay is over. Call regularly. Returns whether agents have missed their deadline,
-        so that they must be killed."""
+        """Stop the job if the time that `fail_by` has set is reached. Call regularly. Returns whether agents have
+        missed their deadline, so that they must be killed."""
         self._turned = now
         if self._turned >= self._fail_at + (LEAVE_SECONDS if self._leaving else 0.0):
             self._fail_at = float("inf")

@@ -1,1 +1,1 @@
-"""Membership of a running job's ranks and hosts, and what ranks exchange through the launcher."""
+"""Tracks which ranks and hosts are in a running job, and passes on what ranks exchange through the launcher."""

@@ -1,5 +1,5 @@
-"""A key-value store in the launcher, through which the ranks of a job exchange values, and the ranks that wait for
-keys."""
+"""A key-value store in the launcher, through which the ranks of a job exchange values, and the requests of ranks that
+wait for keys."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dadt.launch.actions import Reply
 
 MOST_KEYS = 4096
 MOST_TOGETHER = 1 << 30
-"""Most bytes of values in a single answer."""
+"""Largest number of bytes of values in a single answer."""
 MOST_BYTES = 16 << 20
-"""Most bytes that one rank may store. For comparison: its addresses in a group of 10,000 ranks take less than 1 MB."""
+"""Largest number of bytes that one rank may store. For comparison, a rank's addresses in a group of 10,000 ranks take
+less than 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class Want:
 
 @dataclass(slots=True)
 class Share:
-    """Number of keys, and of bytes, that one rank has stored."""
+    """How much of the store one rank uses: the number of keys that it has stored, and their bytes including the
+    values."""
 
     keys: int = 0
     bytes: int = 0
@@ -48,12 +50,12 @@ class Board:
     _present: dict[str, set[int]] = field(default_factory=dict)
     """For each group of keys: the ranks that have stored a value in it."""
     _wants: dict[str, list[Want]] = field(default_factory=dict)
-    """Unanswered requests, by the first key of each that is still missing."""
+    """Unanswered requests, by the first of a request's keys that is still missing."""
     _stalled: set[str] = field(default_factory=set)
-    """Groups of keys about whose delay the user has been warned."""
+    """Groups of keys for which the user was warned that ranks have waited long."""
 
     def put(self, key: str, rank: int, blob: bytes, now: float) -> str:
-        """Store a value. Returns an empty text, or the reason if the rank may not store it."""
+        """Store a value. Returns the reason if the rank may not store it; otherwise an empty text."""
         share = self._shares.setdefault(rank, Share())
         if key in self._blobs:
             return f"rank {rank} puts {key!r}, which is there already: each key is put once in a job"
@@ -71,7 +73,7 @@ class Board:
         return ""
 
     def want(self, want: Want, now: float) -> None:
-        """Answer a request for values, as soon as all its keys are stored."""
+        """Answer a request for values once all its keys are stored."""
         absent = next((key for key in want.keys if key not in self._blobs), None)
         if absent is None:
             blobs = [self._blobs[key] for key in dict.fromkeys(want.keys)]
@@ -84,7 +86,7 @@ class Board:
             self._wants.setdefault(absent, []).append(want)
 
     def clear(self, refusal: Frame, now: float) -> None:
-        """Refuse all requests that wait, and delete all values."""
+        """Answer all waiting requests with this refusal, and delete all values."""
         wants = [want for each in self._wants.values() for want in each]
         for table in (self._blobs, self._shares, self._present, self._wants, self._stalled):
             table.clear()
@@ -96,8 +98,8 @@ class Board:
         return bool(self._wants)
 
     def stalled(self, seconds: float, now: float) -> list[tuple[str, set[int]]]:
-        """Return the groups in which a rank has waited for more than `seconds` seconds, each with the ranks that have
-        stored or requested a value in it. Each group is returned only once."""
+        """Return the groups of keys for which a rank has waited more than `seconds` seconds, each with the ranks that
+        have stored or requested a value in it. Each group is returned only once."""
         found = list[tuple[str, set[int]]]()
         for key, wants in self._wants.items():
             if (group := _group(key)) not in self._stalled and any(now - want.begun > seconds for want in wants):
@@ -107,9 +109,8 @@ class Board:
 
     def settle(self, ended: Iterable[int], refuse: Callable[[str, set[int], str], Frame], now: float) -> None:
         """Refuse requests whose keys cannot arrive any more because a rank has ended, and those whose deadline has
-        passed. ended: ranks that have ended. refuse: returns the answer, from the key, the ranks that have stored or
-        requested a value in its group, and the problem.
-        """
+        passed. ended: ranks that have ended. refuse: returns the answer; called with the missing key, the ranks that
+        have stored or requested a value in the key's group, and a text about the problem."""
         gone = set(ended)
         for key, wants in list(self._wants.items()):
             present = self._present.get(_group(key), set()) | {want.rank for want in wants}

@@ -1,5 +1,5 @@
-"""Builds the message to all ranks at the start of a new generation: which ranks are in the job now, and which of them
-write files."""
+"""Builds the frame that tells all ranks that a new generation begins, that is, which ranks are in the job from now on,
+and which of these write files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dadt.launch.members.rendezvous import Rendezvous
 
 def regroup(rendezvous: Rendezvous, slots: Sequence[Slot], nodes: Sequence[Node], handed: int, why: str) -> Frame:
     """Return the frame that announces the current generation to all agents. New workers write no files as long as ranks
-    from the start of the job are left.
+    that began the job are left.
 
-    handed: the newest generation that began with a new worker for which the other ranks had waited. why: the reason for
-    the new generation.
+    handed: number of the latest generation that began because a new worker joined for which the other ranks had waited.
+    why: text that says why the new generation begins.
     """
     present = rendezvous.present
     places = {member.rank: slots[member.rank].cross_rank for member in present}
@@ -39,7 +39,7 @@ def regroup(rendezvous: Rendezvous, slots: Sequence[Slot], nodes: Sequence[Node]
 
 
 def with_islands(ranks: Collection[int], slots: Sequence[Slot]) -> Collection[int]:
-    """Return these ranks and all other ranks of their islands, which cannot train without them. Without islands, return
-    the same ranks."""
+    """Return these ranks together with all other ranks of their islands, which cannot train without them. Without
+    islands, return only these ranks."""
     size = slots[0].island_size
     return sorted({rank - rank % size + i for rank in ranks for i in range(size)}) if size else ranks

@@ -1,5 +1,5 @@
-"""Handles the questions of new workers that replace lost ones and must catch up with the running job before they join,
-and the answers of the ranks that train."""
+"""Passes questions and answers between new workers, which replace lost ones and must catch up with the running job
+before they join, and the ranks that train."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from dadt.launch.actions import Event, Outbox, Reply
 from dadt.launch.members.board import together
 
 LONGEST_SECONDS = 3600.0
-"""Upper limit, in seconds, on how long a new worker may wait for an answer."""
+"""Upper limit in seconds of the time that a new worker waits for an answer."""
 
 
 @dataclass(slots=True)
 class NewcomerQuestion:
-    """A question from a new worker to the ranks that train."""
+    """A question of a new worker to the ranks that train, about the state of training."""
 
     frame: Frame
-    """The question as a frame, as the launcher sends it to all ranks."""
+    """The frame by which the launcher sends the question to all ranks."""
     deadline: float
     reply: Reply
     given: set[int] = field(default_factory=set)
-    """Ranks that have answered the new worker's last question, and now wait for this worker to join."""
+    """Ranks that have answered this question, which is the new worker's last one, and now wait for the worker to
+    join."""
     body: bytes = b""
 
     @property
@@ -36,12 +37,12 @@ class NewcomerQuestion:
 
 class Handovers:
     """Passes questions of new workers (frames `approach`) to the ranks that train, and passes one rank's answer back.
-    When a new worker asks its last question, all ranks stop and wait for the worker, which may then join only the
-    current generation of ranks."""
+    On a new worker's last question, all ranks stop training and wait for the worker, which may then join only this
+    generation of ranks."""
 
     def __init__(self, outbox: Outbox, kill: Callable[[int, float], None], patience: float) -> None:
-        """kill: ends a rank that does not join. patience: seconds for which the other ranks wait for a new worker that
-        has received all that it needs to join."""
+        """kill: kills the worker of a rank that does not join. patience: seconds for which the other ranks wait for a
+        new worker after it has received everything that it needs."""
         self._patience = patience
         self._outbox = outbox
         self._kill = kill
@@ -49,7 +50,7 @@ class Handovers:
         self._asked: dict[int, NewcomerQuestion] = {}
         self.awaited: tuple[int, int] | None = None
         """The rank of the new worker for which all other ranks wait now, and the number of their generation; None if
-        they wait for nobody."""
+        they wait for no new worker."""
         self._until = 0.0
 
     def ask(self, event: Event, reply: Reply) -> None:
@@ -63,9 +64,8 @@ class Handovers:
 
     def give(self, event: Event, generation: int, present: Collection[int]) -> bool:
         """Record a rank's answer to a new worker. generation: number of the current generation of ranks. present: the
-        ranks in this generation. Returns whether all ranks must connect again, because the new worker that they wait
-        for is gone.
-        """
+        ranks in this generation. Returns True if this rank waits for a new worker that is gone, so that all ranks must
+        connect again."""
         answer, now = event.frame, event.now
         number, current = answer["number"], answer.get("generation", 0) == generation
         asked = self._asked.get(number)
@@ -93,21 +93,22 @@ class Handovers:
         return waited
 
     def _drop(self, rank: int) -> None:
-        """Discard this rank's unanswered questions, as the worker that asked them is gone."""
+        """Discard the unanswered questions of this rank's worker, which is gone or asks a new question."""
         self._asked = {number: asked for number, asked in self._asked.items() if asked.rank != rank}
 
     def begin_anew(self) -> None:
-        """Send the unanswered questions to all ranks again. Called when all ranks connect again, as ranks that joined
-        meanwhile have not seen the questions."""
+        """Send the unanswered questions to all ranks again. Called when all ranks connect again, since a rank that has
+        joined has not received them."""
         self.awaited = None
         for asked in self._asked.values():
             asked.given.clear()
             self._outbox.send_all(asked.frame)
 
     def turn(self, now: float) -> None:
-        """Refuse questions that took too long, and kill a new worker that does not join in time. Call regularly."""
+        """Refuse questions that were not answered in time, and kill a new worker that has not joined in time. Call
+        regularly."""
         for number in [number for number, asked in self._asked.items() if now >= asked.deadline]:
             self._asked.pop(number).refuse("the others have taken no step in time", now)
         if self.awaited is not None and now >= self._until:
-            self._kill(self.awaited[0], now)  # when it ends, the waiting ranks continue
+            self._kill(self.awaited[0], now)  # once its process ends, the waiting ranks continue
             self._until = float("inf")

@@ -28,52 +28,54 @@ ON_ONE_MACHINE = {network.SAME_MACHINE: 0.0}
 
 @dataclass(slots=True)
 class Arrival:
-    """A host that is being prepared to join the job."""
+    """A host that is about to join the job."""
 
     place: int
     node: Node
     deadline: float
     asked: bool = False
-    """Whether the other hosts were asked to try this host's addresses, and to look for its working folder."""
+    """Whether the other hosts were asked to try to reach this host's addresses, and to look for the marker file in its
+    working folder."""
     near: bool = False
-    """Whether all hosts of the job are the same machine, so that no address needs to be tried."""
+    """Whether all hosts of the job are names of one machine, so that no addresses need to be tried."""
     addresses: Sequence[Mapping[str, Any]] = ()
     """Addresses of this host that the other hosts may use."""
     reached: dict[Node, Mapping[str, float]] = field(default_factory=dict)
-    """For each other host: this host's addresses that it reached, each with the seconds that this took."""
+    """For each other host: the addresses of this host that it has reached, each with the seconds until the answer."""
     seen: list[Node] = field(default_factory=list)
-    """Other hosts that see this host's working folder."""
+    """Other hosts that see the same working folder as this host."""
 
 
 @dataclass(eq=False)
 class Joining:
-    """Finds new hosts for a job whose lost hosts may be replaced, and lets them join."""
+    """Finds new hosts for a job in which lost hosts may be replaced, and lets them join."""
 
     _config: Config
     _nodes: list[Node]
-    """The job's hosts, among which a new host replaces a lost one."""
+    """The job's hosts. A new host is put into the place of a lost one in this list."""
     _slots: list[Slot]
-    """The job's places, which get the resources of the new host."""
+    """Place of each worker, by rank. The places of a lost host's ranks are moved to the new host."""
     _members: Sequence[Member]
     _candidates: Candidates
     _outbox: Outbox
     _arrivals: list[Arrival] = field(default_factory=list)
     _came: set[Node] = field(default_factory=set)
     _missed: set[Node] = field(default_factory=set)
-    """Lost nodes whose hosts were already reported to `Discovery` as failed."""
+    """Nodes whose loss was already reported to `Candidates`, which then pauses the host."""
     _drained: set[str] = field(default_factory=set)
-    """Names of hosts that were asked to end from outside, and so are not used again."""
+    """Names of hosts that something other than the launcher has asked to end, and which are not used again."""
     _told: set[str] = field(default_factory=set)
 
     def turn(self, now: float) -> None:
-        """Look for new hosts for the places of lost ones, and advance those that are about to join. Call regularly."""
+        """Look for new hosts that can take the places of lost ones, and continue with those that are about to join.
+        Call regularly."""
         for arrival in list(self._arrivals):
             if arrival.asked and arrival.reached.keys() >= set(self._others):
                 self._take(arrival, now)
             elif now >= arrival.deadline:
                 self._fail(arrival, arrival.node.state, now)
         ready = [arrival for arrival in self._arrivals if arrival.node.reached]
-        # New hosts join one at a time, as each must be able to reach the next.
+        # New hosts join one after the other, as each must be reachable from all hosts that have joined before.
         if ready and not any(arrival.asked for arrival in ready):
             self._ask_others(ready[0], now)
         for place in self._vacant(now):
@@ -84,7 +86,7 @@ class Joining:
         return any(arrival.node is node for arrival in self._arrivals)
 
     def take(self, event: Event) -> None:
-        """Handle an event from a host that is about to join: its agent has sent a frame, or was lost."""
+        """Handle an event from a host that is about to join: a frame from its agent, or the loss of the agent."""
         (arrival,) = (each for each in self._arrivals if each.node is event.node)
         if event.frame.kind == "connected":
             self._outbox.put(AskHost(event.node, arrival.place))
@@ -97,7 +99,7 @@ class Joining:
                 self._fail(arrival, problem, event.now)
 
     def probed(self, event: Event) -> None:
-        """Record which addresses of the new host another host could reach."""
+        """Record which addresses of the new host an agent of another host could reach."""
         for arrival in [each for each in self._arrivals if each.asked]:
             near = ON_ONE_MACHINE if arrival.near else None
             if (ways := event.frame["reached"].get(str(arrival.place), near)) is not None:
@@ -105,8 +107,8 @@ class Joining:
                 arrival.seen += [event.node] if arrival.place in event.frame.get("seen", ()) else []
 
     def unstarted(self, event: Event) -> bool:
-        """Handle the report of an agent that could not start its workers. Returns whether its host is one that joined
-        the running job, which then continues without it."""
+        """Handle an agent's report that it could not start its workers. Returns whether its host has joined the running
+        job, which then continues without it."""
         if event.node not in self._came:
             return False
         self._warn(f"{event.node.name}: {event.frame['message']}: training goes on without it")
@@ -116,12 +118,13 @@ class Joining:
 
     @property
     def _others(self) -> list[Node]:
-        """Nodes that take part in the training now, without those about to join."""
+        """The nodes on which ranks train now, without those about to join."""
         coming = [arrival.node for arrival in self._arrivals]
         return [node for node in self._nodes if not node.ended and node not in coming]
 
     def _vacant(self, now: float) -> list[int]:
-        """Return the places (indices of nodes) whose agents are gone and whose ranks are all lost."""
+        """Return the numbers of the hosts whose agents are gone and whose ranks are all lost, so that another host can
+        take their place."""
         found = []
         for place, node in enumerate(self._nodes):
             if node.ended and all(self._members[rank].lost for rank in self._ranks(place)):
@@ -146,7 +149,7 @@ class Joining:
             self._outbox.put(ReachHost(node))
 
     def _lack(self, arrival: Arrival) -> str:
-        """Return why this host cannot take over the lost host's place; empty if it can."""
+        """Return why this host cannot take the place of the lost host; empty if it can."""
         offer, ranks = room(arrival.node, self._config), self._ranks(arrival.place)
         if offer.places < len(ranks) or 0 < len(offer.gpus) < len(ranks):
             return f"it has no room for {len(ranks)} workers"
@@ -159,8 +162,8 @@ class Joining:
         return ""
 
     def _ask_others(self, arrival: Arrival, now: float) -> None:
-        """Ask all hosts that train to look for the marker file in the new host's working folder and, unless all are the
-        same machine, to try its addresses."""
+        """Ask the agents of all hosts that train to look for the marker file in the new host's working folder and,
+        unless all hosts are the same machine, to try to reach its addresses."""
         node, others = arrival.node, self._others
         node.state = f"not all other hosts have told within {PROBE_SECONDS:g} s to reach it"
         arrival.asked, arrival.deadline = True, now + PROBE_SECONDS

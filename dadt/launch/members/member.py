@@ -11,7 +11,7 @@ from dadt.launch.members.waits import Waiting
 
 @dataclass(slots=True)
 class Member:
-    """One rank of the job, as the launcher knows it."""
+    """The state of one rank of the job, as far as the launcher knows it."""
 
     rank: int
     host: str = ""
@@ -21,26 +21,26 @@ class Member:
     seen: float = 0.0
     """Time of the rank's last sign of life (time.monotonic)."""
     condition: str = ""
-    """Why the rank makes no steps, according to the kernel: a key of condition.TEXTS; empty if nothing prevents them.
-    """
+    """Why the rank makes no steps, according to the kernel, as a key of condition.TEXTS; empty if no reason is
+    known."""
     claimed: bool = False
     """Whether a process of this rank trains, or has trained."""
     ended: bool = False
     """Whether the rank's process has exited."""
     lost: bool = False
-    """Whether the other ranks continue training without this one."""
+    """Whether the rank is lost, that is, the other ranks continue training without it."""
     joined: bool = False
     """Whether the rank's worker was started while the job was running, in place of a lost one."""
     generation: int = 0
-    """Number of the newest generation that this rank was part of. Each time that ranks connect again begins a
-    generation."""
+    """Number of the latest generation of ranks that includes this rank. A generation begins each time that ranks
+    connect again."""
     images: int = 0
-    """How often this rank's process was replaced (exec) during training. Ranks that replace their processes together
-    have the same number."""
+    """Number of times that this rank's process has replaced itself (exec) during training. If ranks do so together,
+    their numbers stay equal."""
     gathered: int = 0
     """Number of allgathers that the rank had begun when its script ended."""
     finished: bool = False
-    """Whether the rank's script is over, so that its process only waits for the other ranks."""
+    """Whether the rank's script has ended, so that its process only waits for the other ranks."""
     waiting: Waiting = field(default_factory=Waiting)
 
     def sign(self, state: str, now: float) -> None:
@@ -48,10 +48,10 @@ class Member:
         self.seen = now
 
     def start_anew(self, now: float) -> None:
-        """Reset the state, as a new worker starts for this rank."""
+        """Reset the state, because a new worker starts for this rank."""
         self.ended = self.claimed = self.finished = False
         self.step = -1
-        self.waiting = Waiting()  # the old worker's questions may never be answered
+        self.waiting = Waiting()  # questions of the old worker may never be answered
         self.sign("is started anew", now)
 
     def went_to(self, step: int, seen: float) -> None:
@@ -76,8 +76,8 @@ class Member:
 
     @property
     def held(self) -> str:
-        """Text about the condition that prevents the rank from continuing, such as being suspended; empty if there is
-        none."""
+        """Text about the condition that prevents the rank from continuing, for example that it is stopped; empty if
+        there is none."""
         return self._condition if self.condition in HELD and not self.ended else ""
 
     @property

@@ -1,4 +1,4 @@
-"""Decides which ranks are in a job when some are lost, or when connections between them break."""
+"""Decides which ranks are in a job after some were lost or connections between them have failed."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from dadt.launch.members.waits import SAID_SECONDS
 from dadt.launch.monitor.watch import Watch
 
 EXIT_SECONDS = 1.0
-"""Seconds that a worker has to exit after it reported an uncaught exception."""
+"""Seconds that a worker may take to exit after it has reported an uncaught exception."""
 EXPLAIN_SECONDS = 1.0
-"""Seconds within which the launcher learns of the end of a rank that has broken a connection."""
+"""Seconds that may pass between a failed connection and the report that its other rank has ended."""
 TRIALS = 3
 """Number of times that all ranks may connect again without completing a step in between."""
 
 
 @dataclass(eq=False)
 class Membership:
-    """The ranks that train, as the launcher decides. Each loss begins a new generation of ranks, which connect to each
-    other again; so does a broken connection even if no rank was lost."""
+    """Decides which ranks train. With each loss a new generation of ranks begins, and its ranks connect to each other
+    again. This also happens when a connection fails although no rank is lost."""
 
     _config: Config
     _slots: Sequence[Slot]
@@ -51,51 +51,55 @@ class Membership:
     _patience: float
     """Seconds for which ranks wait for a silent rank."""
     _joining: Joining | None
-    """Hosts that join the running job; None if lost hosts are not replaced."""
+    """Lets new hosts join the running job; None if lost hosts are not replaced."""
     _outbox: Outbox
     _overdue: dict[int, float] = field(default_factory=dict)
-    """Lost ranks whose processes have not exited yet, with the time at which each will be killed."""
+    """Lost ranks whose processes have not exited yet, each with the time at which the process is killed."""
     _left: dict[int, str] = field(default_factory=dict)
-    """Ranks that exited with code 0 amid training, with texts. They count as lost only once another rank waits."""
+    """Ranks that exited with code 0 before training had ended, each with a text about it. They count as lost once
+    another rank waits for them."""
     _requests: dict[int, ReconnectRequest] = field(default_factory=dict)
-    """Unanswered requests of ranks whose connections have failed, by rank."""
+    """Unanswered requests of ranks to connect again because a connection has failed, by rank."""
     _scarce: tuple[Collection[int], float, str] = ((), 0.0, "")
-    """Ranks that were awaited in vain, but without which too few are left; the time of that, and a text about it."""
+    """Ranks for which the others waited in vain, but which could not be removed because too few ranks would be left;
+    the time at which this happened, and a text about it."""
     _trials: list[str] = field(default_factory=list)
-    """For each time that all ranks have connected again since the last completed step: the reason."""
+    """Reasons for which all ranks have connected again since the last completed step, one for each time."""
     _tried_at: int = -1
     """The highest step of any rank when all ranks last connected again."""
     _handed: int = 0
-    """The newest generation that a new worker joined after the others had waited for it; 0 if there is none."""
+    """Number of the latest generation that began because a new worker joined for which the others had waited; 0 if
+    there is none."""
     _moved: float = float("-inf")
     _over: int = -1
-    """The newest generation in which all ranks have finished training; -1 if there is none."""
+    """Number of the latest generation of which all ranks have finished training; -1 if there is none."""
     _told_to_end: bool = False
     _deaths: list[Frame] = field(default_factory=list)
-    """Frames about ranks that have ended, still to be sent to all ranks."""
+    """Frames that report ends of ranks and have not been sent to all ranks yet."""
 
     def __post_init__(self) -> None:
         self.island_size = self._slots[0].island_size
         self._least = self._config.min_np * (self.island_size or 1)
-        """Training continues while at least this many ranks are left; 0 means that it ends when any rank is lost."""
+        """Minimum number of ranks with which training continues; 0 means that it ends when any rank is lost."""
         self._apart = self._config.algorithm == "gossip"
-        """Whether ranks train without waiting for each other, as with the algorithm `gossip`."""
+        """Whether each rank trains at its own speed without waiting for the others, as with the algorithm `gossip`."""
         self._replacements = Replacements(self._outbox, self._hears) if replaces(self._config) else None
         self._handovers = Handovers(self._outbox, self.kill, self._patience)
 
     def can_lose(self, ranks: Collection[int]) -> bool:
-        """Return whether enough ranks are left to continue training without these ranks and their islands."""
+        """Return whether training could continue without these ranks and the other ranks of their islands."""
         return self._left_without(with_islands(ranks, self._slots)) >= self._least > 0
 
     def lose(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
-        """Remove lost ranks and the others of their islands, whose processes are killed. Return False if too few
-        remain. why: cause of the loss. it: their pronoun in messages."""
+        """Remove lost ranks from the job, together with the other ranks of their islands, whose processes are killed.
+        Returns False, and removes none, if too few ranks would remain. why: cause of the loss. it: the lost ranks'
+        pronoun in messages."""
         if not self.can_lose(ranks):
             return False
         named, ranks = ranks, with_islands(ranks, self._slots)
         it = f"the island of {preemption.ranks(ranks)}" if len(ranks) > len(named) else it
         lost = [member for member in self._rendezvous.present if member.rank in ranks]
-        if not lost:  # all of these ranks had been lost earlier, for example one by one before their host
+        if not lost:  # all of these ranks were lost already, for example before their host
             return True
         self._rendezvous.regroup(ranks, why, now)
         self._watch.regroups(lost, why, now)
@@ -106,14 +110,15 @@ class Membership:
         return True
 
     def leaves(self, rank: int, why: str) -> bool:
-        """Handle a rank that exits with code 0 amid training. Returns whether the others can continue without it."""
+        """Handle a rank that exits with code 0 before training has ended. Returns whether the others can continue
+        without it."""
         if goes_on := self.can_lose([*self._left, rank]):
             self._left[rank] = why
         return goes_on
 
     def leaves_finished(self, member: Member, why: str) -> None:
         """Handle a rank that exits with code 0 after its training. Ranks that still train may need it, for example to
-        connect again after a loss, so it may count as lost later."""
+        connect again after a loss. It then counts as lost."""
         if self._apart or self._over == self._rendezvous.generation:
             return
         if any(not (each.finished or each.ended) for each in self._rendezvous.present):
@@ -122,7 +127,7 @@ class Membership:
             self._over = self._rendezvous.generation
 
     def _lose_left(self, now: float) -> None:
-        """Treat ranks that exited early as lost, if other ranks wait for them."""
+        """Remove ranks that exited early from the job if other ranks wait for them."""
         here = self._here
         if self._requests or (self._apart and here) or any(m.waits(now) and not m.finished for m in here):
             left, self._left = self._left, {}
@@ -130,7 +135,8 @@ class Membership:
                 self.lose([rank], why, now)
 
     def reconnect(self, event: Event) -> None:
-        """Handle a rank's report that its connection failed. It is answered once it is decided what follows."""
+        """Handle a rank's report that its connection failed. The rank is answered once it is decided whether all ranks
+        connect again."""
         question, reply, now = event.frame, self._rendezvous.reply_to(event), event.now
         why = f"{self._rendezvous.members[question['rank']].named}: {question['text']}"
         request = ReconnectRequest(now, now + question["timeout"], why, self._obstacle(now), reply)
@@ -140,7 +146,7 @@ class Membership:
             request.answer(True, "", now)
 
     def approach(self, event: Event) -> None:
-        """Handle a new worker's question about how far the other ranks have trained."""
+        """Handle a new worker's question about the state of training of the other ranks."""
         reply = self._rendezvous.reply_to(event)
         if self._replacements is None or self._apart or not self._rendezvous.members[event.frame["rank"]].lost:
             reply(Frame("error", {"type": "DadtError", "message": "this rank is not one that could join"}), event.now)
@@ -148,7 +154,7 @@ class Membership:
             self._handovers.ask(event, reply)
 
     def give(self, event: Event) -> None:
-        """Pass the answer of a rank that trains on to the new worker that asked."""
+        """Pass a training rank's answer on to the new worker that has asked."""
         self._rendezvous.reply_to(event)(Frame("taken"), event.now)
         present = [member.rank for member in self._rendezvous.present]
         if self._replacements is not None and self._handovers.give(event, self._rendezvous.generation, present):
@@ -161,13 +167,14 @@ class Membership:
         self._tell(why, now)
 
     def failed(self, member: Member, error: str) -> None:
-        """Start no further worker for this rank if its script could not be replayed up to the current step."""
+        """Handle a rank's exception: if it says that the script could not be replayed up to the current step, start no
+        further workers for this rank."""
         if self._replacements is not None and error == NotResumed.__name__:
             self._replacements.send_away(member.rank)
 
     def hello(self, event: Event) -> None:
-        """Note that a rank's process has imported torch. If the rank had begun to train, the process has replaced
-        itself (exec): report this to all ranks, as others may not have done so."""
+        """Handle a process's report that it has imported torch. If the process was training already, it has replaced
+        itself (exec). All ranks are told so, since others may not have replaced themselves."""
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         if member.claimed and not member.ended and member.pid == event.frame["pid"]:
             why = f"rank {member.rank} ({member.place}) has replaced itself (exec) after it had begun to train"
@@ -177,18 +184,20 @@ class Membership:
         member.sign("has imported torch, not begun to train", now)
 
     def tell_of_death(self, text: str, steps: int | None = None) -> None:
-        """Queue a report of a rank's end to all ranks. It is sent after any request for stacks, as ranks stop waiting
-        when they receive it. steps: the rank's steps, if it did not fail."""
+        """Queue a report of a rank's end to all ranks. `turn` sends it, after requests for stack traces that are sent
+        before, as ranks stop waiting when they receive the report. steps: the rank's number of steps, if it did not
+        fail."""
         self._deaths.append(Frame("death", {"text": text} | ({} if steps is None else {"steps": steps})))
 
     def claim(self, event: Event) -> None:
-        """Handle a process that begins to train as a rank. A new worker for a lost rank joins the other ranks."""
+        """Handle a process's report that it begins to train as a rank. If it is a new worker of a lost rank, it joins
+        the other ranks."""
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         member.pid, member.claimed = event.frame["pid"], True
         member.sign("has begun to train", now)
         awaited = self._apart or self._handovers.awaited == (member.rank, self._rendezvous.generation)
         if member.lost and (self._told_to_end or not awaited):
-            self.kill(member.rank, now)  # the other ranks went on without this worker
+            self.kill(member.rank, now)  # the other ranks continued without this worker
         elif member.lost:
             why = f"rank {member.rank} ({member.place}) joins"
             self._rendezvous.join(member, why, now)
@@ -199,7 +208,7 @@ class Membership:
 
     def exited(self, member: Member, goes_on: bool, now: float) -> None:
         """Record that a rank's process has ended. goes_on: whether the job is not being ended."""
-        self._overdue.pop(member.rank, None)  # the deadline must not kill a new worker of this rank
+        self._overdue.pop(member.rank, None)  # so that the deadline does not kill a new worker of this rank
         self._requests.pop(member.rank, None)
         if self._handovers.ended(member.rank) and goes_on:
             self._begin_anew(f"rank {member.rank} ({member.place}) has ended before it could join", now)
@@ -207,7 +216,8 @@ class Membership:
             self._replacements.exited(member, now)
 
     def _tell(self, why: str, now: float) -> None:
-        """Send all ranks the list of ranks now in the job, and have those with failed connections connect again."""
+        """Send all ranks the list of ranks that are now in the job, and answer those with failed connections that they
+        have to connect again."""
         self._outbox.send_all(regroup(self._rendezvous, self._slots, self._nodes, self._handed, why))
         self._handovers.begin_anew()
         self._answer_all(True, "", now)
@@ -221,7 +231,8 @@ class Membership:
         self._overdue[rank] = now
 
     def turn(self, goes_on: bool, now: float) -> None:
-        """Handle ranks that are silent, gone or cut off. Call regularly. goes_on: whether the job is not ending."""
+        """Remove ranks that are silent, gone or cut off, answer requests, and kill processes of lost ranks, whichever
+        is due. Call regularly. goes_on: whether the job is not being ended."""
         self._handovers.turn(now)
         if self._left and goes_on:
             self._lose_left(now)
@@ -243,7 +254,8 @@ class Membership:
         self._deaths.clear()
 
     def _look_after_lost(self, now: float) -> None:
-        """Start workers in place of lost ranks; once all others have ended, end what still runs of lost ranks."""
+        """Start new workers in place of lost ones. Once all other ranks have ended, end the remaining processes of lost
+        ranks."""
         present, replacements = self._rendezvous.present, self._replacements
         if all(member.ended for member in present):
             if replacements is not None or any(each.lost and not each.ended for each in self._rendezvous.members):
@@ -263,20 +275,21 @@ class Membership:
             self._overdue |= dict.fromkeys(ranks, now)
 
     def _hears(self, rank: int, now: float) -> bool:
-        """Whether a lost rank may be replaced: its host hears those of all training ranks, or is gone."""
+        """Return whether a lost rank may be replaced. It may if its host and those of all training ranks receive each
+        other's heartbeats, or if its host is gone."""
         here, places = self._slots[rank].cross_rank, {self._slots[member.rank].cross_rank for member in self._here}
         cut = any(self._silences.between(here, place, now) for place in places - {here})
         return not cut or self._nodes[here].ended
 
     @property
     def _at_end(self) -> bool:
-        """Whether all ranks from the start of the job that are still in it have finished their training."""
+        """Whether those ranks in the job that began it have finished their training."""
         began = [member for member in self._rendezvous.present if not member.joined]
         return bool(began) and all(member.finished for member in began)
 
     def _give_up_silent(self, now: float) -> None:
-        """Give up on ranks for which all other ranks have waited too long. If every rank waits, the network between
-        hosts may be cut; then one host's ranks are given up."""
+        """Remove ranks for which all other ranks have waited too long. If all ranks wait, the network between hosts may
+        be cut; then the ranks of one host are removed."""
         here = self._here
         since = now - self._patience
         if self._apart:
@@ -288,7 +301,7 @@ class Membership:
         ends = some_finished and all(member.held for member in silent)
         if not (trains or ends):  # the start and the end of training have deadlines of their own
             self._moved = now
-        if now - self._moved < SAID_SECONDS:  # the other ranks may be waiting without having reported it yet
+        if now - self._moved < SAID_SECONDS:  # ranks may be waiting without having reported this yet
             return
         if silent and all(member.acted < since for member in silent):
             self._give_up(silent, now)
@@ -296,7 +309,7 @@ class Membership:
             self._give_up_cut_off(here, since, now)
 
     def _give_up(self, silent: Sequence[Member], now: float) -> None:
-        """Treat these ranks as lost, as they were silent for `_patience` seconds."""
+        """Remove these ranks from the job, because they were silent for `_patience` seconds."""
         many = len(silent) > 1
         names = [f"rank {m.rank} ({m.place}{f'; {HELD[m.condition]}' if many and m.held else ''})" for m in silent]
         why = f"{' and '.join(names)} {'were' if many else 'was'} silent for {self._patience:g} s"
@@ -304,11 +317,12 @@ class Membership:
         self._lose_awaited([member.rank for member in silent], why, now, "them" if many else "it")
 
     def _lose_awaited(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> None:
-        """Treat these awaited ranks as lost. If too few ranks are left without them, all waiting ranks get an error."""
+        """Remove these ranks, for which the others wait. If too few ranks would be left, all waiting ranks get an error
+        instead."""
         if self._lose_running(ranks, why, now, it):
             return
         why += f", and too few are left without {it}"
-        self._least = 0  # too few ranks are left to continue training, so no further ranks are given up
+        self._least = 0  # too few ranks would be left, so no further ranks are removed
         self._scarce = ranks, now, why[: schema.TEXT]
         self._answer_all(False, why, now)
         self._rendezvous.refuse(Frame("error", {"type": "CommTimeout", "message": why[: schema.TEXT]}), now)
@@ -320,13 +334,14 @@ class Membership:
             self._lose_awaited(ranks, cut[1], now)
 
     def _cut(self, now: float) -> str:
-        """Describe a known outage of the network between hosts, which libraries' errors do not name; empty if none."""
+        """Return a text about a known outage of the network between hosts, which the errors of libraries do not
+        mention; empty if there is none."""
         places = {self._slots[member.rank].cross_rank for member in self._rendezvous.present}
         return cut[1] if (cut := self._silences.cut_off(places, now, now)) is not None else ""
 
     def _obstacle(self, now: float) -> str:
-        """Describe why ranks cannot connect, as far as is known: an outage, or stopped or silent ranks. Empty if no
-        reason is known."""
+        """Return a text that says why ranks cannot connect: an outage of the network, or stopped or silent ranks. Empty
+        if no reason is known."""
         ranks, since, why = self._scarce
         if why and all(self._rendezvous.members[rank].acted < since for rank in ranks):
             return why
@@ -334,8 +349,8 @@ class Membership:
         return self._cut(now) or (f"{held} did not connect"[: schema.TEXT] if held else "")
 
     def _give_up_held(self, here: Sequence[Member], since: float, now: float) -> None:
-        """If no rank waits for another, give up on silent ranks that were suspended for too long. Also give up on a
-        silent rank if it alone has not finished, as all others then wait for its end."""
+        """For an algorithm in which no rank waits for another: remove silent ranks that could not continue for too
+        long. A silent rank is also removed if it alone has not finished, as all others then wait for its end."""
         others_ended = sum(member.finished for member in here)
         for member in [member for member in here if not member.finished and member.acted < since]:
             if member.held or 0 < others_ended == len(here) - 1:
@@ -346,7 +361,8 @@ class Membership:
 
     def _connect_anew(self, now: float) -> None:
         """Have all ranks connect again if a connection failed, every rank waits and no loss is known. Does nothing
-        until each agent has sent a frame since, as an agent would report a rank that ended."""
+        until each agent has sent a frame after the first request to connect again, because an agent would have reported
+        the end of a rank."""
         here = self._here
         first = min(self._requests.values(), key=lambda request: request.begun, default=None)
         if first is None or not here or now - first.begun < EXPLAIN_SECONDS:
@@ -361,16 +377,17 @@ class Membership:
             self._trials.clear()
         self._tried_at = step
         new = [member.rank for member in here if member.joined and member.step < 0]
-        if new:  # connecting worked before the new ranks joined, so give them up
+        if new:  # connecting worked before these ranks joined, so they are removed
             self._lose_running(new, f"{first.why}: since {preemption.ranks(new)} joined, connecting fails", now)
         elif len(here) < len(self._rendezvous.present):  # some ranks have exited, so not all can connect again
             self._answer_all(False, "", now)
         elif len(self._trials) == TRIALS:
-            self._least = 0  # as the failure affects all ranks alike, no rank is given up from now on
+            self._least = 0  # the failure affects all ranks alike, so none is removed
             text = f"{self._trials[0]}; since then all ranks have connected anew {TRIALS} times in vain"
             self._answer_all(False, text, now)
         else:
-            # The report that a foreign process answered at a rank's address says more than other ranks' reports.
+            # If a rank reports that a foreign process answered at another rank's address, this is shown, as it says
+            # more than other reports.
             why = next((each.why for each in self._requests.values() if Unproved.answered in each.why), first.why)
             self._trials.append(why)
             self._begin_anew(why, now)
@@ -395,6 +412,6 @@ class Membership:
         return goes_on
 
     def _left_without(self, ranks: Collection[int]) -> int:
-        """Return how many ranks train, or have finished training, apart from `ranks`."""
+        """Return the number of ranks besides `ranks` that train or have finished training."""
         present = self._rendezvous.present
         return sum(not (member.rank in ranks or (member.ended and not member.finished)) for member in present)

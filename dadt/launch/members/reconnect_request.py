@@ -1,4 +1,4 @@
-"""The question of a rank whose connection to other ranks has failed."""
+"""The request of a rank whose connection to another rank has failed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from dadt.launch.actions import Reply
 
 @dataclass(frozen=True, slots=True)
 class ReconnectRequest:
-    """A question from a rank whose connection to other ranks has failed: whether to connect again."""
+    """The request of a rank whose connection to another rank has failed. The launcher answers whether all ranks connect
+    again."""
 
     begun: float
     deadline: float
     why: str
     obstacle: str
-    """What kept ranks from connecting when the rank asked; empty if nothing is known."""
+    """Text that says why ranks could not connect when the request was made; empty if nothing is known."""
     reply: Reply
 
     def answer(self, anew: bool, text: str, now: float) -> None:
-        """Answer the rank. anew: whether all ranks connect again. text: why not, if its own error does not say so."""
+        """Answer the rank. anew: whether all ranks connect again. text: why not; empty if the rank's own error says
+        it."""
         self.reply(Frame("reconnect", {"anew": anew, "text": text}), now)

@@ -1,5 +1,5 @@
-"""Values that a job's ranks exchange through the launcher; each rank receives them once all ranks still in the job have
-sent theirs."""
+"""Exchanges values between a job's ranks through the launcher. Each rank receives the values of all ranks once every
+rank still in the job has sent its own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dadt.launch.members.member import Member
 
 MOST_EXCHANGES = 1 << 16
 MOST_GIVEN = 256 << 20
-"""Most bytes from one rank that the launcher stores while other ranks have not given theirs."""
+"""Largest number of bytes of one rank that the launcher stores for exchanges that are not complete."""
 MOST_NAMED = 16
-"""Most ranks that one message names."""
+"""Largest number of ranks that one message names."""
 
 
 @dataclass(slots=True)
 class KeyExchange:
-    """Values that ranks exchange under one key, and the ranks that wait until all have given theirs."""
+    """Values that ranks exchange under one key, and the ranks that wait until every rank has sent its value."""
 
     begun: float
     """Time (time.monotonic) at which the first value under this key arrived."""
@@ -42,46 +42,46 @@ class StalledRanks:
 
 
 class Rendezvous:
-    """Exchanges values between ranks: answers each rank once all have given theirs, or with an error once a rank cannot
-    give its value any more."""
+    """Exchanges values between ranks. Each waiting rank is answered once all ranks have sent their values, or with an
+    error once a rank that has not sent its value has ended."""
 
     def __init__(self, hosts: Sequence[str], outbox: Outbox, now: float) -> None:
         """hosts: name of each rank's host; the names are empty in a job of one host."""
         self._outbox = outbox
         self.members = [Member(rank, host, seen=now) for rank, host in enumerate(hosts)]
         self.present = list(self.members)
-        """Ranks still in the job, in their order."""
+        """The ranks still in the job, in the order of ranks."""
         self._exchanges: dict[str, KeyExchange] = {}
         self._over: set[str] = set()
-        """Keys under which all ranks have given their values."""
+        """Keys of exchanges that are complete."""
         self._given = Counter[int]()
-        """For each rank, the bytes that it has given under keys for which other ranks have not given their values yet.
-        """
+        """For each rank, the number of bytes that it has sent for exchanges that are not complete."""
         self._board = Board()
         self._images = 0
-        """How often ranks have replaced their processes (exec) during training; if several ranks do so together, this
-        counts once."""
+        """Number of times that ranks have replaced their processes (exec) during training. It counts once if several
+        ranks do so together."""
         self.generation = 0
-        """How often ranks have connected again: after a loss, for a rank that joins, or after a broken connection."""
+        """Number of times that ranks have connected again, because a rank was lost, a rank joined, or a connection
+        failed."""
         self.outdated = Frame("exchanged")
-        """Answer to ranks that ask on behalf of an older generation."""
+        """Answer to requests of ranks that have not learned of the current generation yet."""
 
     def regroup(self, lost: Collection[int], text: str, now: float) -> None:
-        """Begin a new generation of ranks without the ranks `lost`, which may be empty. All requests that wait now are
-        refused with this text."""
+        """Begin a new generation of ranks, without the ranks `lost`, of which there may be none. All waiting requests
+        are refused with this text."""
         for rank in lost:
             self.members[rank].lost = True
         self._begin_anew(text, now)
 
     def join(self, member: Member, text: str, now: float) -> None:
-        """Begin a new generation of ranks that includes this rank again. All requests that wait now are refused with
-        this text."""
+        """Begin a new generation of ranks, in which this lost rank takes part again. All waiting requests are refused
+        with this text."""
         member.lost, member.joined = False, True
         self._begin_anew(text, now)
 
     def start_over(self, member: Member, text: str, now: float) -> bool:
-        """Record that a rank's process has replaced itself (exec) after it had begun to train. If the other ranks do so
-        as well, all of them start over together. Returns whether this rank is the first."""
+        """Record that a rank's process has replaced itself (exec) while it trained. If the other ranks do so as well,
+        all of them start over together. Returns whether this rank is the first to do so."""
         first = member.images == self._images
         if first:
             self._images += 1
@@ -99,7 +99,7 @@ class Rendezvous:
             member.generation = self.generation
 
     def refuse(self, refusal: Frame, now: float) -> None:
-        """Answer all waiting ranks with this refusal, and delete all values that ranks have given or stored."""
+        """Answer all waiting ranks with this refusal, and delete all values that ranks have sent."""
         for exchange in self._exchanges.values():
             for *_, reply in exchange.waits:
                 reply(refusal, now)
@@ -108,7 +108,8 @@ class Rendezvous:
         self._board.clear(refusal, now)
 
     def stalled(self, seconds: float, now: float) -> list[StalledRanks]:
-        """Return the waits that have taken more than `seconds` seconds. Each is returned only once."""
+        """Return the exchanges in which ranks have waited for more than `seconds` seconds. Each is returned only
+        once."""
         found = self._board.stalled(seconds, now)
         for key, exchange in self._exchanges.items():
             if exchange.waits and not exchange.told and now - exchange.begun > seconds:
@@ -118,22 +119,22 @@ class Rendezvous:
         return [stall for stall in stalls if stall.missing]
 
     def reply_to(self, question: Event) -> Reply:
-        """Return the function that answers a worker's question. Until this function is called, the rank counts as
-        waiting."""
+        """Return the function that answers a worker's question. The rank counts as waiting until this function is
+        called."""
         member: Member = self.members[question.frame["rank"]]
         starts = member.step <= 0 and question.frame.get("generation", 0) == 0
         return member.waiting.begin(self._outbox.reply(question), starts, question.now)
 
     def _is_outdated(self, question: Event) -> bool:
-        """Refuse a rank's question if the rank has not learned of the newest generation of ranks yet. Returns whether
-        it was refused."""
+        """Refuse a rank's question if the rank has not learned of the current generation of ranks yet. Returns whether
+        the question was refused."""
         if question.frame.get("generation", 0) == self.generation:
             return False
         self._outbox.reply(question)(self.outdated, question.now)
         return True
 
     def exchange(self, question: Event) -> None:
-        """Store a rank's value for an exchange. The rank is answered once all ranks have given their values."""
+        """Store a rank's value for an exchange. The rank is answered once all ranks have sent their values."""
         if not self._is_outdated(question):
             frame, reply = question.frame, self.reply_to(question)
             self.give(frame["key"], frame["rank"], frame.body, frame["timeout"], reply, question.now)
@@ -154,7 +155,7 @@ class Rendezvous:
             self._complete(key, exchange, now)
 
     def put(self, question: Event) -> None:
-        """Store a value that a rank sends for other ranks to get."""
+        """Store a value of a rank, which other ranks can get."""
         if self._is_outdated(question):
             return
         frame, now = question.frame, question.now
@@ -163,7 +164,7 @@ class Rendezvous:
         self._outbox.reply(question)(answer, now)
 
     def get(self, question: Event) -> None:
-        """Answer a rank with values of other ranks, once these ranks have stored them."""
+        """Answer a rank's request for values of other ranks, once these ranks have stored them."""
         if not self._is_outdated(question):
             frame, now = question.frame, question.now
             reply, deadline = self.reply_to(question), now + frame["timeout"]
@@ -173,7 +174,8 @@ class Rendezvous:
         self.members[event.frame["rank"]].pid = event.frame["pid"]
 
     def beat(self, event: Event) -> None:
-        """Record an agent's report of its ranks' steps, and of what prevents ranks from making steps."""
+        """Record from an agent's report the steps of its ranks, and the conditions that prevent ranks from making
+        steps."""
         for rank, (step, age) in event.frame["steps"].items():
             member = self.members[int(rank)]
             member.went_to(step, event.now - age)
@@ -183,15 +185,15 @@ class Rendezvous:
         self.members[event.frame["rank"]].went_to(event.frame["step"], event.now)
 
     def ending(self, event: Event) -> None:
-        """Record that a rank's script is over, while its process may still be running."""
+        """Record that a rank's script has ended. Its process may still be running."""
         member = self.members[event.frame["rank"]]
         member.went_to(event.frame["steps"], event.now)
         member.gathered, member.finished = event.frame["gathered"], True
         member.sign(f"has ended after {event.frame['steps']} steps", event.now)
 
     def settle(self, now: float) -> None:
-        """Refuse all ranks that wait for a rank which has ended, and those whose deadline has passed. Call after an
-        end, and regularly."""
+        """Send a refusal to all ranks that wait for a rank which has ended, and to those whose deadline has passed.
+        Call after a rank's end, and regularly."""
         if not self.waiting:
             return
         ended = [member for member in self.present if member.ended]
@@ -213,7 +215,7 @@ class Rendezvous:
         return self._board.waiting or any(exchange.waits for exchange in self._exchanges.values())
 
     def _complete(self, key: str, exchange: KeyExchange, now: float) -> None:
-        """Answer all ranks with the values of all ranks, and delete the values."""
+        """Send all ranks the values of all ranks, and delete the values."""
         del self._exchanges[key]
         self._over.add(key)
         for rank, blob in exchange.blobs.items():
@@ -223,7 +225,7 @@ class Rendezvous:
             reply(answer, now)
 
     def _refuse(self, key: str, present: Collection[int], what: str) -> Frame:
-        """Return the answer to ranks that wait in vain for the ranks other than `present`."""
+        """Return the error for ranks that wait in vain for the ranks which are not in `present`."""
         missing = [member for member in self.present if member.rank not in present]
         if what.startswith("cannot"):
             missing = [member for member in missing if member.ended]
@@ -231,6 +233,7 @@ class Rendezvous:
 
 
 def named(members: Sequence[Member]) -> str:
-    """Describe these ranks in a text, each with its host and state; if there are very many, only the first ones."""
+    """Return a text that names these ranks, each with its host and state; if there are very many, only the first
+    ones."""
     more = [f"{len(members) - MOST_NAMED} more ranks"] if len(members) > MOST_NAMED else []
     return ", ".join([*(member.named for member in members[:MOST_NAMED]), *more])

@@ -1,5 +1,5 @@
-"""Reports outages between hosts that receive no heartbeats from each other although both answer the launcher, when each
-begins and ends."""
+"""Reports when an outage of the network between two hosts begins and ends: they receive no heartbeats from each other
+although both answer the launcher."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from dadt.launch.members.node import Node
 from dadt.launch.members.rendezvous import Rendezvous
 
 JOIN_SECONDS = 2.0
-"""Seconds to wait for the other host of a pair to report the outage as well, so that one message covers both
-directions."""
+"""Seconds to wait for the other host of a pair to report the outage as well, so that one message to the user covers
+both directions."""
 MOST_TOLD = 16
-"""In a job of at most this many ranks, a rank that waits learns the state of all other ranks; in a larger job, only the
-state of some."""
+"""In a job of at most this many ranks, a rank that waits receives the state of all other ranks; in a larger job, only
+that of some."""
 ORDER_SECONDS = 0.5
-"""Least seconds between two choices of the ranks whose state is reported, in a job of more than MOST_TOLD ranks."""
+"""Minimum seconds between two selections of the ranks whose state is sent to waiting ranks, in a job of more than
+MOST_TOLD ranks."""
 ANSWER_SECONDS = 3.0
 """Seconds of silence after which an agent counts as not answering; a healthy agent sends a frame twice a second."""
 
@@ -37,13 +38,14 @@ class Outage:
     """Time (time.monotonic) at which the last heartbeat between the two hosts arrived."""
     noticed: float
     deaf: set[int] = field(default_factory=set)
-    """Which of the two hosts receive no heartbeats from the other one."""
+    """Those of the two hosts that receive no heartbeats from the other one."""
     told: bool = False
 
 
 @dataclass(eq=False)
 class Silences:
-    """Tracks outages of the network between all pairs of hosts."""
+    """Tracks outages of the network between all pairs of hosts, and answers ranks that ask about the state of the
+    others."""
 
     _nodes: Sequence[Node]
     _slots: Sequence[Slot]
@@ -52,18 +54,19 @@ class Silences:
     _verbose: bool = False
     """Whether to report also pairs of hosts between which no heartbeat has ever arrived."""
     _ports: dict[int, int] = field(default_factory=dict)
-    """Port on which each host listens for heartbeats, by host; 0 if it does not listen."""
+    """Port at which each host receives heartbeats, by the host's number; 0 if it receives none."""
     _announced: dict[int, Node] = field(default_factory=dict)
-    """The node that listens for heartbeats, by host."""
+    """The node that has reported its port for heartbeats, by the host's number."""
     _outages: dict[tuple[int, int], Outage] = field(default_factory=dict)
     _told_first: Sequence[int] = ()
-    """Ranks whose state is reported to ranks that wait, in a job of more than MOST_TOLD ranks."""
+    """In a job of more than MOST_TOLD ranks: the ranks whose state is sent to ranks that wait."""
     _ordered: float = float("-inf")
-    """Time (time.monotonic) at which the ranks in `_told_first` were chosen."""
+    """Time (time.monotonic) at which the ranks in `_told_first` were selected."""
 
     def heartbeat(self, event: Event) -> None:
-        """Record the port at which a host listens for heartbeats (0: none). Once all ports are known, and again after a
-        host was replaced, all agents receive the list of hosts and ports, without hosts whose port is not known yet."""
+        """Record the port at which a host receives heartbeats (0: none). Once all ports are known, and again after a
+        host was replaced, all agents are sent the list of hosts with their ports. Hosts whose port is not known yet are
+        left out."""
         host = self._nodes.index(event.node)
         self._ports[host], self._announced[host] = event.frame["port"], event.node
         self._outages = {pair: outage for pair, outage in self._outages.items() if host not in pair}
@@ -76,7 +79,8 @@ class Silences:
             self._outbox.send_all(Frame("heartbeat", {"hosts": hosts}))
 
     def unheard(self, event: Event) -> None:
-        """Handle a report that a host has never received a heartbeat from another host."""
+        """Handle an agent's report that its host has never received a heartbeat from another host, and tell the user if
+        verbose output is on."""
         if self._verbose:
             there = self._nodes[event.frame["peer"]]
             self._outbox.say(
@@ -106,7 +110,7 @@ class Silences:
                 self._tell(f"{first} and {second} hear each other again, after {seconds:.0f} s", "info")
 
     def peers(self, question: Event) -> None:
-        """Answer a waiting rank's question about the state of the other ranks, and record that the rank waits."""
+        """Answer a rank's question about the state of the other ranks, and record that the rank waits for them."""
         rank, now = question.frame["rank"], question.now
         self._rendezvous.members[rank].waiting.ask(question.frame.get("starts", False), now)
         here = self._slots[rank].cross_rank
@@ -114,8 +118,8 @@ class Silences:
         self._outbox.reply(question)(Frame("peers", {"peers": peers}), now)
 
     def _worth_telling(self, here: int, now: float) -> Sequence[Member]:
-        """Return the ranks whose state is reported to a waiting rank of this host. In a large job, in which thousands
-        of ranks ask every few seconds, these are some ranks that have ended, some for which the others wait, and some
+        """Return the ranks whose state is sent to a waiting rank of this host. In a large job, in which thousands of
+        ranks ask every few seconds, these are some ranks that have ended, some for which the others wait, and some
         whose hosts this host cannot hear."""
         present = self._rendezvous.present
         if len(present) <= MOST_TOLD:
@@ -132,8 +136,8 @@ class Silences:
         return {**told, "state": f"is unreachable, as {text} ({told['state']})"} if text and not member.ended else told
 
     def turn(self, now: float) -> None:
-        """Report new outages, once both hosts have had time to notice them. For hosts that do not answer, delete the
-        recorded reasons why their ranks made no steps. Call regularly."""
+        """Report new outages to the user, once both hosts have had time to notice them. If an agent does not answer,
+        forget the conditions of its ranks, which may be out of date. Call regularly."""
         for index, node in enumerate(self._nodes):
             if not self._answers(index, now):
                 for rank in node.ranks:
@@ -150,8 +154,8 @@ class Silences:
         return self._text(_pair(one, other), outage, now) if outage is not None else ""
 
     def blame(self, now: float) -> Blame | None:
-        """Return the longest outage between hosts that answer the launcher, as the blame for a failure; None if there
-        is none."""
+        """Return a Blame for a failure that names the longest outage between hosts which answer the launcher; None if
+        there is no outage."""
         found = {p: o for p, o in self._current.items() if all(self._answers(index, now) for index in p)}
         pair = min(found, key=lambda pair: found[pair].since, default=None)
         if pair is None:
@@ -160,8 +164,9 @@ class Silences:
         return Blame(f"the way between {first} and {second} failed", f"{self._text(pair, found[pair], now)}; {_BOTH}")
 
     def cut_off(self, places: Collection[int], since: float, now: float) -> tuple[int, str] | None:
-        """Return which of the hosts `places` has the most outages that began before `since` (time.monotonic), and a
-        text about one of them; the highest index if several have as many. None if there are no outages."""
+        """Return the number of that host among `places` which is part of the most outages that began before `since`
+        (time.monotonic), and a text about one of them. If several have as many, the one with the highest number is
+        returned. None if there are no such outages."""
         found = {p: o for p, o in self._current.items() if o.since < since and set(p) <= set(places)}
         counts = Counter(place for pair in found for place in pair)
         if not counts:
@@ -172,7 +177,7 @@ class Silences:
 
     @property
     def _current(self) -> dict[tuple[int, int], Outage]:
-        """The outages without those of lost hosts whose place another host is about to take."""
+        """The outages, without those of lost hosts whose place another host is about to take."""
         nodes = self._nodes
         if not self._outages:
             return {}
@@ -199,7 +204,7 @@ class Silences:
 
 def first_to_tell(members: Sequence[Member], now: float) -> list[int]:
     """Return those ranks of a large job whose state matters most to waiting ranks: some that have ended, and some for
-    which the others wait."""
+    which other ranks wait."""
 
     def order(member: Member) -> tuple[bool, bool, int, int]:
         return not member.held, member.waits(now), member.step, member.rank

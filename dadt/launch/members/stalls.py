@@ -1,4 +1,4 @@
-"""Warns the user of ranks that have waited long for other ranks, and requests the stacks of all ranks."""
+"""Warns the user about ranks that have waited long for other ranks, and requests the stack traces of all ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dadt.launch.ending.preemption import ranks
 from dadt.launch.members.rendezvous import Rendezvous, named
 
 DUMP_SECONDS = 30.0
-"""Least number of seconds between two dumps of all stacks because of a stall."""
+"""Minimum seconds between two requests for the stack traces of all ranks because of a stall."""
 OWN_INQUIRY = 0
-"""Number of the job's own requests for stacks; requests of outside callers are numbered from 1."""
+"""Number of the launcher's own requests for stack traces. Requests of other `dadt` commands are numbered from 1."""
 
 
 class Stalls:
-    """Finds waits in the launcher that take too long. One object per attempt of the job. Waits between ranks themselves
-    are reported by those ranks, not here."""
+    """Finds ranks that have waited too long for an answer of the launcher, in one attempt of the job. Ranks that wait
+    for each other directly report this themselves."""
 
     def __init__(self, config: Config, rendezvous: Rendezvous, logs: Path, outbox: Outbox) -> None:
         self._config = config
@@ -26,10 +26,11 @@ class Stalls:
         self._logs = logs
         self._outbox = outbox
         self._dumped = float("-inf")
-        """Time (time.monotonic) of the last dump of all stacks."""
+        """Time (time.monotonic) of the last request for the stack traces of all ranks."""
 
     def turn(self, now: float) -> None:
-        """Warn of waits that have taken too long, with a dump of all stacks if so configured. Call regularly."""
+        """Warn the user about ranks that have waited too long, and request the stack traces of all ranks if this is
+        configured. Call regularly."""
         for stall in self._rendezvous.stalled(self._config.stall_warning, now):
             who = f"{ranks(stall.ranks)} {'wait' if len(stall.ranks) > 1 else 'waits'}"
             self._outbox.say(f"{who} for {stall.key!r}: {named(stall.missing)}", "warning")
@@ -37,12 +38,12 @@ class Stalls:
                 self._dump(now)
 
     def dump(self, event: Event) -> None:
-        """Handle a stalled rank's request for the stacks of all ranks."""
+        """Handle the request of a rank that has waited long for the stack traces of all ranks."""
         self._dump(event.now)
 
     def _dump(self, now: float) -> None:
-        """Have all ranks write their stacks, unless they did so less than DUMP_SECONDS ago: several ranks may stall by
-        the same cause."""
+        """Request the stack traces of all ranks. Does nothing within DUMP_SECONDS after the last request, because
+        several ranks may stall by the same cause."""
         if now - self._dumped < DUMP_SECONDS:
             return
         self._dumped = now
@@ -51,12 +52,12 @@ class Stalls:
         self._outbox.send_all(Frame("stacks", {"number": OWN_INQUIRY, "ranks": living}))
 
     def stacks(self, event: Event) -> None:
-        """Have the stacks of a rank that was stopped written to the job's logs."""
+        """Have the stack traces of a rank that is being stopped written to the job's log folder."""
         self._outbox.put(WriteStacks(event.frame["rank"], event.frame.body))
 
     def stack(self, event: Event) -> None:
-        """Handle an agent's answer to a request for a rank's stacks: write it to the logs, or pass it on to the
-        caller."""
+        """Handle an agent's answer to a request for a rank's stack traces. They go to the job's log folder, or to the
+        `dadt` command that has requested them."""
         frame = event.frame
         if frame["number"] == OWN_INQUIRY:
             self._outbox.put(WriteStacks(frame["rank"], frame.body or frame["problem"].encode()))

@@ -1,8 +1,8 @@
-"""Tracks which ranks wait for other ranks, by any kind of wait.
+"""Tracks which ranks wait for other ranks, in whichever way they wait.
 
 A rank that waits in an exchange, for a library to connect it, for a file, or for a new worker asks the launcher every
-few seconds about the state of the other ranks. A rank that waits in the launcher has asked a question, which is
-answered once all ranks have arrived.
+few seconds about the state of the other ranks. A rank that exchanges values through the launcher waits for the
+launcher's answer, which comes once all ranks have sent their values.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dadt.control.frame import Frame
 from dadt.launch.actions import Reply
 
 ASKED_SECONDS = 8.0
-"""Seconds for which a rank counts as waiting after it asked about the state of the other ranks; while it waits, it asks
-every few seconds."""
+"""Seconds for which a rank counts as waiting after it has asked about the state of the other ranks. It asks every few
+seconds as long as it waits."""
 SAID_SECONDS = 4.0
-"""Seconds within which a rank that begins to wait has reported this to the launcher."""
+"""Seconds that may pass until a rank that begins to wait reports this to the launcher."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """Whether one rank waits for others, and since when."""
+    """Tracks whether one rank waits for others, and since when."""
 
     asked: float = float("-inf")
     """Time (time.monotonic) at which the rank last asked about the state of the other ranks."""
     acted: float = float("-inf")
-    """Time (time.monotonic) at which the rank last asked anything or received an answer: a sign of life in addition to
-    its steps."""
+    """Time (time.monotonic) at which the rank last asked a question or received an answer, which is a sign of life in
+    addition to its steps."""
     starts: bool = False
     """Whether the rank waits for its first connection with the other ranks, which has a deadline of its own."""
     _open: int = 0
@@ -40,8 +40,8 @@ class Waiting:
         self.starts = starts
 
     def begin(self, reply: Reply, starts: bool, now: float) -> Reply:
-        """Record that the rank asked a question that is answered once other ranks have done their part. Returns a reply
-        function to use instead of `reply`, which also records the end of the wait."""
+        """Record that the rank has asked a question that is answered once other ranks have done their part. Returns a
+        function to call instead of `reply`, which also records the end of the wait."""
         self._open += 1
         self.acted, self.starts = now, starts
 
