@@ -1,1 +1,2 @@
-"""Hosts and slots as users and schedulers name them, and simulated hosts."""
+"""The hosts of a job, as users and schedulers name them; their slots, which are places for workers; and simulated
+hosts."""

@@ -1,4 +1,4 @@
-"""Tracks the hosts that a job may use at the moment: a host that failed is paused for a while."""
+"""Tracks which hosts a job may use at the moment. A host that has failed is paused, that is, not used for a while."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from dadt.launch.hosts.host import Host
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
-"""Seconds for which a host is not used after its first failure, and the longest such pause after repeated failures."""
+"""Seconds for which a host is paused after its first failure, and the longest pause after repeated failures."""
 SERVED_SECONDS = 60.0
-"""A host that failed after it was in use for more than this many seconds is paused as after a first failure."""
+"""If workers ran on a host for more than this many seconds before it fails, its pause is as short as after a first
+failure."""
 NEVER = float("inf")
 
 
 @dataclass(slots=True)
 class HostPause:
-    """The time for which a failed host is not used."""
+    """The pause of a host that has failed, during which it is not used."""
 
     seconds: float = 0.0
     until: float = 0.0
@@ -34,7 +35,7 @@ class Candidates:
         self._pauses: dict[str, HostPause] = {}
 
     def usable(self, now: float) -> list[Host]:
-        """Return the hosts that may be used now, without those paused after a failure."""
+        """Return the hosts that may be used now, which excludes those that are paused."""
         return [host for host in self.hosts if self._is_usable(host, now)]
 
     def due(self, now: float) -> float:
@@ -44,13 +45,14 @@ class Candidates:
         return min((self._pause(host).until - now for host in away), default=NEVER)
 
     def served(self, hosts: Iterable[Host], now: float) -> None:
-        """Note that workers begin to run on these hosts."""
+        """Record that workers begin to run on these hosts."""
         for host in hosts:
             self._pauses.setdefault(host.name, HostPause()).served = now
 
     def failed(self, host: Host, now: float, busy_until: float = 0.0) -> None:
-        """Pause a host that cannot be reached, or whose agent was lost or asked to end: for twice as long as the last
-        time. Does nothing while the host is paused. busy_until: time until which workers may still run there."""
+        """Pause a host that cannot be reached, or whose agent was lost or asked to end. Each pause is twice as long as
+        the last one. Does nothing while the host is paused already. busy_until: time until which workers may still run
+        on the host; the pause lasts at least until then."""
         pause = self._pauses.setdefault(host.name, HostPause())
         if pause.until > now:
             return
@@ -61,7 +63,7 @@ class Candidates:
         pause.until = max(now + pause.seconds, busy_until)
 
     def blame(self, hosts: Sequence[Host], now: float) -> None:
-        """Record that nothing could be started on these hosts. If none of them is paused, it is unknown which one
+        """Record that a job could not be started on these hosts. If none of them is paused, it is not known which one
         failed, so all are paused."""
         if all(self._is_usable(host, now) for host in hosts):
             for host in hosts:

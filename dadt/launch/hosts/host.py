@@ -1,4 +1,4 @@
-"""Hosts as users name them in -H or a hostfile, or as a scheduler lists them."""
+"""The hosts of a job, as users name them in -H or a hostfile, or as a scheduler lists them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HOST = re.compile(
     r"(?:(?P<user>[^@\[\]:,\s]+)@)?(?:\[(?P<six>[\w:.%-]+)\]|(?P<name>[\w.-]+))(?::(?P<slots>[0-9]{1,9}))?"
 )
 SLOTS = re.compile(r"(slots|max[-_]slots)=([0-9]{1,9})")
-"""Matches a hostfile's words slots=N, the number of workers of a host, and max_slots=N, Open MPI's upper limit of
-workers."""
+"""Matches words of a hostfile: slots=N, which is the number of workers of a host, and max_slots=N, which is Open MPI's
+upper limit of it."""
 SHOWN = 400
-"""Largest number of characters of a list of hosts that a message repeats."""
+"""Number of characters after which a list of hosts is cut off in a message."""
 EXAMPLES = "give hosts as host1:2,user@host2:2,[::1]:2"
 
 
@@ -39,12 +39,13 @@ class Host:
 
     @property
     def login(self) -> str:
-        """The host's name as `ssh` and mpirun take it, with the user if one is given."""
+        """The host's name in the form that `ssh` and mpirun expect, with the user name if one is given."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
     @property
     def is_here(self) -> bool:
-        """Whether this machine is meant: by one of its names, or because the job names no hosts."""
+        """Whether this host is the machine on which this process runs, because it has a name of this machine, or no
+        name since the user named no hosts."""
         return not self.name or self.is_local
 
     @property
@@ -60,8 +61,8 @@ def parse(text: str) -> list[Host]:
 
 
 def read(path: Path) -> list[Host]:
-    """Return the hosts of a hostfile, which may name a host in several lines: PBS and LSF write one line for each slot.
-    Raises ConfigError."""
+    """Return the hosts of a hostfile. The file may contain several lines for a host, since PBS and LSF write one line
+    for each slot. Raises ConfigError."""
     hosts = _lines(document.read(path, "--hostfile"), f"{path},")
     if not hosts:
         raise ConfigError(f"--hostfile {path}: names no host; a line is `host slots=N`")
@@ -69,13 +70,13 @@ def read(path: Path) -> list[Host]:
 
 
 def parse_lines(text: str, source: str) -> list[Host]:
-    """Return the hosts of a text with one host per line. source: names the text in error messages. Raises
+    """Return the hosts that a text lists, one per line. source: what error messages call the text. Raises
     ConfigError."""
     return _without_duplicates(_lines(text, source), source.removesuffix(","))
 
 
 def _lines(text: str, source: str) -> list[Host]:
-    """Return one host for each line of a text, even if several lines name the same host."""
+    """Return one Host for each line of a text that names a host, even if several lines name the same one."""
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -97,8 +98,8 @@ def _lines(text: str, source: str) -> list[Host]:
 
 
 def _added_up(hosts: list[Host], where: str) -> list[Host]:
-    """Return each host once, in the order of first lines, with the sum of its slots. If a host has several lines, a
-    line without a number counts as one slot."""
+    """Return each host once, in the order of its first line, with the sum of its slots. If some host has several lines,
+    lines without a number of slots count as one slot."""
     named = {host.name: host for host in reversed(hosts)}
     if len(named) == len(hosts):
         return hosts
@@ -111,8 +112,8 @@ def _added_up(hosts: list[Host], where: str) -> list[Host]:
 
 
 def choose(hosts: Sequence[Host], include: str, exclude: str, changing: bool = False) -> list[Host]:
-    """Return the hosts that --include names, without those that --exclude names. changing: whether hosts come and go,
-    so that the flags may name absent hosts and the result may be empty. Raises ConfigError."""
+    """Return the hosts that --include names, without those that --exclude names. changing: whether the list of hosts
+    may change, so that the flags may name absent hosts and the result may be empty. Raises ConfigError."""
     chosen = list(hosts)
     for name, text in (("--include", include), ("--exclude", exclude)):
         if not text:

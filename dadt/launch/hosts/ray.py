@@ -1,5 +1,5 @@
-"""The hosts of a Ray cluster: the nodes on which Ray has reserved a placement group, with one bundle of resources per
-worker.
+"""The hosts of a job in a Ray cluster: the nodes on which Ray has reserved the job's placement group, which consists of
+one bundle of resources per worker.
 
 The group exists until `release`, or until this process's connection to Ray ends.
 """
@@ -38,17 +38,20 @@ SURVEY_SECONDS = 20.0
 KNOCK_SECONDS = 10.0
 MOST_LETTERS = 400
 ROUNDING = 1e-6
-"""Added to quotients of resources, so that 1 CPU has room for five times 0.2."""
+"""Added before quotients of resources are rounded down, so that 1 CPU has room for five times 0.2 in spite of rounding
+errors."""
 _given: dict[str, str] = {}
-"""Names given to nodes, by node id. They do not change when nodes with an equal name come and go."""
+"""The names that DADT has given to nodes, by Ray's node id. A node keeps its name when other nodes with the same name
+come and go."""
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable that Ray sets for programs run by `ray job submit`, whose folder Ray has already copied to all nodes."""
+"""Environment variable that Ray sets for programs run by `ray job submit`. Ray has already copied the folder of these
+programs to all nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayHost(Host):
-    """A node of a Ray cluster, with a slot for each of the job's bundles (resources of one worker) that Ray has placed
-    on the node."""
+    """A node of a Ray cluster on which workers run. It has a slot for each of the job's bundles (resources of one
+    worker) that Ray has placed there."""
 
     group: str
     """Name of the placement group."""
@@ -67,8 +70,8 @@ def ray_module() -> Any:
 
 
 def reserve(config: Config, say: Callable[[str], None] = lambda text: None) -> list[RayHost]:
-    """Have Ray reserve a bundle of resources for each worker, and wait for it. say: called once with a message if it
-    takes long.
+    """Have Ray reserve a bundle of resources for each worker, and wait until it has. say: called once with a message if
+    this takes long.
 
     Raises ConfigError, LaunchError if the cluster is too small, and StartTimeout.
     """
@@ -81,7 +84,7 @@ def reserve(config: Config, say: Callable[[str], None] = lambda text: None) -> l
     except failures(ray) as error:
         release(name)
         raise ConfigError(f"--launcher ray: {_words(error)}") from error
-    except BaseException:  # includes Ctrl-C, as in a notebook this process continues and would keep the resources
+    except BaseException:  # also after Ctrl-C: in a notebook, this process continues and would keep the resources
         release(name)
         raise
 
@@ -90,7 +93,8 @@ def _reserve(ray: Any, config: Config, name: str, say: Callable[[str], None]) ->
     bundle = bundle_of(config, ray.cluster_resources())
     wanted = f"{config.np} workers of {_named(bundle)} each"
     fit = sum(_fits(node["Resources"], bundle) for node in _alive(ray))
-    # Ray does not report whether it has an autoscaler. A user who sets --start-timeout is assumed to wait for one.
+    # Ray does not report whether an autoscaler can add nodes. A user who sets --start-timeout is assumed to expect
+    # that.
     patient = config.start_timeout != Config().start_timeout
     if fit < config.np and not patient:
         hint = f"it has {_cluster(ray)}. Give --start-timeout 600 to wait for nodes that an autoscaler starts"
@@ -114,8 +118,8 @@ def _await(ray: Any, group: Any, wanted: str, most: float, say: Callable[[str], 
 
 
 def hosts_of(group: str) -> list[RayHost]:
-    """Return the nodes that have bundles of the group now. This process's node comes first, so that rank 0 runs on it.
-    Raises ConfigError if Ray cannot report the nodes."""
+    """Return the nodes on which the placement group has bundles now. The node of this process comes first, so that rank
+    0 runs there. Raises ConfigError if Ray cannot report the nodes."""
     ray = ray_module()
     try:
         _check_connected(ray)
@@ -130,26 +134,25 @@ def hosts_of(group: str) -> list[RayHost]:
     found = [
         RayHost(name=names[node], slots=len(bundles), group=group, node=node, bundles=tuple(bundles))
         for node, bundles in places.items()
-        if node in names  # nodes that are lost have no name
+        if node in names  # lost nodes are not in `names`
     ]
     return sorted(found, key=lambda host: (host.node != mine, host.bundles))
 
 
 def end_of_node(node: str, seconds: float) -> str:
-    """Return Ray's reason why this node is gone, if Ray knows a reason within `seconds` seconds; otherwise an empty
-    text."""
+    """Return why Ray considers this node lost, or an empty text if Ray does not within `seconds` seconds."""
     ray, deadline = ray_module(), time.monotonic() + seconds
     while time.monotonic() < deadline and ray.is_initialized():
         try:
             found = next((each for each in ray.nodes() if each["NodeID"] == node), None)
         except failures(ray):
             found = None
-        if found is None:  # the cluster as a whole is gone, or this process has disconnected from it
+        if found is None:  # the whole cluster is gone, or this process has disconnected from it
             return ""
         if not found["Alive"]:
             why = found.get("DeathReasonMessage") or found.get("DeathReason") or "without a reason"
             return f"Ray has lost this node: {why}"
-        try:  # connect to the node directly, as Ray notices only after about 15 seconds that a node does not answer
+        try:  # Ray itself notices only after about 15 seconds that a node does not answer
             socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), TURN_SECONDS).close()
         except OSError:
             time.sleep(0.1)
@@ -159,17 +162,17 @@ def end_of_node(node: str, seconds: float) -> str:
 
 
 def release(group: str) -> None:
-    """Give back the resources that a placement group holds; may be called again."""
+    """Return the resources of a placement group to Ray. May be called repeatedly."""
     ray = ray_module()
     try:
         _check_connected(ray)
         ray.util.remove_placement_group(ray.util.get_placement_group(group))
     except failures(ray):
-        pass  # the placement group is gone already, or the whole cluster is
+        pass  # the placement group or the whole cluster is gone already
 
 
 def connect(config: Config) -> Any:
-    """Return Ray's module, connected to a cluster; keeps this process's connection if there is one. Raises
+    """Connect to a Ray cluster, unless this process is connected already, and return Ray's module. Raises
     ConfigError."""
     ray = ray_module()
     if ray.is_initialized():
@@ -182,7 +185,7 @@ def connect(config: Config) -> Any:
     former = signal.getsignal(signal.SIGTERM)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's exception says in one line what Ray's warnings say at length
+            warnings.simplefilter("ignore")  # Ray's exception says the same as its long warnings
             ray.init(
                 address,
                 log_to_driver=False,
@@ -190,7 +193,7 @@ def connect(config: Config) -> Any:
                 **({"runtime_env": shipped} if shipped else {}),
             )
     except failures(ray) as error:
-        ray.shutdown()  # the connection may be half open after the error
+        ray.shutdown()  # after the error, the connection may be half open
         if address == "auto" and isinstance(error, ConnectionError):
             remedy = "begin one with `ray start --head`, or give --ray-address HOST:6379"
             raise ConfigError(f"--launcher ray: no Ray cluster is found on this machine; {remedy}") from None
@@ -199,26 +202,25 @@ def connect(config: Config) -> Any:
             hint = "; this machine is no node of it: `ray start --address` makes it one, or give ray://HOST:10001"
         raise ConfigError(f"--launcher ray: {_words(error)}{hint}") from error
     finally:
-        # restore the handler, since Ray's handler of SIGTERM would exit with code 15
+        # Restore the previous handler, since Ray has installed one that exits with code 15 on SIGTERM.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
     return ray
 
 
 def failures(ray: Any) -> tuple[type[Exception], ...]:
-    """Return the types of exceptions that Ray raises if something is wrong with the cluster or with a request."""
+    """Return the types of exceptions that Ray raises if the cluster or a request fails."""
     return ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError
 
 
 def _check_connected(ray: Any) -> None:
-    """Raise ConnectionError if the connection to Ray has ended, as Ray would start a cluster of its own at the next
-    call."""
+    """Raise ConnectionError if the connection to Ray has ended, because Ray's next call would start a new cluster."""
     if not ray.is_initialized():
         raise ConnectionError("the connection with the cluster is over")
 
 
 def _knock(address: str) -> None:
-    """Raise ConfigError if nobody listens at the address, as Ray would try to connect for minutes."""
+    """Raise ConfigError if no process listens at the address, because Ray itself would try to connect for minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not (host and colon and port.isdigit()):
         return
@@ -231,7 +233,8 @@ def _knock(address: str) -> None:
 
 
 def own_node(ray: Any) -> str:
-    """Return Ray's id of the node on which this process runs; empty if the process runs outside the cluster (ray://)."""
+    """Return Ray's id of the node on which this process runs; empty if it runs outside the cluster (by an address
+    ray://...)."""
     if ray.util.client.ray.is_connected():
         return ""
     node: str = ray.get_runtime_context().get_node_id()
@@ -253,8 +256,8 @@ def bundle_of(config: Config, total: Mapping[str, float]) -> dict[str, float]:
 
 
 def ignore_threads(elsewhere: dict[str, str], named: Mapping[str, str]) -> None:
-    """Remove OMP_NUM_THREADS from `elsewhere` unless the user has set it: Ray sets it from the CPUs reserved for the
-    job's driver, which are none."""
+    """Remove OMP_NUM_THREADS from `elsewhere` unless the user has set it. Ray sets it to suit the CPUs reserved for the
+    process that `ray job submit` starts, which are none."""
     if IN_JOB in os.environ:
         given = json.loads(os.environ[IN_JOB]).get("runtime_env") or {}
         if "OMP_NUM_THREADS" not in {*named, *(given.get("env_vars") or {})}:
@@ -262,7 +265,7 @@ def ignore_threads(elsewhere: dict[str, str], named: Mapping[str, str]) -> None:
 
 
 def _shipped(config: Config) -> dict[str, Any]:
-    """Return the runtime environment for Ray, which makes Ray copy the current folder to all nodes."""
+    """Return the settings with which Ray copies the current folder to all nodes; empty if it must not."""
     if not config.ship or config.workdir or IN_JOB in os.environ:
         return {}
     folder, logs = Path(here()), Path(here(), config.log_dir)
@@ -278,8 +281,8 @@ def _alive(ray: Any) -> list[dict[str, Any]]:
 
 
 def _names(ray: Any) -> dict[str, str]:
-    """Return the names of the nodes that are alive, by id. If several nodes share a name, as on one machine, the end of
-    the id is added."""
+    """Return the names of the nodes that are alive, by node id. If several nodes have the same name, as on one machine,
+    the end of the id is added to the name."""
     alive = {node["NodeID"]: node["NodeName"] for node in _alive(ray)}
     times = Counter([*alive.values(), *_given.values()])
     for node, name in alive.items():
@@ -293,8 +296,8 @@ def _fits(has: Mapping[str, float], bundle: Mapping[str, float]) -> int:
 
 
 def _named(resources: Mapping[str, float]) -> str:
-    """Return the resources as text, such as `2 CPU and 1 GPU`, without memory and the resources that Ray adds for each
-    node."""
+    """Return the resources as text, such as `2 CPU and 1 GPU`, without memory and without the resources that Ray itself
+    adds to each node."""
     own = {key: value for key, value in resources.items() if not key.startswith("node:") and "memory" not in key}
     parts = [f"{value:g} {key}" for key, value in sorted(own.items())]
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "nothing"
@@ -308,7 +311,7 @@ def _cluster(ray: Any) -> str:
 
 
 def _words(error: Exception) -> str:
-    """Return the text of one of Ray's errors on one line, cut to MOST_LETTERS characters."""
+    """Return the text of an error of Ray as one line, cut to MOST_LETTERS characters."""
     return textwrap.shorten(str(error), MOST_LETTERS) or type(error).__name__
 
 
@@ -319,8 +322,8 @@ class Surveyed:
     name: str
     resources: str
     versions: Mapping[str, str]
-    """Versions of Python and of packages that a job needs on the node, by name. The text is empty for a package that is
-    not installed. There are no entries for a node that does not answer."""
+    """Versions of Python and of packages that a job needs on the node, by name. The version is empty for a package that
+    is not installed. The mapping is empty for a node that did not answer."""
 
 
 def survey(config: Config) -> list[Surveyed]:

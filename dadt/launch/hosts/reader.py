@@ -1,4 +1,4 @@
-"""Runs the discovery script, or reads the hostfile, in a thread of its own, whenever `Discovery` asks."""
+"""Runs the user's discovery script, or reads the hostfile, in a thread of its own, whenever `Discovery` decides so."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ Read = Callable[[], Sequence[Host]]
 
 
 class HostReader:
-    """Asks which hosts exist, and never blocks the calling thread."""
+    """Reads the list of hosts for `Discovery`, without ever blocking the calling thread."""
 
     def __init__(self, discovery: Discovery, read: Read | None, warn: Callable[[str], None]) -> None:
-        """read: returns the present hosts or raises ConfigError; None if they do not change. warn: called with the
-        texts of such errors."""
+        """read: returns the current hosts, or raises ConfigError; None if the hosts do not change. warn: called with
+        the texts of such errors."""
         self._discovery, self._read, self._warn = discovery, read, warn
         self._thread: threading.Thread | None = None
         self._answers: list[Sequence[Host] | ConfigError] = []
-        """The thread's result, the hosts or an error; taken once the thread has ended."""
+        """The result of the thread, which is a list of hosts or an error; taken from here once the thread has ended."""
 
     def poll(self, seconds: float = ASK_SECONDS) -> None:
-        """Pass on the newest answer, and ask again if the last question is at least `seconds` seconds old."""
+        """Pass the result of a thread that has ended to `Discovery`, and read the list of hosts again if the last time
+        was at least `seconds` seconds ago."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             if warning := self._discovery.take(self._answers.pop()):

@@ -18,20 +18,20 @@ from dadt.launch.hosts.discovery import ANSWER_SECONDS
 from dadt.launch.hosts.host import Host
 
 SECONDS = ANSWER_SECONDS
-"""Largest number of seconds that the discovery script may take."""
+"""Number of seconds after which the discovery script counts as failed."""
 CHUNK = 1 << 16
 SHOWN = 400
-"""Largest number of characters of the script's last error line that a message repeats."""
+"""Number of characters after which the script's last line on stderr is cut off in a message."""
 
 
 def hosts(path: Path) -> list[Host]:
-    """Run the script and return the hosts that it prints, in the format of a hostfile; possibly none. Blocks for at
-    most SECONDS seconds. Raises ConfigError."""
+    """Run the script and return the hosts that it prints in the format of a hostfile, of which there may be none.
+    Blocks for at most SECONDS seconds. Raises ConfigError."""
     where = f"--host-discovery-script {path}"
     with Path(os.devnull).open("rb") as nothing:
         try:
-            # The script is killed when the thread that starts it ends. This thread waits for the script, so the script
-            # dies early only with this process.
+            # The kernel kills the script when the thread that has started it ends. This thread waits for the script, so
+            # that happens only if this process ends.
             pipes = (subprocess.PIPE, subprocess.PIPE)
             process = spawn([str(path)], os.environ, here(), nothing.fileno(), *pipes)
         except LaunchError as error:
@@ -41,7 +41,7 @@ def hosts(path: Path) -> list[Host]:
             printed, complained = _read(process, where)
         finally:
             if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)  # the group includes all processes that the script has started
+                os.killpg(process.pid, signal.SIGKILL)  # the group contains all processes that the script has started
     if process.returncode:
         words = complained.decode(errors="replace").strip().splitlines()
         said = f": {words[-1][:SHOWN]}" if words else ""
@@ -50,8 +50,8 @@ def hosts(path: Path) -> list[Host]:
 
 
 def _read(process: subprocess.Popen[bytes], where: str) -> tuple[bytes, bytes]:
-    """Return everything that the script prints on stdout and stderr. Waits for the script's end. Raises ConfigError if
-    the script runs too long or prints too much."""
+    """Wait for the script's end, and return everything that it has printed on stdout and on stderr. Raises ConfigError
+    if the script runs too long or prints too much."""
     deadline = time.monotonic() + SECONDS
     assert process.stdout is not None and process.stderr is not None
     data = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}

@@ -22,17 +22,17 @@ from dadt.errors import ConfigError, LaunchError
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "taskset": "util-linux"}
 PREFIX = "sim"
 MOST_HOSTS = 200
-"""Largest number of simulated hosts: fewer than the addresses in their /24 network."""
+"""Largest number of simulated hosts, chosen to be smaller than the number of addresses in their /24 network."""
 CLONE_NEWNET = 0x40000000
 SECONDS = 30.0
 BURST_BYTES = 64 * 1024
-"""Least number of bytes that may be sent at once at full speed: the size of the packets that the kernel's TCP passes
-on."""
+"""Minimum number of bytes that may be sent at once at full speed, which is the size of the packets that the kernel's
+TCP layer emits."""
 BURST_SECONDS = 1e-3
 QUEUE = "50ms"
-"""Packets that would wait longer than this are dropped, as in a real switch."""
+"""Time after which a waiting packet is dropped, as in a real switch."""
 PACKETS = 100_000
-"""Largest number of packets under way on a link with latency."""
+"""Largest number of packets that a link with latency delays at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class SimulatedLink:
     """The full-duplex link between each host and the switch."""
 
     rate: float = 0.0
-    """Bits per second, including the headers of Ethernet and TCP; 0: unlimited."""
+    """Bits per second, including the headers of Ethernet and TCP; 0 means unlimited."""
     latency: float = 0.0
-    """Seconds of delay added to each packet from host to host."""
+    """Seconds by which each packet from a host to another one is delayed."""
 
 
 def wanted(config: Config) -> bool:
@@ -55,8 +55,8 @@ def link_of(config: Config) -> SimulatedLink:
 
 
 def hosts_and_slots(config: Config) -> dict[str, int]:
-    """Return the number of workers of each simulated host, by the host's name. Raises ConfigError if the flags do not
-    allow simulated hosts."""
+    """Return the number of workers of each simulated host, by the host's name. Raises ConfigError if other flags
+    contradict simulated hosts."""
     asked = next(flag for flag, value in _flags(config).items() if value)
     named = config.hosts or config.hostfile or config.host_discovery_script
     if named or config.nnodes or config.launcher not in ("auto", "local"):
@@ -73,8 +73,8 @@ def hosts_and_slots(config: Config) -> dict[str, int]:
 
 
 def check_machine(asked: str) -> None:
-    """Raise ConfigError if this process cannot create network namespaces: it is not root, or a program is missing.
-    asked: the flag that needs networks."""
+    """Raise ConfigError if this process cannot create network namespaces, because it is not root or a program is
+    missing. asked: the flag that needs simulated hosts, for the message."""
     if os.geteuid() != 0:
         raise ConfigError(f"{asked}: networks can be made by root only -> sudo -E, or a container with --privileged")
     for program, package in PROGRAMS.items():
@@ -83,7 +83,7 @@ def check_machine(asked: str) -> None:
 
 
 class Network:
-    """The namespaces of the simulated hosts and of the switch between them."""
+    """The network namespaces of the simulated hosts and of the switch between them."""
 
     def __init__(self, link: SimulatedLink) -> None:
         """Create the switch. Raises ConfigError if the kernel forbids it or lacks a feature that the link needs."""
@@ -98,7 +98,7 @@ class Network:
             raise
 
     def add(self) -> list[str]:
-        """Add a host. Returns words that, put before a command line, make the command run on the new host."""
+        """Add a host. Returns words to put before a command line, so that the command runs on the new host."""
         number = len(self._hosts) + 1
         host = _namespace()
         self._hosts.append(host)
@@ -113,14 +113,13 @@ class Network:
         return ["nsenter", f"--net={_path(host)}"]
 
     def close(self) -> None:
-        """Close the namespaces; one in which a process still runs stays until that ends. Idempotent."""
+        """Close the namespaces. A namespace in which a process still runs exists until the process ends. Idempotent."""
         for descriptor in [self._switch, *self._hosts] if self._switch >= 0 else []:
             os.close(descriptor)
         self._switch, self._hosts = -1, []
 
     def _limit(self, namespace: int, device: str, latency: float) -> None:
-        """Limit the speed of the traffic that leaves through a network device, and delay the traffic by `latency`
-        seconds."""
+        """Limit the speed of packets that leave through a network device, and delay them by `latency` seconds."""
         parent = "root"
         if latency:
             delay = ["netem", "delay", f"{1e6 * latency:.0f}us", "limit", str(PACKETS)]
@@ -157,7 +156,7 @@ def _namespace() -> int:
     """Return a file descriptor of a new network namespace. Raises ConfigError if this process may not create one."""
     made: list[int] = []
 
-    def make() -> None:  # runs in a thread of its own, as the calling thread must keep its namespace
+    def make() -> None:  # runs in its own thread, as the calling thread must keep its own namespace
         library = ctypes.CDLL(None, use_errno=True)
         if library.unshare(CLONE_NEWNET) == 0:
             made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))

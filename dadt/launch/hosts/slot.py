@@ -1,4 +1,4 @@
-"""Places for workers on hosts, and the assignment of ranks to these places."""
+"""Slots, which are places for workers on hosts, and the assignment of ranks to slots."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Slot:
     island_size: int = 0
     """Number of ranks of each island (a torch world of its own); 0 without islands."""
     may_divide: bool = False
-    """Whether the job may start again with its ranks divided into islands: see `World.may_divide`."""
+    """Whether the job may start again with its ranks divided into islands (see `World.may_divide`)."""
     divisors: str = ""
-    """Numbers by which ranks divide the batch size: see `World.divisors`."""
+    """The numbers by which ranks divide the script's batch size (see `World.divisors`)."""
     threads: int = 1
-    """Number of CPU threads that the worker may use, such as in OpenMP's parallel regions."""
+    """Number of CPU threads that the worker may use, for example in OpenMP's parallel regions."""
 
     def world(self, job: str) -> World:
         return World(
@@ -59,10 +59,10 @@ class HostRoom:
     slots: int = 0
     """Number of slots that the user has set for the host; 0 means one per GPU, or a single one without GPUs."""
     gpus: Sequence[str] = ()
-    """GPUs of which each worker gets one of its own; empty if workers get no GPU, or see all GPUs."""
+    """GPUs of the host, of which each worker gets one; empty if workers get no GPU, or see all GPUs."""
     cores: int = 1
     machine: str = ""
-    """An id that is equal for two names of one machine; empty if unknown."""
+    """Id of the machine, which shows whether two names mean the same machine; empty if unknown."""
 
     @property
     def places(self) -> int:
@@ -70,8 +70,8 @@ class HostRoom:
 
 
 def share_out(count: int, rooms: Sequence[HostRoom]) -> list[int]:
-    """Return how many of `count` workers each host gets, filling hosts in order. count: 0 for one worker per slot.
-    Raises ConfigError if there are too few slots, or too few GPUs for the workers."""
+    """Return how many of `count` workers each host gets if hosts are filled in order. count: 0 means one worker per
+    slot. Raises ConfigError if there are too few slots, or fewer GPUs than workers on a host."""
     places = [room.places for room in rooms]
     if count > sum(places):
         offers = ", ".join(f"{room.host or 'this host'}:{room.places}" for room in rooms[:SHOWN])
@@ -95,7 +95,7 @@ def share_out(count: int, rooms: Sequence[HostRoom]) -> list[int]:
 
 
 def _check_owners(rooms: Sequence[HostRoom], shares: Sequence[int]) -> None:
-    """Raise ConfigError if a machine has two names, so that one of its GPUs would get two workers."""
+    """Raise ConfigError if two hosts are the same machine and one of its GPUs would get two workers."""
     owners: dict[tuple[str, str], HostRoom] = {}
     for room, share in zip(rooms, shares, strict=True):
         for gpu in room.gpus[:share] if room.machine else ():
@@ -108,7 +108,8 @@ def _check_owners(rooms: Sequence[HostRoom], shares: Sequence[int]) -> None:
 
 
 def place(shares: Sequence[int], rooms: Sequence[HostRoom], addresses: Sequence[str]) -> list[Slot]:
-    """Assign ranks host by host, each with a GPU if the host offers GPUs, and an equal part of the cores."""
+    """Assign ranks to the hosts in their order, each with a GPU if the host offers GPUs, and an equal part of the
+    host's cores."""
     slots: list[Slot] = []
     world_size = sum(shares)
     for cross_rank, (share, room, address) in enumerate(zip(shares, rooms, addresses, strict=True)):

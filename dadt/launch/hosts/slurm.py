@@ -1,4 +1,5 @@
-"""Finds the hosts of a Slurm allocation, and selects Slurm's environment variables for agents and workers."""
+"""Finds the hosts of a Slurm allocation, and removes from the environment Slurm's variables that would mislead agents
+and workers."""
 
 from __future__ import annotations
 
@@ -10,10 +11,9 @@ from dadt.errors import ConfigError, LaunchError
 from dadt.launch.hosts.host import Host
 
 KEPT = re.compile(r"SLURM_(JOB|ARRAY_|SUBMIT_|CLUSTER_|WORKING_CLUSTER|CONF|RESTART_COUNT|TMPDIR|PROTOCOL)|SLURMD_")
-"""Matches the Slurm variables that identify the job, which are kept. All others are options of srun (with an inherited
---cpus-per-task an agent would get the cores of one worker) or describe a step (of which a worker must not consider
-itself a task).
-"""
+"""Matches the Slurm variables that identify the job, which are kept. All others are removed. They are options of srun
+(with an inherited --cpus-per-task, an agent would get the cores of one worker only), or they describe a job step, as
+whose task a worker must not regard itself."""
 SCONTROL_SECONDS = 30.0
 
 
@@ -30,7 +30,7 @@ def slurm_hosts(env: Mapping[str, str]) -> list[Host] | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's notation: "2(x3),1" is 2, 2, 2, 1. Raises ValueError."""
+    """Expand Slurm's notation of numbers per node: "2(x3),1" is 2, 2, 2, 1. Raises ValueError."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -59,11 +59,12 @@ def _expand(nodes: str) -> list[str]:
 
 
 def _slots(env: Mapping[str, str], count: int) -> list[int]:
-    """Return the slots of each node: its number of tasks if some node has several tasks. If none has, return 0 (one per
-    GPU) for all, as users of launchers that start a process per GPU commonly ask for one task per node."""
+    """Return the slots of each node, which are its tasks if some node has several tasks. Otherwise all are 0, which
+    means one slot per GPU: users of launchers that start a process per GPU themselves usually request one task per
+    node."""
     text = env.get("SLURM_TASKS_PER_NODE", "")
     if "SLURM_NTASKS" not in env or not text:
-        return [0] * count  # unless a number of tasks was asked for, Slurm counts cores as tasks
+        return [0] * count  # if the user did not request a number of tasks, Slurm counts cores as tasks
     try:
         tasks = tasks_per_node(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Launchers, which start the agents of a job's hosts. Each launcher is a module of this package, and has a line in
+"""Launchers, the classes that start the agents of a job's hosts. Each is in a module of this package, and has a line in
 dadt/config/extensions.py."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ UNNAMED = {
     "simulated": "dadt.launch.launchers.simulated:SimulatedLauncher",
     "manual": "dadt.launch.launchers.manual:HandLauncher",
 }
-"""Launchers that are chosen by flags other than --launcher."""
+"""Launchers that cannot be named by --launcher, because other flags select them."""
 
 
 def launcher_of(request: AgentRequest) -> Launcher:

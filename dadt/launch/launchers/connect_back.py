@@ -1,4 +1,4 @@
-"""Accepts agents that connect to the launcher, for launchers that cannot connect to their agents."""
+"""Accepts connections of agents, for launchers that cannot connect to their agents themselves."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from dadt.errors import LaunchError
 from dadt.launch.channel import AgentRequest, Channel
 
 END_SECONDS = 5.0
-"""Seconds that a program which started agents may take to end after them, and then after SIGTERM."""
+"""Seconds that a program which has started agents may take to end after the agents, and again after SIGTERM."""
 
 
 class ConnectBackLauncher:
-    """A launcher whose agents connect to it. Subclasses have others start the agents."""
+    """A launcher whose agents connect to it. In subclasses, other programs start the agents."""
 
     extends = False
 
     def __init__(self, request: AgentRequest, names: Iterable[str] = ()) -> None:
-        """names: names under which the agents will introduce themselves."""
+        """names: the names by which the agents identify themselves when they connect."""
         self._request, self._config = request, request.config
         self._arrivals: dict[str, Future[Channel]] = {name: Future() for name in names}
-        """Future of each agent that is expected to connect, by name."""
+        """For each agent that is expected to connect, by its name: the future that its connection completes."""
         self._settling = threading.Lock()
-        """Held by a thread that settles a future; several may try, and the first one wins."""
+        """Lock that a thread holds while it completes a future. Several threads may try to, and the first one
+        succeeds."""
         self._listener: Listener | None = None
 
     def close(self) -> None:
@@ -40,32 +41,32 @@ class ConnectBackLauncher:
             self._listener.close()
 
     def _listen(self, key: bytes = b"", port: int = 0) -> Reach:
-        """Begin to listen, and return where agents can connect. key: the key that they know; a random one if empty.
-        Raises OSError if the port is in use."""
+        """Begin to listen, and return where agents can connect. key: the key that agents know; if empty, a random one
+        is made. Raises OSError if the port is in use."""
         silence, turned_away = self._config.orphan_timeout, self._request.turned_away
         key = key or secrets.token_bytes(32)
         self._listener = Listener(key, silence, self._greet, self._take, port, turned_away=turned_away)
         return self._listener.reach(self._config.network_interface)
 
     def _greet(self, hello: Words) -> Words:
-        """Return the answer to an agent that connects: a refusal, or empty if the agent is expected."""
+        """Return the answer to an agent that connects, which is a refusal, or empty if the agent is expected."""
         name = hello.get("name")
         if name not in self._arrivals:
             return {"refused": f"{name} is not among the hosts of this job"}
         return {"refused": f"{name} has an agent already"} if self._arrivals[name].done() else {}
 
     def _take(self, hello: Words, connection: SealedConnection) -> None:
-        """Begin to use the connection of an agent that was not refused."""
+        """Accept the connection of an agent that `_greet` has not refused."""
         self._admit(hello["name"], SocketChannel(connection))
 
     def _admit(self, name: str, channel: Channel) -> None:
-        """Complete the future of the agent `name` with this channel. The channel is closed if nobody waits for the
-        agent any more."""
+        """Complete the future of the agent `name` with this channel. If nobody waits for the agent any more, the
+        channel is closed."""
         if not self._settle(name, lambda future: future.set_result(channel)):
             channel.end(0.0)
 
     def _refuse(self, name: str, why: str) -> None:
-        """Give up on an agent, unless it has connected."""
+        """Let the future of an agent fail for reason `why`, unless the agent has connected."""
         self._settle(name, lambda future: future.set_exception(LaunchError(why)))
 
     def _settle(self, name: str, settle: Callable[[Future[Channel]], None]) -> bool:
@@ -83,14 +84,14 @@ class ConnectBackLauncher:
 
 
 class StartingProgram:
-    """A running program, such as srun, that starts all agents of a job, and whose output explains failures."""
+    """A running program, such as srun, that starts all agents of a job and whose output explains their failures."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], ended: Callable[[], None]) -> None:
-        """ended: called in another thread when the program has ended. Raises OSError if it cannot be run."""
+        """ended: called in another thread when the program has ended. Raises OSError if the program cannot be run."""
         self.closing = threading.Event()
         self._ended = ended
         self._news = threading.Condition()
-        """Held while output is handled; notified after each line and at the end."""
+        """Condition that is held while the program's output is handled, and notified after each line and at the end."""
         self._over = False
         self._process = subprocess.Popen(
             command,
@@ -106,12 +107,13 @@ class StartingProgram:
         self._thread = threading.Thread(target=self._read, name="dadt-starter", daemon=True)
 
     def listen(self) -> None:
-        """Begin to read the program's output. Call this once `ended` may be called, as the program may end at once."""
+        """Begin to read the program's output. Since the program may end at once, call this only when `ended` may be
+        called."""
         self._thread.start()
 
     def close(self, at_once: bool) -> None:
-        """Wait until the program has ended. at_once: do not wait for what it has started to end by itself.
-        Idempotent."""
+        """Wait until the program has ended, and end it if it takes too long. at_once: do not wait for it to end by
+        itself. Idempotent."""
         self.closing.set()
         for patience, number in ((0.0 if at_once else END_SECONDS, signal.SIGTERM), (END_SECONDS, signal.SIGKILL)):
             try:
@@ -143,13 +145,13 @@ class SocketChannel:
     """The launcher's end of a connection that an agent opened."""
 
     def __init__(self, connection: SealedConnection, explain: Callable[[float], str] = lambda seconds: "") -> None:
-        """explain: returns why the agent is gone, if this becomes known within the passed number of seconds; else an
-        empty string."""
+        """explain: called with a number of seconds; returns why the agent is gone if this becomes known within this
+        time, else an empty string."""
         self._connection = connection.socket
         self._explain = explain
         self._hung_up = False
         self._end: str | None = None
-        # a selector accepts each descriptor only once, so writing needs a second one
+        # A selector accepts each descriptor only once, so another descriptor is needed for writing.
         self._writer = connection.socket.dup()
         ends = connection.socket.fileno(), self._writer.fileno()
         self.link = Link(*ends, schema.AGENT, noisy=True, seal=connection.seal)
@@ -173,8 +175,8 @@ class SocketChannel:
         return self._end
 
     def _await_end(self, deadline: float) -> bool:
-        """Wait until the agent closes its side of the connection, which is the last thing it does. Returns whether it
-        did by `deadline`."""
+        """Wait until the agent closes its side of the connection, which it does at its very end. Returns whether this
+        happened by `deadline`."""
         try:
             while (rest := deadline - time.monotonic()) > 0:
                 self._connection.settimeout(rest)

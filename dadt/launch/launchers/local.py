@@ -1,4 +1,4 @@
-"""The launcher for this host, whose agent is a child process of the launcher."""
+"""The launcher for a job on this host, whose agent is a child process of the launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ F_SETPIPE_SZ = 1031
 
 
 class LocalLauncher:
-    """Starts agents on this machine, whatever the host's name says."""
+    """Starts agents on this machine, whatever name the host has."""
 
     extends = True
 
@@ -39,7 +39,7 @@ class LocalLauncher:
         return f"{self._python} -u -m dadt.launch.agent"
 
     def close(self) -> None:
-        pass  # nothing to do: an agent ends when its channel does
+        pass  # nothing to do, since each agent ends when its channel is closed
 
 
 def start(python: str, place: Sequence[str] = (), more: Mapping[str, str] | None = None) -> Future[Channel]:
@@ -54,7 +54,7 @@ def start(python: str, place: Sequence[str] = (), more: Mapping[str, str] | None
 
 
 class ProcessChannel:
-    """An agent at the other end of the pipes of a child process."""
+    """The launcher's connection to an agent through the pipes of a child process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -73,11 +73,12 @@ class ProcessChannel:
 
 
 class LocalChannel(ProcessChannel):
-    """An agent that leads its own session, so Ctrl-C does not reach it."""
+    """The launcher's connection to an agent that it has started as a child process in a session of its own, so that
+    Ctrl-C does not reach the agent."""
 
     def __init__(self, python: str, place: Sequence[str] = (), more: Mapping[str, str] | None = None) -> None:
-        """place: words before the agent's command line, such as a program that runs the agent elsewhere. more:
-        additional environment variables. Raises OSError."""
+        """place: words to put before the agent's command line, such as a program that runs the agent in another
+        network. more: additional environment variables. Raises OSError."""
         with standard_input.of_launcher() as passed:
             process = subprocess.Popen(
                 [*place, python, *AGENT, *(f"--stdin={number}" for number in passed)],
@@ -94,7 +95,7 @@ class LocalChannel(ProcessChannel):
             try:
                 fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
             except OSError:
-                pass  # this user's limit of pipe memory is reached; a small pipe works as well
+                pass  # this user's limit of pipe memory is reached, and a smaller pipe works as well
 
     def end(self, timeout: float) -> str:
         self._await_end(timeout)

@@ -1,5 +1,5 @@
-"""The launcher for jobs started by hand: the user calls `dadt run` on each host, and all other hosts connect to
-node 0."""
+"""The launcher for jobs that are started by hand: the user calls `dadt run` on each host, and the other hosts connect
+to node 0."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from dadt.launch.launchers.node_rendezvous import rendezvous_of
 from dadt.launch.start.startup import Voice
 
 END_SECONDS = 10.0
-"""Seconds that this host's agent may take to end after the job."""
+"""Seconds that this host's agent may take to end after the end of the job."""
 
 
 class HandLauncher(ConnectBackLauncher):
-    """The launcher on node 0. Its own agent is a child process, and those of the other nodes connect to it."""
+    """The launcher on node 0. The agent of node 0 is its child process, and the agents of the other nodes connect to
+    it."""
 
     def __init__(self, request: AgentRequest) -> None:
         super().__init__(request, (f"node{rank}" for rank in range(1, request.config.nnodes)))
@@ -42,7 +43,7 @@ class HandLauncher(ConnectBackLauncher):
         self._meeting = rendezvous_of(self._config)
         self._local = LocalLauncher(self._config)
         self._watchers: dict[str, SealedConnection] = {}
-        """Connections of `dadt run` on the other nodes, which wait for the job's result, by node name."""
+        """Connections from `dadt run` on the other nodes, which wait for the job's result there, by node name."""
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         meeting = self._meeting
@@ -65,8 +66,8 @@ class HandLauncher(ConnectBackLauncher):
         return f"by hand there: dadt run --nnodes {self._config.nnodes} --node-rank {rank} --rendezvous ..."
 
     def close(self) -> None:
-        # Close the listener before other nodes learn that the job is over, so that their next job does not find this
-        # job's rendezvous.
+        # Close the listener before the other nodes learn that the job is over, so that their next `dadt run` does not
+        # connect to this job.
         super().close()
         if self._listener is not None:
             self._meeting.close()
@@ -100,8 +101,8 @@ class HandLauncher(ConnectBackLauncher):
 
 
 def join(config: Config, command: Sequence[str], voice: Voice) -> int:
-    """Run `dadt run` on a node other than node 0: run this node's agent until the job is over. Returns the job's exit
-    code."""
+    """Carry out `dadt run` on a node other than node 0: run this node's agent until the job is over. Returns the job's
+    exit code."""
     name = f"node{config.node_rank}"
     hello = {"node": name, **claims(config, command)}
     meeting = rendezvous_of(config)
@@ -118,15 +119,15 @@ def join(config: Config, command: Sequence[str], voice: Voice) -> int:
 
 
 def claims(config: Config, command: Sequence[str]) -> dict[str, object]:
-    """Return the settings that must be the same on all nodes, by name."""
+    """Return those settings that must be the same on all nodes, by name."""
     # The path of Python is left out, as it may differ between hosts.
     program = " ".join(command[1:] if len(command) > 1 else command)
     return {"--nnodes": config.nnodes, "-np": config.np, "--accelerators": config.accelerators, "the script": program}
 
 
 def _follow(watcher: SealedConnection, agent: subprocess.Popen[bytes], interrupts: Interrupts, voice: Voice) -> int:
-    """Wait for the job's result from node 0 and return the exit code. Ctrl-C ends the whole job: the signal is passed
-    to the agent, which reports it to the launcher."""
+    """Wait for the job's result from node 0, and return the exit code. A signal such as that of Ctrl-C ends the whole
+    job: it is passed to this host's agent, which reports it to the launcher on node 0."""
     link = Link(watcher.socket.fileno(), watcher.socket.fileno(), schema.VERDICT, seal=watcher.seal)
     caught = 0
     with selectors.DefaultSelector() as selector:
@@ -156,12 +157,12 @@ def _tell(connection: SealedConnection, verdict: Frame) -> None:
         ends = connection.socket.fileno(), connection.socket.fileno()
         Link(*ends, schema.VERDICT, seal=connection.seal).send(verdict)
     except BrokenPipeError:
-        pass  # the other node's `dadt run` has ended before the result
+        pass  # `dadt run` on the other node has ended before the result
 
 
 def _is_gone(connection: SealedConnection) -> bool:
-    """Whether the other side has closed the connection. The other side sends nothing while it waits, so anything to
-    read means the end."""
+    """Return whether the other side has closed the connection. It sends nothing while it waits, so a readable
+    connection is a closed one."""
     return bool(select.select([connection.socket], [], [], 0)[0])
 
 

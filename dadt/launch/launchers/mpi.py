@@ -1,4 +1,5 @@
-"""The launcher for MPI ranks: mpirun starts a shim per rank, and the first shim of each host starts its agent."""
+"""The launcher for MPI ranks: mpirun starts a shim for each rank, and the first shim of each host starts the host's
+agent."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ FLAVOURS = {
     "MPICH": ("HYDRA", "MPICH", "MVAPICH"),
     "Slurm": ("slurm",),
 }
-"""Texts by which `mpirun --version` is recognized; Slurm's mpirun is srun."""
+"""For each MPI implementation, texts by which it is recognized in the output of `mpirun --version`. In a Slurm
+allocation, mpirun may be srun."""
 VERSION_SECONDS = 20.0
 END_SECONDS = 3.0
 SAID_LINES = 100
@@ -41,12 +43,12 @@ SHOWN_LINES = 5
 NO_WAY = re.compile(
     r"ssh: |Host key verification failed|.*Permission denied \(|kex_exchange|Connection (closed|reset) by"
 )
-"""Matches SSH errors after which MPICH waits forever."""
+"""Matches errors of SSH after which MPICH's mpirun would wait forever."""
 NOISE = ("---", "===", "[proxy:", "Primary job  terminated normally", "a non-zero exit code. Per user-direction")
 
 
 class MpiLauncher(ConnectBackLauncher):
-    """Starts all agents of a job by one mpirun, whose output explains failures."""
+    """Starts all agents of a job by one mpirun, whose output explains their failures."""
 
     def __init__(self, request: AgentRequest) -> None:
         super().__init__(request, map(str, range(len(request.hosts))))
@@ -98,8 +100,8 @@ class MpiLauncher(ConnectBackLauncher):
         self._admit(str(hello["index"]), SocketChannel(connection, self._mpirun.why))
 
     def _give_up(self) -> None:
-        """Handle the end of mpirun: agents that have not connected never will, and connections to agents whose workers
-        are gone are closed."""
+        """Handle the end of mpirun. Agents that have not connected will not do so any more, and connections to agents
+        whose workers are gone are closed."""
         assert self._mpirun is not None
         why = self._mpirun.why(0.0) or "mpirun ended before this agent had connected"
         for index in self._missing:
@@ -114,15 +116,15 @@ class MpiLauncher(ConnectBackLauncher):
 
 
 class Mpirun(StartingProgram):
-    """A running mpirun, and its output."""
+    """A running mpirun and the output that it has printed."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], ended: Callable[[], None]) -> None:
         super().__init__(command, env, ended)
         self._said: list[str] = []
 
     def why(self, seconds: float) -> str:
-        """Return why an agent is gone or has not come, if the reason becomes known within `seconds` seconds; else an
-        empty text."""
+        """Return why this host's agent is gone or has not connected, if the reason becomes known within `seconds`
+        seconds; else an empty text."""
         with self._news:
             if not self._news.wait_for(lambda: self._over, seconds) or self._process.returncode == 0:
                 return ""
@@ -142,7 +144,8 @@ class Mpirun(StartingProgram):
 
 
 def located(name: str) -> str | None:
-    """Return the path of a program in PATH or beside Python, where pip installs programs; None if there is none."""
+    """Return the path of a program in PATH or in the folder of Python, where pip installs programs; None if there is
+    none."""
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
@@ -175,8 +178,8 @@ def said_version(path: str) -> str:
 
 
 def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host], shares: Sequence[int]) -> list[str]:
-    """Return the command line of mpirun. Ranks are placed host by host and are not bound to cores, as `dadt run`
-    assigns cores to workers."""
+    """Return the command line of mpirun. Ranks are placed host by host. They are not bound to cores, because `dadt run`
+    itself assigns cores to workers."""
     shim = [config.python or sys.executable, "-u", "-m", "dadt.launch.agent.shim"]
     places = [(host.login or "localhost", share) for host, share in zip(hosts, shares, strict=True)]
     extra = mpi_arguments(config.mpi_args)
@@ -197,7 +200,7 @@ def command_line(path: str, flavour: str, config: Config, hosts: Sequence[Host],
 
 
 def ssh_variables(config: Config, env: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that pass --ssh-port and similar options to mpirun's own SSH."""
+    """Return environment variables that make the `ssh` which mpirun calls use --ssh-port and similar options."""
     options = ["-o", "BatchMode=yes"]
     if config.ssh_port:
         options += ["-p", str(config.ssh_port)]
@@ -213,7 +216,7 @@ def ssh_variables(config: Config, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shares(config: Config, hosts: Sequence[Host]) -> list[int]:
-    """Return the number of workers per host, which mpirun must know before an agent can report its GPUs. Raises
+    """Return the number of workers of each host, which mpirun needs before an agent can report the host's GPUs. Raises
     ConfigError."""
     if six := [host.name for host in hosts if ":" in host.name]:
         raise ConfigError(f"--launcher mpi: mpirun does not take {', '.join(six)} for a host; give its name")

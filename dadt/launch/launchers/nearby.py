@@ -1,4 +1,5 @@
-"""The usual launcher: the agent of this machine is a child process, and agents of other hosts are started by SSH."""
+"""The default launcher: the agent of this machine is a child process, and the agents of other hosts are started by
+SSH."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def ssh(request: AgentRequest) -> Launcher:
 
 
 class NearbyLauncher:
-    """Uses LocalLauncher for hosts that are this machine, and SSH for all others."""
+    """Starts the agents of hosts that are this machine by LocalLauncher, and all others by SSH."""
 
     extends = True
 

@@ -1,4 +1,5 @@
-"""The rendezvous of nodes in a job started by hand: a port of node 0, or a file that all nodes can read."""
+"""The place where the nodes of a job that is started by hand find each other: a port of node 0, or a file that all
+nodes can read."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+)):(?P<por
 FILE = "file://"
 FILE_LIMIT = 1 << 16
 ASK_SECONDS = 2.0
-"""Seconds to wait for an answer of a launcher that may be using the same file."""
+"""Seconds to wait for the answer of another launcher, which may be using the same file."""
 
 
 class PortRendezvous:
@@ -32,14 +33,14 @@ class PortRendezvous:
         return self._reach
 
     def open(self, reach: Reach) -> None:
-        pass  # nothing to write, as the user gives node 0's address to all nodes
+        pass  # nothing to do, as the user passes node 0's address to all nodes
 
     def close(self) -> None:
         pass
 
 
 class FileRendezvous:
-    """Node 0 writes its address and a key for this job to a file that only this user can read."""
+    """A file to which node 0 writes its address and a key for this job, and which only this user can read."""
 
     def __init__(self, path: Path) -> None:
         self.port = 0
@@ -48,12 +49,12 @@ class FileRendezvous:
         self._name = f"--rendezvous {FILE}{path}"
 
     def find(self) -> Reach:
-        """Read the file that node 0 has written. Raises Unreached while the file does not exist, and LaunchError if it
-        cannot be read or another user may have written it."""
+        """Return where node 0 listens, as the file says. Raises Unreached while the file does not exist, and
+        LaunchError if it cannot be read or another user may have written it."""
         try:
             self._check_folder()
-            # A symlink could lead to a file of somebody else's choice, and opening a pipe would block until the pipe
-            # has a writer.
+            # A symlink could lead to a file that another user chose, and opening a pipe would block until the pipe has
+            # a writer.
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 self._check_file(os.fstat(descriptor))
@@ -71,8 +72,8 @@ class FileRendezvous:
             raise LaunchError(f"{self._name}: was not written by dadt; give another file") from error
 
     def open(self, reach: Reach) -> None:
-        """Write the file by which the other nodes find node 0. Raises LaunchError if that is not possible, or if
-        another job uses the file."""
+        """Write the address of node 0 to the file. Raises LaunchError if that is not possible, or if another job uses
+        the file."""
         if self._path.parent.is_dir():
             self._check_folder()
         self._refuse_used()
@@ -90,7 +91,7 @@ class FileRendezvous:
             raise LaunchError(f"{self._name}: cannot be written ({error.strerror})") from error
 
     def close(self) -> None:
-        """Remove the file, unless another job has replaced it."""
+        """Remove the file with the address of node 0, unless another job has replaced it."""
         try:
             if self.find().key == self.key:
                 self._path.unlink(missing_ok=True)
@@ -98,8 +99,8 @@ class FileRendezvous:
             pass  # the file was removed or replaced meanwhile
 
     def _check_folder(self) -> None:
-        """Raise LaunchError if every user may replace files in the folder, as the file could then be somebody
-        else's."""
+        """Raise LaunchError if every user may replace files in the folder, since another user could then have written
+        the file."""
         mode = self._path.parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             folder = self._path.parent
@@ -115,8 +116,8 @@ class FileRendezvous:
             raise LaunchError(f"{self._name}: others may {may} it, and it holds the job's key; remove it")
 
     def _refuse_used(self) -> None:
-        """Raise LaunchError if a launcher answers at the address in the file. If none answers, the file was left behind
-        by a killed launcher."""
+        """Raise LaunchError if a launcher answers at the address in the file. If none answers, a killed launcher has
+        left the file behind."""
         if not os.path.lexists(self._path):
             return
         try:

@@ -1,4 +1,5 @@
-"""The launcher that starts agents by the `ssh` program, for Kerberos, hardware keys and shared connections."""
+"""The launcher that starts agents by the program `ssh`, which supports Kerberos, hardware keys and shared
+connections."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ from dadt.launch.ssh.report import SshReport
 from dadt.launch.ssh.route import Route
 
 STDERR_BYTES = 1 << 16
-"""Number of bytes stored from the end of stderr, enough for everything that `ssh -v` prints about a connection."""
+"""Number of bytes that are stored from the end of ssh's stderr. They are enough for everything that `ssh -v` prints
+about a connection."""
 FORCE_SECONDS = 1.0
 SSH_FAILED = 255
 OPTIONS = (
     "BatchMode=yes",
-    "LogLevel=DEBUG1",  # makes ssh print the keys that it tries, and the host's key
+    "LogLevel=DEBUG1",  # makes ssh print which keys it tries, and the host's key
     "ConnectionAttempts=1",
     "ClearAllForwardings=yes",
     "ForwardAgent=no",
@@ -59,12 +61,12 @@ class OpensshLauncher(remote_shell.ShellLauncher):
             raise LaunchError("there is no ssh program on this machine -> install it, or --ssh-backend paramiko")
         config = self._config
         route = routes.find(config, host.name, host.user, config.ssh_port, config.ssh_identity_file)
-        # Log-ins are limited per server. `ssh` logs in at the first jump host, unless the user's configuration shares
-        # connections.
+        # The number of simultaneous log-ins is limited per server. The first server at which `ssh` logs in is the first
+        # jump host, unless the user's configuration shares connections.
         with self._gates.passed(route.jumps[0] if route.jumps else route.where, deadline):
             channel = OpensshChannel(self._command_line(ssh, host, route), self._python, self._processes)
             if self._attempts.closed:
-                channel.end(0.0)  # `close` may have run before the set of processes that it kills contained this one
+                channel.end(0.0)  # `close` may have run before this process was in the set of processes that it kills
                 raise LaunchError("given up")
             has_output = channel.await_output(deadline)
         report = channel.report()
@@ -94,7 +96,7 @@ class OpensshLauncher(remote_shell.ShellLauncher):
 
 
 class OpensshChannel(ProcessChannel):
-    """An agent that a running `ssh` has started."""
+    """The launcher's connection to an agent through a running `ssh`."""
 
     def __init__(self, command: list[str], python: str, processes: set[subprocess.Popen[bytes]]) -> None:
         """processes: the set of running processes, so that `close` can end them."""
@@ -115,7 +117,8 @@ class OpensshChannel(ProcessChannel):
         return self._process.returncode
 
     def await_output(self, deadline: float) -> bool:
-        """Wait until the other side prints something (True) or the process ends (False). Raises LaunchError."""
+        """Wait until the other side prints something or the `ssh` process ends. Returns whether something was printed.
+        Raises LaunchError."""
         poll = select.poll()
         poll.register(self.link.reader, select.POLLIN)
         events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)

@@ -1,4 +1,4 @@
-"""The launcher in a Ray cluster: an actor on each node starts the agent, which connects back."""
+"""The launcher in a Ray cluster: an actor on each node starts the agent, which connects to the launcher."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from dadt.launch.launchers.connect_back import ConnectBackLauncher, SocketChanne
 
 END_SECONDS = 5.0
 QUIET_SECONDS = 1.0
-"""Seconds of waiting for Ray's reason why an agent is gone, after which a message is shown to the user."""
+"""Seconds of waiting until Ray reports why an agent is gone, after which a message is shown to the user."""
 DEATH_SHARE = 0.6
-"""Share of --orphan-timeout (after which agents that hear nothing end their workers) for which a job waits to learn
-from Ray whether a node is gone. Ray notices a node's end about 15 seconds later than an actor's. A job that trains on
-without lost ranks does not wait.
-"""
+"""Share of --orphan-timeout for which a job waits until Ray reports whether a lost agent's node is gone, which takes
+Ray about 15 seconds longer than to report the end of an actor. After --orphan-timeout itself, the other agents would
+end their workers. A job that continues without lost ranks does not wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,13 +36,13 @@ class Started:
     arrival: Future[Channel]
     actor: Any = None
     end: Future[str] = field(default_factory=Future)
-    """The reason why the agent has ended; an empty text if it ended as intended."""
+    """Completed with the reason why the agent has ended, or with an empty text if the agent ended as intended."""
     reason: str = ""
-    """The reason why the agent has ended, as known before Ray reports whether its node is gone."""
+    """The reason why the agent has ended as far as it is known, before Ray reports whether the agent's node is gone."""
 
 
 class RayLauncher(ConnectBackLauncher):
-    """Starts one agent per node by a Ray actor, whose result, or Ray's error for it, is used to explain failures."""
+    """Starts one agent per node through a Ray actor. The actor's result, or Ray's error about it, explains failures."""
 
     extends = True
 
@@ -52,7 +51,7 @@ class RayLauncher(ConnectBackLauncher):
         self._ray = connect(request.config)
         self._reach: Reach | None = None
         self._started: dict[str, Started] = {}
-        """The newest agent of each host, by the host's name."""
+        """The latest agent of each host, by the host's name."""
         self._lock = threading.Lock()
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
@@ -67,7 +66,7 @@ class RayLauncher(ConnectBackLauncher):
         super().close()
         wait([each.end for each in self._started.values() if each.arrival.done()], END_SECONDS)
         for each in self._started.values():
-            if each.actor is not None and self._ray.is_initialized():  # the actor lives on after its agent has ended
+            if each.actor is not None and self._ray.is_initialized():  # an actor exists even after its agent has ended
                 self._ray.kill(each.actor)
 
     def _launch(self, host: Host) -> Future[Channel]:
@@ -85,7 +84,7 @@ class RayLauncher(ConnectBackLauncher):
         return started.arrival
 
     def _begin(self, started: Started) -> Any:
-        """Have Ray create the actor. Returns a reference to the actor's future result."""
+        """Have Ray create the actor for an agent. Returns a reference to the result that the actor will have."""
         ray, config, host = self._ray, self._config, started.host
         assert self._reach is not None
         strategies = import_module("ray.util.scheduling_strategies")
@@ -127,7 +126,7 @@ class RayLauncher(ConnectBackLauncher):
         return started.end.result() if started.end.done() else started.reason
 
     def _watch(self, started: Started, run: Any) -> None:
-        """Wait for the end of an agent, in a thread of its own."""
+        """Wait for the end of an agent. Runs in a thread of its own."""
         try:
             code, tail = self._ray.get(run)
             why = _verdict(code, tail, self._config.python or "the Python of Ray")
@@ -138,7 +137,7 @@ class RayLauncher(ConnectBackLauncher):
 
     def _over(self, started: Started, why: str) -> None:
         started.end.set_result(why)
-        with self._lock:  # another agent may have been started on this host meanwhile
+        with self._lock:  # another agent may have been started on this host in the meantime
             if self._started[started.host.name] is started:
                 text = why or "the agent ended before it was asked for anything"
                 self._refuse(started.host.name, text)

@@ -1,4 +1,4 @@
-"""Starting an agent through another machine's shell: the command line, and the meaning of its exit code."""
+"""Starts an agent through the shell of another machine: builds the command line, and explains its exit code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_EXECUTABLE = 126
 NO_PROGRAM = ("command not found", "no such file or directory", "not found", "unknown command")
 NO_MODULE = re.compile(r"No module named '?dadt\b")
 NO_AGENT = re.compile(r"No module named '?dadt\.")
-"""Matches Python's error on a host with an older DADT version, which has its agent in another module."""
+"""Matches Python's error on a host that has an older version of DADT, in which the agent is in another module."""
 
 
 class ShellLauncher:
@@ -46,15 +46,14 @@ class ShellLauncher:
         self._attempts.close()
 
     def _attempt(self, host: Host, deadline: float) -> Channel:
-        """Connect to a host by the deadline (time.monotonic), and start its agent. Raises LaunchError."""
+        """Connect to a host before the deadline (time.monotonic), and start its agent. Raises LaunchError."""
         raise NotImplementedError
 
 
 def command(python: str) -> str:
-    """Return the command line that starts an agent, which sh, csh and fish understand alike; everything else that the
-    agent needs is sent in frames. The command starts with cd, as `python -m` first looks for modules in the current
-    folder, which would be the home folder. Raises ConfigError.
-    """
+    """Return the command line that starts an agent, which sh, csh and fish understand alike; Everything else that the
+    agent needs is sent in frames. The command starts with cd, because `python -m` first looks for modules in the
+    current folder, which otherwise is the home folder. Raises ConfigError."""
     if not PLAIN.fullmatch(python):
         if set("'!\\\n") & set(python):
             raise ConfigError(f"--python {python!r}: give a path without quotes and other special characters")
@@ -71,8 +70,9 @@ def shown(config: Config, host: Host, command: str) -> str:
 
 
 def explain(code: int | None, noise: bytes, stderr: bytes, python: str) -> str:
-    """Return how an agent ended, as a text to follow the host's name; empty if it ended well. code: the agent's exit
-    code (-n: signal n; None: an unknown signal). noise: output on stdout before the agent's first frame."""
+    """Return a text that follows the host's name and says how the agent ended; empty if it ended well. code: the
+    agent's exit code (-n: signal n; None: an unknown signal). noise: output on stdout before the agent's first frame.
+    """
     if code == 0:
         return ""
     text = stderr.decode(errors="replace")
@@ -81,7 +81,8 @@ def explain(code: int | None, noise: bytes, stderr: bytes, python: str) -> str:
         return f"{python} there has an older dadt -> install the same version there, or give --python PATH"
     if NO_MODULE.search(text):
         return f"{python} there has no dadt -> install it there, or give --python PATH"
-    # csh exits with 1 if a program is missing, as Python does after an exception, so the error text decides.
+    # If a program is missing, csh exits with 1, as Python does after an exception, so the error text has to show which
+    # it was.
     if code == NOT_FOUND or (code == 1 and "Traceback" not in text and _lacks_program(text)):
         return f"there is no {python} -> give --python PATH, a path that is right on all hosts"
     if code == NOT_EXECUTABLE:

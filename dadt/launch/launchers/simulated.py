@@ -1,4 +1,4 @@
-"""The launcher for simulated hosts: agents on this machine, each in its own network and on its own cores."""
+"""The launcher for simulated hosts: each agent runs on this machine, but in a network and on cores of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class SimulatedLauncher:
         self._network: Network | None = None
 
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
-        """Raises ConfigError if the kernel lacks a feature that the link needs."""
+        """Start one agent for each simulated host. Raises ConfigError if the kernel lacks a feature that the simulated
+        link needs."""
         self._network = self._network or Network(self._link)
         try:
             places = [self._network.add() for _ in hosts]
@@ -41,8 +42,8 @@ class SimulatedLauncher:
             pinned = [*place, "taskset", "--cpu-list", ",".join(map(str, shared))]
             before = sum(each.slots for each in hosts[:number])
             mine = gpus[before : before + host.slots]
-            # Without an id per host, NCCL would see one machine and bypass the network. Torch would warn that the
-            # addresses have no names, so its log level is raised.
+            # Without an id for each host, NCCL would see a single machine and bypass the simulated network. The log
+            # level hides torch's warnings that the addresses have no names.
             env = {"NCCL_HOSTID": host.name, "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
             env |= {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
             futures.append(start(self._python, pinned, env))

@@ -1,4 +1,4 @@
-"""The launcher inside a Slurm allocation: one srun step starts an agent per node, which connects back."""
+"""The launcher in a Slurm allocation: one srun starts an agent on each node, which connects to the launcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VERDICT = re.compile(r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<verdict>
 
 
 class SlurmLauncher(ConnectBackLauncher):
-    """Starts all agents by one srun, whose output explains failures."""
+    """Starts all agents of a job by one srun, whose output explains their failures."""
 
     def __init__(self, request: AgentRequest) -> None:
         super().__init__(request, (host.name for host in request.hosts))
@@ -36,8 +36,8 @@ class SlurmLauncher(ConnectBackLauncher):
     def launch(self, hosts: list[Host]) -> list[Future[Channel]]:
         env = without_settings(os.environ)
         forget_step(env)
-        # SLURM_OVERLAP lets this step share the nodes with the step in which this process may run; srun before 20.11
-        # ignores the variable.
+        # SLURM_OVERLAP lets the agents share the nodes with the job step in which this process may run. srun before
+        # version 20.11 ignores the variable.
         env |= {REACH: self._listen().to_text(), "SLURM_OVERLAP": "1"}
         try:
             self._step = SlurmStep(self._srun(hosts), env, self._python, self._give_up)
@@ -70,7 +70,7 @@ class SlurmLauncher(ConnectBackLauncher):
         return self._step.why([host.name for host in self._request.hosts].index(name), seconds)
 
     def _give_up(self) -> None:
-        """Handle the end of srun: agents that have not connected before never will."""
+        """Handle the end of srun. Agents that have not connected before will not do so any more."""
         for name in self._missing:
             self._refuse(name, self._why(name))
 
@@ -86,8 +86,8 @@ def ranks_of_mpi(
 
 
 def _srun(srun: str, names: Sequence[str], tasks: int, each: int, words: Sequence[str]) -> list[str]:
-    """Return an srun command line that starts tasks on these nodes, at most `each` on one. words: further options, and
-    the tasks' command."""
+    """Return an srun command line that starts tasks on these nodes, at most `each` per node. words: further options,
+    followed by the command of the tasks."""
     size = [f"--nodes={len(names)}", f"--ntasks={tasks}", f"--ntasks-per-node={each}", f"--nodelist={','.join(names)}"]
     # --wait=0: a task that ends early must not end the others. --chdir: `python -m` first looks for modules in the
     # current folder, where the user may have a module of the same name.
@@ -96,7 +96,7 @@ def _srun(srun: str, names: Sequence[str], tasks: int, each: int, words: Sequenc
 
 
 class SlurmStep(StartingProgram):
-    """A running srun, and the output of it and its agents."""
+    """A running srun, with the output of srun itself and of the agents."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], python: str, ended: Callable[[], None]) -> None:
         super().__init__(command, env, ended)
@@ -104,11 +104,11 @@ class SlurmStep(StartingProgram):
         self._said: dict[int, deque[str]] = {}
         """The last lines that each Slurm task has printed, by task number."""
         self._verdicts: dict[int, str] = {}
-        """How each Slurm task ended, in the words of srun, by task number."""
+        """How each Slurm task ended, as srun has reported it, by task number."""
         self._complaints: deque[str] = deque(maxlen=TAIL_LINES)
 
     def why(self, task: int, seconds: float) -> str:
-        """Return why the agent with this task number is gone or has not come, if the reason becomes known within
+        """Return why the agent with this task number is gone or has not connected, if the reason becomes known within
         `seconds` seconds; else an empty text."""
         with self._news:
             self._news.wait_for(lambda: self._over or task in self._verdicts, seconds)
@@ -123,7 +123,7 @@ class SlurmStep(StartingProgram):
             return f"{self._python} cannot be run there ({reason}) -> --python PATH"
         if said and "No module named" in said[-1]:
             return f"dadt is not installed for {self._python} there -> pip install it, or --python PATH"
-        # If srun ends the whole step while an agent prints, the agent's last output is lost.
+        # The last output of an agent that prints while srun ends the whole step gets lost.
         lost = verdict.startswith("Exited") and any(words for other, words in self._said.items() if other != task)
         if not said and (verdict == "Terminated" or lost):
             return "srun ended the agent, because another node's had failed, or the job was cancelled"
@@ -147,7 +147,7 @@ class SlurmStep(StartingProgram):
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Yield the numbers in one of srun's lists of tasks: "0,2-3" gives 0, 2, 3."""
+    """Yield the task numbers that srun lists in a text such as "0,2-3", which means 0, 2 and 3."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

@@ -1,4 +1,5 @@
-"""The launcher that starts agents by SSH with Paramiko: one connection and one channel without a terminal per host."""
+"""The launcher that starts agents by SSH with the library Paramiko. Each host has one connection with one channel,
+without a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ FORCE_SECONDS = 1.0
 
 
 class SshLauncher(remote_shell.ShellLauncher):
-    """Connects in daemon threads, so that an attempt that hangs does not keep the process from ending."""
+    """Connects to hosts in daemon threads, so that an attempt to connect that hangs does not keep the process from
+    ending."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -46,7 +48,8 @@ class SshLauncher(remote_shell.ShellLauncher):
 
 
 class SshChannel:
-    """An agent at the other end of a Paramiko channel. Threads copy its bytes to a socket, which can be selected on."""
+    """The launcher's connection to an agent through a Paramiko channel. Threads copy its bytes to and from a socket,
+    which a selector can watch, unlike the channel."""
 
     def __init__(self, connection: SshConnection, channel: paramiko.Channel, python: str, notes: Sequence[str]) -> None:
         self.notes = notes
@@ -56,9 +59,9 @@ class SshChannel:
         self._stderr = b""
         self._explanation: str | None = None
         self._lost: str | None = None
-        """Why the connection was lost before the agent ended; None if it was not."""
+        """Text that says why the connection was lost before the agent ended; None if it was not lost."""
         self._ours, self._theirs = socket.socketpair()
-        self._writer = self._ours.dup()  # a selector takes each descriptor only once, so writing needs a second one
+        self._writer = self._ours.dup()  # a selector accepts each descriptor only once
         self.link = Link(self._ours.fileno(), self._writer.fileno(), schema.AGENT, noisy=True)
         self._errors = threading.Thread(target=self._carry_errors, name="dadt-ssh-err", daemon=True)
         self._out = threading.Thread(target=self._carry_out, name="dadt-ssh-out", daemon=True)
@@ -99,11 +102,11 @@ class SshChannel:
                 self._channel.sendall(data)
             self._channel.shutdown_write()
         except (OSError, EOFError, paramiko.SSHException):
-            pass  # the connection is lost, which the end of the agent's output reports
+            pass  # the connection is lost; the end of the agent's output reports this
 
     def _carry_out(self) -> None:
-        """Copy the agent's output until its end, even if the launcher no longer reads it, as unread bytes block the
-        whole connection."""
+        """Copy the agent's output to the socket until the output ends, even if the launcher does not read it any more,
+        as unread bytes in a channel block the whole connection."""
         try:
             self._pass_on()
             self._errors.join()
@@ -121,7 +124,7 @@ class SshChannel:
                 if taken:
                     self._theirs.sendall(data)
             except OSError:
-                taken = False  # the launcher has closed its end; read on without passing data on
+                taken = False  # the launcher has closed its end: read on, but drop the data
         try:
             self._theirs.shutdown(socket.SHUT_WR)
         except OSError:

@@ -1,2 +1,2 @@
-"""The launcher's records of each rank (progress, output, waits), and what is written from them: console, journal,
-series and metrics."""
+"""Records what the launcher learns about each rank (progress, output, waits), and writes it to the console, the
+journal, `progress.jsonl` and exported metrics."""

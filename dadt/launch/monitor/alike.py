@@ -1,5 +1,5 @@
-"""Merges lines that all ranks print alike, so that each is shown once. Progress bars count as alike even if they differ
-in progress and speed."""
+"""Merges lines that all ranks print alike, so that each is shown once. Progress bars count as alike even if their
+progress and speed differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dadt.launch.monitor.printed import BAR
 
 MOMENT_SECONDS = 1.0
-"""Seconds that a rank's line waits for all other ranks to print the same line."""
+"""Seconds for which a rank's line is held back until all other ranks print the same line."""
 WAITING = 1000
 """Largest number of lines of one rank that may wait for the other ranks."""
 NEVER = float("inf")
@@ -24,8 +24,7 @@ class PrintedLine(NamedTuple):
     """Time (time.monotonic) at which the line was printed."""
     text: bytes
     meaning: bytes
-    """The text that is compared with other ranks' lines: for a progress bar without its figures, else the whole line.
-    """
+    """The text that is compared with other ranks' lines: the whole line, or a progress bar without its figures."""
     is_bar: bool
 
     @classmethod
@@ -35,8 +34,8 @@ class PrintedLine(NamedTuple):
 
 
 class Alike:
-    """Lines of all ranks on one stream (out or err) that have not been shown yet. The order of the lines of each rank
-    is preserved."""
+    """The lines of all ranks on one stream (stdout or stderr) that have not been shown yet. Lines of the same rank stay
+    in their order."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._waiting: dict[int, deque[PrintedLine]] = {rank: deque() for rank in ranks}
@@ -48,16 +47,18 @@ class Alike:
         self._waiting[rank].extend(PrintedLine.of(line, now) for line in lines)
 
     def end(self, rank: int) -> None:
-        """Record that a rank has ended, so that no line waits for this rank until a new worker of it prints again."""
+        """Record that a rank has ended, so that lines do not wait for it until a new worker of the rank prints
+        something."""
         self._ended.add(rank)
 
     def due(self) -> float:
-        """Return the time at which the oldest line has waited long enough; infinite if no line waits."""
+        """Return the time at which the oldest line has waited long enough for other ranks; infinite if no line
+        waits."""
         return min((lines[0].since + MOMENT_SECONDS for lines in self._waiting.values() if lines), default=NEVER)
 
     def take(self, now: float) -> Iterator[tuple[list[int], bytes]]:
-        """Yield lines that need not wait any longer, each with the ranks that printed it. If `now` is infinite, yields
-        all lines."""
+        """Yield the lines that need not wait any longer for other ranks, each with the ranks that have printed it. If
+        `now` is infinite, yields all lines."""
         while any(self._waiting.values()):
             present = [rank for rank, lines in self._waiting.items() if lines or rank not in self._ended]
             firsts = {lines[0].meaning if (lines := self._waiting[rank]) else None for rank in present}
@@ -72,8 +73,8 @@ class Alike:
                 yield from self._of(rank, [each for each in present if each != rank])
 
     def _have_bars_of_their_own(self, present: list[int]) -> bool:
-        """Whether the next line of each rank is a progress bar, and all of these bars differ, for example because each
-        shows its rank's loss."""
+        """Return whether the next line of each rank is a progress bar but all of these differ, for example because each
+        shows the loss of its rank."""
         firsts = [lines[0] for rank in present if (lines := self._waiting[rank])]
         return len({line.meaning for line in firsts if line.is_bar}) == len(present)
 
@@ -85,8 +86,8 @@ class Alike:
         return rank if since + MOMENT_SECONDS <= now else None
 
     def _of(self, rank: int, others: list[int]) -> Iterator[tuple[list[int], bytes]]:
-        """If some other rank has not printed this rank's first line, yield this line alone. If all others have printed
-        the line, yield the lines that they have printed before it."""
+        """Yield this rank's first line alone if some other rank has not printed it. Otherwise yield the lines that the
+        others have printed before it."""
         line = self._waiting[rank][0].meaning
         if not all(any(line == other.meaning for other in self._waiting[each]) for each in others):
             yield [rank], self._next([rank])
@@ -96,6 +97,6 @@ class Alike:
                 yield [each], self._next([each])
 
     def _next(self, ranks: list[int]) -> bytes:
-        """Remove the next line of each of these ranks. Returns the line as the first of the ranks printed it."""
+        """Remove the next line of each of these ranks, and return it as the first of the ranks has printed it."""
         first, *_ = [self._waiting[rank].popleft() for rank in ranks]
         return first.text

@@ -1,4 +1,4 @@
-"""Finds links between hosts that slow down the averaging, for a warning to the user."""
+"""Finds links between hosts that slow down the averaging of gradients, so that the user can be warned."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WAITING = 0.1
 LASTING_SECONDS = 10.0
 """Seconds for which a link must slow down the averaging before the user is warned."""
 MOST_TOLD = 3
-"""Most links that one warning names."""
+"""Largest number of links that one warning names."""
 
 SLOW = 3.0
-"""A link is slow if a quarter of the others have at least this many times its rate."""
+"""A link counts as slow if a quarter of the other links have at least this many times its rate."""
 LOSSY = 0.005
 """A link counts as lossy only if at least this share of its bytes is sent again. Full queues cause as many losses in a
 sound network, so a lossy link must also lose far more than a quarter of the other links and be slower, or carry so
@@ -26,7 +26,7 @@ little that no queue can be full."""
 LOSSIER, SLOWER = 4.0, 4 / 3
 LEAST_RESENT = 64 << 10
 UNDER_WAY = 64 << 10
-"""Number of bytes under way to or from a host for which every sound network has room."""
+"""Number of bytes in flight to or from a host that every sound network can hold without loss."""
 
 Pair = tuple[str, str]
 
@@ -57,7 +57,7 @@ class BadLinks:
         return f"{named}{more}; ranks wait {100 * waiting:.0f} % of the time for averages"
 
     def _bad(self, links: Mapping[Pair, Recent]) -> dict[Pair, str]:
-        """Return a description of each bad link, by its pair of hosts."""
+        """Return for each bad link, identified by its pair of hosts, a text that describes it."""
         bulk = {pair: link for pair, link in links.items() if link.rate is not None}
         rates = sorted(link.rate or 0.0 for link in bulk.values())
         ratios = sorted(link.resent_ratio for link in bulk.values())
@@ -82,7 +82,8 @@ class BadLinks:
 
 
 def _quartile(values: Sequence[float], own: float, quarters: int) -> float:
-    """Return a quartile of the sorted values, leaving out one value equal to `own`; 0 if there are no others."""
+    """Return the lower quartile (quarters: 1) or upper quartile (3) of the sorted values, without one value that equals
+    `own`; 0 if there are no others."""
     if len(values) < 2:
         return 0.0
     at = (len(values) - 1) * quarters // 4

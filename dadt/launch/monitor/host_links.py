@@ -15,14 +15,14 @@ WINDOW_SECONDS = 10.0
 """Length in seconds of the window over which the traffic of a link is measured."""
 MARK_SECONDS = 1.0
 BULK_BYTES = 1 << 20
-"""A link has a rate only if it carried at least this many bytes in the window, since the time of a small message
+"""Number of bytes that a link must carry in the window for its rate to be known, since the time of a small message
 depends on latency alone."""
 MOST_SHOWN = 256
-"""Most links that are shown and exported: those that have carried the most bytes."""
+"""Largest number of links that are shown and exported; those that have carried the most bytes are chosen."""
 
 
 class Mark(NamedTuple):
-    """Totals of a link's traffic at one time."""
+    """Totals of a link's traffic up to one time."""
 
     seen: float
     sent: int = 0
@@ -42,12 +42,12 @@ class Recent(NamedTuple):
 
     @property
     def under_way(self) -> float:
-        """Mean number of bytes under way at a time, averaged over the time in which any are."""
+        """Mean number of bytes in flight, averaged over the time in which any are."""
         return self.round_trip * self.sent / self.busy if self.busy > 0 else 0.0
 
     @property
     def rate(self) -> float | None:
-        """Bits per second while bytes were under way; None if the link carried too few bytes."""
+        """Bits per second, over the time in which bytes were in flight; None if the link carried too few bytes."""
         return 8 * self.sent / self.busy if self.sent >= BULK_BYTES and self.busy > 0 else None
 
     @property
@@ -58,14 +58,14 @@ class Recent(NamedTuple):
 
 @dataclass(slots=True)
 class Part:
-    """One rank's reports about a link: the totals of the rank's earlier workers, and the last report of its newest
+    """One rank's reports about a link: the totals of the rank's earlier workers, and the last report of its current
     worker."""
 
     before: Mapping[str, float] = field(default_factory=dict)
     last: Mapping[str, float] = field(default_factory=dict)
 
     def hear(self, told: Mapping[str, float]) -> None:
-        # a new worker of the rank counts from 0 again
+        # A new worker of the rank begins to count at 0.
         if any(told[name] < self.last.get(name, 0) for name in ("sent", "received")):
             self.before = {name: self.total(name) for name in ("sent", "received", "resent", "busy")}
         self.last = told
@@ -81,10 +81,10 @@ class HostLink:
     source: str
     target: str
     parts: dict[tuple[int, int], Part] = field(default_factory=dict)
-    """Reports of the ranks of `source`, by rank and the peer rank on the other host."""
+    """Reports of the ranks on host `source`, by rank and the peer rank on the other host."""
     arrived: dict[tuple[int, int], Part] = field(default_factory=dict)
-    """Reports of the ranks of `target` about the bytes that they have received, by rank and the peer rank on the other
-    host."""
+    """Reports of the ranks on host `target` about the bytes that they have received, by rank and the peer rank on the
+    other host."""
     _marks: deque[Mark] = field(default_factory=deque)
 
     @property
@@ -115,9 +115,9 @@ class HostLink:
             self._marks.popleft()
 
     def recent(self, now: float) -> Recent:
-        """Return the traffic on the link during the last seconds; zeros if no rank has reported any."""
+        """Return the traffic on the link during the last seconds; zeros if no report has arrived lately."""
         first, last = self._marks[0], self._marks[-1]
-        # a step, and so the time between two reports, may take longer than the window
+        # A step may take longer than the window, and reports come only after a step.
         if now - last.seen > max(WINDOW_SECONDS, 2 * (last.seen - first.seen)):
             return Recent(0.0, 0, 0, 0.0)
         sums = (last.sent - first.sent, last.resent - first.resent, last.busy - first.busy)
@@ -168,7 +168,7 @@ class HostLinks:
 
     @property
     def most(self) -> list[HostLink]:
-        """The links that have carried the most bytes, sorted by name."""
+        """At most MOST_SHOWN links, those that have carried the most bytes, sorted by name."""
         links = [link for link in self._links.values() if link.parts]
         return sorted(sorted(links, key=attrgetter("sent"))[-MOST_SHOWN:], key=attrgetter("source", "target"))
 
@@ -176,7 +176,7 @@ class HostLinks:
         return [link.describe(now) for link in self.most]
 
     def recent(self, now: float) -> dict[tuple[str, str], Recent]:
-        """Return the traffic on each link during the last seconds, by the names of its hosts."""
+        """Return the traffic on each link during the last seconds, by the names of the link's two hosts."""
         return {name: link.recent(now) for name, link in self._links.items() if link.parts}
 
 

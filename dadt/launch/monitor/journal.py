@@ -1,4 +1,4 @@
-"""Writes `events.jsonl`: the events of a job, one line each, written as they happen."""
+"""Writes `events.jsonl`, which contains the events of a job, one per line. Each is written when it happens."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ KEPT = {
     "preempted": (),
     "end": ("stuck", "signal"),
 }
-"""Kinds of frames that are recorded as events, each with the fields to record."""
+"""The kinds of frames that are recorded as events, each with the fields that are recorded."""
 NAMES = {"end": "agent ended", "done": "summary", "say": "said", "ready": "agent ready", "lost": "agent lost"}
-"""Names under which some kinds of frames are recorded, clearer for readers of the file."""
+"""For some kinds of frames, the name of the event in the file, which readers understand more easily."""
 
 
 class Journal:
@@ -75,14 +75,14 @@ class Journal:
         self._warn(text)
 
     def refused(self, why: str, **where: Any) -> None:
-        """Record that a connection was refused. Only the first MOST_REFUSALS are recorded, to limit the size of the
-        file."""
+        """Record that a connection was refused. Only the first MOST_REFUSALS refusals are recorded, so that the size of
+        the file is limited."""
         self._refusals += 1
         if self._refusals <= MOST_REFUSALS:
             self.write("refused", why=why, **where)
 
     def close(self) -> None:
-        """Close the file; events after this are dropped. Idempotent."""
+        """Close the file. Later events are dropped. Idempotent."""
         with self._lock:
             self._broken = True
             if self._file is not None:

@@ -1,4 +1,4 @@
-"""Paths of each rank's files in the folder of a job's logs."""
+"""The paths of each rank's files in the job's log folder."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ def log_path(folder: Path, rank: int) -> Path:
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """Return the path of the file for the rank's stacks, which exists only if stacks were written."""
+    """Return the path of the file for the rank's stack traces. The file exists only if stack traces were written."""
     return folder / f"rank{rank}.stacks"

@@ -1,4 +1,5 @@
-"""Handles the workers' output: writes all of it to a file per rank, and shows the chosen part on the console."""
+"""Handles the workers' output: writes all of it to one file per rank, and shows the part that the user has chosen on
+the console."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from dadt.launch.monitor.log_files import log_path
 from dadt.launch.monitor.printed import BAR_SECONDS, NEVER, Printed
 
 ONCE = "once"
-"""Value of `--output` with which a line that all ranks print alike is shown only once."""
+"""The value of `--output` with which a line that all ranks print alike is shown only once."""
 
 Sink = Callable[[str, bytes], None]
-"""Called with "out" or "err", and one or more complete lines to show on the console."""
+"""Function that is called with "out" or "err" and one or more complete lines, and shows these on the console."""
 
 
 def ranks_shown(text: str, world_size: int) -> tuple[set[int], set[str]]:
-    """Return the ranks and the streams that the value of `--output` selects: once, all, rank0, errors, or ranks such as
-    0,3-5. Raises ConfigError."""
+    """Return the ranks and the streams whose output the value of `--output` (once, all, rank0, errors, or ranks such as
+    0,3-5) selects. Raises ConfigError."""
     everyone = set(range(world_size))
     if text in (ONCE, "all", "errors"):
         return everyone, {"err"} if text == "errors" else {"out", "err"}
@@ -36,8 +37,8 @@ def ranks_shown(text: str, world_size: int) -> tuple[set[int], set[str]]:
 
 
 class Output:
-    """Writes everything that a rank prints to the rank's file unchanged, and the lines to show to the console, with a
-    prefix that names the rank."""
+    """Writes everything that a rank prints to the rank's file unchanged. The lines that are to be shown go to the
+    console, with a prefix that names the rank."""
 
     def __init__(
         self,
@@ -50,9 +51,8 @@ class Output:
     ) -> None:
         """folder: an existing folder for the files. hosts: name of each rank's host. wish: value of `--output`; raises
         ConfigError if it is wrong. sink: called with the lines to show. warn: called with a text if a file cannot be
-        written. bars_move: returns whether a live view shows progress bars moving, so that here only their last states
-        are shown.
-        """
+        written. bars_move: returns whether a live view shows progress bars moving, so that only their last states go to
+        the console."""
         self.folder = folder
         self._ranks, self._streams = ranks_shown(wish, len(hosts))
         self._sink = sink
@@ -67,12 +67,12 @@ class Output:
             self._open(rank).close()
 
     def move(self, rank: int, host: str) -> None:
-        """Record that the rank runs on this host from now on, for the prefix of its lines."""
+        """Record that the rank runs on another host from now on, which the prefix of its lines names."""
         if self._many:
             self._prefixes[rank] = f"[{rank} {host}] "
 
     def end(self, rank: int) -> None:
-        """Record that the rank's worker has ended, so that other ranks' lines do not wait for it."""
+        """Record that the rank's worker has ended, so that lines of other ranks do not wait for it."""
         for alike in self._alike.values():
             alike.end(rank)
 
@@ -91,13 +91,13 @@ class Output:
             self._show(stream, now)
 
     def note(self, text: str) -> None:
-        """Write a line into the files of all ranks."""
+        """Write a line of DADT to the output files of all ranks."""
         for rank in range(len(self._prefixes)):
             self._log(rank, text.encode() + b"\n")
 
     def tick(self) -> float:
-        """Show what is due: states of progress bars, and lines that have waited long enough for other ranks. Returns
-        the seconds until the next call is due."""
+        """Show everything that is due: the states of progress bars, and lines that have waited long enough for the same
+        lines of other ranks. Returns the seconds until the next call is due."""
         now, every = time.monotonic(), self._every
         for (rank, stream), printed in self._printed.items():
             self._add(rank, stream, printed.tick(now, every), now)
@@ -138,8 +138,8 @@ class Output:
         return f"[{lists.text(ranks)}] " if ranks[1:] else self._prefixes[ranks[0]]
 
     def _put(self, stream: str, lines: Iterable[tuple[str, bytes]]) -> None:
-        # Trailing spaces, with which rich fills a line to the console's width, would wrap onto a further row because of
-        # the prefix.
+        # The library rich fills each line with spaces up to the console's width. Behind the prefix they would wrap onto
+        # another row.
         self._sink(stream, b"".join(prefix.encode() + line.rstrip(b" \r") + b"\n" for prefix, line in lines))
 
     def _log(self, rank: int, data: bytes) -> None:

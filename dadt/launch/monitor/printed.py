@@ -3,7 +3,8 @@ r"""Splits what a worker prints into lines, where progress bars redraw themselve
 A bar moves the cursor back to the beginning of its row and draws over the row (\r, \b, or an escape sequence that
 erases); nested bars move the cursor between rows. As on a terminal, only the last state of each row is kept.
 
-If the cursor is hidden, as rich does, it may rest below bars that will be drawn again.
+While a program such as the library rich hides the cursor, the cursor may be below progress bars that will be drawn
+again.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 BAR_SECONDS = 30.0
-"""Seconds between two lines that show the same progress bar, if no live view shows the bar moving."""
+"""Seconds between two shown lines of the same progress bar, if no live view shows the bar moving."""
 LEFT_SECONDS = 0.1
-"""Seconds after which a progress bar whose row the cursor has left counts as ended; with nested bars the cursor returns
-sooner."""
+"""Seconds after which a progress bar counts as ended once the cursor has left its row. With nested bars, the cursor
+returns sooner."""
 HIDDEN_SECONDS = 1.0
-"""Seconds after which the first line of a program that hides the cursor counts as ended, in place of LEFT_SECONDS: it
-may be a progress bar that looks like text so far."""
+"""While a program hides the cursor, seconds after which its first line counts as ended, instead of LEFT_SECONDS. The
+line may be a progress bar that looks like text at first."""
 LINE_LIMIT = 1 << 16
-"""Bytes after which a line that has not ended is cut."""
+"""Number of bytes after which a line without an end is cut."""
 ROWS = 64
 """Largest number of rows that a worker may redraw at once."""
 NEVER = float("inf")
@@ -43,11 +44,11 @@ class PrintedRow:
     """Text that the row showed before the cursor last returned to its beginning."""
     is_bar: bool = False
     since: float = NEVER
-    """Time at which the bar in this row appeared, or was last returned as a line."""
+    """Time at which the progress bar in this row appeared, or was last returned as a line."""
     given: bytes = b""
     """Text of this row that was last returned as a line."""
     left: float = NEVER
-    """Time at which the cursor left this row downwards; infinite while the cursor has not."""
+    """Time at which the cursor moved from this row to a row below; infinite if it did not."""
 
     @property
     def text(self) -> bytes:
@@ -67,22 +68,25 @@ class PrintedRow:
             self.drawn = self.state = b""
 
     def erase(self, whole: bool) -> None:
-        """Erase the whole row, or only the text that was drawn before the cursor returned to the row's beginning."""
+        """Erase the whole row, or only what remains in it from before the cursor returned to its beginning."""
         self.drawn, self.state, self.is_bar = b"" if whole else self.drawn, b"", True
 
 
 class Printed:
-    """Converts the bytes of one output stream of a worker to complete lines. Lines remain bytes: nothing is decoded."""
+    """Converts the bytes of one output stream of a worker into complete lines. Lines are bytes, too; nothing is
+    decoded."""
 
     def __init__(self) -> None:
         self._rest = b""
-        """End of the last piece of output, whose meaning depends on the next piece."""
+        """The end of the last piece of output if its meaning depends on the next piece, such as half an escape
+        sequence; else empty."""
         self._rows = [PrintedRow()]
         self._cursor = 0
         self._hidden = False
         """Whether the worker has hidden the terminal's cursor."""
         self._raised = -NEVER
-        """Time at which the cursor last moved up, since it was hidden or shown; minus infinity if it did not."""
+        """Time at which the cursor last moved up since it was hidden or shown; minus infinity if it has not moved
+        up."""
 
     def feed(self, data: bytes, now: float, every: float = BAR_SECONDS) -> list[bytes]:
         """Add a piece of output. Returns the lines that are complete. every: seconds between two lines that show the
@@ -98,8 +102,8 @@ class Printed:
         return [*self._parse(data, now), *self._cut(), *self.tick(now, every)]
 
     def tick(self, now: float, every: float = BAR_SECONDS) -> list[bytes]:
-        """Return the lines that are due at time `now`: rows that have ended, and progress bars that were not returned
-        for `every` seconds."""
+        """Return the lines that are due at time `now`: those of rows that have ended, and those of progress bars that
+        were last returned at least `every` seconds ago."""
         lines = []
         while self._ends() <= now:
             lines += self._end_first()
@@ -114,23 +118,23 @@ class Printed:
         return min(self._ends(), *(row.since + every for row in self._rows if row.is_bar), NEVER)
 
     def settle(self) -> list[bytes]:
-        """Return the progress bars above an empty row, which have ended if the process now writes to another stream."""
+        """Return the progress bars above an empty row. They have ended if the process now writes to its other
+        stream."""
         lines = []
         while self._cursor and not self._hidden and not self._rows[self._cursor].text:
             lines += self._end_first()
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the last lines of the stream, which were never ended by a newline."""
+        """Return the lines that are left at the end of the stream, which no newline has ended."""
         lines = [line for row in self._rows for line in self._state_of(row)]
         self._rows, self._cursor, self._rest = [PrintedRow()], 0, b""
         return lines
 
     def _ends(self) -> float:
-        """Return the time at which the first row counts as ended. While the cursor is hidden, the row ends only if the
-        cursor has since moved up to a row below it, or HIDDEN_SECONDS after the cursor left the row if it never moved
-        up.
-        """
+        """Return the time at which the first row counts as ended. While the cursor is hidden, it does so only if the
+        cursor has later moved up to a row below it, or, if the cursor never moved up, HIDDEN_SECONDS after the cursor
+        has left the row."""
         left = self._rows[0].left if self._cursor else NEVER
         if not self._hidden or left < self._raised:
             return left + LEFT_SECONDS
@@ -176,10 +180,11 @@ class Printed:
         if row.is_bar or self._hidden:
             yield from self._down(now)
             return
-        # The row is an ordinary line. Bars above it will not be drawn again, so they have ended.
+        # The row is an ordinary line, so progress bars above it will not be drawn again and have ended.
         while self._cursor:
             yield from self._end_first()
-        # if the row was returned as a bar before, this newline only ends the bar, and no empty line is shown
+        # If the row was returned as a progress bar before, the newline only ends this bar and does not make an empty
+        # line.
         if row.drawn.strip() or not row.given:
             yield row.drawn
         self._rows.pop(0)
@@ -201,7 +206,7 @@ class Printed:
         return self._state_of(self._rows.pop(0))
 
     def _state_of(self, row: PrintedRow) -> list[bytes]:
-        """Return the line that a row shows, in a list; empty if the row shows nothing new."""
+        """Return the line that a row shows, in a list; an empty list if the row shows nothing new."""
         if not row.text.strip() or row.text == row.given:
             return []
         row.given = row.text

@@ -1,5 +1,5 @@
-"""Writes `progress.jsonl`: samples of each rank's progress, at first twice a second and later less often, so that the
-size of the file is limited."""
+"""Writes `progress.jsonl`: samples of each rank's progress, at first every 0.5 s and later less often, so that the size
+of the file is limited."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from dadt.launch.monitor.watch import Gauge, Watch
 SECONDS = 0.5
 """Seconds between two samples at the beginning of the job."""
 MOMENTS = 8192
-"""Most samples stored of each rank in a job of one or two ranks. With more ranks, fewer samples are stored of each, so
-that the total stays the same."""
+"""Largest number of samples that are stored of each rank in a job of one or two ranks. With more ranks, fewer samples
+of each are stored, so that the total stays the same."""
 LEAST = 256
-"""Number of samples stored of each rank, however many ranks there are."""
+"""Number of samples that are stored of each rank at least, however many ranks there are."""
 
 
 class Series:
     """Writes a line for each rank at each sample. When the file is full, every second sample is removed and the time
-    between samples doubles. Sums remain exact, as each line counts from the beginning of the job."""
+    between samples doubles. No progress is lost by this, since the figures of each line count from the beginning of the
+    job."""
 
     def __init__(self, path: Path, watch: Watch, warn: Callable[[str], None]) -> None:
         """warn: called once, with a text for the user, if the file cannot be written."""
@@ -36,11 +37,11 @@ class Series:
         self._due = 0.0
         self._file: IO[bytes] | None = None
         self._ends: list[int] = []
-        """Offsets in the file at which each sample ends."""
+        """Offset in the file at which each sample ends."""
         self._broken = False
 
     def tick(self) -> float:
-        """Write a sample of each rank, if one is due. Returns the seconds until the next one."""
+        """Write a sample of each rank if one is due. Returns the seconds until the next sample."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + self._seconds

@@ -10,7 +10,7 @@ from dadt.launch.monitor.log_files import stacks_path
 
 
 class Stacks:
-    """Files with the stack traces of the ranks in one attempt of the job."""
+    """The files with the stack traces of the ranks in one attempt of the job."""
 
     def __init__(self, logs: Path, warn: Callable[[str], None]) -> None:
         self._logs = logs
@@ -21,7 +21,7 @@ class Stacks:
     def write(self, rank: int, text: bytes) -> None:
         path = stacks_path(self._logs, rank)
         try:
-            # Append to the file, as stacks of an earlier stall say more than those at the end of the job.
+            # Stack traces are appended, because those of an earlier stall say more than those at the end of the job.
             with private_files.open_file(path, "ab", inner=True) as file:
                 file.write(b"\n" * bool(file.tell()) + text)
         except OSError as error:

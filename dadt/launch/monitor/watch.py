@@ -19,30 +19,30 @@ from dadt.launch.monitor.printed import BAR
 WINDOW_SECONDS = 5.0
 """Length in seconds of the window over which speeds are averaged."""
 SLOW = 1.1
-"""A rank counts as the slowest if its steps, without waiting, take this many times as long as the median of the other
-ranks."""
+"""A rank counts as the slowest if its steps take this many times as long as those of the median of the other ranks,
+both without the time of waiting."""
 LAG_SECONDS = 1.0
-"""A rank also counts as the slowest if it is behind the median step by more than LAG_STEPS, plus the steps that the
-median rank makes in this many seconds."""
+"""A rank also counts as the slowest if it is behind the median rank by more than LAG_STEPS steps plus the steps that
+the median rank makes in this many seconds."""
 LAG_STEPS = 2
 LINE_BYTES = 1024
 LOOK_SECONDS = 1.0
-"""Least seconds between two searches for links between hosts that slow down the averaging."""
+"""Minimum seconds between two searches for links between hosts that slow down the averaging."""
 ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
 class View(Protocol):
-    """Interface of objects that show or record the figures of a Watch while the job runs."""
+    """Interface of objects that display or record the figures that a Watch has collected, while the job runs."""
 
     def tick(self) -> float:
-        """Show or record what is new, if it is due. Returns the seconds until the next call."""
+        """Show or record the current figures, if that is due. Returns the seconds until the next call is due."""
 
     def close(self) -> None:
-        """Write what is still unwritten, and free the view's resources. May be called again."""
+        """Show or record what is still missing, and free the view's resources. May be called repeatedly."""
 
 
 class Mark(NamedTuple):
-    """The progress of a rank at one time."""
+    """The progress of a rank at one time, as the rank has reported it."""
 
     seen: float
     """Time at which the rank's report arrived at the launcher (time.monotonic)."""
@@ -53,7 +53,7 @@ class Mark(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """A rank's speed between two marks, by the rank's own clock."""
+    """A rank's speed between two reports, by the rank's own clock."""
 
     steps: float
     samples: float
@@ -77,19 +77,19 @@ class Gauge:
     peak_memory: int = 0
     samples: float = 0.0
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers that the rank last reported: sums since its start (bytes sent, bytes uncompressed, fell_back, differed,
-    step_times), and `late`, the delay of its last gradients in steps."""
+    """Figures of the rank's last report: sums since its start (bytes sent, bytes uncompressed, fell_back, differed,
+    step_times), and `late`, which says by how many steps its last gradients were delayed."""
     code: int | None = None
-    """Exit code of the rank's process, once it has ended; -n if signal n ended it."""
+    """Exit code of the rank's process, or -n if signal n ended it; None until it has ended."""
     failed: bool = False
-    """Whether the rank failed by itself, not because another rank failed or all were stopped."""
+    """Whether the rank failed by itself, not because another rank failed or because all workers were stopped."""
     secondary: bool = False
     """Whether the rank reported that it ended because of another rank's failure."""
     summary: Mapping[str, Any] = field(default_factory=dict)
-    """Summary that the rank reported at the end of its training; empty before."""
+    """The summary that the rank reported at the end of its training; empty before that."""
     lost_at: float | None = None
-    """Time at which the other ranks began to train on without this one, in seconds since the epoch; None if they did
-    not."""
+    """Time, in seconds since the epoch, at which the other ranks began to continue training without this rank; None if
+    they did not."""
     _printed: bytes = b""
     _marks: deque[Mark] = field(default_factory=deque)
     _first: Mark | None = None
@@ -115,15 +115,15 @@ class Gauge:
         return self.member.step >= 0 and not self.member.ended and not self.member.finished
 
     def printed(self, data: bytes) -> None:
-        """Record output of the rank. As this is called for all output, it only stores the end and does not split it
-        into lines."""
+        """Record output of the rank. This is called for all output, so it only stores the end of the output and does
+        not split it into lines."""
         if data.strip():
-            before = b"" if self._printed.endswith(b"\n") else self._printed  # a line may arrive in several pieces
+            before = b"" if self._printed.endswith(b"\n") else self._printed  # the end of a line may arrive later
             self._printed = (before + data)[-LINE_BYTES:]
 
     @property
     def last(self) -> Mark | None:
-        """The newest mark of this rank's progress; None if there is none."""
+        """The latest report of this rank's progress; None if there is none."""
         return self._marks[-1] if self._marks else None
 
     def mark(self, step: int, numbers: Mapping[str, Any], now: float) -> None:
@@ -131,7 +131,7 @@ class Gauge:
         self.samples = numbers.get("samples", 0.0)
         self._marks.append(Mark(now, step, self.samples, numbers.get("waited", 0.0), numbers.get("clock", now)))
         self._first = self._first or self._marks[0]
-        # One mark from before the window is kept, so that a slow rank, with few marks, has a speed as well.
+        # One report from before the window is kept, so that a slow rank, which reports rarely, has a speed as well.
         while len(self._marks) > 2 and self._marks[1].seen < now - WINDOW_SECONDS:
             self._marks.popleft()
 
@@ -152,7 +152,7 @@ class Gauge:
         return Speed.between(self._first, self._marks[-1])
 
     def own_seconds(self, now: float) -> float:
-        """Return the seconds that one step takes without waiting for other ranks; 0 if unknown."""
+        """Return the seconds that a step of this rank takes without waiting for other ranks; 0 if unknown."""
         speed = self.speed(now)
         return (1.0 - speed.wait) / speed.steps if speed and speed.steps > 0 else 0.0
 
@@ -181,11 +181,11 @@ class Loss:
     time: float
     why: str
     replaced: float | None = None
-    """When a new worker joined in place of the lost one, in seconds since the epoch like `time`; None if none did."""
+    """Time, in seconds since the epoch, at which a new worker joined in place of the lost one; None if none did."""
 
 
 class Watch:
-    """Tracks the figures of all ranks, the state of the job, and the losses of ranks."""
+    """Tracks the figures of all ranks, the state of the job, and which ranks were lost."""
 
     def __init__(self, members: Sequence[Member], outbox: Outbox, now: float, begin: float) -> None:
         """now, begin: the current time, as time.monotonic and in seconds since the epoch."""
@@ -200,17 +200,17 @@ class Watch:
         self.losses: list[Loss] = []
         """Ranks that were lost while the others continued training, in order of time."""
         self.generations: list[Mapping[str, Any]] = []
-        """An entry for each time that ranks connected again: the time, which ranks were lost, which were left, and why.
-        """
+        """An entry for each time that the ranks have connected again, with the time, the ranks that were lost, the
+        ranks that were left, and the reason."""
 
     def stops(self, why: str, grace: float) -> None:
-        """Record that all workers are ordered to end. why: reason for the order. grace: seconds until they are
+        """Record that all workers have been ordered to end. why: reason for the order. grace: seconds until they are
         killed."""
         self.state = "stopping"
         self._outbox.note("stop", why=why, grace=grace)
 
     def regroups(self, lost: Sequence[Member], why: str, now: float) -> None:
-        """Record that the ranks connect again, and continue training without the lost ones, if any."""
+        """Record that the ranks connect again, and continue training without the lost ones if there are any."""
         at = self._since_epoch + now
         losses = [Loss(rank=m.rank, host=m.host, step=m.step, time=at, why=why) for m in lost]
         self.losses += losses
@@ -242,12 +242,13 @@ class Watch:
             self._outbox.note("link", text=text)
 
     def steps(self) -> tuple[int, int]:
-        """Return the lowest and the highest number of steps that a rank has done."""
+        """Return the lowest and the highest number of steps that any rank has done."""
         steps = [max(0, gauge.member.step) for gauge in self.gauges if not gauge.member.lost]
         return min(steps), max(steps)
 
     def slowest(self, now: float) -> Gauge | None:
-        """Return the gauge of the rank that the other ranks wait for; None if no rank stands out."""
+        """Return the Gauge of the rank for which the other ranks wait; None if no rank is clearly slower than the
+        others."""
         training = [gauge for gauge in self.gauges if gauge.trains]
         if len(training) < 2:
             return None
@@ -267,8 +268,8 @@ class Watch:
         return self.gauges[rank] if own[rank] > SLOW * statistics.median(others) else None
 
     def by_pace(self, now: float) -> list[Gauge]:
-        """Return the gauges of all ranks: first those that failed, then by speed with the slowest first, and last those
-        that have ended well."""
+        """Return the Gauges of all ranks in this order: ranks that failed, then the others by speed with the slowest
+        first, and last those that have ended well."""
         slowest = self.slowest(now)
 
         def order(gauge: Gauge) -> tuple[bool, bool, bool, bool, float, int]:

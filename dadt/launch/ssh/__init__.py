@@ -1,1 +1,1 @@
-"""Connects to hosts by SSH: the route to a host, host keys and user keys, and the meaning of errors."""
+"""Connects to hosts by SSH: finds the route to a host, handles host keys and user keys, and explains errors."""

@@ -1,4 +1,4 @@
-"""Connects to many hosts in a pool of threads, with a second attempt after errors that may be temporary."""
+"""Connects to many hosts in a pool of threads, and tries a second time after errors that may be temporary."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from dadt.launch.hosts.host import Host
 
 AT_ONCE = 32
 RETRY_SECONDS = (0.3, 1.5)
-"""Bounds of the random pause before the second attempt, so that refused clients do not come back together."""
+"""Bounds in seconds of the random pause before the second attempt. It is random so that clients that a server has
+refused do not come back at the same time."""
 
 
 class Transient(LaunchError):
-    """An error that may not occur again if the connection is tried a little later."""
+    """An error that may not occur again if the connection is attempted a little later."""
 
 
 class Attempts:
@@ -27,7 +28,7 @@ class Attempts:
     ending."""
 
     def __init__(self, attempt: Callable[[Host, float], Channel]) -> None:
-        """attempt: called with a host and a deadline (time.monotonic); connects to the host, or raises LaunchError."""
+        """attempt: function that connects to a host before a deadline (time.monotonic), or raises LaunchError."""
         self._attempt = attempt
         self._waiting: queue.SimpleQueue[tuple[Host, Future[Channel]]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -47,7 +48,7 @@ class Attempts:
         return self._closed.is_set()
 
     def close(self) -> None:
-        """Begin no more attempts. Idempotent."""
+        """Do not begin further attempts. Idempotent."""
         self._closed.set()
 
     def _work(self) -> None:

@@ -1,5 +1,5 @@
-"""Connects to a host's sshd, through other hosts if needed: finds the route, dials, checks the host's key, and logs
-in."""
+"""Connects to a host's SSH server, through other hosts if needed: finds the route, connects by TCP, checks the host's
+key, and logs in."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from dadt.launch.ssh.transport import Proxy, dial, tunnel
 
 BANNER_SECONDS = 15.0
 ANSWER_SECONDS = 30.0
-"""Timeout of the key exchange, of each step of logging in, and of opening a channel."""
+"""Timeout in seconds of the key exchange, of each step of the log-in, and of opening a channel."""
 RSA = ("rsa-sha2-512", "rsa-sha2-256")
-"""Signature algorithms to request from a host whose known key is of the kind ssh-rsa."""
+"""The signature algorithms to request from a host whose known key has the type ssh-rsa."""
 
 Jump = tuple[str, ...]
-"""The hosts through which a host is reached, in order, as ProxyJump names them."""
+"""The jump hosts through which a host is reached, in order, in the notation of ProxyJump."""
 Note = Callable[[str], None]
-"""Called with a note for the user about a host: a text to follow the host's name."""
+"""Function that is called with a note for the user about a host, which continues the host's name."""
 
-# Without a handler, Python would print Paramiko's log, with tracebacks, between DADT's own lines.
+# Without a handler, Python would print Paramiko's log messages, with tracebacks, between DADT's own lines.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
@@ -47,23 +47,23 @@ class SshConnection:
         self._proxy = proxy
 
     def close(self) -> None:
-        """Close the connection and its proxy; may be called again."""
+        """Close the connection and the ProxyCommand that carries it, if any. May be called repeatedly."""
         self.transport.close()
         if self._proxy is not None:
             self._proxy.close()
 
 
 class Jumps:
-    """Connections to jump hosts. All hosts behind a jump host share one connection to it, as its sshd would refuse too
-    many log-ins."""
+    """Keeps the connections to jump hosts. All hosts behind a jump host share one connection to it, because its SSH
+    server would refuse many log-ins at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._futures: dict[Jump, Future[SshConnection]] = {}
 
     def find(self, jumps: Jump, deadline: float, connect: Callable[[], SshConnection]) -> SshConnection:
-        """Return the connection to these jump hosts: the existing one, the one that is being made, or a new one if the
-        old one was lost. Raises LaunchError."""
+        """Return the connection to the last of these jump hosts. An existing connection is used, also one that is still
+        being made; a lost one is replaced. Raises LaunchError."""
         with self._lock:
             future = self._futures.get(jumps)
             is_ours = future is None or _is_lost(future)
@@ -77,7 +77,7 @@ class Jumps:
             raise LaunchError(f"timeout: ProxyJump {','.join(jumps)} is not connected within --start-timeout") from None
 
     def close(self) -> None:
-        """Close all connections; a connection that is still being made is closed once it exists."""
+        """Close all connections. A connection that is still being made is closed as soon as it exists."""
         with self._lock:
             futures = list(self._futures.values())
         for future in futures:
@@ -101,7 +101,7 @@ def _close(future: Future[SshConnection]) -> None:
 
 
 class Connector:
-    """Connects to hosts according to the configuration. `connect` may be called from several threads."""
+    """Connects to hosts as the configuration says. `connect` may be called from several threads."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -120,8 +120,8 @@ class Connector:
         return self._connect(route, deadline, note, ())
 
     def _connect(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> SshConnection:
-        """Connect to the host of a route and log in. before: the chains of jump hosts that need this connection, to
-        detect circles."""
+        """Connect to the host of a route and log in. before: the chains of jump hosts whose connections wait for this
+        one, so that a circle is noticed."""
         over = self._find_jump(route, deadline, note, before) if route.jumps else None
         with self._gates.passed(",".join([*route.jumps, route.where]), deadline):
             return self._log_in(route, over, deadline, note)
@@ -152,7 +152,7 @@ class Connector:
         return connection
 
     def _find_jump(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> SshConnection:
-        """Connect to the last jump host of the route, through the jump hosts before it."""
+        """Connect to the last jump host of the route, through the jump hosts that come before it."""
         if route.jumps in before:
             raise LaunchError(f"ProxyJump {','.join(route.jumps)} goes in a circle -> correct the SSH configuration")
         *first, last = route.jumps
@@ -160,7 +160,7 @@ class Connector:
         if first:
             jump = replace(jump, jumps=tuple(first))
         elif [routes.find_jump(self._config, text).key_name for text in jump.jumps] == [jump.key_name]:
-            jump = replace(jump, jumps=())  # a ProxyJump under `Host *` is not meant for the jump host itself
+            jump = replace(jump, jumps=())  # a ProxyJump under `Host *` is not meant for jump hosts themselves
 
         def connect() -> SshConnection:
             return self._connect(

@@ -1,4 +1,5 @@
-"""Limits simultaneous log-ins at each server, as an sshd refuses connections while ten have not logged in yet."""
+"""Limits simultaneous log-ins at each server, because SSH servers by default refuse connections while ten clients have
+not logged in yet."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ from contextlib import contextmanager
 from dadt.launch.ssh.attempt import left
 
 LOGINS = 6
-"""Largest number of simultaneous log-ins at one server. It is smaller than the default MaxStartups allows, as other
-users may log in as well, and an sshd counts a log-in for a little longer than its client does."""
+"""Largest number of simultaneous log-ins at one server. It is smaller than the server's default limit (MaxStartups),
+because other users may log in as well, and because a server counts a log-in for a little longer than its client does.
+"""
 
 
 class Gates:
-    """The limits of simultaneous log-ins, one for each server."""
+    """Limits the simultaneous log-ins, for each server separately."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +24,8 @@ class Gates:
 
     @contextmanager
     def passed(self, where: str, deadline: float) -> Iterator[None]:
-        """Wait until a log-in at this server is allowed. Raises LaunchError at the deadline."""
+        """Context manager that waits until another log-in at this server is allowed, and counts it while it lasts.
+        Raises LaunchError at the deadline."""
         with self._lock:
             gate = self._gates.setdefault(where, threading.Semaphore(LOGINS))
         while not gate.acquire(timeout=left(deadline, float("inf"))):

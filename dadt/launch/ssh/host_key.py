@@ -21,7 +21,7 @@ HASHED = "|1|"
 
 @dataclass(frozen=True, slots=True)
 class HostKey:
-    """A public key of a host."""
+    """A public key by which a host proves its identity."""
 
     kind: str
     blob: bytes
@@ -34,7 +34,7 @@ class HostKey:
 
 @dataclass(frozen=True, slots=True)
 class KnownHostLine:
-    """A line of a known_hosts file, with the key that it contains."""
+    """A line of a known_hosts file that contains a host's key."""
 
     names: str
     key: HostKey
@@ -61,7 +61,7 @@ class KnownHostLine:
 
 
 class KnownHosts:
-    """The known keys of one host."""
+    """The keys of one host that known_hosts files contain."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -70,19 +70,19 @@ class KnownHosts:
         self._entries = [entry for entry in entries if not entry.revoked]
         self._portless: list[KnownHostLine] = []
         if not self._entries and route.port != SSH_PORT and not route.alias:
-            # As in OpenSSH, a key known for port 22 is valid for other ports as well.
+            # As in OpenSSH, a key that is known for port 22 is valid for the other ports of the host as well.
             name = route.hostname.lower()
             entries = [entry for entry in _read(route.known_hosts) if entry.is_for(name)]
             self._portless = [entry for entry in entries if not entry.revoked]
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of the known keys, which the client asks the host for first."""
+        """Types of the known keys. The client requests these types from the host first."""
         return [entry.key.kind for entry in self._entries + self._portless]
 
     def check(self, key: HostKey, policy: str) -> str:
-        """Accept the key or raise LaunchError. Returns a note for the user, to follow the host's name; empty if the
-        key was known."""
+        """Check the key that the host has presented, and raise LaunchError if it is not accepted. Returns a note for
+        the user, which continues the host's name; empty if the key was known."""
         if policy == "off":
             return ""
         if revoked := [entry for entry in self._revoked if entry.key == key]:
@@ -110,7 +110,8 @@ def changed(fingerprint: str, entry: KnownHostLine, name: str) -> str:
 
 
 def read_line(file: Path, number: int) -> KnownHostLine | None:
-    """Return the line of a known_hosts file with this number, counted from 1; None if the line contains no key."""
+    """Parse a line of a known_hosts file. number: its number in the file, counted from 1. Returns None if the line
+    contains no key."""
     return next((entry for entry in _read([file]) if entry.line == number), None)
 
 
@@ -123,7 +124,7 @@ def _read(files: Iterable[Path]) -> Iterator[KnownHostLine]:
         for number, line in enumerate(lines, 1):
             words = line.split()
             marker = words.pop(0) if words and words[0].startswith("@") else ""
-            # Host certificates are not supported by this reader; OpenSSH handles them.
+            # Lines with host certificates (@cert-authority) are not supported here; OpenSSH handles them.
             if len(words) < 3 or words[0].startswith("#") or marker not in ("", "@revoked"):
                 continue
             try:
@@ -134,7 +135,8 @@ def _read(files: Iterable[Path]) -> Iterator[KnownHostLine]:
 
 
 def _append(file: Path, line: str) -> None:
-    """Append a whole line, unless the file contains it already, even if other processes append at the same time."""
+    """Append a line to a file, unless the file contains the line already. This is safe even if other processes append
+    to the file at the same time."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with file.open("a+b") as known:
         if not file.is_file():
@@ -147,5 +149,6 @@ def _append(file: Path, line: str) -> None:
 
 
 def _glob(pattern: str) -> str:
-    """Escape brackets for fnmatch: in known_hosts they do not mean ranges, but surround names with a port."""
+    """Escape brackets for fnmatch. In known_hosts files they enclose the name of a host whose port is given, and do not
+    mean a range of characters."""
     return pattern.replace("[", "[[]")

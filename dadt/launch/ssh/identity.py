@@ -19,7 +19,8 @@ from dadt.launch.ssh.route import Route
 
 
 class Identities:
-    """The user's keys for one host, and which of them were refused, locked by a passphrase or unusable."""
+    """The user's keys for one host, and a record of which of them the host refused, are locked by a passphrase, or
+    cannot be used."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -30,7 +31,7 @@ class Identities:
         self._unusable: list[str] = []
 
     def log_in(self, transport: paramiko.Transport) -> None:
-        """Log in over the transport. Raises LaunchError if the host accepts no key."""
+        """Log in to the host at the other end of the transport. Raises LaunchError if the host accepts no key."""
         user = self._route.user
         try:
             transport.auth_none(user)
@@ -55,10 +56,10 @@ class Identities:
         raise LaunchError(refusals.denied(self._route, self._what_was_tried(), self._locked, self._unusable))
 
     def _keys(self, held: tuple[paramiko.AgentKey, ...]) -> Iterator[tuple[paramiko.PKey, str]]:
-        """Yield keys with labels, in OpenSSH's order: configured key files that the SSH agent has, the agent's other
-        keys, the remaining files.
+        """Yield keys with labels in the order in which OpenSSH tries them: keys of the SSH agent that are in configured
+        files, its other keys, then the remaining files.
 
-        The label is empty for the agent's other keys.
+        The label is the key's file; it is empty for a key of the agent that is in no file.
         """
         publics = {blob: file for file in self._files if (blob := _public(file)) is not None}
         for key in sorted(held, key=lambda key: key.blob not in publics):
@@ -94,7 +95,7 @@ class Identities:
 
 
 def _public(file: Path) -> bytes | None:
-    """Return the public key in the file itself, or in the .pub file beside it; None if there is none."""
+    """Return the public key that the file contains, or that the .pub file beside it contains; None if there is none."""
     for candidate in (file, file.with_name(f"{file.name}.pub")):
         try:
             words = candidate.read_text(errors="replace").split(maxsplit=2)

@@ -1,6 +1,6 @@
-"""Messages about why SSH could not reach a host and what to do, the same for Paramiko and OpenSSH.
+"""Builds the messages that say why SSH could not reach a host and what to do, for both Paramiko and OpenSSH.
 
-Each text follows the host's name.
+Each message continues the host's name.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def revoked_key(fingerprint: str, place: str) -> str:
 
 def denied(route: Route, tried: Sequence[str], locked: Sequence[str], unusable: Sequence[str]) -> str:
     """Return the message for a refused log-in. tried: keys that the host refused. locked: key files with a passphrase.
-    unusable: complete reasons why other files could not be used."""
+    unusable: texts that say why other files could not be used."""
     text = f"no accepted key (tried {', '.join(tried)})" if tried else "no key to try"
     text += "".join(f"; {file} has a passphrase, and the agent does not hold it" for file in locked)
     text += "".join(f"; {reason}" for reason in unusable)
@@ -85,6 +85,6 @@ def agent_keys(count: int) -> list[str]:
 
 
 def login(route: Route) -> str:
-    """Return the words that follow `ssh` or `ssh-copy-id` in a command for users to type."""
+    """Return the host with user and port, as they follow `ssh` or `ssh-copy-id` in a command that the user can type."""
     port = "" if route.port == SSH_PORT else f"-p {route.port} "
     return f"{port}{route.user}@{route.host}"

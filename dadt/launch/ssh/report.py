@@ -1,4 +1,4 @@
-"""Finds the reason of a failed SSH connection in the output of `ssh -v`."""
+"""Finds the reason why an SSH connection failed in the output of `ssh -v`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dadt.launch.ssh.route import Route
 OWN_LINE = re.compile(
     r"debug\d: |OpenSSH_|Authenticated |Transferred: |Bytes per second: |Warning: Permanently added |Killed by signal 1"
 )
-"""Matches lines in which `ssh -v` describes its own work. All other lines come from the remote side, or say why ssh
+"""Matches lines in which `ssh -v` describes what it does. All other lines come from the remote side, or say why ssh
 failed."""
 SERVER_KEY = re.compile(r"Server host key: (\S+) (SHA256:\S+)")
 OFFENDING = re.compile(r"Offending (?:\S+ )?key(?: for IP)? in (.+):(\d+)")
@@ -29,12 +29,13 @@ EARLY = ("kex_exchange_identification", "Connection closed by", "Connection rese
 
 
 class SshReport:
-    """What one run of `ssh -v` has written to standard error."""
+    """The text that one run of `ssh -v` has written to standard error."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.others = "\n".join(line for line in text.splitlines() if not OWN_LINE.match(line))
-        """The lines from the remote side or about a failure, without those in which ssh describes its own work."""
+        """The lines that come from the remote side or describe a failure, without those in which ssh describes what it
+        does."""
 
     @property
     def logged_in(self) -> bool:
@@ -47,21 +48,22 @@ class SshReport:
 
     @property
     def last_words(self) -> str:
-        """The last line from the remote side or about a failure, preferably one that says more than that the connection
-        was closed."""
+        """The last line that comes from the remote side or describes a failure. Lines that only say that the connection
+        was closed are used if there are no others."""
         lines = [line.strip() for line in self.others.splitlines() if line.strip()]
         telling = [line for line in lines if not line.startswith(EARLY)] or lines
         return telling[-1] if telling else ""
 
     def notes(self) -> list[str]:
-        """Return notes for the user after a successful log-in: that an unknown host key was accepted."""
+        """Return notes for the user after a successful log-in: one if an unknown host key was added to known_hosts,
+        else none."""
         if "Warning: Permanently added" not in self._text:
             return []
         return [f"its host key was not known ({self._fingerprint()}): added to known_hosts"]
 
     def failure(self, route: Route) -> LaunchError:
-        """Return the error that says why the log-in failed. The first reason in the text counts, as reasons from jump
-        hosts come first."""
+        """Return an error that says why the log-in failed. The first reason in the text is used, as jump hosts report
+        theirs first."""
         text = self._text
         if found := RESOLVE.search(text):
             kind = Transient if "Temporary failure" in found[2] else LaunchError

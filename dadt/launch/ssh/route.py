@@ -1,4 +1,5 @@
-"""The route by which SSH reaches a host, from its configuration and the flags that override it."""
+"""Finds the route by which SSH reaches a host, from SSH's configuration and from DADT's flags, which take
+precedence."""
 
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ from dadt.errors import LaunchError
 
 ANSWER_SECONDS = 10.0
 CONNECT_SECONDS = 10.0
-"""Seconds to wait for a TCP connection if ConnectTimeout is not set."""
+"""Seconds to wait for a TCP connection if the SSH configuration does not set ConnectTimeout."""
 SSH_PORT = 22
 JUMP = re.compile(r"(?:ssh://)?(?:(?P<user>.+)@)?(?:\[(?P<six>[^\]]+)\]|(?P<name>[^:]+))(?::(?P<port>\d+))?/?")
 
 Settings = Mapping[str, Sequence[str]]
-"""Settings of the SSH configuration, by names in lower case; some may occur several times."""
+"""Settings of the SSH configuration, by their names in lower case. A setting may have several values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """A host, and the SSH settings for reaching it."""
+    """A host with the SSH settings for reaching it."""
 
     host: str
-    """Name of the host, as the user has given it."""
+    """Name of the host as the user has written it, which may be an alias in the SSH configuration."""
     hostname: str
     port: int
     user: str
@@ -38,7 +39,7 @@ class Route:
     jumps: tuple[str, ...]
     proxy_command: str
     known_hosts: tuple[Path, ...]
-    """Paths of known_hosts files; new host keys are written to the first."""
+    """Paths of the known_hosts files. New host keys are written to the first one."""
     alias: str
     strict: bool
     """Whether the host's key must be known, whatever --ssh-host-keys says."""
@@ -47,7 +48,7 @@ class Route:
 
     @property
     def key_name(self) -> str:
-        """The host's name in known_hosts files, with its port unless it is 22."""
+        """The host's name as it is written in known_hosts files, with its port unless that is 22."""
         if self.alias:
             return self.alias
         return self.hostname.lower() if self.port == SSH_PORT else f"[{self.hostname.lower()}]:{self.port}"
@@ -58,7 +59,8 @@ class Route:
 
 
 def find(config: Config, host: str, user: str = "", port: int = 0, identity: str = "") -> Route:
-    """Return the route to a host. user, port, identity: override the SSH configuration. Raises LaunchError."""
+    """Return the route to a host. user, port, identity: values that take precedence over the SSH configuration. Raises
+    LaunchError."""
     if identity and not Path(identity).expanduser().is_file():
         raise LaunchError(f"there is no private key {identity} -> give the right path with -i")
     ssh = shutil.which("ssh")
@@ -96,8 +98,8 @@ def find_jump(config: Config, text: str) -> Route:
 
 
 def _of_ssh(ssh: str, config: Config, host: str, user: str) -> Settings:
-    """Return the SSH settings for a host from the program `ssh`, which knows all of OpenSSH's configuration: Include,
-    Match, canonical names."""
+    """Return the SSH settings for a host, as the program `ssh` reports them. Unlike Paramiko, it supports all of
+    OpenSSH's configuration, such as Include, Match and canonical names."""
     options = ["-F", config.ssh_config] if config.ssh_config else []
     options += ["-l", user] if user else []
     try:
@@ -121,8 +123,8 @@ def _of_ssh(ssh: str, config: Config, host: str, user: str) -> Settings:
 
 
 def _of_files(config: Config, host: str) -> Settings:
-    """Return the SSH settings for a host without the program `ssh`, as far as Paramiko understands the configuration
-    files: it does not know Include."""
+    """Return the SSH settings for a host as Paramiko reads them from the configuration files, where the program `ssh`
+    is missing. Paramiko does not support Include."""
     import paramiko
 
     files = [config.ssh_config] if config.ssh_config else ["~/.ssh/config", "/etc/ssh/ssh_config"]

@@ -1,4 +1,5 @@
-"""The transport to an SSH server: a TCP connection, a ProxyCommand, or a channel through another host."""
+"""Makes the connection that carries SSH to a server: a TCP connection, a ProxyCommand, or a channel through another
+host."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ END_SECONDS = 1.0
 
 
 def dial(route: Route, timeout: float, silence: float) -> socket.socket:
-    """Connect to the route's host by TCP. silence: seconds without an answer after which the connection counts as lost.
-    Raises LaunchError."""
+    """Connect to the route's host by TCP. silence: seconds without an answer of the host after which the connection
+    counts as lost. Raises LaunchError."""
     try:
         found = socket.getaddrinfo(route.hostname, route.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -46,7 +47,8 @@ def dial(route: Route, timeout: float, silence: float) -> socket.socket:
 
 
 def _watch(wire: socket.socket, silence: float) -> None:
-    """Have the kernel detect that the other side is gone, as a network that was cut sends no RST."""
+    """Have the kernel detect that the other side cannot be reached any more, since nothing reports this if the network
+    was cut."""
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     set_urgent(wire)
@@ -66,7 +68,7 @@ def _unreachable(route: Route, timeout: float, errors: list[OSError]) -> LaunchE
 
 
 def tunnel(over: paramiko.Transport, route: Route, timeout: float) -> paramiko.Channel:
-    """Open a channel through the connected transport of another host. Raises LaunchError."""
+    """Open a channel to the host through the SSH connection to another host. Raises LaunchError."""
     try:
         return over.open_channel("direct-tcpip", (route.hostname, route.port), ("127.0.0.1", 0), timeout=timeout)
     except paramiko.ChannelException as error:
@@ -96,7 +98,7 @@ class Proxy:
             )
 
     def explain(self) -> str:
-        """Return a text with the last line that the ProxyCommand printed before it failed."""
+        """Return a text that contains the last line that the ProxyCommand printed before it failed."""
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f"ProxyCommand `{self._command}`" + (f": {lines[-1]}" if lines else " ended without a word")

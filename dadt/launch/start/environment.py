@@ -1,4 +1,5 @@
-"""Builds the environment variables of a worker: those of its host's agent, plus those that the launcher adds."""
+"""Builds the environment variables of a worker, which are those of its host's agent and those that the launcher
+adds."""
 
 from __future__ import annotations
 
@@ -19,21 +20,21 @@ from dadt.launch.hosts.slot import Slot
 from dadt.launch.start.torch_world import TorchWorld
 
 SITE = Path(__file__).parents[2] / "inject" / "site"
-"""Folder of the sitecustomize.py that makes `import horovod` find DADT, and that loads DADT where torch has no entry
-points for backends."""
+"""Folder of the sitecustomize.py that makes `import horovod` import DADT's replacement, and that loads DADT if torch
+has no entry points for backends."""
 FORWARDED = re.compile(
     r"(LC|CONDA|OMP|MKL|KMP|OPENBLAS|NCCL|GLOO|UCX|FI|CUBLAS|HF|TRANSFORMERS|TOKENIZERS|WANDB|MLFLOW)_.*"
     r"|(PYTHON|TORCH).*|PATH|LD_LIBRARY_PATH|LANG|TZ|VIRTUAL_ENV|CUDA_(HOME|LAUNCH_BLOCKING|DEVICE_ORDER)|XDG_CACHE_HOME"
 )
-"""Matches variables that the launcher passes to workers on other hosts by default. CUDA_VISIBLE_DEVICES is not
-among them, as it differs between hosts."""
+"""Matches environment variables of the launcher that workers on other hosts get by default. CUDA_VISIBLE_DEVICES is not
+among them, since its value depends on the host."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PROLOGUE_SECONDS = 60.0
 
 
 def forwarded(config: Config, env: Mapping[str, str] = os.environ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two sets of variables: those that workers on other hosts get in addition to their host's environment, and
-    those that all workers get, named by --env-file and -x. Raises ConfigError."""
+    """Return two mappings of variables: those that workers on other hosts get in addition to their host's environment,
+    and those from --env-file and -x, which all workers get. Raises ConfigError."""
     defaults = {name: value for name, value in env.items() if FORWARDED.fullmatch(name)}
     named = _file(Path(config.env_file)) if config.env_file else {}
     for text in config.forward:
@@ -42,14 +43,13 @@ def forwarded(config: Config, env: Mapping[str, str] = os.environ) -> tuple[dict
 
 
 def base(env: Mapping[str, str], prologue: str, mark: str, cwd: str) -> tuple[dict[str, str], list[str]]:
-    """Called by the agent: run the prologue in the agent's environment extended by `env`. Returns the resulting
-    variables, and a list of problems. mark: NAME=VALUE that marks the processes of the prologue. cwd: folder in which
-    the prologue runs.
-    """
+    """Run the user's prologue command in the agent's environment, extended by `env`. Returns the variables after it,
+    and a list of problems. Called by the agent. mark: NAME=VALUE by which processes of the prologue can be recognized.
+    cwd: folder in which the prologue runs."""
     result = without_settings(os.environ) | dict(env)
     if not prologue:
         return result, []
-    # The prologue may print anything, so the variables are written to a separate file.
+    # The prologue may print anything, so its variables are not printed but written to a file of their own.
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as printed:
         script = f"{prologue}\nstatus=$?\ncommand -p env -0 >&{file.fileno()}\nexit $status"
         try:
@@ -86,20 +86,19 @@ def missing(cwd: str, files: Sequence[str]) -> list[str]:
         if not Path(cwd).is_dir():
             return [f"there is no folder {cwd} -> make it, share it, or --workdir DIR"]
         absent = [file for file in files if not (Path(cwd) / file).exists()]
-    except OSError as error:  # the files cannot be looked at, for example in another user's folder
+    except OSError as error:  # for example, this user may not enter the folder
         return [f"{error.filename or cwd} cannot be looked at ({error.strerror}) -> allow it, or --workdir DIR"]
     return [f"there is no {file} in {cwd} -> copy it to that folder, or share the folder" for file in absent]
 
 
 def common(config: Config) -> dict[str, str]:
-    """Return the variables that the launcher adds for all workers alike."""
+    """Return the variables that the launcher adds for every worker."""
     return {**config.to_env(), "PYTHONUNBUFFERED": "1"}
 
 
 def torchrun(config: Config, job: str, restarts: int) -> dict[str, str]:
-    """Return the variables that torchrun would set alike for all workers, with one group per host and a single role.
-    Empty with --no-torch-env. restarts: how often the job has been restarted.
-    """
+    """Return the variables that torchrun would set to the same values for all workers. Each host is a group, and there
+    is a single role. Empty with --no-torch-env. restarts: number of restarts of the job so far."""
     if not config.torch_env:
         return {}
     return {
@@ -107,15 +106,15 @@ def torchrun(config: Config, job: str, restarts: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        # Rank 0 serves the store of torch's rendezvous; no agent does.
+        # Rank 0 serves the store of torch's rendezvous, unlike with torchrun, whose agent does.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
 
 def own(slot: Slot, job: str, torch: TorchWorld | None, *, told: bool, restarts: int, joins: bool) -> dict[str, str]:
-    """Return the variables that differ between workers. torch: the worker's place for torchrun's variables; None to
-    leave these variables unset. told: the script's arguments contain its rank. restarts: how often the job has been
-    restarted. joins: the worker joins a running job."""
+    """Return the variables of one worker whose values differ between workers. torch: the worker's ranks for torchrun's
+    variables; None to leave these variables unset. told: whether the script's arguments contain its rank. restarts:
+    number of restarts of the job so far. joins: whether the worker joins a running job."""
     result = replace(slot.world(job), rank_in_arguments=told, restarts=restarts, joins=joins).to_env()
     if torch is not None:
         result.update(
@@ -131,7 +130,7 @@ def own(slot: Slot, job: str, torch: TorchWorld | None, *, told: bool, restarts:
             MASTER_PORT=str(torch.port),
         )
         if torch.gpus:
-            result["DADT_GPUS"] = torch.gpus  # the script chooses one of these GPUs by LOCAL_RANK
+            result["DADT_GPUS"] = torch.gpus  # the script selects one of these GPUs by LOCAL_RANK
     result["DADT_THREADS"] = str(slot.threads)
     if slot.gpu is not None:
         result["CUDA_VISIBLE_DEVICES"] = slot.gpu
@@ -139,10 +138,11 @@ def own(slot: Slot, job: str, torch: TorchWorld | None, *, told: bool, restarts:
 
 
 def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -> dict[str, str]:
-    """Called by the agent: return the complete environment of a worker. socket: path of the agent's socket."""
+    """Return the complete environment of a worker. Called by the agent. base: the host's environment. given: variables
+    from the launcher. socket: path of the agent's socket."""
     result = {**base, **given, "DADT_AGENT": str(socket)}
     result.setdefault("OMP_NUM_THREADS", result.pop("DADT_THREADS"))
-    # PYTHONHASHSEED makes orders that depend on hashes, such as that of a set of strings, the same on all ranks.
+    # With the same PYTHONHASHSEED, sets of strings, for example, have the same order on all ranks.
     if result.get("DADT_SEEDING") != "0":
         result.setdefault("PYTHONHASHSEED", str(max(0, int(result.get("DADT_SEED", 0))) % 2**32))
     if interface := result.pop("DADT_INTERFACE", ""):
@@ -161,8 +161,8 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
 
 
 def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
-    """Whether DADT must be loaded by sitecustomize.py, because torch will not call DADT's entry point: it is older than
-    2.5, or configured not to."""
+    """Return whether sitecustomize.py has to load DADT, because torch does not call DADT's entry point: it is older
+    than version 2.5, or its configuration forbids it."""
     if inject in ("none", "entrypoint"):
         return False
     calls = env.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1" and _torch_version() >= (2, 5)
@@ -170,8 +170,8 @@ def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
 
 
 def isolating_flags(arguments: Sequence[str]) -> list[str]:
-    """Return those flags of Python among the arguments (-I, -E, -s, -S) that make it ignore PYTHON* variables or site
-    packages."""
+    """Return those of Python's flags -I, -E, -s and -S that the arguments contain. They make Python ignore PYTHON*
+    variables or site packages, so that DADT cannot be loaded."""
     found = []
     for argument in arguments:
         if not argument.startswith("-") or argument in ("-", "-m", "-c"):
@@ -200,8 +200,8 @@ def _named(text: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _file(path: Path) -> dict[str, str]:
-    """Read lines NAME=VALUE, in the format of docker's --env-file: quotes are not removed, and # begins a comment
-    line."""
+    """Return the variables in a file of lines NAME=VALUE, in the format of docker's --env-file: quotes are kept, and
+    lines that begin with # are comments."""
     found = {}
     for number, line in enumerate(document.read(path, "--env-file").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -216,7 +216,8 @@ def _file(path: Path) -> dict[str, str]:
 
 
 def _torch_version() -> tuple[int, int]:
-    """Return the version of the installed torch without importing it; a very high version if torch is not installed."""
+    """Return the version of the installed torch without importing it. If torch is not installed, the result is higher
+    than any version."""
     try:
         major, minor, *_ = importlib.metadata.version("torch").split(".")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Reads the report of a host's agent: the host's room for workers, its problems, and its addresses."""
+"""Interprets the report of an agent about its host: the host's room for workers, its problems, and its addresses."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def target_of(index: int, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problem_of(ready: Frame, host: str = "") -> str:
-    """Return why a host cannot take part; empty if it can. ready: the agent's report. host: name of the host, if it has
-    one."""
+    """Return a text that says why a host cannot take part in the job; empty if it can. ready: the agent's report. host:
+    name of the host, if it has one."""
     python = ready["executable"]
     if ready["version"] != VERSION:
         found = f"dadt {ready['version']} is installed {'there' if host else f'for {python}'}"
@@ -43,8 +43,8 @@ def problem_of(ready: Frame, host: str = "") -> str:
 
 
 def share_folder(nodes: Sequence[Node], node: Node, seen: Sequence[Node]) -> None:
-    """Record that a new host shares its working folder with the hosts `seen`, which see the marker file that it created
-    there."""
+    """Record that a new host works in the same folder as the hosts `seen`, which see the marker file that the new host
+    has created there."""
     known = [other.folder for other in seen if other.folder is not None]
     unused = 1 + max((other.folder for other in nodes if other.folder is not None), default=0)
     for each in (node, *seen):
@@ -52,7 +52,7 @@ def share_folder(nodes: Sequence[Node], node: Node, seen: Sequence[Node]) -> Non
 
 
 def differences(nodes: Sequence[Node]) -> list[str]:
-    """Return warnings about versions that differ between the hosts but may still work together."""
+    """Return warnings about software versions that differ between the hosts but may work together."""
     texts = []
     for what, name in (("torch", "torch"), ("Python", "python")):
         found = {node.name: ".".join(str(node.report[name]).split(".")[:2]) for node in nodes}

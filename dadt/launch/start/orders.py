@@ -1,5 +1,5 @@
-"""Builds the launcher's two orders to each agent at the start of a job: to report about its host, and then to start its
-workers."""
+"""Builds the two orders that the launcher sends to each agent at the start of a job: the first to report about its
+host, the second to start its workers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from dadt.launch.start.torch_world import TorchWorld
 def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
     """Return the fields of the `look` frame, which asks an agent to report about its host."""
     config = the_plan.config
-    # With --nnodes, the user starts `dadt run` on each host, so each agent has the environment that the user has set up
-    # on its host.
+    # With --nnodes, the user starts `dadt run` on each host, so each agent already has the environment that is right
+    # for its host.
     has_own = node.is_child or config.nnodes
     return {
         "job": job,
@@ -32,14 +32,14 @@ def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
         "files": list(the_plan.files),
         "prologue": config.prologue,
         "mpi": mpi_executor(config),
-        # a child's pipe closes when the launcher ends
+        # an agent that is a child process notices the launcher's end, which closes its pipe
         "orphan_timeout": None if node.is_child else config.orphan_timeout,
         "env": dict(the_plan.named if has_own else the_plan.elsewhere),
     }
 
 
 def orders(where: Placed) -> Iterator[Frame]:
-    """Yield for each node, in order, the frame that orders its agent to start its workers."""
+    """Yield, for each node in order, the frame that orders its agent to start its workers."""
     slots: list[list[Slot]] = [[] for _ in where.nodes]
     for slot in where.slots:
         slots[slot.cross_rank].append(slot)
@@ -51,14 +51,14 @@ def orders(where: Placed) -> Iterator[Frame]:
 
 
 def order_to_join(where: Placed, place: int) -> Frame:
-    """Return the order to start workers for the agent of a host that has taken over this place in the running job. When
-    its workers join, they learn which rank writes files in a shared folder."""
+    """Return the order to start workers for the agent of a host that has taken the place of a lost one in the running
+    job. It does not say which rank writes files in a shared folder, as its workers learn this when they join."""
     slots = [slot for slot in where.slots if slot.cross_rank == place]
     return _order(where, slots, where.nodes[place], _common(where), {}, beats=heartbeats(where), joins=True)
 
 
 def _common(where: Placed) -> dict[str, str]:
-    """Return the variables that are the same for all workers of the job."""
+    """Return the environment variables that are the same for all workers of the job."""
     given = environment.torchrun(where.config, where.job, where.restarts)
     return {**environment.common(where.config), **given}
 
@@ -73,10 +73,9 @@ def _order(
     beats: bool,
     joins: bool = False,
 ) -> Frame:
-    """Return the frame that orders one agent to start its workers. env: variables of all workers of the job. writers:
-    for each rank in a shared working folder, the rank that writes files there. beats: whether the hosts send each other
-    heartbeats. joins: whether the workers join a running job.
-    """
+    """Return the frame that orders one agent to start its workers. env: variables that all workers of the job get.
+    writers: for each rank in a shared working folder, the rank that writes files there. beats: whether the hosts send
+    each other heartbeats. joins: whether the workers join a running job."""
     told = where.config.pass_local_rank or any("rank}" in part for part in where.plan.command)
     workers = [
         {
@@ -90,7 +89,7 @@ def _order(
         }
         for slot in slots
     ]
-    # Seconds within which mpirun must have started the workers; 0 if the agent starts them itself.
+    # Seconds that mpirun may take to start the workers; 0 if the agent starts them itself.
     adopt = where.config.start_timeout if where.config.launcher == "mpi" else 0.0
     header: dict[str, Any] = {
         "job": where.job,
@@ -103,7 +102,7 @@ def _order(
         "secret": where.secret,
     }
     if number := of_checkpoint(where.config):
-        # Whether the ranks of other hosts can continue training without this host.
+        # `alone` says whether the ranks of other hosts can continue training without this host.
         least = where.config.min_np * (slots[0].island_size or 1)
         alone = 0 < least <= len(where.slots) - len(slots)
         header |= {"checkpoint": {"number": number, "grace": where.config.grace, "alone": alone}}
@@ -114,7 +113,7 @@ def _order(
 
 
 def heartbeats(where: Placed) -> bool:
-    """Return whether the hosts send each other heartbeats; hosts that are all the same machine do not need them."""
+    """Return whether the hosts send each other heartbeats. Hosts that are all the same machine do not."""
     apart = len(where.nodes) > 1 and all(node.address != SAME_MACHINE for node in where.nodes)
     return apart and where.config.heartbeat_timeout > 0
 

@@ -1,4 +1,4 @@
-"""Assigns every worker of a job its host and GPU, once all hosts have reported."""
+"""Assigns a host and a GPU to every worker of a job, once all hosts have reported."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dadt.launch.start.torch_world import TorchWorld, fewest, island_size, may_d
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A planned job with the place of every worker."""
+    """A planned job after its workers were placed on hosts."""
 
     plan: Plan
     config: Config
-    """The configuration, in which every choice that must be the same on all ranks has been made."""
+    """The configuration, in which all choices that must be the same on all ranks are made."""
     job: str
     logs: Path
     nodes: list[Node]
@@ -34,18 +34,18 @@ class Placed:
     """Place of each worker, by rank. When a host joins the running job in place of a lost one, the places of its ranks
     are replaced."""
     torch: Sequence[TorchWorld]
-    """Each rank's place as torch sees it, by rank."""
+    """Each rank's position as torch sees it, by rank."""
     secret: str
     """Random hexadecimal secret that the launcher, the agents and the workers of this job share."""
     why: str = ""
-    """Text for the user: the chosen executor, and why it was chosen."""
+    """Text for the user that names the chosen executor and says why it was chosen."""
     restarts: int = 0
-    """Number of times that the job has been restarted."""
+    """Number of restarts of the job before this attempt."""
 
 
 def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, now: float) -> Steps[Placed]:
-    """Assign each worker its place, once all hosts have reported. Agents whose hosts get no workers are ended. Raises
-    LaunchError if the hosts have room for fewer workers than --min-np."""
+    """Assign each worker its place, once all hosts have reported. The agents of hosts that get no workers are ended.
+    Raises LaunchError if the hosts have room for fewer workers than --min-np."""
     config = the_plan.config
     rooms = [room(node, config) for node in nodes]
     missing = len(the_plan.hosts) - len(nodes)
@@ -87,16 +87,17 @@ def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, n
 
 
 def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> tuple[Config, str]:
-    """Return the configuration with all choices that must be the same on all ranks: the executors, and a random seed if
-    none was set; also the reason for the chosen executors."""
+    """Return the configuration in which all choices are made that must be the same on all ranks, which are the
+    executors and, if none was set, a random seed. Also return why these executors were chosen."""
     if config.seed < 0:
         config = replace(config, seed=secrets.randbelow(2**31))
-    # Count only ranks that exchange with each other: all ranks, or those with the same place in their islands.
+    # Only ranks that exchange with each other are counted: all ranks, or with islands those with the same position in
+    # their islands.
     workers = Counter(slot.cross_rank for slot in slots if slot.rank % (slot.island_size or 1) == 0)
     return choose(config, [_place(workers[index], node) for index, node in enumerate(nodes) if workers[index]])
 
 
 def _place(workers: int, node: Node) -> HostWorkers:
     usable = not str(node.report.get("torch", "")).endswith("+cpu")
-    # with Ray, workers may share a GPU, which counts once
+    # with Ray, several workers may share a GPU, which counts once
     return HostWorkers(node.name, workers, len({*node.report["gpus"]}) if usable else 0)

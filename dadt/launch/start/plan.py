@@ -1,4 +1,4 @@
-"""Plans a job before anything is started: its hosts, its launcher, its command and its variables."""
+"""Plans a job before anything is started: determines its hosts, its launcher, its command and its variables."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ from dadt.launch.start.torch_world import fewest
 
 FIELDS = ("rank", "local_rank", "world_size", "master_addr", "master_port")
 MOST_SLOTS = 1 << 16
-"""Largest number of slots that one host may have; a larger one must be a typing error, and placing that many workers
+"""Largest number of slots that one host may have. A larger number must be a typing error, and to place so many workers
 would take long."""
 BRACES = re.compile(r"\{\{|\}\}|\{(" + "|".join(FIELDS) + r")\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One job, as the user asked for it; nothing has been started yet."""
+    """One job as the user has requested it, before anything of it is started."""
 
     config: Config
     command: Sequence[str]
-    """Command line of each worker, in which `{rank}` and the other placeholders of FIELDS are still to be replaced."""
+    """Command line of each worker, which still contains `{rank}` and the other placeholders of FIELDS."""
     files: Sequence[str] = ()
-    """Files that must exist on each host; paths are relative to `cwd`."""
+    """Files that must exist on each host. Their paths are relative to `cwd`."""
     blob: bytes = b""
     """Pickled function of `dadt.run`, which each agent writes to a file in its folder; empty for a script."""
     hosts: Sequence[Host] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables for workers on other hosts."""
+    """Environment variables that workers on other hosts get in addition to their host's environment."""
     named: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables for all workers, from --env-file and -x."""
+    """Environment variables from --env-file and -x, which all workers get."""
     divisors: Mapping[int, int] = field(default_factory=dict)
-    """Numbers by which ranks that ran out of memory divide the script's batch size, by rank."""
+    """For each rank that ran out of memory, the number by which it divides the script's batch size."""
     cwd: str = ""
     start: SavedStart | None = None
-    """How to start the job again; None if it cannot be started from a command line."""
+    """What to save so that the job can be started again; None if it was not started from a command line."""
 
     def with_variables(self, given: Mapping[str, str]) -> Plan:
-        """Return the plan with additional variables for all workers, except for those that are set in the environment
-        of `dadt run`."""
+        """Return the plan with these additional variables for all workers, without those that the environment of `dadt
+        run` contains already."""
         given = {name: value for name, value in given.items() if name not in os.environ}
         return replace(self, elsewhere={**given, **self.elsewhere}, named={**given, **self.named})
 
     @property
     def timeline(self) -> Path | None:
-        """The file of `--timeline` if it is known to be on this host; None if not, or if it is still unknown because
-        Ray has not placed the workers yet."""
+        """Path of the file of `--timeline` if it will be written on this host. None if it will be written elsewhere, if
+        there is none, or if Ray decides where the workers run."""
         first = next(iter(self.hosts), None)
         if not self.config.timeline or first is None or isinstance(first, ray.RayHost):
             return None
@@ -106,13 +106,13 @@ def make(
 
 
 def release(the_plan: Plan) -> None:
-    """Return to the scheduler (Ray) the resources that it reserved for this plan's job. Idempotent."""
+    """Return the resources that a scheduler (Ray) has reserved for this plan's job. Idempotent."""
     for group in {each.group for each in the_plan.hosts if isinstance(each, ray.RayHost)}:
         ray.release(group)
 
 
 def _by_ray(config: Config) -> bool:
-    """Whether Ray places the workers. Raises ConfigError if the user has named hosts as well."""
+    """Return whether Ray places the workers. Raises ConfigError if the user has named hosts as well."""
     if config.launcher != "ray":
         return False
     given = {"-H": config.hosts, "--hostfile": config.hostfile, "--nnodes": config.nnodes}
@@ -122,8 +122,8 @@ def _by_ray(config: Config) -> bool:
 
 
 def _for_mpi(config: Config) -> Config:
-    """Return the configuration with a launcher that suits its executor: only mpirun or srun can start the ranks of MPI
-    executors. Raises ConfigError."""
+    """Return the configuration with a launcher that suits its executor, because only mpirun or srun can start the ranks
+    of executors that use MPI. Raises ConfigError."""
     name = mpi_executor(config)
     if not name or config.launcher == "mpi":
         return config
@@ -137,8 +137,8 @@ def _for_mpi(config: Config) -> Config:
 
 
 def _check_room(count: int, hosts: Sequence[Host]) -> None:
-    """Raise ConfigError if the hosts have too few slots for `count` workers. Does nothing if some slots are unknown
-    until the hosts have reported."""
+    """Raise ConfigError if the hosts have too few slots for `count` workers. Does nothing if the slots of some host are
+    not known until its agent has reported."""
     if all(host.slots for host in hosts):
         share_out(count, [HostRoom(host=host.name, slots=host.slots) for host in hosts])
 
@@ -185,8 +185,8 @@ def on_this_host(config: Config) -> Config:
 
 
 def who_names_hosts(config: Config, hosts: Sequence[Host] = ()) -> Callable[[], Sequence[Host]] | None:
-    """Return a function that finds out the current hosts (raising ConfigError if it cannot), for hosts that may change
-    while the job runs; None if they do not change."""
+    """Return a function that returns the current hosts (or raises ConfigError), if the list of hosts may change while
+    the job runs; None if it does not change."""
     if hosts and isinstance(hosts[0], ray.RayHost):
         return partial(ray.hosts_of, hosts[0].group)
     changes = bool(config.host_discovery_script) or Path(config.hostfile or os.devnull).is_file()
@@ -211,8 +211,8 @@ def _usable(config: Config, chosen: Sequence[Host]) -> list[Host]:
 
 
 def fill(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
-    """Return the command line of one worker: `{rank}` and the other placeholders of FIELDS are replaced, `{{` and `}}`
-    become single braces."""
+    """Return the command line of one worker, in which `{rank}` and the other placeholders of FIELDS are replaced, and
+    `{{` and `}}` have become single braces."""
 
     def value(found: re.Match[str]) -> str:
         name = found[1]
@@ -251,12 +251,12 @@ def _by_hand(config: Config) -> list[Host]:
             remedy = "give --accelerators N, the most workers of each host"
             raise ConfigError(f"-np {config.np} is no multiple of --nnodes {config.nnodes}: {remedy}")
         slots = config.np // config.nnodes
-    rendezvous_of(config)  # called only to raise its errors, before the launcher listens on any port
+    rendezvous_of(config)  # called only for its errors, before the launcher listens on any port
     return [Host(name=f"node{index}", slots=slots) for index in range(config.nnodes)]
 
 
 def _allocated(config: Config, env: Mapping[str, str]) -> list[Host]:
-    """Return the hosts that Slurm has allocated; empty outside of an allocation. Raises ConfigError."""
+    """Return the hosts that Slurm has allocated; an empty list outside of an allocation. Raises ConfigError."""
     if "SLURM_JOB_ID" not in env:
         if config.launcher == "slurm":
             raise ConfigError("--launcher slurm: this is no Slurm allocation; use sbatch or salloc")

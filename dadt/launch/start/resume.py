@@ -16,7 +16,7 @@ LAST = "last"
 
 
 class SnapshotFiles(Protocol):
-    """The files of a job's snapshots, as this host sees them: dadt/control/snapshots.py."""
+    """Interface to the files of a job's snapshots on this host, which dadt/control/snapshots.py provides."""
 
     def newest(self, root: Path) -> Path | None: ...
     def set_aside(self, root: Path, last: Path | None, attempt: int) -> None: ...
@@ -27,10 +27,9 @@ def configured(
     config: Config, logs: Path, hosts: int, restarts: int, refused: bool, files: SnapshotFiles = snapshots
 ) -> Config:
     """Return the configuration with the snapshot folder and the snapshot to resume from. logs: the job's log folder.
-    refused: whether the script could not resume from its snapshot last time. Raises ConfigError if no snapshot is
-    found.
-    """
-    # Hosts may have no folder in common; each would then resume from other snapshots, and at another step.
+    refused: whether the last attempt failed because the script could not resume from its snapshot. Raises ConfigError
+    if no snapshot is found."""
+    # Without a common folder, hosts would find different snapshots and resume at different steps.
     by_itself = config.max_restarts and (hosts <= 1 or config.snapshot_dir)
     if config.snapshot_every == AUTO and (config.algorithm == "gossip" or not (by_itself or config.resume)):
         config = replace(config, snapshot_every=NEVER)
@@ -41,14 +40,14 @@ def configured(
     asked = source(config)[1] if config.resume and own is None and not refused else own
     config = replace(config, snapshot_dir="" if config.snapshot_every == NEVER else str(root), resume=str(asked or ""))
     if asked is not None and config.seed < 0:
-        # With the same seed, the script draws the same random numbers as before.
+        # With the seed of the snapshot's job, the script draws the same random numbers as before.
         config = replace(config, seed=files.told(asked)["seed"])
     return config
 
 
 def settled(config: Config, ranks: int, restarts: int, files: SnapshotFiles = snapshots) -> Config:
-    """Return the configuration that workers receive, once their number is known. Raises ConfigError if the snapshot is
-    from a job of fewer workers; after a restart the snapshot is not used then."""
+    """Return the configuration that workers receive, once their number is known. If the snapshot was taken by fewer
+    workers than there are now, this raises ConfigError or, after a restart, does without the snapshot."""
     shares = files.told(Path(config.resume))["shares"] if config.resume else 0
     if config.resume and shares < ranks:
         if not restarts:
@@ -57,15 +56,15 @@ def settled(config: Config, ranks: int, restarts: int, files: SnapshotFiles = sn
         if config.snapshot_dir:
             files.set_aside(Path(config.snapshot_dir), None, restarts)
         config = replace(config, resume="")
-    # With one worker there is nothing to average, so no delayed or compressed averages are needed.
+    # With a single worker nothing is averaged, so averages are neither delayed nor compressed.
     if ranks == 1 and config.resume and shares > 1:
         config = replace(config, algorithm="sync", compression="none")
     return config
 
 
 def source(config: Config) -> tuple[Path, Path]:
-    """Return the folder of the job that --resume names, by the job, by a snapshot's folder, or as `last`, and the
-    snapshot to resume from. Raises ConfigError."""
+    """Return the log folder of the job that --resume names, and the snapshot to resume from. --resume names a job, or a
+    snapshot's folder, or is `last`. Raises ConfigError."""
     logs = Path(config.log_dir).absolute()
     try:
         return _last(logs, config.snapshot_dir) if config.resume == LAST else _named(config.resume, logs, config)

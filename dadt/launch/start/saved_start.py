@@ -1,4 +1,4 @@
-"""Saves how a job was started in the job's log folder, so that `dadt run --resume JOB` can start it again without
+"""Saves in the job's log folder how a job was started, so that `dadt run --resume JOB` can start it again without
 further arguments."""
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from dadt.errors import ConfigError
 FILE = "start.json"
 VERSION = 1
 LARGEST = 1 << 20
-"""Size limit of start.json in bytes; no command line is longer."""
+"""Size limit of start.json in bytes, which no real command line exceeds."""
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 """Matches names of environment variables whose values may be secret and are therefore not saved."""
 SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
-"""Matches values that contain a URL with a password, which are not saved either."""
+"""Matches values of variables that contain a URL with a password, which are not saved either."""
 LOG_DIR = str(next(field.default for field in fields(Config) if field.name == "log_dir"))
 NOT_KEPT = frozenset({"resume", "force"})
-"""Settings that apply to a single start only, and are not saved for a later `--resume`."""
+"""Settings that apply to a single start only and are therefore not saved."""
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is a string that can be an argument on a command line, that is, without a zero byte. Raises
+    """Return whether a value is a string that can be an argument on a command line, which excludes zero bytes. Raises
     UnicodeError (a ValueError) if it cannot be encoded."""
     return isinstance(value, str) and b"\0" not in os.fsencode(value)
 
 
 TEXTS = schema.listed(_is_text, LARGEST)
 CHECKS = {"words": TEXTS, "module": schema.flag, "no_python": schema.flag, "cwd": _is_text, "settings": schema.anything}
-"""A check for each fact in start.json."""
+"""The facts that start.json must contain, each with a check."""
 OF_KIND: Mapping[type, schema.Check] = {
     bool: schema.flag,
     int: lambda value: type(value) is int,
@@ -48,13 +48,13 @@ OF_KIND: Mapping[type, schema.Check] = {
     str: _is_text,
     tuple: TEXTS,
 }
-"""Check of a setting, by the type of its default."""
+"""Check for the value of a setting, by the type of the setting's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStart:
-    """A job's start: the script and its arguments, and all settings from flags, environment variables and configuration
-    files."""
+    """How a job was started: the script with its arguments, and all settings from flags, environment variables and
+    configuration files."""
 
     words: Sequence[str]
     """The script and its arguments."""
@@ -87,7 +87,7 @@ def of(
 
 
 def _with_values(text: str, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield each variable that the `-x` argument `text` names, as NAME=VALUE, or as NAME alone where its value may be
+    """Yield each variable that the argument `text` of `-x` names, as NAME=VALUE, or as NAME alone if its value may be
     secret."""
     name, equals, value = text.partition("=")
     found = {name: value} if equals else {each: env[each] for each in env if fnmatch.fnmatchcase(each, name)}
@@ -96,7 +96,7 @@ def _with_values(text: str, env: Mapping[str, str]) -> Iterator[str]:
 
 
 def write(logs: Path, start: SavedStart) -> None:
-    """Write the start to the job's log folder, in a file that only this user may read. Raises OSError."""
+    """Write how the job was started to its log folder, in a file that only this user can read. Raises OSError."""
     text = json.dumps({"version": VERSION, "dadt": version.VERSION, **asdict(start)}, indent=2)
     if len(text) > LARGEST:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -105,8 +105,8 @@ def write(logs: Path, start: SavedStart) -> None:
 
 
 def read(logs: Path) -> SavedStart:
-    """Read how the job of this log folder was started. As the script named in it will be run, the file must belong to
-    this user. Raises ConfigError."""
+    """Return how the job of this log folder was started. Raises ConfigError, also if the file could have been changed
+    by another user, as the script that it names will be run."""
     path = logs / FILE
     try:
         return _checked(json.loads(_own(path)))
@@ -120,9 +120,9 @@ def read(logs: Path) -> SavedStart:
 
 
 def _own(path: Path) -> bytes:
-    """Read the file. Raises OSError, ValueError if it is no regular file or is too large, and ConfigError if another
-    user could have changed it."""
-    # O_NONBLOCK, as opening a named pipe would block without this flag
+    """Return the content of start.json. Raises OSError, ValueError if it is not a regular file or too large, and
+    ConfigError if another user could have changed it."""
+    # Without O_NONBLOCK, opening a named pipe would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
@@ -152,8 +152,8 @@ def _checked(told: Any) -> SavedStart:
 
 
 def check_variables(start: SavedStart, given: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
-    """Check that each variable whose value was not saved is set now. Raises ConfigError if one is missing. given: the
-    arguments of `-x` on the current command line."""
+    """Raise ConfigError if a variable that was forwarded by `-x`, but whose value was not saved, is not set now. given:
+    the arguments of `-x` on the current command line."""
     named = {text.partition("=")[0] for text in given}
     for text in start.settings.get("forward", ()):
         if "=" not in text and "*" not in text and text not in named and text not in env:
@@ -163,9 +163,8 @@ def check_variables(start: SavedStart, given: Sequence[str], env: Mapping[str, s
 
 def command(logs: Path, root: str, came_from: str) -> str:
     """Return the command line that resumes a job, for the user to type, or an empty string if there is no snapshot to
-    resume from. logs: the job's log folder. root: the folder of its snapshots, if it takes any. came_from: the snapshot
-    that the job itself was resumed from, if any.
-    """
+    resume from. logs: the job's log folder. root: the folder of the job's snapshots; empty if it takes none. came_from:
+    the snapshot from which the job itself was resumed; empty if it was not."""
     usual = Path(LOG_DIR)
     before = [(job_folder(Path(came_from), logs.parent), Path(came_from).parent)] if came_from else []
     for folder, snapshot_root in ([(logs, Path(root))] if root else []) + before:

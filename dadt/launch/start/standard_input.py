@@ -1,7 +1,7 @@
-"""Provides the standard input of a job's workers. Rank 0 reads the launcher's own standard input, if it runs on the
-launcher's host: a terminal (so that a debugger can be used), a pipe, or a file. All other ranks read nothing; if the
-launcher has a terminal, they get a pseudo-terminal of the same size, as some scripts ask for the size (`stty size`).
-"""
+"""Provides the standard input of a job's workers. If rank 0 runs on the launcher's host, it reads the launcher's own
+standard input, which may be a terminal (so that a debugger can be used), a pipe, or a file. All other ranks read
+nothing; if the launcher has a terminal, they get a pseudo-terminal of the same size, as some scripts query the size
+(`stty size`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STDIN = 0
 
 @contextmanager
 def of_launcher() -> Iterator[list[int]]:
-    """Yield a descriptor of the launcher's standard input for rank 0, in a list. The list is empty if the input is
-    closed, or if the launcher runs in the background of its terminal."""
+    """Context manager that yields a list with the descriptor of the launcher's standard input, for rank 0. The list is
+    empty if the input is closed, or if the launcher runs in the background of its terminal."""
     try:
         passed = [os.dup(STDIN)]
     except OSError:
@@ -39,7 +39,8 @@ def _is_ours() -> bool:
 
 
 def terminal_size() -> list[int] | None:
-    """Return lines and columns of the launcher's terminal; None if its standard input is not a terminal."""
+    """Return the numbers of lines and columns of the launcher's terminal; None if its standard input is not a
+    terminal."""
     try:
         return [*reversed(os.get_terminal_size(STDIN))]
     except OSError:
@@ -47,10 +48,10 @@ def terminal_size() -> list[int] | None:
 
 
 class NoInput:
-    """A file from which every read returns end of file at once."""
+    """A file to use as standard input, from which every read returns end of file at once."""
 
     def __init__(self, size: Sequence[int] | None) -> None:
-        """size: lines and columns of a pseudo-terminal that readers see; None for no terminal."""
+        """size: numbers of lines and columns of a pseudo-terminal that readers see; None for no terminal."""
         self._files = [open(os.devnull, "rb", 0)]  # noqa: PTH123, SIM115
         if size is not None:
             with suppress(OSError):  # some containers provide no pseudo-terminals
@@ -61,11 +62,11 @@ class NoInput:
 
 
 def _terminal(lines: int, columns: int) -> list[FileIO]:
-    """Return the two ends of a pseudo-terminal; the first must stay open while the second is used."""
+    """Return the two ends of a new pseudo-terminal. The first one must stay open as long as the second one is used."""
     ends = [os.fdopen(end, "rb", 0) for end in os.openpty()]
     attributes = termios.tcgetattr(ends[1])
     attributes[3] &= ~termios.ICANON
-    # With VMIN and VTIME 0, a read returns at once instead of waiting for input.
+    # With VMIN and VTIME set to 0, a read returns at once instead of waiting for input.
     attributes[6][termios.VMIN] = attributes[6][termios.VTIME] = 0
     termios.tcsetattr(ends[1], termios.TCSANOW, attributes)
     fcntl.ioctl(ends[1], termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))

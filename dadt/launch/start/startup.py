@@ -1,7 +1,7 @@
 """The startup of a job, in which every agent reports about its host and the hosts agree on addresses.
 
-The functions do no I/O: they are generators that yield a deadline, and receive either an event or, once the deadline
-has passed, only the time.
+The functions do no I/O themselves. They are generators that yield a deadline, and are then sent either an event or,
+once the deadline has passed, only the time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dadt.launch.members.node import Node
 from dadt.launch.start.host_report import problem_of, target_of
 
 STRAGGLER_SECONDS = 15.0
-"""Seconds to wait for the other hosts after one has failed, so that all failures are reported together."""
+"""Seconds to wait for the other hosts after one has failed, so that all failures can be reported together."""
 PROBE_SECONDS = 10.0
 MARKERS = 64
-"""Most hosts that create a marker file in their working folder, which the other hosts look for to find out whether they
-share the folder."""
+"""Largest number of hosts that create a marker file in their working folder. The other hosts look for the file to find
+out whether they share the folder."""
 NAMED_HOSTS = 8
-"""With more hosts than this, the progress text at startup names only the hosts that failed."""
+"""In a job of more hosts than this, the text that shows the progress of the startup names only hosts that failed."""
 
 LISTED_HOSTS = 64
-"""Most hosts whose failures are listed for the user."""
+"""Largest number of hosts whose failures are shown to the user."""
 
 
 class Voice(Protocol):
@@ -38,17 +38,17 @@ class Voice(Protocol):
     def say(self, text: str, level: str = "info") -> None: ...
 
     def part(self, text: str, last: bool = False) -> None:
-        """Append a text to the current line; `last` ends the line."""
+        """Append a text to the current line of output. last: whether this ends the line."""
 
     def lines(self, stream: str, data: bytes) -> None:
         """Print complete lines that a worker wrote. stream: "out" or "err"."""
 
     def bars_move(self) -> bool:
-        """Return whether a live view displays the workers' progress bars while they move."""
+        """Return whether a live view shows the progress bars of workers while they move."""
 
     def meanwhile(self, act: Callable[[], None]) -> None:
-        """Set a function that is called about every second while output to the user is blocked (by a pager or
-        Ctrl-S)."""
+        """Set a function that is called about every second while output to the user is blocked, for example by a pager
+        or Ctrl-S."""
 
 
 def gather(
@@ -62,7 +62,7 @@ def gather(
     all_needed: bool = True,
     again: bool = False,
 ) -> Steps[float]:
-    """Wait for the reports of all agents. Shows the user each host that failed, and then raises LaunchError or
+    """Wait for the reports of all agents. If hosts failed, shows each of them to the user and raises LaunchError or
     StartTimeout. Returns the time at the end of the wait.
 
     all_needed: if false, hosts that cannot be reached are left out, as long as other hosts are left. again: whether the
@@ -81,7 +81,7 @@ def gather(
 
 
 def dismiss(nodes: list[Node], idle: Sequence[Node], outbox: Outbox) -> None:
-    """End the agents of the hosts `idle`, which get no workers, and remove these hosts from `nodes`."""
+    """End the agents of the hosts `idle`, which get no workers, and remove these hosts from the list `nodes`."""
     for node in idle:
         nodes.remove(node)
     outbox.put(DismissHosts(idle))
@@ -90,8 +90,8 @@ def dismiss(nodes: list[Node], idle: Sequence[Node], outbox: Outbox) -> None:
 def await_agents(
     nodes: Sequence[Node], timeout: float, job: str, outbox: Outbox, now: float
 ) -> Steps[tuple[dict[Node, str], bool, float]]:
-    """Wait until each agent has reported about its host or failed. Returns the reason for each node that cannot take
-    part, whether the timeout passed, and the time at the end of the wait."""
+    """Wait until each agent has reported about its host or failed. Returns why nodes cannot take part (a text for each
+    such node), whether the timeout passed, and the time at the end of the wait."""
     named = any(node.name for node in nodes)
     many = len(nodes) > NAMED_HOSTS
     begin, deadline = now, Deadline(timeout, now)
@@ -103,7 +103,7 @@ def await_agents(
         event = yield deadline.look_at
         now = event.now
         begin += deadline.turn(now)
-        if isinstance(event, TimeReached):  # all events until this time have been handled
+        if isinstance(event, TimeReached):  # all events until this time were handled before
             if now >= deadline.at:
                 break
             continue
@@ -134,7 +134,7 @@ def await_agents(
 
 
 def agree(nodes: Sequence[Node], wanted: str, outbox: Outbox, now: float) -> Steps[float]:
-    """Choose for each node an address at which all other nodes reach it. Raises LaunchError if there is none. Returns
+    """Choose, for each node, an address at which all other nodes reach it. Raises LaunchError if there is none. Returns
     the time at the end of the wait."""
     if len(nodes) < 2:
         return now
@@ -146,8 +146,8 @@ def agree(nodes: Sequence[Node], wanted: str, outbox: Outbox, now: float) -> Ste
     if absent := [node for node, report in zip(nodes, reports, strict=True) if wanted and not report["addresses"]]:
         raise LaunchError(f"--network-interface {wanted}: matches nothing on {'; '.join(map(_offer, absent))}")
     for node in nodes:
-        # Targets are numbered by their position in `nodes`, which differs from node.index if earlier hosts were left
-        # out.
+        # Targets are numbered by their position in `nodes`. This differs from node.index if hosts that come before were
+        # left out.
         targets = [target_of(place, reports[place]) for place, other in enumerate(nodes) if other is not node]
         outbox.send(node, Frame("probe", {"targets": targets}))
     answers, now = yield from _await_probes(nodes, now)
@@ -159,8 +159,8 @@ def agree(nodes: Sequence[Node], wanted: str, outbox: Outbox, now: float) -> Ste
 
 
 def find_shared_folders(nodes: Sequence[Node], outbox: Outbox, now: float) -> Steps[None]:
-    """Find out which hosts share a working folder: each host has created a marker file there, and the others look for
-    it."""
+    """Find out which hosts share a working folder. Each host has created a marker file in its folder, for which the
+    others look."""
     made = [(place, node.report.get("marker")) for place, node in enumerate(nodes[:MARKERS])]
     markers = [{**marker, "index": place} for place, marker in made if marker]
     if len(nodes) < 2 or not markers:
@@ -179,7 +179,7 @@ def _await_probes(nodes: Sequence[Node], now: float) -> Steps[tuple[dict[Node, F
         event = yield deadline.look_at
         now = event.now
         deadline.turn(now)
-        if isinstance(event, TimeReached):  # all events until this time have been handled
+        if isinstance(event, TimeReached):  # all events until this time were handled before
             if now >= deadline.at:
                 late = ", ".join(node.name for node in nodes if node not in reached)
                 raise LaunchError(f"{late}: did not tell within {PROBE_SECONDS:g} s what it reaches of other hosts")
@@ -197,8 +197,8 @@ def _offer(node: Node) -> str:
 
 
 def _refuse(failures: Mapping[Node, str], timeout: float, again: bool, outbox: Outbox) -> None:
-    """Raise the error for a job in which these hosts failed. timeout: seconds that have passed, if the hosts failed
-    because they were too slow; otherwise 0."""
+    """Raise the error for a job in which these hosts failed, after showing the reasons. timeout: the time limit in
+    seconds, if the hosts failed because they were too slow; otherwise 0."""
     kind: Callable[[str], LaunchError | StartTimeout] = StartTimeout if timeout else LaunchError
     texts = [f"{node.name}: {text}" if node.name else text for node, text in failures.items()]
     if len(texts) == 1 and not next(iter(failures)).name:

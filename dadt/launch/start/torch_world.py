@@ -1,5 +1,5 @@
-"""Computes the ranks that torch sees in the script: those of the whole job, or of an island, whose ranks form a torch
-world of their own."""
+"""Computes the ranks that torch sees in the script. These are the ranks in the whole job or, with islands, in the
+rank's island, which is a torch world of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dadt.launch.members.node import Node
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchWorld:
-    """A worker's rank and place, as torchrun would pass them to the worker. Each host counts as one group."""
+    """A worker's ranks as torchrun would pass them to the worker. Each host is one group."""
 
     rank: int
     world_size: int
@@ -28,12 +28,13 @@ class TorchWorld:
     port: int
     """Port on which the first rank serves torch's rendezvous."""
     gpus: str = ""
-    """The GPUs of an island's ranks on this host, as CUDA_VISIBLE_DEVICES names them; empty without islands or GPUs."""
+    """The GPUs of the island's ranks on this host, in the notation of CUDA_VISIBLE_DEVICES; empty without islands or
+    GPUs."""
 
 
 def fewest(config: Config) -> int:
-    """Return the number of workers that training needs to begin: `--min-np` if given, otherwise all; with islands, all
-    of them. 0 if the hosts determine the number."""
+    """Return the number of workers that training needs to begin: the value of `--min-np` if it is set and there are no
+    islands, otherwise all. 0 if the number of workers depends on the hosts."""
     return config.np if in_islands(config.island) else config.min_np or config.np
 
 
@@ -57,15 +58,15 @@ def island_size(text: str, slots: Sequence[Slot]) -> int:
 
 
 def may_divide(text: str, slots: Sequence[Slot]) -> bool:
-    """Return whether the job starts again, with each host as an island, if the script turns out to shard its model over
-    all ranks."""
+    """Return whether the job would start again, with each host as an island, if the script turned out to shard its
+    model over all ranks."""
     return text == "auto" and slots[0].world_size > slots[0].local_size > 1 and len({s.local_size for s in slots}) == 1
 
 
 def worlds(slots: Sequence[Slot], nodes: Sequence[Node], size: int) -> list[TorchWorld]:
-    """Return each rank's TorchWorld, by rank. size: ranks of an island; 0 without islands."""
+    """Return each rank's TorchWorld, by rank. size: number of ranks of an island; 0 without islands."""
     size = size or len(slots)
-    begun = [0] * len(nodes)  # for each host, the number of islands whose first rank is on the host
+    begun = [0] * len(nodes)  # for each host, the number of islands whose first rank runs there
     found: list[TorchWorld] = []
     for begin in range(0, len(slots), size):
         island = slots[begin : begin + size]

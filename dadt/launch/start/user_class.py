@@ -1,4 +1,4 @@
-"""Checks, before workers are started, that a class of the user's that a flag names exists in its source file."""
+"""Checks before workers are started whether a class of the user, which a flag names, exists in its source file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dadt.errors import ConfigError
 
 
 def check(asked: str, name: str, folder: Path) -> None:
-    """Raise ConfigError if the source file does not define the class. asked: the flag. name: "package.module:Class".
-    folder: where workers look for the module first.
+    """Raise ConfigError if the source file does not define the class. asked: the flag, for the message. name: the class
+    as "package.module:Class". folder: where workers look for the module first.
 
-    The source is parsed, as importing the module here would import torch. A module outside the folder is not checked,
-    as only workers can find it.
+    The source is parsed, as importing the module here would import torch. A module that is not in the folder is not
+    checked, since only workers can find it.
     """
     path, _, cls = name.partition(":")
     base = folder.joinpath(*path.split("."))
@@ -29,7 +29,8 @@ def check(asked: str, name: str, folder: Path) -> None:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """Return all names that the module may define; includes "*" if it imports everything from another module."""
+    """Return all names that the module may define. They include "*" if the module imports everything from another
+    one."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):

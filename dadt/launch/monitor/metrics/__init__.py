@@ -12,20 +12,22 @@ from dadt.errors import ConfigError
 from dadt.launch.monitor.watch import View, Watch
 
 EXPORTS = {"tensorboard": "TensorBoard", "prometheus": "Prometheus"}
-"""Class of each export, by the name of its module. The extra of the package dadt that installs the module's
-dependencies has the same name."""
+"""For each module of this package, the name of its export class. The optional extra of the package dadt that installs
+what the module needs has the same name as the module."""
 
 
 class Export(View, Protocol):
-    """A destination for metrics. It is created before the job starts, so that a wrong one is reported before any work
-    is done."""
+    """Base class of destinations for metrics. An export is created before the job starts, so that a wrong destination
+    is reported before any work is done."""
 
     def __init__(self, place: str) -> None:
-        """place: the part of `--metrics KIND:WHERE` after the colon. Raises ConfigError if it cannot be used."""
+        """place: the part of `--metrics KIND:WHERE` after the colon. Raises ConfigError if the destination cannot be
+        used."""
 
     def begin(self, watch: Watch, facts: Mapping[str, str], warn: Callable[[str], None]) -> str:
-        """Begin to export; called once all ranks have their places. facts: labels of the job, including `job`. warn:
-        called with a text for the user on errors. Returns a text for the user that says where the metrics are."""
+        """Begin to export. Called once all ranks have their places. facts: the labels of the job by name, including its
+        id as `job`. warn: called with a text for the user on errors. Returns a text for the user that says where the
+        metrics are."""
 
 
 def prepare(texts: Sequence[str]) -> list[Export]:

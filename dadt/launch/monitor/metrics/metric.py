@@ -15,13 +15,14 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True, slots=True)
 class Metric(Generic[Source]):
-    """One metric of a rank, or of the link from one host to another. As is usual with Prometheus, its name ends with
-    the unit, or with `_total` if the value only grows."""
+    """One metric of a rank, or of the link from one host to another. As is usual for Prometheus, the metric's name ends
+    with its unit, or with `_total` if its value only grows."""
 
     name: str
     help: str
     value: Callable[[Source], float | None]
-    """Returns the metric's value from the gauge of a rank or the description of a link; None while it is unknown."""
+    """Function that returns the metric's value from the Gauge of a rank or the description of a link; None while it is
+    unknown."""
 
     @property
     def grows(self) -> bool:

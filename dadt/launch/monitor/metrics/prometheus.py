@@ -25,7 +25,7 @@ from dadt.launch.monitor.watch import Watch
 LOOPBACK = "127.0.0.1"
 SECONDS = 0.5
 BOUNDS = range(-13, 7)
-"""Bounds of the histogram of step times, as exponents of two in seconds: from 0.1 ms to about a minute."""
+"""Exponents of two that give the bounds of the histogram of step times in seconds, from 0.1 ms to about a minute."""
 LABELS = ("job", "rank", "host")
 LINK_LABELS = ("job", "source", "target")
 
@@ -99,8 +99,8 @@ class Prometheus(Collector):
 def _family(
     metric: Metric[Source], names: Sequence[str], sources: Iterable[tuple[Sequence[str], Source]]
 ) -> MetricFamily:
-    """Return the values of a metric, for the ranks or links that have a value. names: the names of the labels.
-    sources: each rank or link, after the values of its labels."""
+    """Return the values of one metric, for the ranks or links that have a value. names: names of the labels. sources:
+    pairs of the values of the labels and the rank or link."""
     kind = CounterMetricFamily if metric.grows else GaugeMetricFamily
     family = kind(f"dadt_{metric.name}", metric.help, labels=names)
     for labels, source in sources:
@@ -110,7 +110,8 @@ def _family(
 
 
 def _buckets(counts: Mapping[str, int]) -> list[tuple[str, float]]:
-    """Return the buckets of a cumulative histogram: for each bound, the number of steps that took less time."""
+    """Return the buckets of a cumulative histogram, which are for each bound the number of steps that took less
+    time."""
     below = [
         (str(2.0**power), float(sum(count for size, count in counts.items() if int(size) < power * PER_DOUBLING)))
         for power in BOUNDS

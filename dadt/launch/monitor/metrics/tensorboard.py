@@ -21,8 +21,8 @@ SECONDS = 1.0
 
 
 class TensorBoard:
-    """Writes a run DIR/<job>/rank<r> for each rank, by optimizer step, so that one chart shows all ranks, and one DIR
-    can hold several jobs."""
+    """Writes the metrics of each rank to a run of its own, DIR/<job>/rank<r>, by optimizer step. One chart then shows
+    all ranks, and DIR may contain several jobs."""
 
     def __init__(self, place: str) -> None:
         """place: the folder DIR of --metrics tensorboard:DIR. Raises ConfigError if the folder cannot be written."""
@@ -64,7 +64,7 @@ class TensorBoard:
 
 
 class _Run:
-    """The event file of one rank, created once there is something to write."""
+    """The event file of one rank, which is created once there is something to write."""
 
     def __init__(self, folder: Path, gauge: Gauge) -> None:
         self._folder = folder
@@ -91,7 +91,7 @@ class _Run:
             for folder in (self._folder.parent, self._folder):  # the job's folder first, then the rank's folder in it
                 if not folder.exists():
                     private_files.make_inner_folder(folder)
-            # TensorBoard looks for files with this pattern, and orders the files of a run by the time in their names.
+            # TensorBoard reads files whose names have this form, and orders the files of a run by the time in the name.
             name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
             self._writer = RecordWriter(private_files.open_file(self._folder / name, inner=True))
             source = SourceMetadata(writer="dadt")
