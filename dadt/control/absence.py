@@ -5,7 +5,8 @@ from __future__ import annotations
 
 
 class Absence:
-    """Time in which this process did not run: it was stopped or blocked, or its machine was asleep."""
+    """Detects that this process did not run for some time, because it was stopped or blocked, or its machine was
+    asleep."""
 
     def __init__(self, now: float) -> None:
         self._present_at = now
@@ -17,8 +18,8 @@ class Absence:
         return self.lasted(patience, now) > 0
 
     def lasted(self, patience: float, now: float) -> float:
-        """Return the seconds since the last call if they exceed half of `patience`, as this process then was stopped or
-        blocked; else 0. Call regularly."""
+        """Return the seconds since the last call if they exceed half of `patience`, since this process then was stopped
+        or blocked; otherwise return 0. Call regularly."""
         away, self._present_at = now - self._present_at, now
         return away if away > patience / 2 else 0.0
 
@@ -45,5 +46,5 @@ class Deadline:
         return away
 
     def hasten(self, at: float) -> None:
-        """Make the limit end at time `at`, unless it ends earlier already."""
+        """Set the limit to time `at`, unless it is earlier already."""
         self.at, self.look_at = min(self.at, at), min(self.look_at, at)

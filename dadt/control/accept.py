@@ -43,7 +43,8 @@ class Entrance:
         dropped."""
 
     def accept(self) -> socket.socket | None:
-        """Return the next connection, or None if there is none now. Raises OSError if the server is closed."""
+        """Return the next connection, or None if there is none now. Raises OSError if the listening socket is
+        closed."""
         try:
             connection, address = self.server.accept()
         except OSError as error:
@@ -69,7 +70,7 @@ class Entrance:
             self._unproved.pop(connection, None)
 
     def close(self) -> None:
-        """Close the server and drop all unproved connections. May be called repeatedly."""
+        """Close the listening socket and drop all unproved connections. May be called repeatedly."""
         self.server.close()
         while self._drop_one(0):
             pass

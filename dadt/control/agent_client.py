@@ -26,7 +26,8 @@ REPORT_SECONDS = 0.2
 """Minimum seconds between two progress reports of a rank, which contain numbers such as samples processed and seconds
 waited."""
 MOST_REPORTS = 5000
-"""Most progress reports per second that the ranks of a job send together, because one launcher receives all of them."""
+"""Largest number of progress reports per second that the ranks of a job send together, as one launcher receives them
+all."""
 LISTENER_SECONDS = 1.0
 """Seconds to wait for the end of the thread that receives news of other ranks."""
 ANSWER_SECONDS = 10.0
@@ -159,8 +160,8 @@ def _dial(world: World) -> socket.socket:
 
 
 def _checked(frame: Frame) -> Frame:
-    """Return the frame unchanged. Raises DadtError if the agent would refuse it, because the agent would only close the
-    connection without a reason."""
+    """Return the frame unchanged. If the agent would refuse it, raises DadtError with the reason, since the agent
+    itself would only close the connection."""
     if refusal := schema.WORKER.refusal(frame.kind, frame.header, len(frame.body)):
         raise DadtError(refusal)
     return frame

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 MARK = "DADT_GUARD=1"
-"""Environment setting of the guard's own process, which distinguishes it from the processes of the job."""
+"""Environment variable with its value that the guard's own process has, so that it is not mistaken for a process of the
+job."""
 SCRIPT = """
 trap '' HUP INT QUIT TERM
 read -r _
@@ -33,8 +34,8 @@ rm -rf -- "$1"
 
 
 class Guard:
-    """When this process ends for any reason, kills the processes whose environment contains a mark and removes a
-    folder.
+    """Kills the processes whose environment contains a mark, and removes a folder, once this process has ended for any
+    reason.
 
     The guard is a separate process, because a killed process can run nothing. It runs a shell, which costs little.
     """

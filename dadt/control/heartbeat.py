@@ -15,7 +15,7 @@ RECORD = struct.Struct("@qd")
 
 
 class Heartbeat:
-    """One record per local rank: its step (-1: none yet) and the time of writing.
+    """A file with one record per local rank, which contains its step (-1: none yet) and the time of writing.
 
     The file remains when a worker is killed, so the last step of the worker is known.
     """

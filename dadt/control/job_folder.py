@@ -65,8 +65,8 @@ class Folder:
         return cls(path, _hold(path), Guard(path, _mark(path)) if guarded else None)
 
     def tend(self) -> None:
-        """Call regularly: marks the folder as recently used, and creates it again if a cleaner of /tmp removed it.
-        Raises OSError, or LaunchError if the folder could not be this user's alone."""
+        """Mark the folder as recently used, and create it again if a cleaner of /tmp has removed it. Call regularly.
+        Raises OSError, or LaunchError if other users could access the new folder."""
         if not _is_at(self.path, self._lock):
             self.removed = True
             root()

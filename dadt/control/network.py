@@ -24,8 +24,8 @@ PROBE_SECONDS = 3.0
 SETTLE_SECONDS = 0.2
 """Seconds to wait for answers of further addresses, once one address of every host has answered."""
 CROWD = 16
-"""Number of hosts above which a listen queue may overflow. The kernel then sends a connection request again after 1 s,
-which is why CROWD_SETTLE_SECONDS is longer."""
+"""Number of hosts above which a listen queue may overflow. The kernel then repeats a connection request after 1 s, so
+CROWD_SETTLE_SECONDS is used instead of SETTLE_SECONDS."""
 CROWD_SETTLE_SECONDS = 1.3
 BACKLOG = 4096
 """Length of the listen queue, enough for a connection from every other host to every address of this host. The kernel

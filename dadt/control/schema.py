@@ -33,7 +33,7 @@ def whole(least: int = 0, most: int = 1 << 62) -> Check:
 
 
 def number(value: Any) -> bool:
-    """Return whether the value is a finite number. For NaN the comparison is false."""
+    """Return whether the value is a finite number. NaN is rejected as well, since every comparison with it is false."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 

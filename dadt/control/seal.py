@@ -15,7 +15,7 @@ from dadt.errors import DadtError
 
 LENGTH = struct.Struct(">I")
 RECORD = 1 << 16
-"""Most bytes of plain text in one record."""
+"""Largest number of bytes of plain text in one record."""
 TAG_BYTES = 16
 NONCE = struct.Struct(">4xQ")
 

@@ -16,8 +16,8 @@ MAKE_SECRET = f"export {SECRET}=$(openssl rand -hex 32) on node 0 and the same v
 
 
 def shared_key(what: str) -> bytes:
-    """Return the key derived from the secret; empty if no secret is set. what: names the purpose in the error. Raises
-    ConfigError if the secret is short enough to be guessed."""
+    """Return the key derived from the secret; empty if no secret is set. what: the purpose of the secret, for the error
+    message. Raises ConfigError if the secret is short enough to be guessed."""
     secret = os.environ.get(SECRET, "")
     if 0 < len(secret) < SECRET_LENGTH:
         short = f"{SECRET} has {len(secret)} characters, fewer than {SECRET_LENGTH}, and can be guessed"

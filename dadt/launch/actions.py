@@ -107,8 +107,8 @@ class ReachHost(NamedTuple):
 
 
 class AskHost(NamedTuple):
-    """Action: request the report about its host from the agent of a host that is to join the running job. place: number
-    of the host in the job."""
+    """Action: request the report about its host from an agent that has just connected. place: number of the host in the
+    job."""
 
     node: Node
     place: int
@@ -141,14 +141,14 @@ Action = StartAction | OutputAction | WriteJournal | AnswerCaller | ReachHost | 
 
 
 def unknown(action: NoReturn) -> NoReturn:
-    """Raise AssertionError because no code handles this type of action. Type checkers report a missing type before the
-    program runs."""
+    """Raise AssertionError because no code handles this type of action. Type checkers report an unhandled type before
+    the program runs."""
     raise AssertionError(action)
 
 
 PRINTS = (SayText, SayPart, PrintOutput, EndOutput, MoveOutput, WriteStacks)
-"""Actions that print, or whose order relative to printed output of the same rank matters. They wait while nobody reads
-the launcher's output fast enough."""
+"""Actions that print, or whose order relative to printed output of the same rank matters. They wait while the
+launcher's output is read too slowly."""
 
 
 class ActionQueue(Generic[T]):

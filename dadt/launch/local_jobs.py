@@ -141,8 +141,8 @@ def _listener(path: Path) -> int:
 
 
 def _begin(path: Path) -> float:
-    """Return the time at which a folder in /tmp was created or a process of /proc started; 0 if the path does not exist
-    any more."""
+    """Return the time at which a job's folder was created or a process started; 0 if it is gone. path: the folder, or
+    the process's folder in /proc."""
     try:
         return path.stat().st_ctime
     except OSError:

@@ -23,7 +23,7 @@ from dadt.launch.start.plan import Plan
 VERSION = 1
 """Version of the file format, increased when a field changes its meaning or is removed."""
 SECONDS = 2.0
-"""Least number of seconds between two reports while the job runs."""
+"""Minimum seconds between two reports while the job runs."""
 SHARE = 0.01
 """Largest share of the launcher's time that may be spent on writing reports. With very many ranks, reports are written
 less often."""

@@ -131,7 +131,7 @@ class RemoveHalves(NamedTuple):
 
 
 class NoteWritten(NamedTuple):
-    """Action: append, to the file from which this host's workers read it, a line that a rank of another host has
+    """Action: tell this host's workers, by a line in the job's list of written files, that a rank of another host has
     written a file in a shared folder."""
 
     rank: int

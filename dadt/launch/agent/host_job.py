@@ -183,8 +183,8 @@ class HostJob:
         return self.stop if self.stop is not None and not (self.stop.finished or self._dumps) else None
 
     def advance_stop(self, left: Sequence[int], now: float) -> None:
-        """Do the next thing of the stop in progress, if there is one. left: processes of the job that still run on this
-        host."""
+        """Take the next step of the stop in progress, if there is one. left: processes of the job that still run on
+        this host."""
         if (stop := self.stopping) is not None:
             if self._all_ended:
                 stop.end_naturally_in(NATURAL_SECONDS, now)

@@ -18,7 +18,7 @@ from dadt.launch.agent.registry import Line
 from dadt.launch.ending.processes import Process
 
 UNSENT_LIMIT = 64 << 20
-"""Most bytes of answers that a process may leave unread."""
+"""Largest number of bytes of answers that a process may leave unread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,8 +191,8 @@ class Cause:
         waited = record is not None and (record.secondary or record.type == StartTimeout.__name__)
         told = record is not None and record.type in ("Mismatch", "WeightsDiffer")
         if record is not None and record.type == StartTimeout.__name__:
-            # StartTimeout is the real cause if a rank had ended by itself before, since the other ranks then waited for
-            # a rank that could not come.
+            # If a rank had ended by itself before, this exception does say what happened, since the rank could not take
+            # part any more.
             told = any(not each.stopped and each.code == 0 and each.time < _time(ending, record) for each in self._ends)
         return waited and not told and self._blame_of(ending, record) is None
 

@@ -57,8 +57,8 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """A cause of failure that no worker has reported: `verdict` says what happened, and `cause` why. Shown instead of
-    the exit code and exception of the worker to blame; if there is none, `verdict` is a complete sentence."""
+    """A cause of failure that no worker has reported. `cause` says what happened. `verdict` says it in a few words that
+    follow "worker N failed", or in a complete sentence if no worker is to blame."""
 
     verdict: str
     cause: str

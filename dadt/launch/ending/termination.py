@@ -24,8 +24,8 @@ AGAIN_SECONDS = 2.0
 
 
 class Termination:
-    """Ends the job by having all agents stop their workers. A later reason to end the job can only bring the end
-    forward."""
+    """Ends the job by having all agents stop their workers. A later reason to end the job can only make it end
+    sooner."""
 
     def __init__(self, outbox: Outbox, watch: Watch, outcome: Outcome, grace: float, now: float) -> None:
         """grace: seconds from SIGTERM to SIGKILL when the user ends the job; after Ctrl-C also the seconds from SIGINT
@@ -44,7 +44,7 @@ class Termination:
         """Deadline (time.monotonic) for the agents to end; infinite until they have received the order to stop."""
         self._turned = now
         self._told = 0.0
-        """Time (time.monotonic) of the last request from outside that `dadt run` or a host end."""
+        """Time (time.monotonic) of the last request from outside to end `dadt run` or a host."""
         self.grace = float("inf")
         """Seconds from the order to stop until SIGKILL; infinite if no order was sent yet."""
         self.at_once = False

@@ -152,7 +152,7 @@ def end_of_node(node: str, seconds: float) -> str:
         if not found["Alive"]:
             why = found.get("DeathReasonMessage") or found.get("DeathReason") or "without a reason"
             return f"Ray has lost this node: {why}"
-        try:  # Ray itself notices only after about 15 seconds that a node does not answer
+        try:  # connect to the node directly, since Ray needs about 15 seconds to notice that a node does not answer
             socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), TURN_SECONDS).close()
         except OSError:
             time.sleep(0.1)

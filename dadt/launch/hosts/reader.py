@@ -1,4 +1,4 @@
-"""Runs the user's discovery script, or reads the hostfile, in a thread of its own, whenever `Discovery` decides so."""
+"""Runs the user's discovery script, or reads the hostfile, in a thread of its own, whenever `Discovery` requests it."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from dadt.errors import ConfigError, LaunchError
 from dadt.launch.hosts.host import Host
 
 KEPT = re.compile(r"SLURM_(JOB|ARRAY_|SUBMIT_|CLUSTER_|WORKING_CLUSTER|CONF|RESTART_COUNT|TMPDIR|PROTOCOL)|SLURMD_")
-"""Matches the Slurm variables that identify the job, which are kept. All others are removed. They are options of srun
-(with an inherited --cpus-per-task, an agent would get the cores of one worker only), or they describe a job step, as
-whose task a worker must not regard itself."""
+"""Matches the Slurm variables that identify the job, which are kept. All others are removed: they are options of srun
+(with an inherited --cpus-per-task, an agent would get the cores of one worker only), or describe a job step, of which a
+worker would then regard itself as a task."""
 SCONTROL_SECONDS = 30.0
 
 

@@ -99,7 +99,8 @@ class OpensshChannel(ProcessChannel):
     """The launcher's connection to an agent through a running `ssh`."""
 
     def __init__(self, command: list[str], python: str, processes: set[subprocess.Popen[bytes]]) -> None:
-        """processes: the set of running processes, so that `close` can end them."""
+        """processes: the set of the launcher's running `ssh` processes, to which this one is added so that `close` can
+        end it."""
         pipe, env = subprocess.PIPE, {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=env)
         super().__init__(process)
@@ -117,7 +118,7 @@ class OpensshChannel(ProcessChannel):
         return self._process.returncode
 
     def await_output(self, deadline: float) -> bool:
-        """Wait until the other side prints something or the `ssh` process ends. Returns whether something was printed.
+        """Wait until the remote side prints something or the `ssh` process ends. Returns whether something was printed.
         Raises LaunchError."""
         poll = select.poll()
         poll.register(self.link.reader, select.POLLIN)

@@ -51,7 +51,7 @@ class ShellLauncher:
 
 
 def command(python: str) -> str:
-    """Return the command line that starts an agent, which sh, csh and fish understand alike; Everything else that the
+    """Return the command line that starts an agent, which sh, csh and fish understand alike. Everything else that the
     agent needs is sent in frames. The command starts with cd, because `python -m` first looks for modules in the
     current folder, which otherwise is the home folder. Raises ConfigError."""
     if not PLAIN.fullmatch(python):

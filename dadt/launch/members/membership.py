@@ -118,7 +118,7 @@ class Membership:
 
     def leaves_finished(self, member: Member, why: str) -> None:
         """Handle a rank that exits with code 0 after its training. Ranks that still train may need it, for example to
-        connect again after a loss. It then counts as lost."""
+        connect again after a loss. In that case it counts as lost later."""
         if self._apart or self._over == self._rendezvous.generation:
             return
         if any(not (each.finished or each.ended) for each in self._rendezvous.present):

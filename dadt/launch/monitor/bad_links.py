@@ -21,8 +21,8 @@ SLOW = 3.0
 """A link counts as slow if a quarter of the other links have at least this many times its rate."""
 LOSSY = 0.005
 """A link counts as lossy only if at least this share of its bytes is sent again. Full queues cause as many losses in a
-sound network, so a lossy link must also lose far more than a quarter of the other links and be slower, or carry so
-little that no queue can be full."""
+sound network, so a lossy link must also lose a far larger share than the best quarter of the other links and be slower,
+or carry so little that no queue can be full."""
 LOSSIER, SLOWER = 4.0, 4 / 3
 LEAST_RESENT = 64 << 10
 UNDER_WAY = 64 << 10

@@ -19,7 +19,7 @@ MOMENTS = 8192
 """Largest number of samples that are stored of each rank in a job of one or two ranks. With more ranks, fewer samples
 of each are stored, so that the total stays the same."""
 LEAST = 256
-"""Number of samples that are stored of each rank at least, however many ranks there are."""
+"""Minimum number of samples that are stored of each rank, however many ranks there are."""
 
 
 class Series:

@@ -77,8 +77,8 @@ class Gauge:
     peak_memory: int = 0
     samples: float = 0.0
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """Figures of the rank's last report: sums since its start (bytes sent, bytes uncompressed, fell_back, differed,
-    step_times), and `late`, which says by how many steps its last gradients were delayed."""
+    """Figures of the rank's last report: sums since its start, such as bytes sent, and `late`, which says by how many
+    steps its last gradients were delayed."""
     code: int | None = None
     """Exit code of the rank's process, or -n if signal n ended it; None until it has ended."""
     failed: bool = False

@@ -106,7 +106,7 @@ def torchrun(config: Config, job: str, restarts: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        # Rank 0 serves the store of torch's rendezvous, unlike with torchrun, whose agent does.
+        # Rank 0 serves the store of torch's rendezvous, not an agent.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
@@ -161,8 +161,8 @@ def of_worker(base: Mapping[str, str], given: Mapping[str, str], socket: Path) -
 
 
 def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
-    """Return whether sitecustomize.py has to load DADT, because torch does not call DADT's entry point: it is older
-    than version 2.5, or its configuration forbids it."""
+    """Return whether sitecustomize.py has to load DADT, because --inject says so or because torch will not call DADT's
+    entry point: it is older than version 2.5, or its configuration forbids it."""
     if inject in ("none", "entrypoint"):
         return False
     calls = env.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1" and _torch_version() >= (2, 5)
@@ -170,7 +170,7 @@ def needs_sitecustomize(inject: str, env: Mapping[str, str]) -> bool:
 
 
 def isolating_flags(arguments: Sequence[str]) -> list[str]:
-    """Return those of Python's flags -I, -E, -s and -S that the arguments contain. They make Python ignore PYTHON*
+    """Return those of the arguments that contain Python's flags -I, -E or -S. With these, Python ignores PYTHON*
     variables or site packages, so that DADT cannot be loaded."""
     found = []
     for argument in arguments:

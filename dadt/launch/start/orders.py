@@ -32,7 +32,7 @@ def look(the_plan: Plan, job: str, node: Node) -> Mapping[str, Any]:
         "files": list(the_plan.files),
         "prologue": config.prologue,
         "mpi": mpi_executor(config),
-        # an agent that is a child process notices the launcher's end, which closes its pipe
+        # a child process needs no timeout, since the launcher's end closes its pipe
         "orphan_timeout": None if node.is_child else config.orphan_timeout,
         "env": dict(the_plan.named if has_own else the_plan.elsewhere),
     }

@@ -26,7 +26,7 @@ class Placed:
 
     plan: Plan
     config: Config
-    """The configuration, in which all choices that must be the same on all ranks are made."""
+    """The configuration, with all choices made that must be the same on all ranks."""
     job: str
     logs: Path
     nodes: list[Node]
@@ -87,8 +87,8 @@ def place_workers(the_plan: Plan, nodes: list[Node], job: str, outbox: Outbox, n
 
 
 def _resolved(config: Config, slots: Sequence[Slot], nodes: Sequence[Node]) -> tuple[Config, str]:
-    """Return the configuration in which all choices are made that must be the same on all ranks, which are the
-    executors and, if none was set, a random seed. Also return why these executors were chosen."""
+    """Return the configuration with all choices made that must be the same on all ranks (the executors and, if none was
+    set, a random seed), and the reason why these executors were chosen."""
     if config.seed < 0:
         config = replace(config, seed=secrets.randbelow(2**31))
     # Only ranks that exchange with each other are counted: all ranks, or with islands those with the same position in

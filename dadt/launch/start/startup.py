@@ -23,8 +23,8 @@ STRAGGLER_SECONDS = 15.0
 """Seconds to wait for the other hosts after one has failed, so that all failures can be reported together."""
 PROBE_SECONDS = 10.0
 MARKERS = 64
-"""Largest number of hosts that create a marker file in their working folder. The other hosts look for the file to find
-out whether they share the folder."""
+"""Largest number of hosts whose marker files are looked for. Each host has such a file in its working folder, by which
+the other hosts find out whether they share the folder."""
 NAMED_HOSTS = 8
 """In a job of more hosts than this, the text that shows the progress of the startup names only hosts that failed."""
 
