@@ -62,7 +62,7 @@ def spawn_agent(
             stdout=subprocess.DEVNULL,
             start_new_session=True,
             env={**env, SEAL: connection.seal.to_text()},
-            cwd="/",  # `python -m` looks first into the current folder, where the user may have such a module
+            cwd="/",  # `python -m` first looks in the current folder, where a module may be named like DADT's
             preexec_fn=before,
         )
 

@@ -139,8 +139,8 @@ class HostJob:
         self.registry.ended(rank, code)
 
     def told_to_end(self, caught: Collection[int], now: float) -> None:
-        """Handle signals that ask this agent to end. After SIGTERM alone, scripts that can save a checkpoint do so
-        first. In all other cases the workers are stopped at once."""
+        """Handle signals that ask this agent to end. If only SIGTERM has come and scripts can save a checkpoint, they
+        do so first; in all other cases the workers are stopped at once."""
         if caught == {SIGTERM} and self._checkpoint is not None and (self.stop is None or self._preempted):
             self.outbox.tell("preempted")
             self._save_and_stop(now, together=not self._checkpoint["alone"])

@@ -137,7 +137,7 @@ class WorkerRegistry:
             self._approaches.append(frame)
         if frame.kind == "regroup":
             self._regrouped = frame
-            self._approaches.clear()  # after a regroup, the launcher sends requests to join that are still open again
+            self._approaches.clear()  # after a regroup, the launcher repeats requests to join that are still unanswered
             for rank in self._ranks.keys() & set(frame["firsts"]):
                 self.first, self._first_ended = self._ranks[rank], False
         for line in [line for line in self.lines.values() if line.listens]:

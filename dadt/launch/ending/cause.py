@@ -134,7 +134,7 @@ class Cause:
         # exception counts.
         if known is None or (known.thread and not record.thread):
             self._records[rank] = record
-        # If a host or agent was lost before, this failure is a consequence of that loss.
+        # If another cause is known already, this failure is a consequence of it.
         explained = self._held is not None or self._error or self._told_to_end
         if record.secondary and record.type != "Mismatch" and not explained:
             held = next((each for each in self._members if each.rank != rank and self._keeps_waiting(each, now)), None)

@@ -87,7 +87,7 @@ class LocalChannel(ProcessChannel):
                 stdout=subprocess.PIPE,
                 start_new_session=True,
                 env={**without_settings(os.environ), **(more or {})},
-                cwd="/",  # `python -m` looks first into the current folder, where the user may have such a module
+                cwd="/",  # `python -m` first looks in the current folder, where a module may be named like DADT's
             )
         super().__init__(process)
         self._python = python

@@ -61,7 +61,7 @@ class SshChannel:
         self._lost: str | None = None
         """Text that says why the connection was lost before the agent ended; None if it was not lost."""
         self._ours, self._theirs = socket.socketpair()
-        self._writer = self._ours.dup()  # a selector accepts each descriptor only once
+        self._writer = self._ours.dup()  # for writing, as a selector accepts each descriptor only once
         self.link = Link(self._ours.fileno(), self._writer.fileno(), schema.AGENT, noisy=True)
         self._errors = threading.Thread(target=self._carry_errors, name="dadt-ssh-err", daemon=True)
         self._out = threading.Thread(target=self._carry_out, name="dadt-ssh-out", daemon=True)

@@ -184,9 +184,9 @@ class Membership:
         member.sign("has imported torch, not begun to train", now)
 
     def tell_of_death(self, text: str, steps: int | None = None) -> None:
-        """Queue a report of a rank's end to all ranks. `turn` sends it, after requests for stack traces that are sent
-        before, as ranks stop waiting when they receive the report. steps: the rank's number of steps, if it did not
-        fail."""
+        """Queue a report of a rank's end to all ranks. The next `turn` sends it, so that requests for stack traces are
+        sent first, since ranks stop waiting when they receive the report. steps: the rank's number of steps, if it did
+        not fail."""
         self._deaths.append(Frame("death", {"text": text} | ({} if steps is None else {"steps": steps})))
 
     def claim(self, event: Event) -> None:

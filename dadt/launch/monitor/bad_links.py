@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dadt.launch.monitor.host_links import Recent, rate_text, share_text
 
 BUSY = 0.25
-"""A link can slow down the averaging only if bytes are under way on it for at least this share of the time."""
+"""A link counts as slowing down the averaging only if bytes are in flight on it for at least this share of the time."""
 WAITING = 0.1
 """A link counts as slowing down the averaging only if ranks wait for at least this share of the time."""
 LASTING_SECONDS = 10.0
