@@ -85,7 +85,7 @@ class Reach:
 
 class Listener:
     """Accepts connections in one thread and runs each handshake in another, so that a client that is silent or lacks
-    the key disturbs nobody. Reads at most 64 bytes from a client before it has proved that it knows the key."""
+    the key does not delay others. Reads at most 64 bytes from a client before it has proved that it knows the key."""
 
     def __init__(
         self,

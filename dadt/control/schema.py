@@ -172,8 +172,8 @@ _ranks, _writers = listed(RANK, MOST_RANKS), listed(STEP, MOST_RANKS)
 APPROACH = FrameKind({"number": COUNT, "rank": RANK, "known": COUNT, "last": flag})  # a replacement worker asks to join
 REGROUP = FrameKind({"generation": COUNT, "members": _ranks, "firsts": _ranks, "writers_": _writers, "text": text(TEXT),
                 "handed_": COUNT})  # fmt: skip
-"""Frame sent after a loss. It says which ranks continue training (`members`), which rank is the first on each host
-(`firsts`), and which rank ended."""
+"""Frame sent when a new generation of ranks begins, for example after a loss. It says which ranks train from now on
+(`members`), which rank is the first on each host (`firsts`), and why (`text`)."""
 
 _process: dict[str, Check] = {"rank": RANK, "pid": PID}
 _question: dict[str, Check] = {**_process, "timeout": SECONDS, "generation_": COUNT}

@@ -61,8 +61,8 @@ class HostJob:
         self._stays = job.get("stays", False)
         self._checkpoint: Mapping[str, Any] | None = job.get("checkpoint")
         """How scripts save when this host is preempted: `number` of the signal that asks them to save, `grace` (seconds
-        that saving may take), and `alone` (whether workers of other hosts train on and do not save). None if scripts
-        cannot save."""
+        that saving may take), and `alone` (whether workers of other hosts continue training and do not save). None if
+        scripts cannot save."""
         self._preempted = False
         secret, number = bytes.fromhex(job["secret"]), self._checkpoint["number"] if self._checkpoint else 0
         self.registry = WorkerRegistry(folder, self.ranks, secret, number, self.outbox)

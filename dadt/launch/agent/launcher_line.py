@@ -54,8 +54,8 @@ class LauncherLine:
         return len(self._link.unsent) > UNSENT_LIMIT
 
     def take_leave(self) -> None:
-        """Send all remaining frames before the agent ends, unless the launcher is gone. This blocks as long as the
-        launcher does not read them."""
+        """Send all remaining frames before the agent ends, unless the launcher is gone. This blocks until the launcher
+        has read them."""
         while self._link.unsent and not self.gone:
             self.select(TURN_SECONDS)
 

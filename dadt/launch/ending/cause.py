@@ -82,9 +82,8 @@ class Cause:
             self._error = text
         self._lost_at = min(self._lost_at, at)
         if self._held is None and at < self._gave_up_at + LOSS_SECONDS:
-            self._blame = (
-                None  # the rank stopped waiting because of this loss, not because hosts did not hear each other
-            )
+            # The rank stopped waiting because of this loss, not because hosts received no heartbeats from each other.
+            self._blame = None
 
     def tell_to_end(self, text: str) -> None:
         """Record that an agent was asked to end by something other than the launcher. Clusters do so also after another

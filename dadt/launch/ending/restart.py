@@ -21,8 +21,8 @@ from dadt.launch.start.torch_world import fewest
 SILENT_SECONDS = 2.0
 """Seconds of waiting for hosts after which the user is told what is missing."""
 FROM_OUTSIDE = (-SIGKILL, -SIGTERM)
-"""Exit codes of workers that something other than DADT has killed, such as the kernel for lack of memory, or a
-scheduler."""
+"""Exit codes of workers that something other than DADT has killed, such as a scheduler, or the kernel for lack of
+memory."""
 
 
 FIRST_STEPS = 50
@@ -39,8 +39,8 @@ class NoteRestart(NamedTuple):
 
 
 class Restarts:
-    """Decides what follows each attempt to run a job, and on which hosts. Each attempt starts all workers anew; all
-    attempts use the same log folder."""
+    """Decides what follows each attempt to run a job, and on which hosts. Each attempt starts all workers again, and
+    all attempts use the same log folder."""
 
     def __init__(self, config: Config, discovery: Discovery) -> None:
         self._config = config

@@ -174,7 +174,7 @@ class Membership:
 
     def hello(self, event: Event) -> None:
         """Handle a process's report that it has imported torch. If the process was training already, it has replaced
-        itself (exec). All ranks are told so, since others may not have replaced themselves."""
+        itself (exec). This is reported to all ranks, since others may not have replaced themselves."""
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         if member.claimed and not member.ended and member.pid == event.frame["pid"]:
             why = f"rank {member.rank} ({member.place}) has replaced itself (exec) after it had begun to train"

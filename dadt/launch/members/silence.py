@@ -120,7 +120,7 @@ class Silences:
     def _worth_telling(self, here: int, now: float) -> Sequence[Member]:
         """Return the ranks whose state is sent to a waiting rank of this host. In a large job, in which thousands of
         ranks ask every few seconds, these are some ranks that have ended, some for which the others wait, and some
-        whose hosts this host cannot hear."""
+        whose hosts' heartbeats this host does not receive."""
         present = self._rendezvous.present
         if len(present) <= MOST_TOLD:
             return present

@@ -121,7 +121,7 @@ class Connector:
 
     def _connect(self, route: Route, deadline: float, note: Note, before: tuple[Jump, ...]) -> SshConnection:
         """Connect to the host of a route and log in. before: the chains of jump hosts whose connections wait for this
-        one, so that a circle is noticed."""
+        one, so that circular jumps are detected."""
         over = self._find_jump(route, deadline, note, before) if route.jumps else None
         with self._gates.passed(",".join([*route.jumps, route.where]), deadline):
             return self._log_in(route, over, deadline, note)
