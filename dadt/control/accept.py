@@ -64,8 +64,8 @@ class Entrance:
         self.server = server
 
     def settle(self, connection: socket.socket) -> None:
-        """Stop counting a connection as unproved, because its client has proved itself or it is closed. May be called
-        repeatedly."""
+        """Stop counting a connection as unproved, because its client has proved itself or the connection is closed. May
+        be called repeatedly."""
         with self._lock:
             self._unproved.pop(connection, None)
 

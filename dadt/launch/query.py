@@ -61,7 +61,7 @@ class StackInquiry:
 
 
 class Channels(Protocol):
-    """What `Query` needs of the object that sends frames to agents and waits for sockets."""
+    """Interface of the object by which `Query` sends frames to agents and waits for sockets."""
 
     def watch(self, source: Any, read: Callable[[], Any]) -> None: ...
     def forget(self, source: Any) -> None: ...
@@ -69,7 +69,7 @@ class Channels(Protocol):
 
 
 class Watched(Protocol):
-    """What `Query` needs of the object that tracks the state of the job and its ranks."""
+    """Interface of the object from which `Query` reads the state of the job and its ranks."""
 
     begin: float
     state: str

@@ -15,7 +15,7 @@ BEATS = 8
 
 @dataclass(slots=True)
 class OtherHost:
-    """What this host knows about another host from the heartbeats that have arrived from there."""
+    """Facts about another host that this host knows from the heartbeats that have arrived from there."""
 
     index: int
     place: tuple[str, int]

@@ -92,8 +92,8 @@ class Membership:
 
     def lose(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> bool:
         """Remove lost ranks from the job, together with the other ranks of their islands, whose processes are killed.
-        Returns False, and removes none, if too few ranks would remain. why: cause of the loss. it: the lost ranks'
-        pronoun in messages."""
+        Returns False, and removes none, if too few ranks would remain. why: cause of the loss. it: pronoun that stands
+        for the lost ranks in messages."""
         if not self.can_lose(ranks):
             return False
         named, ranks = ranks, with_islands(ranks, self._slots)
@@ -208,7 +208,7 @@ class Membership:
 
     def exited(self, member: Member, goes_on: bool, now: float) -> None:
         """Record that a rank's process has ended. goes_on: whether the job is not being ended."""
-        self._overdue.pop(member.rank, None)  # so that the deadline does not kill a new worker of this rank
+        self._overdue.pop(member.rank, None)  # else the deadline would kill a new worker of this rank
         self._requests.pop(member.rank, None)
         if self._handovers.ended(member.rank) and goes_on:
             self._begin_anew(f"rank {member.rank} ({member.place}) has ended before it could join", now)
@@ -283,7 +283,7 @@ class Membership:
 
     @property
     def _at_end(self) -> bool:
-        """Whether those ranks in the job that began it have finished their training."""
+        """Whether all ranks that began the job and are still in it have finished their training."""
         began = [member for member in self._rendezvous.present if not member.joined]
         return bool(began) and all(member.finished for member in began)
 

@@ -38,7 +38,7 @@ class Outage:
     """Time (time.monotonic) at which the last heartbeat between the two hosts arrived."""
     noticed: float
     deaf: set[int] = field(default_factory=set)
-    """Those of the two hosts that receive no heartbeats from the other one."""
+    """The numbers of those of the two hosts that receive no heartbeats from the other one."""
     told: bool = False
 
 

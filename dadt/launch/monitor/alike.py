@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dadt.launch.monitor.printed import BAR
 
 MOMENT_SECONDS = 1.0
-"""Seconds for which a rank's line is held back until all other ranks print the same line."""
+"""Largest number of seconds that a rank's line waits for all other ranks to print the same line."""
 WAITING = 1000
 """Largest number of lines of one rank that may wait for the other ranks."""
 NEVER = float("inf")

@@ -53,7 +53,7 @@ class Plan:
     """For each rank that ran out of memory, the number by which it divides the script's batch size."""
     cwd: str = ""
     start: SavedStart | None = None
-    """What to save so that the job can be started again; None if it was not started from a command line."""
+    """Facts to save so that the job can be started again; None if it was not started from a command line."""
 
     def with_variables(self, given: Mapping[str, str]) -> Plan:
         """Return the plan with these additional variables for all workers, without those that the environment of `dadt
