@@ -38,8 +38,7 @@ TRIALS = 3
 
 @dataclass(eq=False)
 class Membership:
-    """Decides which ranks train. With each loss a new generation of ranks begins, and its ranks connect to each other
-    again. This also happens when a connection fails although no rank is lost."""
+    """Decides which ranks train. After a loss or a failed connection a new generation of ranks connects again."""
 
     _config: Config
     _slots: Sequence[Slot]
@@ -61,15 +60,13 @@ class Membership:
     _requests: dict[int, ReconnectRequest] = field(default_factory=dict)
     """Unanswered requests of ranks to connect again because a connection has failed, by rank."""
     _scarce: tuple[Collection[int], float, str] = ((), 0.0, "")
-    """Ranks for which the others waited in vain, but which could not be removed because too few ranks would be left;
-    the time at which this happened, and a text about it."""
+    """Ranks for which others waited in vain while too few ranks would be left without them, the time, and a text."""
     _trials: list[str] = field(default_factory=list)
     """Reasons for which all ranks have connected again since the last completed step, one for each time."""
     _tried_at: int = -1
     """The highest step of any rank when all ranks last connected again."""
     _handed: int = 0
-    """Number of the latest generation that began because a new worker joined for which the others had waited; 0 if
-    there is none."""
+    """Number of the latest generation that began with a new worker for which others had waited; 0 if none has."""
     _moved: float = float("-inf")
     _over: int = -1
     """Number of the latest generation of which all ranks have finished training; -1 if there is none."""
@@ -110,15 +107,13 @@ class Membership:
         return True
 
     def leaves(self, rank: int, why: str) -> bool:
-        """Handle a rank that exits with code 0 before training has ended. Returns whether the others can continue
-        without it."""
+        """Handle a rank that exits with code 0 before training has ended. Returns whether the others can go on."""
         if goes_on := self.can_lose([*self._left, rank]):
             self._left[rank] = why
         return goes_on
 
     def leaves_finished(self, member: Member, why: str) -> None:
-        """Handle a rank that exits with code 0 after its training. Ranks that still train may need it, for example to
-        connect again after a loss. In that case it counts as lost later."""
+        """Handle a rank that exits with code 0 after its training. It counts as lost once ranks that train need it."""
         if self._apart or self._over == self._rendezvous.generation:
             return
         if any(not (each.finished or each.ended) for each in self._rendezvous.present):
@@ -135,8 +130,7 @@ class Membership:
                 self.lose([rank], why, now)
 
     def reconnect(self, event: Event) -> None:
-        """Handle a rank's report that its connection failed. The rank is answered once it is decided whether all ranks
-        connect again."""
+        """Handle a rank's report of a failed connection. `turn` answers it by whether all ranks connect again."""
         question, reply, now = event.frame, self._rendezvous.reply_to(event), event.now
         why = f"{self._rendezvous.members[question['rank']].named}: {question['text']}"
         request = ReconnectRequest(now, now + question["timeout"], why, self._obstacle(now), reply)
@@ -167,14 +161,12 @@ class Membership:
         self._tell(why, now)
 
     def failed(self, member: Member, error: str) -> None:
-        """Handle a rank's exception: if it says that the script could not be replayed up to the current step, start no
-        further workers for this rank."""
+        """Start no further workers for a rank whose script could not be replayed up to the current step."""
         if self._replacements is not None and error == NotResumed.__name__:
             self._replacements.send_away(member.rank)
 
     def hello(self, event: Event) -> None:
-        """Handle a process's report that it has imported torch. If the process was training already, it has replaced
-        itself (exec). This is reported to all ranks, since others may not have replaced themselves."""
+        """Handle a process's report that it has imported torch. One that trained already has replaced itself (exec)."""
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         if member.claimed and not member.ended and member.pid == event.frame["pid"]:
             why = f"rank {member.rank} ({member.place}) has replaced itself (exec) after it had begun to train"
@@ -184,14 +176,12 @@ class Membership:
         member.sign("has imported torch, not begun to train", now)
 
     def tell_of_death(self, text: str, steps: int | None = None) -> None:
-        """Queue a report of a rank's end to all ranks. The next `turn` sends it, so that requests for stack traces are
-        sent first, since ranks stop waiting when they receive the report. steps: the rank's number of steps, if it did
-        not fail."""
+        """Queue a report of a rank's end to all ranks, which stop waiting when they receive it. The next `turn` sends
+        it, after requests for stack traces. steps: the rank's number of steps, if it did not fail."""
         self._deaths.append(Frame("death", {"text": text} | ({} if steps is None else {"steps": steps})))
 
     def claim(self, event: Event) -> None:
-        """Handle a process's report that it begins to train as a rank. If it is a new worker of a lost rank, it joins
-        the other ranks."""
+        """Handle a process's report that it begins to train. A new worker of a lost rank joins the other ranks."""
         member, now = self._rendezvous.members[event.frame["rank"]], event.now
         member.pid, member.claimed = event.frame["pid"], True
         member.sign("has begun to train", now)
@@ -216,8 +206,7 @@ class Membership:
             self._replacements.exited(member, now)
 
     def _tell(self, why: str, now: float) -> None:
-        """Send all ranks the list of ranks that are now in the job, and answer those with failed connections that they
-        have to connect again."""
+        """Tell all ranks which ranks are now in the job, and those with failed connections to connect again."""
         self._outbox.send_all(regroup(self._rendezvous, self._slots, self._nodes, self._handed, why))
         self._handovers.begin_anew()
         self._answer_all(True, "", now)
@@ -254,8 +243,7 @@ class Membership:
         self._deaths.clear()
 
     def _look_after_lost(self, now: float) -> None:
-        """Start new workers in place of lost ones. Once all other ranks have ended, end the remaining processes of lost
-        ranks."""
+        """Start new workers for lost ranks. Once all other ranks have ended, end the processes of lost ranks."""
         present, replacements = self._rendezvous.present, self._replacements
         if all(member.ended for member in present):
             if replacements is not None or any(each.lost and not each.ended for each in self._rendezvous.members):
@@ -275,8 +263,7 @@ class Membership:
             self._overdue |= dict.fromkeys(ranks, now)
 
     def _hears(self, rank: int, now: float) -> bool:
-        """Return whether a lost rank may be replaced. It may if its host and those of all training ranks receive each
-        other's heartbeats, or if its host is gone."""
+        """Return whether a lost rank may be replaced: its host and all others hear each other, or its host is gone."""
         here, places = self._slots[rank].cross_rank, {self._slots[member.rank].cross_rank for member in self._here}
         cut = any(self._silences.between(here, place, now) for place in places - {here})
         return not cut or self._nodes[here].ended
@@ -317,8 +304,7 @@ class Membership:
         self._lose_awaited([member.rank for member in silent], why, now, "them" if many else "it")
 
     def _lose_awaited(self, ranks: Collection[int], why: str, now: float, it: str = "it") -> None:
-        """Remove these ranks, for which the others wait. If too few ranks would be left, all waiting ranks get an error
-        instead."""
+        """Remove these ranks, for which the others wait, or send these an error if too few ranks would be left."""
         if self._lose_running(ranks, why, now, it):
             return
         why += f", and too few are left without {it}"
@@ -334,14 +320,12 @@ class Membership:
             self._lose_awaited(ranks, cut[1], now)
 
     def _cut(self, now: float) -> str:
-        """Return a text about a known outage of the network between hosts, which the errors of libraries do not
-        mention; empty if there is none."""
+        """Return a text about a known outage of the network between hosts; empty if there is none."""
         places = {self._slots[member.rank].cross_rank for member in self._rendezvous.present}
         return cut[1] if (cut := self._silences.cut_off(places, now, now)) is not None else ""
 
     def _obstacle(self, now: float) -> str:
-        """Return a text that says why ranks cannot connect: an outage of the network, or stopped or silent ranks. Empty
-        if no reason is known."""
+        """Return why ranks cannot connect (an outage, stopped or silent ranks); empty if no reason is known."""
         ranks, since, why = self._scarce
         if why and all(self._rendezvous.members[rank].acted < since for rank in ranks):
             return why
@@ -386,8 +370,7 @@ class Membership:
             text = f"{self._trials[0]}; since then all ranks have connected anew {TRIALS} times in vain"
             self._answer_all(False, text, now)
         else:
-            # If a rank reports that a foreign process answered at another rank's address, this is shown, as it says
-            # more than other reports.
+            # A report that a foreign process answered at a rank's address says more than the others.
             why = next((each.why for each in self._requests.values() if Unproved.answered in each.why), first.why)
             self._trials.append(why)
             self._begin_anew(why, now)
