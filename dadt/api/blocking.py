@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 def blocking(start: Callable[P, Handle[T]]) -> Callable[P, T]:
-    """Make a function that calls `start` and waits for the handle that `start` returns. The signature shows the type of
-    the result."""
+    """Make a function that calls `start` and waits for the handle that `start` returns. Its signature shows the type of
+    the result in place of `Handle`."""
 
     @functools.wraps(start)
     def wait(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -39,8 +39,8 @@ def all_reduce(
     """Reduce the tensors of all ranks. The result is bit-identical on every rank.
 
     tensor: same dtype and shape on all ranks. reduction: mean, sum, min, max or product; band, bor or bxor for
-    integers. The mean of integers is truncated; the sum of bools is their or, the product their and. Returns a tensor
-    of the same shape. Raises TypeError or ValueError for a tensor that cannot be reduced this way.
+    integers. The mean of integers is truncated; the sum of bools is their logical or, the product their logical and.
+    Returns a tensor of the same shape. Raises TypeError or ValueError for a tensor that cannot be reduced this way.
     """
     return _all_reduce(tensor, _like(tensor), reduction, name, process_set)
 
@@ -190,8 +190,8 @@ def scatter(
 ) -> Handle[Tensor]:
     """Return the tensor that the root passes for this rank.
 
-    tensors: on the root one per rank, of any dtypes and shapes; ignored on the other ranks, which get theirs in host
-    memory. Raises ValueError on the root for any other number of tensors.
+    tensors: on the root one per rank, of any dtypes and shapes; ignored on the other ranks, which receive their tensors
+    in host memory. Raises ValueError on the root for any other number of tensors.
     """
     among = among_of(process_set)
     number = among.number_of(root, "root")

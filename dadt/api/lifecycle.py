@@ -1,4 +1,4 @@
-"""Start and end of a script's work with other ranks, rank numbers, and process sets."""
+"""Functions with which a script joins and leaves the job, queries its rank numbers, and makes process sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between two ranks."""
+"""Functions that send a tensor from one rank to another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def isend(tensor: Tensor, peer: int, tag: int = 0, *, process_set: ProcessSet | 
 def recv(tensor: Tensor, peer: int | None = None, tag: int = 0, *, process_set: ProcessSet | None = None) -> int:
     """Receive a tensor from a rank, in place, and return that rank.
 
-    tensor: as many bytes as the sender's, or Mismatch is raised. peer: None takes the first message with this tag.
+    tensor: as many bytes as the sender's, otherwise raises Mismatch. peer: the sender's rank; None accepts the first
+    message with this tag from any rank.
     """
     return irecv(tensor, peer, tag, process_set=process_set).wait()
 

@@ -31,7 +31,8 @@ def DistributedOptimizer(
     reduction: mean, or sum, which multiplies the averages by the number of ranks just before the step. With a closure,
     it multiplies gradients and loss at each evaluation.
 
-    Raises TypeError if it is not a torch.optim.Optimizer, and DadtError before `init`.
+    Raises TypeError if `optimizer` is not a torch.optim.Optimizer, ValueError for another reduction, and DadtError
+    before `init`.
     """
     session()
     if not isinstance(optimizer, torch.optim.Optimizer):

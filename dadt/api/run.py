@@ -181,7 +181,7 @@ class _Streams:
         return False
 
     def meanwhile(self, act: Callable[[], None]) -> None:
-        """Does nothing, although a terminal would call `act` while output is blocked: output to a notebook never
+        """Does nothing. A terminal would call `act` while its output is blocked, but output to a notebook never
         blocks."""
 
     def _err(self, text: str) -> None:

@@ -35,7 +35,8 @@ KNOBS = {"all_reduce_executor": "allreduce_executor", "timeline_path": "timeline
 CLOSE_SECONDS = 10.0
 """Seconds for which a script that ends without `shutdown` waits for pending operations."""
 MOST_TAG = 1 << 18
-"""Largest tag that a caller may give a message. Some MPI libraries allow tags up to 2**19 only."""
+"""Largest tag that a caller may give a message. DADT itself uses tags above it, and some MPI libraries allow no tag
+above 2**19."""
 _LOCAL_TAG = MOST_TAG + 1
 
 
@@ -210,8 +211,8 @@ class Session:
         try:
             self.close(CLOSE_SECONDS, f"rank {self.world.rank} failed" if failed else "")
         except CommError as error:
-            # The error is only printed: the other ranks raise an error where they wait, and this rank's exit code is
-            # that of its script.
+            # The error is only printed, because the other ranks raise an error where they wait, and this rank's exit
+            # code is that of its script.
             if failed:
                 return  # Python has already printed the exception that ended the script
             sys.stderr.write(f"dadt: rank {self.world.rank} ended: {error}\n")
@@ -231,8 +232,9 @@ class _Peers:
 
 class _Rounds(Meet):
     """Lets the ranks of a new process set exchange bytes before they have a connection of their own: all ranks of the
-    job exchange messages repeatedly, each rank sending the value that it has to share, or nothing. `look` and `say` do
-    nothing, as the exchanges of all ranks report which ranks they wait for, and have reported their links."""
+    job gather messages repeatedly over the connection that they all have, and each rank sends the value that it has to
+    share, or nothing. `look` and `say` do nothing, because that connection already reports the ranks that a call waits
+    for."""
 
     secret = b""
 
@@ -263,8 +265,8 @@ class _Rounds(Meet):
         return [self._told[key] for key in keys]
 
     def end(self, error: str = "") -> None:
-        """Call this method when this rank has connected, or has failed with `error`. Takes part in further exchanges
-        until all ranks have called the method. Raises DadtError if another rank failed."""
+        """Report that this rank has connected, or has failed with `error`, and take part in further exchanges until all
+        ranks have reported. Raises DadtError if another rank failed, unless `error` is given."""
         self._tell("", b"", error or "done")
         while len(self._ended) < self._all.size:
             self._tell("", b"", error or "done")

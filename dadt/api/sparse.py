@@ -34,8 +34,8 @@ def coo_all_reduce(
     tensor: a torch.sparse_coo tensor, coalesced or not, with the same shape, dtype and number of sparse dimensions on
     all ranks. Indices may differ, and a tensor may have none. reduction: mean or sum. Returns a coalesced tensor with
     all indices that any rank has. The entries of all ranks are gathered and summed in rank order; if together they take
-    more memory than the dense tensor, that is reduced instead. Raises TypeError for another layout and ValueError for
-    another reduction.
+    more memory than the dense tensor, the dense tensor is reduced instead. Raises TypeError for another layout and
+    ValueError for another reduction.
     """
     return _prepare(tensor, reduction, name, process_set)()
 
@@ -48,8 +48,8 @@ def coo_all_reduce_async(
 
 
 class _Later:
-    """Runs an action in a thread of its own, because a sparse allreduce needs two exchanges, and the second one depends
-    on the result of the first."""
+    """Runs a function in a thread of its own, because a sparse allreduce needs two exchanges, and the second one
+    depends on the result of the first."""
 
     def __init__(self, action: Callable[[], Tensor]) -> None:
         self._future: Future[Tensor] = Future()
@@ -148,7 +148,8 @@ def _gather_entries(among: ProcessSet, mine: _Entries, reduction: str, name: str
     wide = torch.float32 if mine.dtype in _HALF else mine.dtype
     total = torch.zeros((len(union), *mine.values.shape[1:]), dtype=wide, device="cpu")
     for place, rows in zip(places.split([len(f) for f in flats]), values, strict=True):
-        total[place] += rows  # no addition is lost, since the indices from one rank are all different
+        # an indexed += would add a repeated index only once, but the indices of one rank are all different
+        total[place] += rows
     if reduction == "mean":
         total = total / among.size if wide.is_floating_point or wide.is_complex else _truncated(total, among.size)
     return mine.tensor(union, total)
@@ -156,7 +157,7 @@ def _gather_entries(among: ProcessSet, mine: _Entries, reduction: str, name: str
 
 def _reduce_dense(among: ProcessSet, mine: _Entries, reduction: str, name: str) -> Tensor:
     """Reduce sparse tensors as dense ones. Also reduces a flag for each index that says whether any rank has an entry
-    at this index, since the sum of entries may be zero."""
+    at this index, since the entries of an index may add up to zero."""
     dense = torch.zeros((prod(mine.sparse), *mine.values.shape[1:]), dtype=mine.dtype, device="cpu")
     there = torch.zeros(prod(mine.sparse), dtype=torch.bool, device="cpu")
     dense[mine.flat] = mine.values

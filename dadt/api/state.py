@@ -106,7 +106,8 @@ def allgather_object(value: Any, *, name: str | None = None, process_set: Proces
 
 
 class _Tensor:
-    """Stands for one of the root's tensors in pickled optimizer state; the tensor itself is broadcast separately."""
+    """Placeholder for one of the root's tensors in pickled optimizer state. The tensor itself is broadcast
+    separately."""
 
     def __init__(self, like: Tensor) -> None:
         self.shape = tuple(like.shape)
@@ -114,7 +115,7 @@ class _Tensor:
 
 
 def _sketch(value: Any, tensors: list[Tensor]) -> Any:
-    """Return the value with placeholders for its tensors, which are collected in `tensors`."""
+    """Return the value with a placeholder in place of each tensor, and append the tensors to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Tensor(value)

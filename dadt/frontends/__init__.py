@@ -1,1 +1,2 @@
-"""APIs in the style of other libraries, a folder for each, built on the operations of dadt.api."""
+"""APIs of other libraries (Horovod, Keras, TensorFlow), each in a folder of its own, built on the operations of
+dadt.api."""

@@ -56,8 +56,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     multiplier: a number, or a function of the epoch. staircase: whether the rate changes once per epoch; else it
     changes with each batch, and the epoch is a fraction. momentum_correction: whether momentum is scaled like the rate
-    in the batch in which the rate changes (arXiv:1706.02677); not on TensorFlow. steps_per_epoch: by default what `fit`
-    counts.
+    in the batch in which the rate changes (arXiv:1706.02677); not on TensorFlow. steps_per_epoch: by default the number
+    that `fit` counts.
     """
 
     def __init__(

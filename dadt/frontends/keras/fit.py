@@ -57,8 +57,8 @@ class KerasTraining(ABC):
         self._factors.setdefault(optimizer, factor)
 
     def left_alone(self, optimizer: Any) -> bool:
-        """Whether the optimizer applies gradients without averaging: within another optimizer's step, or if the script
-        calls `dadt.init` and has not wrapped this optimizer."""
+        """Whether the optimizer applies gradients without averaging, as it does within another optimizer's step, and in
+        a script that calls `dadt.init` and has not wrapped this optimizer."""
         return bool(self._stepping) or (self.runtime.script.explicit and self.factor_of(optimizer) is None)
 
     def factor_of(self, optimizer: Any) -> int | None:
@@ -141,7 +141,7 @@ class KerasTraining(ABC):
         @replaces("on_epoch_end", kind)
         def on_epoch_end(callbacks: Any, epoch: int, logs: Any = None) -> None:
             if self.fitting and logs:
-                # This claims the rank for this process. Without it, only a step of an optimizer would claim the rank.
+                # Make this process the one that acts as its rank. Otherwise only a step of an optimizer would do so.
                 runtime.claim()
                 logs = averaged(
                     logs,
@@ -156,7 +156,7 @@ class KerasTraining(ABC):
 
     def _average_statistics(self, model: Any) -> None:
         """Average over ranks what layers record during training, such as the means of BatchNormalization."""
-        if self.runtime.replay.under_way:  # a replay takes these averages from the restored state
+        if self.runtime.replay.under_way:  # a replay of the script runs up to a saved state, which has these averages
             return
         self.runtime.claim()
         variables = [v for v in model.non_trainable_variables if "float" in str(v.dtype)]
@@ -169,13 +169,14 @@ class KerasTraining(ABC):
 
 
 def inner_of(optimizer: Any) -> Any:
-    """Return the optimizer that applies gradients: the inner optimizer if this one only scales losses, otherwise this
+    """Return the optimizer that applies gradients: the inner optimizer of a LossScaleOptimizer, otherwise this
     optimizer."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def momentum_of(optimizer: Any) -> dict[str, Any]:
-    """The optimizer's momentum and whether it is Nesterov's, as in a parameter group of torch."""
+    """Return the optimizer's momentum and whether it is Nesterov momentum, under the keys of torch's parameter
+    groups."""
     inner = inner_of(optimizer)
     momentum: Any = getattr(inner, "beta_1", None) or getattr(inner, "momentum", 0.0)
     nesterov = getattr(inner, "nesterov", False) or type(inner).__name__ == "Nadam"
@@ -183,8 +184,8 @@ def momentum_of(optimizer: Any) -> dict[str, Any]:
 
 
 def averaged(logs: Any, collect: Callable[[dict[str, float]], Sequence[dict[str, float]]]) -> dict[str, Any]:
-    """Return the logs with their numbers replaced by the means over ranks. collect: given this rank's numbers, returns
-    those of all ranks."""
+    """Return the logs with their numbers replaced by the means over ranks. collect: function that takes this rank's
+    numbers and returns all ranks' numbers."""
     numbers = {name: float(value) for name, value in logs.items() if not tuple(getattr(value, "shape", ()))}
     every = collect(numbers)
     return {**logs, **{name: sum(each[name] for each in every) / len(every) for name in numbers}}

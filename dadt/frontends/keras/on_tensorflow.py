@@ -116,8 +116,8 @@ class TensorFlowTraining(KerasTraining):
         return [mirror for mirrors in self._mirrors.values() for mirror in mirrors.values()]
 
     def _check(self) -> None:
-        """Raises ConfigError for settings that need access to the weights, of which DADT has only copies, or that
-        divide batches."""
+        """Raise ConfigError for settings that need access to the weights, of which DADT has only copies, or that divide
+        batches."""
         config = self.runtime.ranks.config
         if config.algorithm not in ALGORITHMS:
             raise ConfigError(f"--algorithm {config.algorithm}: Keras on TensorFlow trains by sync and pipe")

@@ -81,8 +81,9 @@ class TorchTraining(KerasTraining):
         return self._carriers[optimizer]
 
     def _divide_epochs(self, kind: Any) -> None:
-        """Patch the epoch iterator's `reset` so that an epoch has one rank's number of batches. The optimizer is made
-        known to DADT before, so that DADT divides the data."""
+        """Patch the epoch iterator's `reset` so that an epoch has one rank's number of batches. Before the first batch
+        is loaded, the patch gives the optimizer its carrier, because DADT divides data only once an optimizer is
+        known."""
 
         @replaces("reset", kind)
         def reset(iterator: Any) -> None:

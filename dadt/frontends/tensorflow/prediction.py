@@ -82,7 +82,8 @@ ANEW = "_dadt_anew"
 
 
 def install(displacements: Callable[[], Iterable[Displacement]]) -> None:
-    """Predict weights within each tape. displacements: returns the Displacement of each optimizer that trains."""
+    """Predict weights within each tape. displacements: function that returns the Displacement of each optimizer that
+    trains."""
     _predict_within(tf.GradientTape, displacements)
     _watch_calls(type(tf.function(lambda: None)))
 
@@ -90,7 +91,8 @@ def install(displacements: Callable[[], Iterable[Displacement]]) -> None:
 def show_true_weights() -> None:
     """Put the true weights back, when a tape ends or when an optimizer steps within a tape."""
     shown, _local.shown = getattr(_local, "shown", []), []
-    # In reverse order: if two optimizers share variables, the later prediction started from the earlier one.
+    # The order is reversed because, if two optimizers share variables, the later prediction started from the earlier
+    # one.
     for each, weights in reversed(shown):
         each.hide(weights)
 

@@ -93,7 +93,7 @@ def allreduce(
     op: Any = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Return the value reduced over all ranks: averaged, unless `op` or `average` say otherwise."""
+    """Return the reduction of the value over all ranks, which is the mean unless `op` or `average` chooses another."""
     reduced = gradients.allreduce(
         tensor_of(value), average=average, name=name, compression=compression, op=op,
         prescale_factor=prescale_factor, postscale_factor=postscale_factor,
@@ -117,7 +117,7 @@ def reducescatter(value: Any, name: str | None = None, op: Any = Average) -> Any
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Raise ValueError: Keras 3 has no global variables."""
+    """Raise ValueError, because Keras 3 has no global variables."""
     raise ValueError(
         "hvd.broadcast_global_variables: Keras 3 knows no global variables; give fit"
         f" hvd.callbacks.BroadcastGlobalVariablesCallback({root_rank})"
@@ -127,7 +127,7 @@ def broadcast_global_variables(root_rank: int) -> None:
 def load_model(
     filepath: Any, custom_optimizers: Any = None, custom_objects: Any = None, compression: Any = Compression.none
 ) -> Any:
-    """Load a model, and train with its optimizer on all ranks."""
+    """Load a Keras model and wrap its optimizer, so that the optimizer trains on all ranks."""
     known = {each.__name__: each for each in custom_optimizers or ()}
     with horovods():
         return own.wrapped(keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})}))

@@ -18,7 +18,7 @@ def run(
     """Call the function on `num_proc` workers and return the results by rank.
 
     np: the former name of num_proc; one worker by default. hosts: "host1:2,host2:2"; by default this host. settings:
-    those of `dadt.run`.
+    settings of `dadt.run`.
     """
     from dadt.api.run import run
 

@@ -16,7 +16,7 @@ from dadt.frontends.tensorflow import operations, tape
 
 
 def __getattr__(name: str) -> Any:
-    """Look up a name that this module does not define in Horovod's API for Keras, where it is the same."""
+    """Return the object of this name in Horovod's API for Keras, as this module defines only what differs from it."""
     return getattr(_keras, name)
 
 
@@ -34,7 +34,8 @@ def allreduce(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> Any:
-    """Return the tensor reduced over all ranks: averaged, unless `op` or `average` say otherwise; in tf.function, too.
+    """Return the reduction of the tensor over all ranks, which is the mean unless `op` or `average` chooses another.
+    Works in tf.function, too.
 
     Raises ValueError for compression (use `--compression`) and Adasum.
     """
@@ -48,7 +49,7 @@ def allreduce(
 
 
 def grouped_allreduce(tensors: Iterable[Any], **options: Any) -> list[Any]:
-    """Return the tensors, each reduced over all ranks. options: those of `allreduce`."""
+    """Return the tensors, each reduced over all ranks. options: the keyword arguments of `allreduce`."""
     return [allreduce(each, **options) for each in tensors]
 
 

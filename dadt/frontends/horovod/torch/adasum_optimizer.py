@@ -78,8 +78,8 @@ class _Adasum(Distributed):
     """Methods that `wrap` adds to an optimizer."""
 
     def synchronize(self) -> None:
-        """Does nothing: each rank uses its own gradients, so there are no averages to wait for."""
+        """Does nothing, because each rank uses its own gradients, so there are no averages to wait for."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Raises AssertionError, as in Horovod: there is no synchronization to skip."""
+        """Raises AssertionError, as in Horovod, because there is no synchronization to skip."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")

@@ -1,4 +1,4 @@
-"""Parameters of the reductions in Horovod's API: many functions share them, each in an order of its own."""
+"""Parameters of the reductions in Horovod's API. Many functions share these parameters, each in an order of its own."""
 
 from __future__ import annotations
 

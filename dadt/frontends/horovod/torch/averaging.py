@@ -51,14 +51,14 @@ class Averaging:
         """names: the name of each parameter. how: the reduction (op), and the factors before and after it."""
         self.passes = passes
         self.skips = False
-        """Whether `step` uses the gradients as they are, since the script has called `synchronize` itself."""
+        """Whether `step` uses the gradients as they are, because the script itself has called `synchronize` before."""
         self.is_synchronized = False
         trains = bool(process_set.included()) and process_set.among.size > 1
         self.parameters = [p for p in names if p.requires_grad] if trains else []
         self._optimizer, self._compression, self._how = weakref.ref(optimizer), compression, how
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
-        # Optimizers of two models may have parameters of the same names; a number in the names distinguishes the
-        # optimizers.
+        # Optimizers of two models may have parameters of the same names; a number in the names of their exchanges
+        # distinguishes the optimizers.
         number = next(_numbers[(process_set, *names.values())])
         self.names = {p: f"{name} of optimizer {number}" if number else name for p, name in names.items()}
         self._left = dict.fromkeys(self.parameters, passes)
@@ -72,8 +72,8 @@ class Averaging:
         self._hooks: list[Any] = []
 
     def group(self, groups: int | Sequence[Sequence[Tensor]] | None) -> None:
-        """Choose the parameters whose gradients are sent together. groups: the number of groups, in the order of
-        parameters, or the groups themselves; None: groups by size."""
+        """Choose the parameters whose gradients are sent together. groups: the number of groups, which follow the order
+        of the parameters, or the groups themselves. None makes groups of a limited size."""
         if groups is None:
             self._groups = self._by_size()
         elif isinstance(groups, int):
@@ -89,7 +89,8 @@ class Averaging:
         self._group_of = {p: number for number, group in enumerate(self._groups) for p in group}
 
     def _by_size(self) -> list[list[Tensor]]:
-        """Groups of up to TOGETHER_BYTES bytes, beginning with the last parameter, whose gradient is computed first."""
+        """Return groups of up to TOGETHER_BYTES bytes, beginning with the last parameter, whose gradient is computed
+        first."""
         groups: list[list[Tensor]] = []
         room = 0
         for parameter in reversed(self.parameters):
@@ -117,7 +118,7 @@ class Averaging:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         first = optimizer.register_step_pre_hook(self._before_step)
         hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(first.id, last=False)  # put first, so that the other hooks of the step see averaged gradients
+        hooks.move_to_end(first.id, last=False)  # run first, so that the other hooks of the step see averaged gradients
         self._hooks += [first, optimizer.register_step_post_hook(self._after_step)]
         lifecycle.session().runtime.ranks.progress.measures.append(self._measure)
         weakref.finalize(self, _remove, self._hooks)
@@ -160,7 +161,7 @@ class Averaging:
         self.is_synchronized = True
 
     def _made(self, parameter: Tensor) -> None:
-        self._depth = 0  # a step that raised an exception has not reduced this count
+        self._depth = 0  # the count is above 0 here if an earlier step has raised an exception
         number = self._group_of[parameter]
         if number in self._under_way or self._left[parameter] <= 0:
             raise AssertionError(
@@ -215,7 +216,8 @@ class Averaging:
             gradient.copy_(average)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Step pre-hook: average the gradients, or, if the step has a closure, at each evaluation of the closure."""
+        """Step pre-hook that averages the gradients. If the step has a closure, they are averaged at each evaluation of
+        the closure instead."""
         self._depth += 1
         if self._depth > 1:
             return None

@@ -17,12 +17,12 @@ from dadt.frontends.horovod.torch.process_sets import ProcessSet
 from dadt.inject import worker
 
 _TOLD = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-"""Numbers of this rank that scripts also find in variables, such as HOROVOD_RANK."""
+"""Numbers of this rank that scripts also find in environment variables, such as HOROVOD_RANK."""
 
 # By default each worker sees one GPU. Scripts for Horovod expect to see all GPUs of the host, and choose one by
 # local_rank.
 environment.see_all()
-if worker.runtime is not None:  # some scripts read variables such as HOROVOD_RANK before they call `init`
+if worker.runtime is not None:  # some scripts read environment variables such as HOROVOD_RANK before they call `init`
     _world = worker.runtime.ranks.world
     environment.tell_horovod({"RANK": _world.rank, "SIZE": _world.world_size, "CROSS_RANK": _world.cross_rank})
     environment.tell_horovod({"LOCAL_RANK": _world.local_rank, "LOCAL_SIZE": _world.local_size})
@@ -31,9 +31,9 @@ if worker.runtime is not None:  # some scripts read variables such as HOROVOD_RA
 def init(comm: Iterable[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the job. Gradients are averaged at once, as in Horovod, unless `--algorithm` was given.
 
-    comm: all ranks, or None. process_sets: sets to add, the same on all ranks; or "dynamic", which has no effect, since
-    sets can be added at any time. A second call does nothing. Random numbers are left to the script: if it sets no
-    seed, ranks draw different ones. Raises ValueError for other ranks or for a duplicate set.
+    comm: a list of all ranks, or None. process_sets: sets to add, the same on all ranks; or "dynamic", which has no
+    effect, since sets can be added at any time. A second call does nothing. Random numbers are left to the script: if
+    it sets no seed, ranks draw different ones. Raises ValueError for other ranks or for a duplicate set.
     """
     if place.is_initialized():
         return
@@ -110,12 +110,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Return False: DADT does not use IBM's DDL."""
+    """Return False, because DADT does not use IBM's DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: DADT does not use Intel's oneCCL."""
+    """Return False, because DADT does not use Intel's oneCCL."""
     return False
 
 

@@ -34,7 +34,7 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor as float16, and its dtype."""
+        """Return the tensor, as float16 if it is floating-point, and its dtype before."""
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod

@@ -42,7 +42,7 @@ def wrap(
     if compression is not Compression.none:
         runtime.ranks.say(f"Compression.fp16 is the script's: {how} compresses by --compression", "warning")
     made = DistributedOptimizer(optimizer, reduction="sum" if op is ReduceOp.Sum else "mean")
-    # nothing is released, as DADT's own algorithm averages the gradients, and not this object
+    # `release` has nothing to remove, because the hooks that average gradients are those of DADT's own algorithm.
     return subclassed(made, _Delayed, SimpleNamespace(names=names, release=lambda: None))
 
 

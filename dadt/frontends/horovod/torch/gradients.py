@@ -30,7 +30,8 @@ def _applied(function: Any, *arguments: Any) -> Any:
 
 
 def _compressed(function: Any, tensors: Sequence[Tensor], asked: ReduceArguments, *, grouped: bool) -> list[Tensor]:
-    """Call `apply` of a reduction with compressed tensors. grouped: as a group, even if it has one tensor only."""
+    """Compress the tensors, call `apply` of an autograd Function that reduces them, and return the decompressed
+    results. grouped: whether the tensors form a group, even if there is only one."""
     sent = [asked.compression.compress(t) for t in tensors]
     results = _applied(function, asked, grouped, *(t for t, _ in sent))
     return [asked.compression.decompress(t, context) for t, (_, context) in zip(results, sent, strict=True)]
@@ -91,7 +92,7 @@ class _Allgather(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return this rank's rows of the gradients, averaged over all ranks."""
+        """Gradient of an allgather: return this rank's rows of the gradients, averaged over all ranks."""
         ranks = ctx.process_set
         averages = grouped_allreduce(gradients, op=ReduceOp.Average, process_set=ranks)
         mine = [shape[0] if shape else 1 for shape in ctx.shapes]
@@ -115,7 +116,7 @@ def grouped_allgather(
 
 
 def _all_counts(mine: Sequence[int], process_set: ProcessSet) -> Tensor:
-    """Gather each rank's counts into a tensor with a row for each rank."""
+    """Gather the numbers of rows that each rank has of several tensors. Returns a matrix with a row for each rank."""
     row = torch.tensor([list(mine)], dtype=torch.int64, device="cpu")
     counts: Tensor = synchronize(operations.allgather_async(row, None, process_set))
     return counts
@@ -132,7 +133,8 @@ class _Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the average of all ranks' gradients on the root, and zeros on the other ranks."""
+        """Gradient of a broadcast: return the average of all ranks' gradients on the root, and zeros on the other
+        ranks."""
         average = allreduce(gradients[0], op=ReduceOp.Average, process_set=ctx.process_set)
         return average if place.rank() == ctx.root_rank else torch.zeros_like(average), None, None, None
 
@@ -166,7 +168,8 @@ class _Alltoall(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Send the gradient of each row back to the rank from which the row came. Rows that were not sent get zeros."""
+        """Gradient of an all-to-all: send the gradient of each row back to the rank that sent the row. The gradient of
+        rows that were not sent is zero."""
         back, _ = alltoall(gradients[0], ctx.counts, process_set=ctx.process_set)
         rest = back.new_zeros((ctx.rows - len(back), *back.shape[1:]))
         return torch.cat([back, rest]) if len(rest) else back, None, None, None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Prepared = tuple[Operation, Callable[[Any], Any] | None]
     """An operation of DADT's core, and the function that computes the caller's result from the result of this
-    operation; None if both results are equal."""
+    operation; None in place of the function if both results are equal."""
 
 
 # Allreduce ------------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def alltoall_async(
     from each rank.
 
     splits: the number of rows for each rank, whole numbers; by default all ranks get the same number. Raises ValueError
-    if these are too few or too many.
+    unless there is a number for each rank and the tensor has enough rows.
     """
 
     def prepare(among: Ranks) -> Prepared:
@@ -302,7 +302,7 @@ def _allgather(tensor: Tensor, among: Ranks) -> Prepared:
 
 def _signature(signature: str, op: ReduceOp, factors: tuple[float, float]) -> str:
     """Return a text that must be the same on all ranks: the signature of DADT's operation, with Horovod's op and
-    factors added, in which ranks may differ even where DADT's operation is the same."""
+    factors added, since several of Horovod's reductions use the same operation of DADT."""
     return f"{signature} as {op.name} with factors {factors[0]:g}, {factors[1]:g}"
 
 
@@ -311,7 +311,8 @@ def _shares(rows: int, size: int) -> list[int]:
 
 
 def _rows(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
-    """Return the number of rows of the tensor to send to each rank. Raises ValueError if `splits` is wrong."""
+    """Return the number of rows of the tensor to send to each rank. Raises ValueError if `splits` does not fit the
+    tensor and the number of ranks."""
     if tensor.dim() == 0:
         raise ValueError("alltoall: give a tensor of one or more dimensions")
     if splits is None:

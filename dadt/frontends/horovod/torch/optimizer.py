@@ -137,7 +137,7 @@ class _Synchronous(Distributed):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Context in which `step` uses the gradients as they are; for a step after `synchronize`."""
+        """Context manager in which `step` uses the gradients as they are, for a step after `synchronize`."""
         self._averaging.skips = True
         try:
             yield
@@ -159,6 +159,7 @@ class _Synchronous(Distributed):
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load the state. Gradients of the current step that were exchanged already are expected again."""
+        """Load the state, and discard gradients that were already averaged for the current step, so that backward has
+        to compute all of them again."""
         self._averaging.drop()
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]

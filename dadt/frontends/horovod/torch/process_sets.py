@@ -108,7 +108,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close a process set. Returns whether it was open. The set of all ranks is never closed, and gives False."""
+    """Close a process set. Returns whether it was open. For the set of all ranks, does nothing and returns False."""
     if process_set not in _added:
         return False
     _added.remove(process_set)

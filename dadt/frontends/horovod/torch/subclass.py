@@ -24,7 +24,7 @@ class Distributed:
         return names
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Does nothing: gradients accumulate until `step`, after any number of backward passes."""
+        """Does nothing, because gradients accumulate until `step` over any number of backward passes anyway."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle or copy the optimizer with the class that the script chose, so that the copy trains on one rank."""

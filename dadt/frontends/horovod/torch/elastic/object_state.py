@@ -68,7 +68,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def save(self) -> None:
-        """Copy the attributes in memory, for `restore`."""
+        """Keep a copy of the attributes in memory, which `restore` reads."""
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:

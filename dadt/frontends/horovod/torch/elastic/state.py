@@ -31,15 +31,15 @@ class TorchState(ObjectState):
         self._copies = {name: _copied(value) for name, value in kept.items()}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. A new model, optimizer or sampler replaces the former one, and its state is copied for
-        `restore`."""
+        """Set an attribute. A new model, optimizer or sampler replaces the former one, and a copy of its state is kept
+        for `restore`."""
         if name in self.__dict__.get("_kept", {}):
             self._kept[name] = value
             self._copies[name] = _copied(value)
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        """Copy the state of all attributes in memory, for `restore`."""
+        """Keep a copy of the state of all attributes in memory, which `restore` reads."""
         self._copies = {name: _copied(value) for name, value in self._kept.items()}
         super().save()
 
