@@ -75,7 +75,7 @@ class Sync(Algorithm):
         else:
             a.deliver(exchange)
         self._overlap.step(agreed, in_vain)
-        # a single bucket is always sent at the step, so watching gradients would be useless
+        # a single bucket is always sent at the optimizer's step, so watching gradients would be useless
         if not self.wants_gradients and len(exchange.schema.buckets) > 1:
             self.wants_gradients = True
             a.watch_gradients()

@@ -60,9 +60,10 @@ class Auto(Algorithm):
         self._until = 0
         """Number of the step at which the synchronous warm-up steps end; 0 before the first step."""
         self._told: Gathering | None = None
-        """The collection of all ranks' measured times, until the choice has used it; None if there is none."""
+        """The allgather of all ranks' measured times, until these are used to choose; None at all other times."""
         self._backwards = self._backwards_before = 0
-        """Backward passes in the last step, and total backward passes up to the last step's exchange."""
+        """Number of backward passes in the last step, and number of all backward passes up to the last step's
+        exchange."""
         self._trained: tuple[Any, ...] = ()
         """Parameters that the script trained in the first step."""
         self._found: Mapping[Choice, float] = {}
@@ -147,8 +148,8 @@ class Auto(Algorithm):
         self._compress(name)
 
     def _compress(self, name: str) -> None:
-        """Use compression `name` in the following exchanges. The buckets stay, but the error feedback of the previous
-        compression is dropped."""
+        """Use compression `name` in the following exchanges. The buckets are kept, but the error feedback of the
+        previous compression is dropped."""
         a = self.attachment
         if name != a.compression:
             a.compression = name
@@ -177,7 +178,8 @@ class Auto(Algorithm):
     # Choosing an algorithm and compression ---------------------------------------------------------------------
 
     def _choose(self, every: Sequence[Times], sizes: Sequence[int]) -> None:
-        """Choose by each rank's times, and by `sizes`, the bytes of each of rank 0's buckets."""
+        """Choose the algorithm and compression from `every`, each rank's measured times, and `sizes`, the bytes in each
+        bucket of rank 0."""
         a = self.attachment
         times = choice.slowest(every)
         config = a.ranks.config
@@ -361,7 +363,7 @@ def compressions(a: Attachment) -> Sequence[str]:
 
 
 def costs_nothing(a: Attachment, way: Choice) -> bool:
-    """Whether this choice costs the optimizer no accuracy, apart from what the user has asked for."""
+    """Whether this choice's compression costs the optimizer no accuracy, or is the one that the user asks for."""
     shown = SHOWN[kind(a)]
     allowed = [given_compression(a), *shown.compressions, *(shown.synchronous if way.algorithm == "sync" else ())]
     return way.compression in allowed

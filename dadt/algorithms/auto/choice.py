@@ -22,8 +22,8 @@ from itertools import product
 from typing import NamedTuple
 
 CLOSE = 1.05
-"""Choices at most this factor slower than the fastest count as equally fast; of those, the one that changes training
-least is chosen."""
+"""Choices that take at most this factor times the time of the fastest count as equally fast; of these, the one that
+changes training least is chosen."""
 _FORWARD = 1 / 3
 """Share of a step's computing time that is spent before the backward pass."""
 
@@ -41,7 +41,7 @@ class HarmlessSettings(NamedTuple):
 
     compressions: tuple[str, ...]
     sync_every: int
-    """Largest number of steps between two averages of `local` without loss of accuracy; 0: `local` always loses
+    """Largest number of steps between two averages of `local` without loss of accuracy; 0 if `local` always loses
     accuracy."""
     synchronous: tuple[str, ...] = ()
     """Further compressions that cost no accuracy with `sync`, but do with late averages."""
@@ -52,8 +52,8 @@ SHOWN = {
     "adam": HarmlessSettings(("none", "int8"), 0, ("int4",)),
 }
 """Settings, by kind of optimizer, that meet the accuracy target on all models in docs/results/accuracy.md with four
-workers. With Adam, bf16 and late averages as int4 miss the target on the GPT by a little, and `local` misses it on the
-GPT and the MLP by far. (With SGD, DiLoCo's outer optimizer misses the target.)
+workers. With Adam, bf16, and late averages with int4, miss the target on the GPT by a little, and `local` misses it on
+the GPT and the MLP by far. (With SGD, DiLoCo's outer optimizer misses the target.)
 """
 
 
@@ -64,7 +64,7 @@ class Times:
     compute: float
     """Seconds of a step without waiting for other ranks."""
     alone: float
-    """Seconds of a step outside DADT's hooks."""
+    """Seconds of a step without the time spent in DADT's hooks."""
     processor: float
     """Processor seconds of a step before its exchange, over all threads of the rank."""
     cores: float
@@ -109,8 +109,8 @@ def slowest(every: Sequence[Times]) -> Times:
 
 
 def ways(algorithms: Sequence[str], compressions: Sequence[str]) -> list[Choice]:
-    """Return all pairs of an algorithm and a compression, in the given order. Pass first what changes training
-    least."""
+    """Return all pairs of an algorithm and a compression, in the given order. Pass those that change training least
+    first."""
     return [Choice(*pair) for pair in product(algorithms, compressions)]
 
 

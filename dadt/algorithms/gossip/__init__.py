@@ -1,1 +1,1 @@
-"""Gossip: each rank averages weights with a neighbour."""
+"""Gossip, an algorithm in which each rank averages its weights with one other rank at a time."""

@@ -2,8 +2,8 @@
 each other.
 
 In CHOCO both ranks of an edge store a public copy of each other's weights. Here both ranks know how each of them moves,
-so they move the copies as well; the copies then stay equal to their mean, and one is enough: the reference r. With d =
-round(x - r) on each rank,
+so they move the copies in the same way. Both copies then stay equal to their mean, so the ranks store only one: the
+reference r. With d = round(x - r) on each rank,
 
     x(i) = x(i) + (d(j) - d(i)) / 2,     r = r + (d(i) + d(j)) / 2
 
@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 
 class Choco(PlainLinkState):
     """Link state that sends rounded differences from a reference that both ranks share. The first message contains the
-    unrounded weights: rounding would move ranks apart whose weights are equal."""
+    unrounded weights, because rounding would move apart ranks whose weights are equal."""
 
     def __init__(self, name: str, snapshot: WeightSnapshot, codec: Codec) -> None:
         super().__init__(name, snapshot)

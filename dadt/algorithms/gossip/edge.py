@@ -1,5 +1,5 @@
-"""A pair of neighbouring ranks that average their weights: one rank asks, the other answers. Each rank uses one thread
-per neighbour."""
+"""A pair of neighbouring ranks that average their weights, where one rank sends requests (asks) and the other answers.
+Each rank uses one thread per neighbour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dadt.comm.executors.base import P2PWork, PointToPoint
 from dadt.errors import CommTimeout
 
 _SLICE = 1 << 28
-"""Largest number of bytes in one message: some communication libraries count bytes in 32 bits."""
+"""Largest number of bytes in one message, because some communication libraries count bytes in 32 bits."""
 _SEVERAL = 60.0
 """Seconds of one wait for the neighbour's next request. If no request comes, the thread waits again."""
 
@@ -27,8 +27,8 @@ class MessageKind(enum.IntEnum):
     """Kind of a message between two neighbours."""
 
     FINISH = 0
-    """The sender will ask no more. The value is 0 because memory for messages stays 0 under the null executor, which
-    receives nothing."""
+    """The sender will send no more requests. The value is 0 because memory for messages stays 0 under the null
+    executor, which receives nothing."""
     WEIGHTS = 1
     NOTHING = 2
     """The answering rank cannot average, because it has no weights yet, has weights of another layout, or does not know
@@ -41,7 +41,8 @@ class Head(NamedTuple):
     kind: MessageKind
     crc: int
     number: int
-    """Number of earlier exchanges since both ranks began with a new state; 0: begin with a new state."""
+    """Number of earlier exchanges since both ranks began with a new state. With 0, both ranks begin with a new
+    state."""
     bytes: int
 
 
@@ -65,7 +66,7 @@ class LinkMessages:
         return self._send(Head(kind, 0, 0, 0))
 
     def send(self, state: LinkState, weights: torch.Tensor) -> list[P2PWork]:
-        """Start sending weights, without waiting. The weights must not change until all returned works are done."""
+        """Start sending weights, without waiting. The weights must not change until all returned transfers are done."""
         self.sent += len(weights)
         return self._send(
             Head(MessageKind.WEIGHTS, state.crc, state.number, len(weights)), *torch.split(weights, _SLICE)
@@ -120,8 +121,8 @@ class LinkEnd:
         weights: Callable[[], AbstractContextManager[WeightSnapshot | None]],
         state: Callable[[WeightSnapshot], LinkState],
     ) -> None:
-        """weights: called to get the current weights for one exchange. state: called with these weights to create the
-        state of the first exchange."""
+        """weights: function that returns the current weights for one exchange. state: function that creates the state
+        for the first exchange from these weights."""
         self.line = line
         self.plain = 0
         """Bytes of weights that would have been sent to the neighbour so far without compression."""
@@ -135,7 +136,7 @@ class LinkEnd:
 
 
 class Asking(LinkEnd):
-    """The rank of a pair that asks for averages: starts one exchange for each call of `order`."""
+    """The rank of a pair that sends requests: it starts one exchange for each call of `order`."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class Asking(LinkEnd):
         state: Callable[[WeightSnapshot], LinkState],
         ended: Callable[[Asking, bool], None],
     ) -> None:
-        """ended: called after each exchange with this object and whether the weights were averaged."""
+        """ended: callback after each exchange, with this object and whether the weights were averaged as arguments."""
         super().__init__(line, weights, state)
         self.asked: float | None = None
         """Time at which the running exchange with the neighbour began; None if no exchange runs. Set by the owner of
@@ -191,7 +192,7 @@ class Asking(LinkEnd):
 
 
 class Answering(LinkEnd):
-    """The rank of a pair that only answers and never asks."""
+    """The rank of a pair that answers requests and never sends any."""
 
     def run(self) -> None:
         """Answer the neighbour's requests until the neighbour reports that it has finished."""

@@ -22,7 +22,7 @@ def await_all(ranks: Ranks, tag: int) -> None:
     PeerLost, or CommTimeout, which says where each rank is.
     """
     mail, group = ranks.mail, ranks.group
-    # raise PeerLost if ranks have reconnected: a note already received on the new connection is not sent again
+    # raise PeerLost if ranks have reconnected, because a note that came over the new connection is not sent again
     ranks.reconnection.check()
     note = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
     if group.rank:

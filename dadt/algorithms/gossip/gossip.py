@@ -27,7 +27,8 @@ from dadt.train.ranks import Ranks
 _Place = tuple[int, int]
 """A tensor's address, and its number of elements."""
 _TAG = 100
-"""The first tag of gossip's messages; each optimizer has two, for pairwise averages and for the end."""
+"""The first tag of gossip's messages; each optimizer uses two tags, one for pairwise averages and one for the end of
+the training."""
 _IDLE_STEPS = 64
 """Number of steps of other optimizers after which an idle optimizer no longer averages the weights that it shares with
 them; the other optimizers average these weights."""
@@ -144,7 +145,7 @@ def final_average(ranks: Ranks, attached: weakref.ref[Attachment], pairing: Pair
 
 def _average(ranks: Ranks, attachment: Attachment, tensors: list[torch.Tensor], whole: list[bool]) -> None:
     """Average the weights, and the buffers that training has changed on any rank. whole: for each rank, whether all
-    of its weights are finite; other ranks take the average of the ranks with finite weights."""
+    of its weights are finite; the other ranks take the average of the ranks with finite weights."""
     attachment.changing_buffers.select()
     if not any(whole):
         return
@@ -179,7 +180,7 @@ def check_copies(compression: str, topology: str, world_size: int) -> None:
 
 
 def _has_group() -> bool:
-    """Whether the script has a process group; without one SyncBatchNorm is BatchNorm."""
+    """Whether the script has created a process group of torch. Without one, SyncBatchNorm acts like BatchNorm."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

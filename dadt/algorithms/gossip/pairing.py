@@ -161,7 +161,8 @@ class Pairing:
 
     @property
     def failure(self) -> CommError | None:
-        """The error that ended this rank's messages, from _EXPLAIN_SECONDS after the error on; None otherwise."""
+        """The error that ended this rank's messages. None if there is none, or it occurred less than _EXPLAIN_SECONDS
+        ago."""
         explained = monotonic() - self._failed >= _EXPLAIN_SECONDS
         return self._error if isinstance(self._error, CommError) and explained else None
 
@@ -180,7 +181,8 @@ class Pairing:
         self._let_go()
 
     def close(self) -> None:
-        """Wait until no neighbour asks or is asked any more. Raises CommTimeout, which names the missing rank."""
+        """Wait until all neighbours have finished, so that no more averages are requested. Raises CommTimeout, which
+        names the missing rank."""
         deadline = monotonic() + self._timeout
         for peer, thread in self._threads.items():
             thread.join(max(0.0, deadline - monotonic()))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 PART_BYTES = 1 << 20
-"""Bytes of one part of a snapshot. Small, so that another thread waits only briefly for a part's lock and the
+"""Bytes of one part of a snapshot. Parts are small, so that another thread waits only briefly for a part's lock and the
 arithmetic stays in the CPU cache."""
 _ALIGNMENT = 64
 _GRAIN = 1 << 14
@@ -72,7 +72,8 @@ class WeightSnapshot:
         self.crc = zlib.crc32(repr((self.kinds, layout)).encode())
         """Checksum of the layout: equal on ranks whose weights have equal shapes, strides and dtypes."""
         self._pieces: list[list[tuple[Part, slice, slice]]] = [[] for _ in tensors]
-        """For each tensor, in order, the places of its pieces in a part and in the tensor."""
+        """For each tensor, its pieces in order: the part that stores the piece, the piece's range in that part, and its
+        range in the tensor."""
         for part in self.parts:
             start = 0
             for tensor, first, end in part.pieces:

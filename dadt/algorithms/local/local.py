@@ -68,8 +68,8 @@ class Local(Sync):
         return not self._fragments
 
     def starting(self) -> None:
-        """Average the weights that other optimizers train alone or have trained alone: otherwise the start of this
-        optimizer, which copies rank 0's weights, would lose other ranks' steps."""
+        """Average the weights that other optimizers train, or have trained, on each rank alone. Otherwise the start of
+        this optimizer, which copies rank 0's weights, would lose other ranks' steps."""
         a = self.attachment
         others = [end for end in a.events.on_end if isinstance(end, LocalFinalAverage) and end.rounds]
         if not others:
@@ -138,8 +138,8 @@ class Local(Sync):
     # Rounds of local steps and their exchange ------------------------------------------------------------------
 
     def begin(self, compression: str) -> None:
-        """Begin rounds of training alone, from weights that are equal on all ranks. compression: name of the
-        compression of the exchanged progress."""
+        """Begin rounds in which each rank trains alone, from weights that are equal on all ranks. compression: name of
+        the compression of the exchanged progress."""
         a = self.attachment
         self._compression = compression
         self._moments.share()
@@ -297,7 +297,7 @@ class Local(Sync):
 
     @property
     def _known(self) -> dict[str, Fragment]:
-        """Fragments, and tensors that are averaged once, by a name that is the same on all ranks."""
+        """Fragments of the parameters, and tensors that are averaged once, by a name that is the same on all ranks."""
         return {f"{self._divisions}.{number}": f for number, f in self._fragments.items()} | self._passing
 
     # State in checkpoints --------------------------------------------------------------------------------------
@@ -358,8 +358,8 @@ class LocalFinalAverage:
     ranks."""
 
     def __init__(self, attachment: Attachment) -> None:
-        # A weak reference: the optimizer may be garbage collected long before the end, at a different time on each
-        # rank.
+        # The reference is weak, because the optimizer may be garbage collected long before the end, at a different time
+        # on each rank.
         self._attachment = weakref.ref(attachment)
         self._name = f"local, the end{attachment.name}"
         self.rounds = False

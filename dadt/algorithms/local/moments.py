@@ -1,9 +1,9 @@
 """Adam's moments in `local`: all ranks have the same v, and the momentum follows from the progress of a round.
 
-Left alone, each rank would divide by the v of its own gradients, which is larger and noisier than that of their mean,
+Without this, each rank would divide by the v of its own gradients, which is larger and noisier than that of their mean,
 and drift off by its own momentum. So v is shared (`Momentum.share`), and after a round of progress p(i) from the anchor
-a, momentum becomes what would have led to the ranks' mean progress P, which arrives D steps later. Nothing is sent for
-that:
+a, momentum becomes what would have led to the ranks' mean progress P, which arrives D steps later. No messages are
+needed for this:
 
     at the end of a round:   m(i) = -k (p(i) + decay a sum(lr))
     D steps later:           m(i) = m(i) - beta1^D k (P - p(i))
@@ -46,19 +46,20 @@ class RoundMoments:
         the round's sums of learning rates."""
 
     def begin(self, fragment: Fragment) -> None:
-        """Called when a round of the fragment begins."""
+        """Begin a round of the fragment: note the sums of learning rates so far."""
         self._begun[fragment.name] = list(self._rates)
 
     def stepped(self) -> None:
-        """Called after each step that this rank takes alone."""
+        """Count a step that this rank has taken alone, and add up its learning rates."""
         self._steps += 1
-        # otherwise the script has skipped the step
+        # Learning rates count only if the optimizer has made the step, which the script may have skipped.
         if self._attachment.stepping and is_adam(self._attachment.optimizer):
             rates = [rate for *_, rate in moments_of(self._attachment.optimizer)]
             self._rates = [sum(each) for each in zip_longest(self._rates, rates, fillvalue=0.0)]
 
     def share(self) -> None:
-        """Share v, unless that was done a short while ago. All ranks call it after the same step."""
+        """Set Adam's v to a value that all ranks compute together, unless that was done less than REFRESH steps ago.
+        All ranks call it after the same step."""
         if self._steps and self._steps - self._shared < REFRESH:
             return
         self._shared = self._steps
@@ -73,7 +74,7 @@ class RoundMoments:
         return [now - before for now, before in zip_longest(self._rates, begun, fillvalue=0.0)]
 
     def restart(self, fragment: Fragment) -> None:
-        """Called at the end of a round: replace the momentum by the one that follows from the round's progress, before
+        """Replace the momentum by the one that follows from the round's progress. Called at the end of a round, before
         the progress is sent."""
         rates = self._since(fragment.name)
         self._sent[fragment.name] = self._steps, rates
@@ -83,8 +84,8 @@ class RoundMoments:
             m.copy_(progress.add_(row.anchor, alpha=decay).mul_(scale).neg_())
 
     def tell(self, fragment: Fragment) -> None:
-        """Called when the mean progress has arrived, before it is merged: correct the momentum by the difference to
-        it."""
+        """Correct the momentum by the difference between the ranks' mean progress and this rank's own. Called when the
+        mean has arrived, before it is merged."""
         ended, rates = self._sent.pop(fragment.name, (0, []))
         found = {id(row.parameter): (own, mean) for row, own, mean in fragment.progress()}
         rows = [row for key, row in fragment.rows.items() if key in found]
@@ -107,8 +108,8 @@ class RoundMoments:
     def _momenta(
         self, rows: Iterable[OuterRow], rates: Sequence[float]
     ) -> Iterator[tuple[OuterRow, torch.Tensor, torch.Tensor, float, float]]:
-        """Yield each row whose momentum can be read from its progress, with this momentum, the factor k, the factor of
-        the anchor by decay, and beta1. rates: sums of the round's learning rates."""
+        """Yield each row whose momentum follows from its progress, with its momentum, the factor k, the factor `decay
+        sum(lr)` of the anchor, and beta1. rates: for each param_group, the sum of the round's learning rates."""
         optimizer, momentum = self._attachment.optimizer, self._attachment.momentum
         if not is_adam(optimizer):
             return

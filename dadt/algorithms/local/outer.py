@@ -36,7 +36,7 @@ class Told(NamedTuple):
     groups: int
     """crc32 of the optimizer's param_group values."""
     overlap: int
-    """Steps that the exchange before this one took on this rank."""
+    """Number of steps that the previous exchange took on this rank."""
     every: int
     """Number of steps that this rank proposes for the round that now begins."""
 
@@ -103,15 +103,15 @@ class Fragment(BucketExchange):
         self.sent = Told(0, 0, 0, 0, 0, 0)
         """The numbers that this rank sent in its newest exchange."""
         self.since = 0
-        """Steps since the last exchange began."""
+        """Number of steps since the last exchange began."""
         self.every = self.next_every = 1
         """Number of steps of the current round, equal on all ranks; and the number that this rank proposes for the next
         one."""
         self.overlap = self.took = 0
-        """Steps that the next exchange may run in the background, equal on all ranks; and steps that the last exchange
-        took on this rank."""
+        """Number of steps that the next exchange may run in the background, equal on all ranks; and number of steps
+        that the last exchange took on this rank."""
         self.over = 0
-        """Exchanges of this fragment that have ended on this rank."""
+        """Number of exchanges of this fragment that have ended on this rank."""
         self.absorbed = False
         """Whether the last finished exchange changed only the velocity, because the weights themselves were averaged
         right after it."""
@@ -324,7 +324,7 @@ class Fragment(BucketExchange):
             self.submit_bucket(index, bucket, form, bucket.stage(bucket.views[_OWN], _OWN), _MEAN, lane)
 
     def _go_on(self) -> None:
-        """Start and await the second allreduce of low-rank compressed buckets. All ranks call this at one step."""
+        """Start and await the second allreduce of low-rank compressed buckets. All ranks call this in the same step."""
         rounds, self._rounds = self._rounds, []
         for _, round_ in rounds:
             round_.halfway()

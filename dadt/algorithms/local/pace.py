@@ -22,14 +22,15 @@ class Pace:
         self._attachment = attachment
         config = attachment.ranks.config
         self.every = round_steps(config.sync_every)
-        """Number of steps of a round, unless it is measured."""
+        """Number of steps of a round, if it is not chosen by measured times."""
         self._fixed = None if config.overlap_steps == "auto" else int(config.overlap_steps)
-        """Number of steps for which each exchange may run in the background; None: as many as the previous exchange
-        took."""
+        """Number of steps for which each exchange may run in the background; None if it is as many as the previous
+        exchange took."""
 
     @property
     def measured(self) -> bool:
-        """Whether rounds take as many steps as hide their exchange. On a GPU nothing is measured."""
+        """Whether rounds take as many steps as hide their exchange, by measured times. On a GPU, times are not
+        measured."""
         ranks = self._attachment.ranks
         return ranks.config.sync_every == "auto" and ranks.device is None
 
@@ -47,13 +48,14 @@ class Pace:
         fragment.since = (steps - offset) % fragment.every
 
     def resume(self, fragment: Fragment, overlap: int | None) -> None:
-        """Go on from a checkpoint. overlap: steps for which the next exchange may run in the background, if known."""
+        """Continue from a checkpoint. overlap: steps for which the next exchange may run in the background, if
+        known."""
         if overlap is not None and self._fixed is None and not self.measured:
             fragment.overlap = fragment.took = overlap
 
     def exchanged(self, fragment: Fragment) -> None:
-        """Called when an exchange of the fragment has ended: choose the lengths of its next round and exchange that
-        this rank proposes to the others."""
+        """Choose the lengths of the fragment's next round and exchange that this rank proposes to the other ranks.
+        Called when an exchange of the fragment has ended."""
         seconds, step = fragment.seconds, self._attachment.measure.alone
         if self.measured and step:
             fragment.next_every = steps_of(seconds, step)
@@ -63,13 +65,14 @@ class Pace:
 
 def steps_of(exchange: float, step: float) -> int:
     """Return the smallest number of steps of a round such that half of the round hides an exchange. exchange, step:
-    their seconds."""
+    seconds of an exchange and of a step."""
     return max(1, 2 * math.ceil(exchange / step) - 1)
 
 
 def overlap_of(exchange: float, step: float, every: int) -> int:
-    """Return the number of steps, at most half of `every`, during which an exchange is done. exchange, step: their
-    seconds. every: steps between two exchanges. 0 if waiting for each exchange costs nearly nothing."""
+    """Return the number of steps, at most half of `every`, during which an exchange is done. Returns 0 if waiting for
+    each exchange costs nearly nothing. exchange, step: seconds of an exchange and of a step. every: steps between two
+    exchanges."""
     if exchange < WAITED * every * step:
         return 0
     return min((every + 1) // 2, math.ceil(exchange / step)) if step else (every + 1) // 2

@@ -46,13 +46,13 @@ class Pipe(Algorithm):
         super().__init__(attachment)
         config = attachment.ranks.config
         self._pending: Exchange | RestoredExchange | None = None
-        """The exchange that an earlier step launched, and that is not applied yet; None: there is none."""
+        """The exchange that an earlier step launched and that is not applied yet; None if there is no such exchange."""
         self._launched: Exchange | None = None
         self._before: Exchange | RestoredExchange | None = None
         """Value of `_pending` before the current step's `before_step` changed it; None outside of `before_step`."""
         self._missed: bool | None = None
-        """Set if other ranks have already averaged the coming step: True if they wait for this rank's gradients, False
-        if they do not; otherwise None."""
+        """If other ranks have already averaged the coming step, whether they wait for this rank's gradients; otherwise
+        None."""
         self._holds = False
         self._divergence = Divergence() if config.fall_back else None
         self._norms: deque[tuple[Later, bool]] = deque()
@@ -84,8 +84,8 @@ class Pipe(Algorithm):
 
     @property
     def tracks(self) -> bool:
-        # Prediction needs the weights before and after each step. It begins to note them in the last synchronous steps,
-        # and goes on in steps that the gradient scaler skips, as a gap would make it start again.
+        # Prediction needs the weights before and after each step. It begins to record them in the last synchronous
+        # steps, and continues in steps that the gradient scaler skips, since a gap would make it start again.
         a = self.attachment
         last = a.warmup_steps - a.prediction.needs <= a.step < a.warmup_steps
         first = a.step >= a.warmup_steps and a.prediction.sees_gradients
@@ -113,7 +113,7 @@ class Pipe(Algorithm):
         """Start the exchange of this step's gradients, and return the exchange."""
         a = self.attachment
         if self._pending is not None:
-            # Start the older exchange's second allreduce first: otherwise it would queue behind the new exchange.
+            # Start the older exchange's second allreduce first. Otherwise it would queue behind the new exchange.
             self._pending.go_on()
         exchange = a.new_exchange()
         a.close(exchange, value=self._alarm())
@@ -233,8 +233,8 @@ class Pipe(Algorithm):
         a = self.attachment
         oldest, self._pending = self._pending, exchange
         if a.ranks.survives and not isinstance(oldest, Exchange):
-            # This allgather keeps every rank less than two steps ahead of any other: after a loss, a rank two steps
-            # behind could not catch up.
+            # This allgather keeps every rank less than two steps ahead of any other, because a rank two steps behind
+            # could not catch up after a loss of ranks.
             a.ranks.wait(a.ranks.allgather(f"{exchange.name}, the first late one", b""))
         if oldest is None:
             self._launched = None
@@ -333,7 +333,7 @@ _WHY = {
 
 
 def _trains(oldest: Exchange | RestoredExchange) -> bool:
-    """Whether any parameter of the received exchange is still trained."""
+    """Whether the optimizer still trains any parameter of the received exchange."""
     if isinstance(oldest, RestoredExchange):
         return bool(oldest.averaged_gradients())
     return any(p.requires_grad or id(p) in oldest.frozen for p in oldest.parameters)
