@@ -10,7 +10,7 @@ from dadt.train.ranks import Ranks
 
 
 class AgentReports:
-    """Passes each report of the agent to the part of this rank that it concerns, on the thread that listens to the
+    """Passes each report of the agent to the object in this process that handles it, on the thread that listens to the
     agent."""
 
     def __init__(self, ranks: Ranks, attachments: Attachments) -> None:
@@ -38,7 +38,7 @@ class AgentReports:
             self._regroup(frame)
         elif (steps := frame.get("steps")) is None:
             ranks.deaths.tell(frame["text"])
-        # Without attached optimizers, only the script knows whether the rank has ended too early.
+        # If DADT manages no optimizer, only the script knows whether that other rank has ended too early.
         elif len(self._attachments) > 0:
             ranks.deaths.tell_left(frame["text"], steps, ranks.step)
 

@@ -1,5 +1,5 @@
-"""Decisions that all ranks of an optimizer reach alike, from the metadata (`StepMetadata`, called a lane) that each
-rank sends to all ranks with an exchange."""
+"""Compares the metadata (`StepMetadata`, called a lane) that each rank sends to all ranks with an exchange, and decides
+from it, with the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from dadt.train.ranks import Ranks
 from dadt.train.restored import RestoredExchange
 
 FINGERPRINTED_STEPS = 20
-"""Number of first exchanges in which ranks compare fingerprints of their gradients and inputs: equal ones mean that
-ranks train on the same data."""
+"""Number of exchanges, from the first on, in which ranks compare fingerprints of their gradients and inputs, because
+equal fingerprints mean that ranks train on the same data."""
 _EVERY = 64
-"""Exchanges between two comparisons of the ranks' weights, which should be equal."""
+"""Number of exchanges from one comparison of the ranks' weights, which should be equal, to the next."""
 _SAME_STEPS = 5
 """Number of consecutive steps with equal gradients or inputs on all ranks after which a warning is printed."""
 _HALF = 16
-"""Number of bits in the lower half of a 32-bit fingerprint. The lower half is for gradients and the upper half for
-inputs; or the lower half is for untrained parameters and the upper half for trained ones."""
+"""Number of bits in the lower half of a 32-bit fingerprint. In the first exchanges the lower half is a fingerprint of
+gradients and the upper half one of inputs. Later the lower half is one of untrained parameters and the upper half one
+of trained parameters."""
 _SEEN = 0x7FFF
 """Bit mask of the part of the input fingerprint that ranks compare; the masked value is 0 if no input was seen."""
 _FRESH = 1 << 31
@@ -40,8 +41,8 @@ class Adopt(Protocol):
 
 
 class Agreement:
-    """Compares the metadata that all ranks of one optimizer sent with an exchange: warns of differences or raises,
-    alike on all ranks."""
+    """Compares the metadata that all ranks sent with an exchange of one optimizer, and warns of differences or raises
+    an error, in the same way on all ranks."""
 
     def __init__(self, name: str, ranks: Ranks, adopt: Adopt) -> None:
         """name: suffix that names the optimizer in messages, empty for the first optimizer."""
@@ -76,8 +77,8 @@ class Agreement:
         self, number: int, parameters: Sequence[torch.Tensor], weights: Callable[[int], tuple[int, int]]
     ) -> int:
         """Return this rank's fingerprint for exchange `number`. The first exchanges cover inputs and gradients, some
-        later ones cover weights, and all others have 0. weights: called with the number of the comparison; returns the
-        fingerprints of trained and of untrained parameters.
+        later ones cover weights, and all others have 0. weights: function that takes the number of the comparison and
+        returns the fingerprints of trained and of untrained parameters.
         """
         self._looks = number + 1 < FINGERPRINTED_STEPS
         if number < FINGERPRINTED_STEPS:
@@ -96,7 +97,7 @@ class Agreement:
         """Compare the ranks' metadata of one exchange, and act on every difference. Raises Mismatch if ranks have taken
         different steps.
 
-        newest: number of the last exchange launched. loader: name of the loader whose pass began last. late: whether
+        newest: number of the exchange launched last. loader: name of the loader whose pass began last. late: whether
         steps have used gradients of earlier steps.
         """
         self.mean_loss = mean_loss(lanes)
@@ -129,8 +130,8 @@ class Agreement:
             self.take_groups(weights=late)
 
     def take_groups(self, *, weights: bool = False) -> None:
-        """Load rank 0's param_group values on all ranks, with a warning; rank 0's weights and optimizer state as well
-        if steps were already taken with wrong values."""
+        """Load rank 0's param_group values on all ranks, with a warning. weights: whether to load rank 0's weights and
+        optimizer state as well, because steps were already taken with other values."""
         self._say(
             "the ranks' learning rates (or other param_group values) differ, as where each rank sets them by its own"
             " loss, or a scheduler was loaded on rank 0 alone: rank 0's are used on all",
@@ -139,8 +140,8 @@ class Agreement:
         self._adopt(weights=weights)
 
     def _warn_identical(self, lanes: list[StepMetadata]) -> None:
-        """Warn if ranks seem to train on the same data, which only equal inputs prove: gradients are also equal if a
-        script averages them itself before its step."""
+        """Warn if ranks seem to train on the same data. Only equal inputs prove this, because gradients are also equal
+        if a script averages them itself before its step."""
         inputs = {lane.fingerprint >> _HALF & _SEEN for lane in lanes}
         gradients = {lane.fingerprint & (1 << _HALF) - 1 for lane in lanes}
         are_known, several = 0 not in inputs, len(lanes) > 1

@@ -59,7 +59,8 @@ class Relaunched(InFlight, Protocol):
 
 
 class Algorithm(abc.ABC):
-    """Decides what one optimizer's ranks exchange, when, and how it is applied. One instance per optimizer.
+    """Decides which data ranks exchange for one optimizer, when, and how the result is applied. There is one instance
+    per optimizer.
 
     All hooks run on the training thread of one rank. If `identical`, every rank runs the same sequence of hooks.
     """
@@ -78,10 +79,10 @@ class Algorithm(abc.ABC):
     """Whether training continues when ranks are lost; requires a `regroup` method."""
 
     shares = False
-    """Whether ranks that take steps of their own share the second moments by which the optimizer divides."""
+    """Whether ranks that step without averaging gradients use common second moments, by which the optimizer divides."""
 
     tries = False
-    """Whether the coming step, within the warm-up, measures a compression that may be chosen later."""
+    """Whether the coming warm-up step uses a compression in order to measure it, since it may be chosen later."""
 
     wants_gradients = False
     """Whether backward passes call `gradient_ready` for each parameter."""
@@ -96,7 +97,7 @@ class Algorithm(abc.ABC):
 
     @property
     def tracks(self) -> bool:
-        """Whether the effect of the coming step on the weights will be needed for a prediction."""
+        """Whether a later prediction needs to know by how much the coming step changes the weights."""
         return False
 
     @property
@@ -121,7 +122,7 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def before_step(self) -> None:
-        """Called when a step is about to use gradients: set `.grad` to what the optimizer should apply."""
+        """Set `.grad` to what the optimizer should apply. Called when a step is about to use gradients."""
 
     def after_step(self) -> None:  # noqa: B027 (optional hook)
         """Called when the optimizer has stepped, or when all ranks agreed to skip the step."""
@@ -134,7 +135,8 @@ class Algorithm(abc.ABC):
 
     @property
     def launched(self) -> Exchange | None:
-        """The exchange that this step has launched, while `before_step` still waits for an earlier one; else None."""
+        """The exchange that this step has launched, while `before_step` still waits for an earlier exchange; otherwise
+        None."""
         return None
 
     @property
@@ -143,12 +145,12 @@ class Algorithm(abc.ABC):
         return None
 
     def regroup(self, behind: bool, keep: bool) -> Exchange | None:
-        """Called when ranks were lost, together with all exchanges under way: go back to the state before this step,
-        also if its `before_step` failed. Returns the exchange to launch again, if any.
+        """Return to the state before this step, even if its `before_step` failed. Called when ranks were lost, and all
+        exchanges under way with them. Returns the exchange to launch again, or None if there is none.
 
-        behind: whether other ranks already applied the averages of this or the coming step; their weights and state are
-        loaded here, and this rank must not apply anything in that step. keep: whether the exchanges that earlier steps
-        launched can be launched again on all ranks.
+        behind: whether other ranks already applied the averages of this or the coming step; in this case their weights
+        and state were loaded on this rank, which must not apply anything in that step. keep: whether the exchanges that
+        earlier steps launched can be launched again on all ranks.
         """
         return None
 
@@ -158,14 +160,14 @@ class Algorithm(abc.ABC):
         return {}
 
     def rounds(self) -> dict[str, list[int]]:
-        """Return how far this rank is in exchanges that belong to no step. After a loss of ranks, all ranks compare
-        these numbers."""
+        """Return, by name, the numbers of exchanges that belong to no step and that this rank has finished. After a
+        loss of ranks, all ranks compare these numbers."""
         return {}
 
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Relaunched]:
-        """Called when ranks were lost: catch up with the rank that is furthest in exchanges that belong to no step.
-        rounds: how far each rank is, by its index in the group. Returns the exchanges to launch again. Raises
-        CommError.
+        """Catch up with the rank that has finished most exchanges that belong to no step. Called when ranks were lost.
+        rounds: what `rounds` returned on each rank, by its index in the group. Returns the exchanges to launch again.
+        Raises CommError.
         """
         return []
 
@@ -173,8 +175,8 @@ class Algorithm(abc.ABC):
         """Called when the script has replaced weights by `load_state_dict`."""
 
     def finish(self) -> None:  # noqa: B027 (optional hook)
-        """Called when the script has ended on this rank: complete the exchanges in flight. If not `identical`, peers
-        may still train. Raises CommError."""
+        """Complete the exchanges in flight. Called when the script has ended on this rank; other ranks may still train,
+        unless `identical` is true. Raises CommError."""
 
     def state(self) -> dict[str, Any]:
         """Return the state that a resumed training needs besides weights and optimizer state, as plain values and CPU
@@ -182,8 +184,8 @@ class Algorithm(abc.ABC):
         return {}
 
     def by_parameter(self, state: dict[str, Any]) -> dict[int, torch.Tensor]:
-        """Return the tensors in `state` that have a parameter's shape, by the parameter's index in the optimizer. A
-        different shape means that the checkpoint is of another model."""
+        """Return the tensors in `state` that have a parameter's shape, by the parameter's index in the optimizer. If a
+        shape differs, the checkpoint is of another model."""
         return {}
 
     def observe(self) -> dict[str, Any]:

@@ -15,8 +15,8 @@ class Approach(NamedTuple):
     rank: int
     """Rank of the new worker that sent the request."""
     known: int
-    """Bytes of recorded values that the new worker already has: the values that scripts on running ranks have read from
-    tensors."""
+    """Number of bytes that the new worker already has of the recorded values, which scripts on running ranks have read
+    from tensors."""
     last: bool
     """Whether this is the new worker's last request: running ranks wait for it at that step, and it joins them."""
 
@@ -32,7 +32,8 @@ class Approaches:
         self._agreed = 0
 
     def forget(self) -> None:
-        """Forget all requests: a new generation of ranks begins, for which the agent sends every open request again."""
+        """Forget all requests, because ranks were lost or have joined, and the agent then sends every open request
+        again."""
         self._open.clear()
         self.heard = 0
 
@@ -41,13 +42,13 @@ class Approaches:
         self.heard = max(self.heard, approach.number)
 
     def agree(self, heard: Iterable[int]) -> None:
-        """Note which requests all ranks have received. heard: each rank's number of its newest request, as one exchange
-        brought them to all ranks."""
+        """Note which requests all ranks have received. heard: number of the newest request of each rank, which came to
+        all ranks with the same exchange."""
         self._agreed = max(self._agreed, min(heard))
 
     def begin_anew(self) -> None:
-        """Reset what ranks have agreed on after they have reconnected: some ranks may have missed an exchange or joined
-        just now."""
+        """Reset what ranks have agreed on, because ranks have reconnected, and some may have missed an exchange or have
+        just joined."""
         self._agreed = 0
 
     def due(self) -> list[Approach]:

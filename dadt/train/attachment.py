@@ -1,4 +1,5 @@
-"""One managed optimizer: its exchanges, its algorithm, its weight prediction and what ranks compare about it."""
+"""One optimizer that DADT manages, with its exchanges, its algorithm, its weight prediction, and the values of it that
+ranks compare."""
 
 from __future__ import annotations
 
@@ -79,9 +80,10 @@ class Attachment:
         self.weighing = Weighing(self)
         self.agreement = Agreement(self.name, ranks, partial(replicas.take_first, self))
         self.finite = Finite(ranks.config.on_nan, ranks, optimizers.parameter_names, self.measure)
-        # exchanges so far, one per step and closure evaluation; step at which their names begin after a resume
+        # number of exchanges so far, one per step or closure evaluation, and number that is added to it in their names,
+        # since a resumed training continues with the checkpoint's step
         self.exchanges = self.numbered_from = 0
-        # whether this step's gradients are averaged; whether the optimizer's own step() is running
+        # whether this step's gradients are averaged, and whether the optimizer's own step() is running
         self.consumed = self.stepping = False
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._growth = Growth()
@@ -122,7 +124,8 @@ class Attachment:
 
     @property
     def overlaps(self) -> bool:
-        """Whether buckets may be launched during backward: with several optimizers, their order could differ."""
+        """Whether buckets may be launched during backward. With several optimizers they may not, because their order
+        could differ between ranks."""
         return not (self.has_closure or self.consumed) and self.optimizers.trains_one and self.weighing.launches_early
 
     @property
@@ -132,7 +135,8 @@ class Attachment:
 
     @property
     def trained(self) -> tuple[Any, ...]:
-        """Token for the set of trained parameters, which changes when the script adds, freezes, moves or casts some."""
+        """Value that identifies the set of trained parameters: it changes when the script adds, freezes, moves or casts
+        any parameter."""
         return (*self._token[0], self.listing.used)
 
     @property
@@ -194,7 +198,8 @@ class Attachment:
         self._token = token
 
     def watch_gradients(self) -> None:
-        """Begin to detect when a backward adds to a gradient, and report this to an algorithm that wants to know."""
+        """Begin to detect when a backward adds to a gradient, and call the algorithm's `gradient_ready` then if it
+        `wants_gradients`."""
         self._growth.told = self.algorithm.gradient_ready if self.algorithm.wants_gradients else None
         self._growth.watch(self.parameters)
 
@@ -262,12 +267,14 @@ class Attachment:
             other.prediction.release(ids)
 
     def backward_begins(self) -> None:
-        """Called before a backward: gradients that grow after they were averaged are an error."""
+        """Begin to detect gradients that a backward adds to after they were averaged, which is an error. Called before
+        each backward."""
         if self.consumed and not self._growth.watches:
             self.watch_gradients()
 
     def forget_launched(self, exchange: Exchange | None) -> None:
-        """Called when ranks were lost: forget the compression's error feedback, and the number of `exchange`."""
+        """Drop the compression's error feedback, and let a later exchange use the number of `exchange`. Called when
+        ranks were lost."""
         if self._schema is not None:
             self._schema.forget_residuals()
         self.momentum.forget()
@@ -276,16 +283,17 @@ class Attachment:
             exchange.give_back()
 
     def zero_gradients(self) -> None:
-        """Set the gradients to zeros for a step that applies none, in new memory: an exchange may read the old one."""
+        """Set the gradients to zeros for a step that applies none, in new memory, because an exchange may still read
+        the old memory."""
         hand_out_zeros(self.parameters, self._tables)
 
     def withhold_gradients(self) -> None:
-        """Called just before the optimizer steps: remove the gradients if no average has arrived yet, so that the step
-        changes no weight, momentum or counter."""
+        """Remove the gradients if no average has arrived yet, so that the step changes no weight, momentum or counter.
+        Called just before the optimizer steps."""
         self.stepping = True
         if self.agreement.follows and self.algorithm.averages:
-            # Param_group values are fetched just before the step: no exchange is open, and the script changes none of
-            # them any more.
+            # Param_group values are fetched just before the step, because no exchange is open then, and the script has
+            # already set them for this step.
             self.replicas.take_first_groups(self)
         if self.algorithm.holds:
             self._held = [(p, p.grad) for p in self.parameters]
@@ -295,7 +303,7 @@ class Attachment:
             self.momentum.before_step()
 
     def stepped(self) -> None:
-        """Called when the optimizer has stepped: restore withheld gradients, update the prediction and end the step."""
+        """Restore withheld gradients, update the prediction and end the step. Called when the optimizer has stepped."""
         self.momentum.shown.stepped()
         self.prediction.after_step(held=bool(self._held), scale=self.scale)
         for p, gradient in self._held:
@@ -304,7 +312,7 @@ class Attachment:
         self._end_step()
 
     def skipped(self) -> None:
-        """Called when all ranks skip the step, because of infinities or of a script that discards the averages."""
+        """End a step that all ranks skip, because gradients are infinite or the script discards the averages."""
         self.prediction.forget()
         self._end_step()
         self._scope.stepped()
@@ -319,14 +327,14 @@ class Attachment:
         self.scale, self.consumed, self.stepping = None, False, False
 
     def loaded(self) -> None:
-        """Called when the script has replaced weights by `load_state_dict`."""
+        """Drop what predictions are computed from. Called when the script has replaced weights by `load_state_dict`."""
         self.prediction.forget()
         self.algorithm.loaded()
 
     @property
     def compresses(self) -> bool:
-        """Whether the next exchange is compressed: not with closures, since line searches compare their results, nor in
-        PowerSGD's warm-up, since power iteration starts better from settled gradients."""
+        """Whether the next exchange is compressed. It is not with closures, since line searches compare their results,
+        nor in PowerSGD's warm-up, since power iteration starts better from settled gradients."""
         settles = self.compression.startswith("powersgd") and self.step < self.warmup_steps and not self.algorithm.tries
         return not self.has_closure and not settles
 
@@ -346,7 +354,8 @@ class Attachment:
         return exchange
 
     def close(self, exchange: Exchange, *, growth: int = 0, redo: bool = False, value: float = 0.0) -> None:
-        """Launch the exchange's remaining buckets with this rank's metadata. value: a number for all ranks."""
+        """Launch the exchange's remaining buckets with this rank's metadata. value: number that the algorithm sends to
+        all ranks."""
         exchange.scale, exchange.frozen = self.scale, self.listing.used
         exchange.close(
             StepMetadata(
@@ -393,7 +402,7 @@ class Attachment:
         self.optimizers.buffers.update(exchange.places, exchange.averaged_buffers())
 
     def agree(self, lanes: list[StepMetadata], exchange: Exchange | RestoredExchange) -> None:
-        """Compare all ranks' metadata and act on differences, alike on all ranks. Raises Mismatch."""
+        """Compare all ranks' metadata and act on differences, in the same way on all ranks. Raises Mismatch."""
         self.measure.exchanged(exchange.seconds, exchange.waited)
         self.weighing.agree(lanes)
         newest, late = self.exchanges - 1, self.measure.delayed > 0

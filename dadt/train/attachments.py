@@ -37,8 +37,9 @@ class Attachments:
         self._attached.clear()
 
     def sharing(self, ids: set[int]) -> list[Attachment]:
-        """Return the attachments that own these parameters (by id): the newest attachment that owns exactly these
-        parameters, or else the newest attachments until all parameters are covered."""
+        """Return the attachments whose optimizers train these parameters, given by id: the newest attachment that
+        trains exactly these parameters. If there is none, the newest attachments that train some, until all parameters
+        are covered."""
         mine = [(a, {id(p) for p in a.parameters}) for a in reversed(list(self))]
         exact = [a for a, owned in mine if owned and owned == ids]
         if exact:
@@ -51,8 +52,8 @@ class Attachments:
         return chosen
 
     def discard_averages(self, ids: set[int]) -> None:
-        """Called when the script drops the gradients of these parameters. If an optimizer then has no averaged
-        gradients left to apply, its step counts as skipped."""
+        """End the step of each optimizer that has no averaged gradients left to apply, as skipped. Called when the
+        script drops the gradients of these parameters, given by id."""
         for attachment in self:
             mine = attachment.parameters if attachment.consumed and not attachment.stepping else []
             others = [p for p in mine if id(p) not in ids]

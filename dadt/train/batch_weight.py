@@ -9,14 +9,15 @@ from zlib import crc32
 
 _RECENT = 64
 MOST_AHEAD = 2
-"""Maximum number of batches that a script may fetch before it trains on them: Accelerate fetches one ahead."""
+"""Maximum number of batches that a script may fetch before it trains on them. Accelerate, for example, fetches one
+ahead."""
 
 
 class Pass:
     """One pass over a loader that all ranks share."""
 
     def __init__(self, name: str) -> None:
-        """name: what messages call the loader."""
+        """name: name of the loader in messages to the user."""
         self.name = name
         self.order = 0
         """crc32 of the sample indices in the first batch of all ranks; 0 if the loader has no order."""
@@ -30,7 +31,7 @@ class BatchWeight:
     script."""
 
     def __init__(self, backwards: Callable[[], int]) -> None:
-        """backwards: returns how many backward passes the script has begun so far."""
+        """backwards: function that returns how many backward passes the script has begun so far."""
         self.drawn = 0
         """Number of batches drawn since the last exchange."""
         self.order = 0
@@ -41,8 +42,8 @@ class BatchWeight:
         self._backwards = backwards
         self._passes: WeakKeyDictionary[Pass, _Drawn] = WeakKeyDictionary()
         self._recent: deque[Pass] = deque(maxlen=_RECENT)
-        """Passes drawn from since the last exchange. References keep them alive, as `next(iter(loader))` drops its pass
-        at once."""
+        """Passes from which batches were drawn since the last exchange. These references keep the passes alive, as
+        `next(iter(loader))` drops its pass at once."""
         self._last = 1.0
         self._fills_up = False
         """Whether the weight becomes 1 again from the next step on, unless that step has a batch."""
@@ -58,15 +59,15 @@ class BatchWeight:
         return sum(fills) / len(fills) if fills else self._last
 
     def fill(self, backward: int) -> float:
-        """Return the weight of one backward of the coming step: how full its batch is, if each backward is of one
-        batch. backward: the backward's number in the step."""
+        """Return the weight of one backward pass of the coming step, which is the share of a full batch that it trains
+        on, if each backward is for one batch. backward: the backward's number in the step."""
         now = self._backwards()
         batches = [due for each, drawn in self._passes.items() if (due := drawn.due(each, now))]
         return batches[0][backward] if len(batches) == 1 and backward < len(batches[0]) else self.value
 
     def drew(self, source: Pass, samples: int, nominal: int) -> None:
-        """Called when a shared loader returns a batch to the script. samples: the batch's samples that count; nominal:
-        samples of a full batch."""
+        """Record a batch that a shared loader returns to the script. samples: number of the batch's samples that count;
+        nominal: number of samples in a full batch."""
         self._fills_up = False
         self.drawn += 1
         self._recent.append(source)
@@ -76,8 +77,8 @@ class BatchWeight:
         drawn.add(samples / max(nominal, 1))
 
     def pass_over(self, source: Pass) -> None:
-        """Called at the end of a pass over a shared loader. Later steps without a new batch have weight 1, because it
-        is unknown which old batches the script reuses in them."""
+        """Record the end of a pass over a shared loader. Later steps without a new batch have weight 1, because it is
+        unknown which old batches the script reuses in them."""
         if (drawn := self._passes.get(source)) is not None and drawn.fills:
             self._fills_up = True  # batches fetched since the last step are still to be trained on
             self._recent.append(source)
@@ -85,7 +86,7 @@ class BatchWeight:
             self._last = 1.0
 
     def exchanged(self) -> None:
-        """Called when an exchange begins: the batches that it covers are counted as trained on."""
+        """Count the batches that an exchange covers as trained on. Called when the exchange begins."""
         self.drawn = self.order = 0
         if not self._passes:
             return
@@ -115,7 +116,7 @@ class _Drawn:
         self._since += 1
 
     def due(self, source: Pass, backwards: int) -> list[float]:
-        """Return how full each batch is that the coming exchange covers; 1 is a full batch."""
+        """Return, for each batch that the coming exchange covers, its share of a full batch; 1 is a full batch."""
         return self.fills[: max(len(self.fills) - self._ahead(source, backwards), 0)]
 
     def exchanged(self, source: Pass, backwards: int) -> None:
@@ -135,7 +136,7 @@ class _Drawn:
             left = self._since - (backwards - self._began) if backwards > self._began else 0
             return left if 0 < left <= MOST_AHEAD else 0
         if self._since >= self._first > 0:
-            # No batch was fetched ahead: as many batches were drawn as before the first exchange, and one step trains
-            # on all of them.
+            # No batch was fetched ahead, because as many batches were drawn as before the first exchange, and one step
+            # trains on all of them.
             return 0
         return source.ahead

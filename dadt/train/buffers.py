@@ -40,8 +40,8 @@ class Buffers:
 
     def watch(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Add BatchNorm's statistics of these modules. Returns (module, name, copy of its value) for all other
-        floating-point buffers: the caller passes those that training changes to `add`, since constants (masks, position
-        tables) are not worth sending.
+        floating-point buffers. The caller passes those that training changes to `add`, since constants (masks, position
+        tables) need not be sent.
         """
         candidates = []
         for module in modules:
@@ -69,7 +69,8 @@ class Buffers:
         return [(m, n, b) for m in modules for n in self._names.get(m, ()) if (b := buffer_of(m, n)) is not None]
 
     def update(self, places: Sequence[tuple[nn.Module, str]], averages: Sequence[torch.Tensor]) -> None:
-        """Store newly averaged values as the official copies. places: (module, buffer name) of each average."""
+        """Store newly averaged values as the official copies, which the script reads. places: (module, buffer name) of
+        each average."""
         for (module, name), average in zip(places, averages, strict=True):
             self._official.setdefault(module, {})[name] = average
 
@@ -92,8 +93,8 @@ class Buffers:
                 buffer.data.copy_(value)
 
     def observe(self) -> list[Observed]:
-        """Return for each module: the names of its averaged buffers, their official copies, and this rank's own values
-        if the module shows the official ones, else None."""
+        """Return, for each module, the names of its averaged buffers, their official copies (the averages), and this
+        rank's own values if the module contains the averages at the moment, otherwise None."""
         return [(m, list(names), dict(self._official.get(m, {})), self._own.get(m)) for m, names in self._names.items()]
 
     def restore(self, every: Iterable[Observed]) -> None:
@@ -109,7 +110,7 @@ class Buffers:
                 self._own[module] = own
 
     def release(self) -> None:
-        """Write the official copies into the modules, and forget which buffers are averaged."""
+        """Write the averages (official copies) into the modules, and forget which buffers are averaged."""
         self.show_all()
         for table in (self._names, self._official, self._own):
             table.clear()
@@ -119,21 +120,21 @@ class Buffers:
             self.show(module)
 
     def hide_training(self) -> None:
-        """Called when a training forward begins: restore the rank's own buffers in modules that are in training
-        mode."""
+        """Restore the rank's own buffers in modules that are in training mode. Called when a training forward
+        begins."""
         for module in list(self._own):
             if module.training:
                 self.hide(module)
 
     def keep_shown(self, modules: Iterable[nn.Module]) -> None:
-        """Called when training continued with the official buffers: the current buffers of these modules become the
-        rank's own."""
+        """Make the current buffers of these modules the rank's own, because training has continued with the averaged
+        buffers."""
         for module in modules:
             if module.training:
                 self._own.pop(module, None)
 
     def join(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """Replace the rank's own value of a buffer by `value`, which is equal on all ranks. The official copy that the
+        """Replace the rank's own value of a buffer by `value`, which is equal on all ranks. The averaged value that the
         script reads does not change."""
         self.add(module, name)
         shown, buffer = self._own.get(module, {}), buffer_of(module, name)
@@ -144,21 +145,22 @@ class Buffers:
             buffer.data.copy_(value)
 
     def join_official(self, modules: Iterable[nn.Module]) -> None:
-        """Replace the rank's own buffers of these modules by their official copies, which the script still reads."""
+        """Replace the rank's own buffers of these modules by the official copies, which are the averages that the
+        script reads."""
         for module in modules:
             for name, average in self._official.get(module, {}).items():
                 self.join(module, name, average)
 
     def forget(self, module: nn.Module) -> None:
-        """Called when the script has set the module's buffers: the new values count as official and as the rank's
-        own."""
+        """Forget the averages and the rank's own values of a module whose buffers the script has set, since the new
+        values replace both."""
         self._own.pop(module, None)
         self._official.pop(module, None)
 
 
 class ChangingBuffers:
-    """The buffers of one optimizer's modules; a buffer is averaged once a training forward has changed it on any
-    rank."""
+    """The buffers of one optimizer's modules that are averaged. A buffer is averaged once a training forward has
+    changed it on any rank."""
 
     def __init__(self, buffers: Buffers, ranks: Ranks, name: str) -> None:
         """name: suffix that names the optimizer in names of operations; empty for the first optimizer."""
@@ -177,22 +179,22 @@ class ChangingBuffers:
         return self._buffers.of(m for ref in self._found if (m := ref()) is not None)
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Note the buffers of these modules, so that `select` finds out which of them training changes."""
+        """Store copies of the buffers of these modules, by which `select` finds out which buffers training changes."""
         self._candidates += self._buffers.watch(modules)
 
     def forget(self) -> None:
-        """Drop the noted buffers without comparing them: it is already known which buffers are averaged."""
+        """Drop the copies that `watch` has made, because it is already known which buffers are averaged."""
         self._candidates = []
 
     def select(self) -> None:
-        """Called after a training forward, on all ranks together: begin to average each noted buffer that has changed
-        on any rank."""
+        """Begin to average each buffer that has changed on any rank since `watch` copied it. Called after a training
+        forward, on all ranks together."""
         if not self._candidates:
             return
         pairs = [(buffer_of(m, n), before) for m, n, before in self._candidates]
         changed = [now is not None and not torch.equal(now, before) for now, before in pairs]
-        # A buffer that changed its shape is not averaged: a table of positions that grows with the longest text is no
-        # statistic of training.
+        # A buffer that changed its shape is not averaged, because it is not a statistic of training, but for example a
+        # table of positions that grows with the longest text.
         reshaped = [now is None or now.shape != before.shape for now, before in pairs]
         work = self._ranks.allgather(f"buffers that change{self._name}", pack_flags(changed + reshaped))
         self._ranks.wait(work)

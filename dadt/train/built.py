@@ -103,8 +103,8 @@ def _described(names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> li
 
 
 def check(builds: Sequence[Build], members: Sequence[int], which: str) -> None:
-    """Raises Mismatch if any description differs from the first. members: ranks that sent the descriptions, in their
-    order. which: suffix that names the optimizer in messages."""
+    """Raises Mismatch if any rank's description of its optimizer differs from that of the first rank. members: ranks
+    that sent the descriptions, in the same order. which: suffix that names the optimizer in messages."""
     restored = any(each.restored for each in builds) or len({tuple(each.epochs) for each in builds}) > 1
     for rank, other in zip(members, builds, strict=True):
         _check_order(rank, other, members[0], builds[0], which)
@@ -117,8 +117,8 @@ Difference = tuple[str, Any, Any, str]
 
 
 def _check_order(rank: int, other: Build, first: int, firsts: Build, which: str) -> None:
-    """Raises Mismatch if two ranks list the same parameters in different orders: averages would reach another parameter
-    of equal shape."""
+    """Raises Mismatch if two ranks list the same parameters in different orders, because averages would reach another
+    parameter of equal shape."""
     order, expected = ([name for name, _ in each.parameters] for each in (other, firsts))
     if order != expected and sorted(order) == sorted(expected):
         mine, its = next((a, b) for a, b in zip(order, expected, strict=True) if a != b)

@@ -51,8 +51,8 @@ class Pipe(Algorithm):
         self._before: Exchange | RestoredExchange | None = None
         """Value of `_pending` before the current step's `before_step` changed it; None outside of `before_step`."""
         self._missed: bool | None = None
-        """If other ranks have already averaged the coming step, whether they wait for this rank's gradients; otherwise
-        None."""
+        """Whether the ranks that have already averaged the coming step wait for this rank's gradients in it; None if no
+        rank has averaged it yet."""
         self._holds = False
         self._divergence = Divergence() if config.fall_back else None
         self._norms: deque[tuple[Later, bool]] = deque()
