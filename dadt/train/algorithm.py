@@ -160,8 +160,8 @@ class Algorithm(abc.ABC):
         return {}
 
     def rounds(self) -> dict[str, list[int]]:
-        """Return, by name, the numbers of exchanges that belong to no step and that this rank has finished. After a
-        loss of ranks, all ranks compare these numbers."""
+        """Return, by name, numbers that describe how far this rank is in exchanges that belong to no step, such as the
+        weight averages of `local`. After a loss of ranks, all ranks compare these numbers."""
         return {}
 
     def follow(self, rounds: Sequence[Mapping[str, Sequence[int]]]) -> Sequence[Relaunched]:

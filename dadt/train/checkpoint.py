@@ -43,12 +43,12 @@ class Randomness(Protocol):
 class Checkpoints:
     """Saves and loads DADT's part of the state of all optimizers of one rank.
 
-    Saving asks nothing of other ranks: an exchange in flight is one that all ranks have launched, or will launch in any
-    case. State of one rank alone (BatchNorm statistics, compression errors still to be sent) is not saved: at the save,
-    each rank replaces it by what all ranks have in common, so that training continues from exactly what was saved. This
-    is exact if all ranks read the optimizer's state after the same step, as scripts without distributed code do. A
-    script with distributed code may save on rank 0 alone: then nothing is replaced, and resumed training is equal
-    except for rounding.
+    Saving needs no action of other ranks, because an exchange in flight is one that all ranks have launched, or will
+    launch in any case. State of one rank alone (BatchNorm statistics, compression errors still to be sent) is not
+    saved: at the save, each rank replaces it by what all ranks have in common, so that training continues from exactly
+    what was saved. This is exact if all ranks read the optimizer's state after the same step, as scripts without
+    distributed code do. A script with distributed code may save on rank 0 alone. Nothing is replaced then, and resumed
+    training is equal except for rounding.
     """
 
     def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments) -> None:
@@ -78,8 +78,8 @@ class Checkpoints:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Context in which DADT itself reads or sets optimizer states: its own part of the state is neither saved nor
-        loaded."""
+        """Context in which DADT itself reads or sets optimizer states, so that DADT's own part of the state is neither
+        saved nor loaded."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -88,8 +88,8 @@ class Checkpoints:
 
     @torch.inference_mode(False)
     def save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Return DADT's part of the optimizer's state, or None if there is none. Waits for the exchange in flight;
-        raises CommError."""
+        """Return the part that DADT adds to the optimizer's state dict, or None if it adds nothing. Waits for the
+        exchange in flight; raises CommError."""
         if self._aside or self._ranks.alone or optimizer in self._optimizers.left_alone:
             return None
         if optimizer in self._loaded:
@@ -109,7 +109,8 @@ class Checkpoints:
         return {**self.common(a, state or {}, prediction), "random": random}
 
     def common(self, a: Attachment, state: dict[str, Any], prediction: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of the saved state that is equal on all ranks. state: the algorithm's state."""
+        """Return the part of the saved state that is equal on all ranks. state: the algorithm's state. prediction: the
+        prediction's content."""
         return {
             "version": VERSION,
             "algorithm": self._ranks.config.algorithm,
@@ -123,8 +124,8 @@ class Checkpoints:
         }
 
     def _state_of(self, a: Attachment) -> dict[str, Any] | None:
-        """Return the algorithm's state with the gradients in flight, or None if the gradients were lost with a rank or
-        by a failure."""
+        """Return the algorithm's state with the gradients in flight, or None if the gradients were lost because a rank
+        was lost or an exchange has failed."""
         ranks = self._ranks
         while True:
             failed = ranks.engine.error is not None
@@ -161,8 +162,8 @@ class Checkpoints:
             )
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Called when the script has loaded a state dict: note DADT's part of it, which takes effect at the next
-        training forward or use of gradients."""
+        """Store DADT's part of a state dict that the script has loaded. It takes effect at the next training forward or
+        use of gradients."""
         if self._aside or self._ranks.alone:
             return
         self.any_loaded = True
@@ -178,12 +179,11 @@ class Checkpoints:
             self.streams.loaded()
 
     def keep(self, optimizer: torch.optim.Optimizer, part: dict[str, Any]) -> None:
-        """Note a saved state from which training continues once the optimizer is attached again."""
+        """Store a saved state, from which training continues once the optimizer is attached to DADT again."""
         self._loaded[optimizer] = part
 
     def keep_own(self, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
-        """Note this rank's own state from a snapshot, to be loaded together with the state that all ranks share. Every
-        rank has its own part."""
+        """Store this rank's own state from a snapshot, which is loaded together with the state that all ranks share."""
         self._own[optimizer] = own
 
     def spread(self, a: Attachment) -> None:
@@ -201,7 +201,7 @@ class Checkpoints:
             self._load_streams(part, mine or part, seeded_anew)
 
     def resume(self) -> None:
-        """Called when training continues: restore each optimizer's state that was loaded, if any."""
+        """Restore the state that the script has loaded into each optimizer, if any. Called when training continues."""
         for a in self._attachments if self._loaded else ():
             if a.alive and (part := self._loaded.pop(a.optimizer, None)) is not None:
                 self._resume(a, part, self._own.pop(a.optimizer, None))
@@ -248,7 +248,7 @@ class Checkpoints:
             a.schema.forget_residuals()
 
     def _load_streams(self, part: dict[str, Any], mine: dict[str, Any], seeded_anew: Iterable[str]) -> None:
-        """Restore the random streams. part: state with the stream that all ranks share; mine: state that this rank has
+        """Restore the random streams. part: state with the streams that all ranks share; mine: state that this rank has
         loaded, perhaps from its own file."""
         if self.streams is not None and part["random"]:
             own = mine["random"]["own"] if mine["random"] and mine["rank"] == self._ranks.world.rank else None

@@ -13,31 +13,31 @@ class CheckpointSignal:
     """Raises the signal on all ranks after the same step. `hear` runs on the thread that listens to the agent, all
     other methods on the training thread.
 
-    A script may end once it has saved. With signals in different steps, some ranks would wait for one that has ended,
-    and would never save.
+    A script may end once it has saved. If the signals came in different steps, some ranks would wait for a rank that
+    has ended, and would never save.
     """
 
     def __init__(self) -> None:
         self.number = 0
         """Number of the Unix signal; 0 if the job has none."""
         self.heard = 0
-        """How many orders to save this rank has received from its agent."""
+        """Number of orders to save that this rank has received from its agent."""
         self._agreed = 0
-        """Largest number of orders to save that any rank has received, as an exchange brought it to all ranks."""
+        """Largest number of orders to save that any rank has received, as all ranks know from the same exchange."""
         self._raised = 0
         self._lock = threading.Lock()
 
     def begin(self, number: int, told: int) -> None:
-        """Called when this rank's training begins; does nothing if called again. told: number of checkpoint signals
-        that the script received before."""
+        """Set the signal's number when this rank's training begins; does nothing if called again. told: number of
+        checkpoint signals that the script has already received."""
         if self.number:
             return
         self.number = number
         self.heard = self._agreed = self._raised = told
 
     def hear(self, patience: float) -> None:
-        """Called for an order to save: deliver the signal together with the other ranks, or after `patience` seconds if
-        they take no step meanwhile. With 0 seconds, deliver it at once, on this rank only."""
+        """Handle an order to save: deliver the signal together with the other ranks, or after `patience` seconds if
+        ranks take no step until then. With 0 seconds, deliver it at once, on this rank only."""
         if not patience:
             self._late(self._raised + 1)
             return
@@ -47,18 +47,18 @@ class CheckpointSignal:
         timer.start()
 
     def agree(self, heard: Iterable[int]) -> None:
-        """Note the largest number of orders to save that any rank has received. heard: each rank's number of orders, as
-        one exchange brought them to all ranks."""
+        """Note the largest number of orders to save that any rank has received. heard: each rank's number of orders,
+        which came to all ranks with the same exchange."""
         self._agreed = max(self._agreed, *heard)
 
     def stepped(self) -> None:
-        """Called when a step is complete: deliver the signal if an order to save is pending on any rank."""
+        """Deliver the signal if an order to save is pending on any rank. Called when a step is complete."""
         if self._agreed > self._raised:
             self._raise(self._agreed)
 
     def _late(self, count: int) -> None:
-        """Deliver the signal without an agreement on a step: ranks took no step in time, or only this rank must
-        save."""
+        """Deliver the signal although ranks have not agreed on a step, because they took no step in time, or only this
+        rank must save."""
         self._raise(count)
 
     def _raise(self, count: int) -> None:
@@ -70,7 +70,8 @@ class CheckpointSignal:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Send the signal to this process if the script handles it; without a handler, it would end the process."""
+        """Send the signal to this process if the script handles it. Without a handler, the signal would end the
+        process."""
         if signal.getsignal(self.number) not in (signal.SIG_DFL, signal.SIG_IGN):
             # A real signal wakes the main thread from any wait, which a direct call of the handler would not.
             os.kill(os.getpid(), self.number)

@@ -1,5 +1,5 @@
-"""Makes tensors equal on all ranks by gathering them. If ranks are lost meanwhile, remaining ranks pass the values
-on."""
+"""Makes tensors equal on all ranks by an allgather. If ranks are lost meanwhile, a remaining rank that has the values
+sends them to the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dadt.train.ranks import Ranks
 
 
 def take_first_ranks(ranks: Ranks, tensors: Sequence[torch.Tensor], name: str, then: Callable[[], None]) -> None:
-    """Replace the tensors on all ranks by those of the first rank. then: called once they are replaced."""
+    """Replace the tensors on all ranks by those of the first rank. then: callback for the time when the tensors are
+    replaced."""
     came = False
 
     def take(lanes: Sequence[bytes]) -> None:

@@ -1,5 +1,6 @@
-"""Finds the number by which the loss of a backward divides its sum over targets, from its autograd graph: in a cross
-entropy the number of targets, or the sum of their class weights; or the number by which a script has divided a sum."""
+"""Finds the number by which a loss divides its sum over targets, by reading the loss's autograd graph. For a mean cross
+entropy this is the number of targets, or the sum of their class weights. For a sum that the script divides, it is the
+script's divisor."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ _SAME = (
     *("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "NegBackward0"),
     *("SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0"),
 )
-"""Nodes that pass a loss on as it is, or negated."""
+"""Names of autograd nodes that return the loss below them unchanged, or negated."""
 _SELECTED = frozenset(
     [
         *(*_SAME, "MulBackward0", "MulBackward1", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"),
         *("IndexBackward0", "MaskedSelectBackward0", "SliceBackward0", "SelectBackward0", "TransposeBackward0"),
     ]
 )
-"""Nodes whose elements are each one of the elements below them, times a constant."""
+"""Names of autograd nodes whose result consists of elements of their input, each times a constant."""
 _PASSED = frozenset((*_FACTORS, *_SUMS, *_SAME, "MeanBackward0"))
 
 
@@ -40,15 +41,16 @@ class Denominator:
     """The number by which a loss divides the sum over its targets."""
 
     parts: Sequence[Later]
-    """The number, once for each term of the loss. Terms of different numbers have no common denominator."""
+    """The denominator of each term of the loss. If they differ, the loss has no common denominator."""
     least: Sequence[Later] = ()
-    """Sums of the weights of this loss's own targets, as far as they are known, if the script has divided by a
-    number."""
+    """For each sum that the script has divided, the sum of the weights of its targets, if known. The denominator cannot
+    be less."""
     is_given: bool = False
     """Whether the script has divided by a number of its own, which may count all targets of several losses."""
 
     def read(self) -> float | None:
-        """Return the number; None if the terms differ in it, or if it is less than what this loss counts."""
+        """Return the denominator; None if the terms have different ones, or if it is less than the weight of this
+        loss's targets."""
         first = self.parts[0].read()
         for other in self.parts[1:]:
             if not isclose(first, other.read(), rel_tol=1e-6):
@@ -71,9 +73,9 @@ class _Term:
 
 
 def of(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Denominator | None:
-    """Return the denominator of a backward's losses. None if they are not a mean of one cross entropy (by
-    `cross_entropy`, `nll_loss` or `binary_cross_entropy_with_logits`, or of logarithms of probabilities that the script
-    has chosen), times constants; further terms of the same denominator, such as label smoothing, are allowed."""
+    """Return the denominator of a backward's losses. The losses must be constants times the mean of a cross entropy: by
+    `cross_entropy`, `nll_loss` or `binary_cross_entropy_with_logits`, or of log-probabilities that the script selects.
+    Further terms of the same denominator, such as label smoothing, are allowed. Returns None for any other loss."""
     terms: list[_Term] = []
     for node in _roots(tensors):
         found = _terms(node, 0)
@@ -104,7 +106,8 @@ def _roots(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _terms(node: Any, depth: int) -> list[_Term] | None:
-    """Return the terms that this node of the graph adds up; None if one of them is something else."""
+    """Return the terms that this node of the graph adds up; None if one of them is neither a mean nor a cross
+    entropy."""
     name = node.name()
     if name in _OF_CLASSES or name == _OF_LOGITS:
         return _of_entropy(node, name)
@@ -127,7 +130,7 @@ def _terms(node: Any, depth: int) -> list[_Term] | None:
 
 
 def _quotient(node: Any, of_what: Any, depth: int) -> list[_Term] | None:
-    """Return the terms of a quotient with a constant. If a sum is divided, the constant is its denominator."""
+    """Return the terms of a value divided by a constant. If the value is a sum, the constant is its denominator."""
     over = node._saved_other
     if isinstance(over, torch.Tensor) and over.numel() != 1:
         return None
@@ -140,8 +143,7 @@ def _quotient(node: Any, of_what: Any, depth: int) -> list[_Term] | None:
 
 
 def _are_entropies(node: Any) -> bool:
-    """Whether the elements of a tensor are cross entropies of single targets, or zeros in place of some, times
-    constants."""
+    """Whether each element of a tensor is the cross entropy of a single target times a constant, or zero."""
     for _ in range(_DEEPEST):
         name = node.name()
         if name in _OF_CLASSES or name == _OF_LOGITS or "LogProb" in name:

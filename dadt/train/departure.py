@@ -1,4 +1,5 @@
-"""The end of a rank's training: all ranks meet once more, so that the early end of one is noticed."""
+"""The end of a rank's training, at which all ranks wait for each other once more, so that a rank that ends early is
+noticed."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Departure:
         """Whether all ranks have reached their end."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Meet the peers a last time, so that a rank that ends early is noticed, then stop the C++ engine.
-        Idempotent."""
+        """Wait for the other ranks a last time, so that a rank that ends early is noticed, then stop the C++ engine.
+        Does nothing if called again."""
         if self._ranks.closing:
             return
         self._ranks.closing = True
@@ -79,7 +80,7 @@ class Departure:
         self._final_weights.compare(told)
 
     def _meet(self) -> None:
-        """Complete all operations that ranks do together, at the end of training."""
+        """Complete all operations that need every rank, at the end of training."""
         if self._ranks.together:
             self._arrive()
         for attachment in self._attachments:
@@ -92,15 +93,16 @@ class Departure:
 
     @property
     def _is_left_alone(self) -> bool:
-        """Whether DADT has trained nothing, so that ranks need not end together: what the script trains by itself may
-        differ between ranks."""
+        """Whether DADT has trained nothing, so that ranks need not end together, since what the script trains by itself
+        may differ between ranks."""
         optimizers, progress = self._optimizers, self._ranks.progress
         alone = not optimizers.script.explicit and (len(optimizers.left_alone) > 0 or progress.left_alone > 0)
         return alone and not progress.measures and self._ranks.timeline is None
 
     @property
     def _is_same(self) -> bool:
-        """Whether all ranks have taken the same steps, so that their ends can be compared."""
+        """Whether all ranks have taken the same steps, so that their numbers of steps and final weights can be
+        compared."""
         # After steps with rank-local gradients (`parted`), the ranks' gradient scalers may have skipped different
         # steps.
         return self._ranks.alone or (self._optimizers.algorithm.identical and not self._ranks.parted)
@@ -111,10 +113,11 @@ class Departure:
         return f"the end, after {steps} steps" if self._is_same else "the end"
 
     def _arrive(self) -> None:
-        """Meet all ranks at the end. Raises CommTimeout if some ranks do not come. A rank that waits for an exchange
-        with this rank reports the mismatch and fails.
+        """Wait until all ranks have reached their end. Raises CommTimeout if some ranks do not. A rank that waits for
+        an exchange with this rank reports the mismatch and fails.
 
-        Once all ranks have come, exchanges still in flight complete, too, as the C++ engine runs operations in order.
+        Once all ranks have reached it, exchanges still in flight complete, too, as the C++ engine runs operations in
+        order.
         """
         ranks = self._ranks
         while ranks.control is not None and (ranks.survives or not ranks.mismatch_is_told):
@@ -133,8 +136,8 @@ class Departure:
                     raise CommTimeout(str(late)) from late
 
     def _arrive_apart(self) -> None:
-        """Compute the last averages, which each rank begins when it reaches its end. If ranks are lost meanwhile, all
-        remaining ranks average again, as it is unknown which of them have finished."""
+        """Compute the last averages, in which each rank takes part when it reaches its end. If ranks are lost
+        meanwhile, all remaining ranks average again, as it is unknown which of them have finished."""
         with self._ranks.reconnection.within():
             while True:
                 try:

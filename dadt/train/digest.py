@@ -1,9 +1,10 @@
 """A 64-bit digest of all bytes of a tensor, by which ranks find out whether their tensors are equal without sending
 them.
 
-The bytes are read as 64-bit integers, and each is multiplied by an odd number of its position before all are added up,
-so that a change of any value, and an exchange of two, give another digest. Equal tensors have equal digests on every
-device, as integers are added exactly. Not for protection against somebody who makes tensors of a wanted digest.
+The bytes are read as 64-bit integers, and each is multiplied by an odd number that depends on its position before all
+are added up, so that the digest differs if any value changes or two values swap places. Equal tensors have equal
+digests on every device, as integers are added exactly. The digest does not protect against an attacker who constructs
+tensors with a given digest.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _ALL = (1 << 64) - 1
 
 @torch.no_grad()
 def digests(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return a digest of each tensor's bytes, shape and dtype. Of a sharded tensor, the part on this rank counts. Holds
-    copies of 128 MiB at most, and one of a tensor that is not contiguous; waits for a GPU only once all its work is
-    launched."""
+    """Return a digest of each tensor's bytes, shape and dtype. For a sharded tensor, only the part on this rank counts.
+    Needs up to 128 MiB for copies, and a copy of each tensor that is not contiguous. Waits for a GPU only after all its
+    work is launched."""
     every = [local(t).detach() for t in tensors]
     sums = [_sum(as_bytes(t)) for t in every]
     return [int(s) + zlib.crc32(f"{t.dtype}{tuple(t.shape)}".encode()) & _ALL for s, t in zip(sums, every, strict=True)]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a dense tensor's values, in the order of its dimensions: its own memory if it is
-    contiguous."""
+    """Return the bytes of a dense tensor's values, in the order of its dimensions. The result shares the tensor's
+    memory if the tensor is contiguous."""
     tensor = tensor.resolve_conj().resolve_neg()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().reshape(-1).view(torch.uint8)
 
@@ -55,8 +56,10 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of_rows(numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the products of each row of `_ROW` integers, the last of which may be shorter."""
-    # The upper half is added to the lower one, since of an integer's highest bit a product keeps only the highest bit.
+    """Return, for each row of `_ROW` integers, the sum of the integers times their weights. The last row may be
+    shorter."""
+    # The upper half is added to the lower half, since multiplication modulo 2**64 carries a change of the highest bit
+    # to no other bit.
     mixed = (numbers >> 32).add_(numbers)
     whole = len(mixed) // _ROW * _ROW
     rest = mixed[whole:].mul_(weights[: len(mixed) - whole]).sum(0, keepdim=True)

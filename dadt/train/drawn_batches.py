@@ -1,4 +1,5 @@
-"""Counts the batches that shared data loaders return to the script, as ranks' gradients are weighted by them."""
+"""Counts the batches that shared data loaders return to the script, because each rank's gradient is weighted by their
+sizes."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ class DrawnBatches:
     def __init__(self, ranks: Ranks, optimizers: Optimizers, attachments: Attachments, replay: ReplayState) -> None:
         self._ranks, self._optimizers, self._attachments, self._replay = ranks, optimizers, attachments, replay
         self._kept: weakref.WeakKeyDictionary[torch.optim.Optimizer, BatchWeight] = weakref.WeakKeyDictionary()
-        """Batch weights of optimizers that have no attachment (released, or in a replay): the script may already have
+        """Batch weights of optimizers that are not attached to DADT at the moment, since the script may already have
         drawn batches for their next step."""
         self.missing: Callable[[int], str] = lambda lost: f"data of {lost} of {ranks.world.world_size} is left out"
         """Returns a text that says what happens to the data of a given number of lost workers."""
 
     def drew(self, source: Pass, samples: int, nominal: int) -> None:
-        """Called when a loader returns a training batch to the script. Batches read on other threads belong to no known
-        step, so their steps have full weight."""
+        """Record a training batch that a loader returns to the script. A batch read on a thread that trains no
+        optimizer belongs to no known step, so it does not change the weight of a step."""
         self._ranks.progress.samples += samples
         if self._optimizers.script.on_training_thread:
             self._optimizers.one_batch.drew(source, samples)
@@ -36,7 +37,7 @@ class DrawnBatches:
                 weight.drew(source, samples, nominal)
 
     def pass_over(self, source: Pass) -> None:
-        """Called when the script reaches the end of a pass over a shared loader."""
+        """Record that the script has reached the end of a pass over a shared loader."""
         source.is_over = True
         if self._optimizers.script.on_training_thread:
             for weight in self._weights:
@@ -52,15 +53,16 @@ class DrawnBatches:
         return list(self._kept.values())
 
     def trained_before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called in a replay where the original run stepped this optimizer: mark the drawn batches as trained on."""
+        """Mark the drawn batches as trained on. Called during a replay of the script, at each step that the original
+        run took with this optimizer."""
         if (weight := self._kept.get(optimizer)) is not None:
             weight.exchanged()
             weight.stepped()
 
     def keep(self, attachment: Attachment) -> None:
-        """Keep the batch weight of an optimizer whose attachment is released, for its next attachment."""
+        """Store the batch weight of an optimizer that is detached from DADT, for the time when it is attached again."""
         self._kept[attachment.optimizer] = attachment.batch_weight
 
     def attach(self, attachment: Attachment) -> None:
-        """Give a new attachment the batch weight that was kept for its optimizer, if there is one."""
+        """Give a new attachment the batch weight that `keep` has stored for its optimizer, if there is one."""
         attachment.batch_weight = self._kept.pop(attachment.optimizer, attachment.batch_weight)

@@ -1,5 +1,5 @@
-"""Optimizers that evaluate their closure themselves (LBFGS): gradients and loss of each evaluation are averaged at
-once."""
+"""Averages the gradients and loss of each closure evaluation, for optimizers that evaluate their closure several times
+in a step, such as LBFGS."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def begin(a: Attachment, why: str) -> None:
 
 
 def before(a: Attachment) -> None:
-    """Called before the optimizer evaluates its closure, so that gradients that the closure itself uses (to clip them)
-    are averaged at once."""
+    """Prepare for an evaluation of the optimizer's closure, so that gradients that the closure itself uses, for example
+    to clip them, are averaged first."""
     a.consumed = False
     a.prediction.forget()
 

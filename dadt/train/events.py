@@ -1,5 +1,5 @@
-"""Lists of callbacks for events in the training of this rank. Callbacks of one event are called in the order in which
-they were added."""
+"""Lists of callbacks that run at certain points of this rank's training. Callbacks of one event are called in the order
+in which they were added."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ class Events:
     on_end: Callbacks = field(default_factory=list)
     """Called at the end of the script, in the same order on all ranks, whether or not its optimizers still exist."""
     on_stop: Callbacks = field(default_factory=list)
-    """Called at the very end, also after a failure; all messages under way have failed before. Callbacks must end all
-    threads that use torch, as the interpreter aborts the process if it exits before these threads end."""
+    """Called when the process ends, also after a failure, once no messages are under way any more. Callbacks must end
+    all threads that use torch, as the interpreter aborts the process if it exits before these threads end."""

@@ -1,10 +1,10 @@
-"""Compares the ranks' final weights once, so that a job whose replicas differ at the end fails with an error.
+"""Compares the ranks' weights once, at the end, so that a job whose replicas differ fails with an error.
 
-A script may change weights freely after its last step: one rank may load its best weights, another an average. So the
-weights right after the last step are compared. For this, each step notes the parameters' autograd versions and copies a
-few values of one parameter, of a different one each step. The copy shows whether values were changed later without a
-new version (by `.data`); copies that differ between ranks show that weights differed before, whatever the script has
-changed since.
+A script may change weights freely after its last step: one rank may load its best weights, another may load an average.
+So the weights right after the last step are compared. For this, each step records the parameters' autograd versions and
+copies a few values of one parameter, a different one in each step. The copy shows whether values were changed later
+without a new version (by `.data`); copies that differ between ranks show that weights differed before, whatever the
+script has changed since.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VALUES = 16
 
 
 class LastStepWeights:
-    """Notes about one optimizer's weights right after its last step."""
+    """Record of one optimizer's weights right after its last step."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -82,7 +82,7 @@ class FinalWeights:
         self._noted: WeakKeyDictionary[Attachment, LastStepWeights] = WeakKeyDictionary()
 
     def stepped(self, attachment: Attachment) -> None:
-        """Called when the optimizer has stepped, while its parameters contain true weights and not predicted ones."""
+        """Record the weights after a step. Called while the parameters contain true weights and not predicted ones."""
         if attachment.algorithm.identical:
             if (noted := self._noted.get(attachment)) is None:
                 noted = self._noted[attachment] = LastStepWeights()
@@ -97,8 +97,8 @@ class FinalWeights:
         return json.dumps(told).encode()
 
     def compare(self, lanes: Sequence[bytes]) -> None:
-        """Compare the reports. lanes: each rank's report, by its index in the group. Raises WeightsDiffer if weights
-        differ."""
+        """Compare the ranks' reports of their weights. lanes: each rank's report, by its index in the group. Raises
+        WeightsDiffer if weights differ."""
         if not lanes or not all(lanes):
             return
         every = [json.loads(bytes(lane)) for lane in lanes]
@@ -137,8 +137,8 @@ class FinalWeights:
 
 
 def _sum(parameter: torch.Tensor) -> int | None:
-    """Return the parameter's checksum, or None if it is not finite: bits of NaN may differ between ranks whose values
-    are equal."""
+    """Return the parameter's checksum, or None if it is not finite, because bits of NaN may differ between ranks whose
+    values are equal."""
     value = local(parameter).detach()
     value = torch.view_as_real(value) if value.is_complex() else value
     if not bool(torch.isfinite(value.sum(dtype=torch.float64))):

@@ -17,15 +17,16 @@ from dadt.train.restored import RestoredExchange
 
 IGNORE, SKIP, STOP = "ignore", "skip", "stop"
 TOLD = 5
-"""Number of steps with NaN or infinite gradients that are each reported; later only the 8th, the 16th and so on are."""
+"""Number of first steps with NaN or infinite gradients that are each reported. Of later such steps, only the 8th, the
+16th and so on are reported."""
 
 
 class Finite:
     """Checks gradients for NaN and infinity. Each rank sends the result along with its gradients, so that all ranks act
-    alike and know the rank concerned."""
+    alike and know which rank has such gradients."""
 
     def __init__(self, choice: str, ranks: Ranks, names: Callable[[], Mapping[int, str]], measure: Measure) -> None:
-        """choice: the value of `--on-nan`. names: returns the names of parameters, by id."""
+        """choice: the value of `--on-nan`. names: function that returns the names of parameters, by id."""
         self._choice = choice
         self._ranks = ranks
         self._names = names
@@ -39,8 +40,8 @@ class Finite:
 
     def look(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | None) -> int:
         """Return the 1-based index of the first parameter whose gradient is not finite on this rank. Returns 0 if there
-        is none, with `--on-nan ignore`, or with a gradient scaler, which checks itself. Takes one pass over the
-        gradients. Ranks that hold one model in parts return the largest index of any, so that all leave the step out.
+        is none, with `--on-nan ignore`, or with a gradient scaler, which checks itself. Reads the gradients once. Ranks
+        that each store a part of one model return the largest index of any of them, so that all skip the step.
         """
         looks = self._choice != IGNORE and scale is None and len(parameters) > 0
         self.number = _first(parameters) if looks else 0
@@ -84,8 +85,9 @@ def _first(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def _most_of_parts(number: int, parameter: Any, *, in_rows: bool) -> int:
-    """Return the largest number of any rank that holds a part of the model, over the script's own process groups.
-    in_rows: whether these ranks are a row of the parameter's mesh, and not all of the script's world."""
+    """Return the largest `number` of all ranks that store parts of the same model, found by the script's own process
+    groups. in_rows: whether these ranks are a row of the parameter's device mesh, rather than all ranks of
+    torch.distributed."""
     if not torch.distributed.is_initialized():
         return number
     most = torch.tensor(number, dtype=torch.int64, device=parameter.device)

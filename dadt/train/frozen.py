@@ -1,8 +1,9 @@
-"""Decides which of the ranks' tensors have to be sent: those that are trained, and of all others those that differ
-between ranks, as digests show.
+"""Decides which tensors have to be sent to other ranks: all tensors that are trained, and those other tensors whose
+digests differ between ranks.
 
-What an optimizer does not train (frozen parameters, buffers, a quantized model's packed weights and their scales) is
-often most of a model and the same file on every disk, so that sending it would cost far more than reading it.
+Tensors that an optimizer does not train (frozen parameters, buffers, a quantized model's packed weights and their
+scales) are often most of a model, and every host has usually read them from an equal file already, so that sending them
+would only cost time.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import nn
 from dadt.train.digest import digests
 
 Digests = Sequence[int | None]
-"""A digest for each tensor of some parts, in their order; None for those that are trained, which are always sent."""
+"""A digest for each tensor of a list of Parts, in order; None for tensors that are trained, which are always sent."""
 SAID = 1 << 20
-"""Least number of bytes not sent for which the user gets a message."""
+"""Smallest number of unsent bytes that is reported to the user."""
 _DEEPEST = 2
 """Depth to which `quantization` searches nested objects for tensors."""
 
@@ -38,7 +39,8 @@ class Part(NamedTuple):
 
 
 def digests_of(parts: Iterable[Part], trained: Collection[int]) -> list[int | None]:
-    """Return the digests of all parts' tensors. trained: ids of the parameters that are trained."""
+    """Return the digests of all parts' tensors, with None for tensors that are always sent. trained: ids of the
+    parameters that are trained."""
     every = [(id(owner) not in trained and _is_plain(value), value) for part in parts for owner, value in part.named]
     found = iter(digests(value for compared, value in every if compared))
     return [next(found) if compared else None for compared, _ in every]
@@ -49,8 +51,8 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def to_send(ours: Digests, others: Iterable[Digests]) -> list[bool]:
-    """Return for each tensor whether it has to be sent, because another rank needs it. All ranks compute the same from
-    the same digests. ours: digests of the rank that sends."""
+    """Return, for each tensor, whether it has to be sent, because another rank needs it. All ranks compute equal
+    results from equal digests. ours: digests of the rank that sends. others: digests of the ranks that receive."""
     every = list(others)
     if any(len(each) != len(ours) for each in every):
         return [True] * len(ours)  # the ranks' models differ, which the broadcast reports
@@ -70,7 +72,7 @@ class Spared(NamedTuple):
     """Number of bytes of tensors that are not trained."""
 
     equal: int
-    """Bytes that were equal on all ranks, and so not sent."""
+    """Number of bytes that were not sent, because they were equal on all ranks."""
     sent: int
 
     @classmethod
@@ -80,8 +82,8 @@ class Spared(NamedTuple):
         return cls(sum(s for s, flag in compared if not flag), sum(s for s, flag in compared if flag))
 
     def sentence(self, name: str, first: int) -> str:
-        """Return a line for the user; empty if there is too little to speak of. name: names the optimizer. first: the
-        rank whose tensors are sent."""
+        """Return a line for the user; empty if fewer than SAID bytes were equal. name: suffix that names the optimizer.
+        first: the rank whose tensors are sent."""
         if self.equal < SAID:
             return ""
         text = f"{readable(self.equal)} that are not trained{name} are equal on all ranks, so they are not sent"
@@ -89,15 +91,15 @@ class Spared(NamedTuple):
 
 
 def readable(count: int) -> str:
-    """Return a number of bytes for people, such as 13.5 GB."""
+    """Return a number of bytes as readable text, such as "13.5 GB"."""
     units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     unit, size = next(((unit, size) for unit, size in units if count >= size), ("bytes", 1))
     return f"{count / size:.3g} {unit}" if size > 1 else f"{count} {unit}"
 
 
 def quantization(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that are attributes of packed (integer) parameters, without which their values mean nothing:
-    scales and code books, as bitsandbytes keeps them."""
+    """Return the tensors that belong to packed (integer) parameters, such as scales and code books, without which the
+    parameters' values mean nothing. Libraries such as bitsandbytes store them in attributes of the parameters."""
     packed = [p for p in parameters if not (p.is_floating_point() or p.is_complex())]
     found = {id(t): t for p in packed for t in _attributes(p, 0) if t.data_ptr() != p.data_ptr()}
     return list(found.values())

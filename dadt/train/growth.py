@@ -1,4 +1,4 @@
-"""Detects gradients that grow, that is, to which a backward adds, by a hook on each parameter."""
+"""Detects, by a hook on each parameter, gradients that grow, which means that a backward adds to them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ class Growth:
         """Whether any gradient has grown since this step's averages arrived."""
         self._averages: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.told: Callable[[torch.Tensor], None] | None = None
-        """Callback for each parameter whose gradient has grown, or None."""
+        """Callback for each parameter to whose gradient a backward has added, or None."""
         self.watches = False
         self._hooked = WeakTensorKeyDictionary()
         self._hooks: list[Any] = []
-        # If a script builds a new optimizer in each epoch, each would leave another hook on every parameter.
+        # Hooks are removed with this object, because a script that builds a new optimizer in each epoch would otherwise
+        # add another hook to every parameter each time.
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Called when `.grad` contains this step's averages: from this moment on, a backward that adds to any of them
-        is noticed."""
+        """Note which gradients are this step's averages, so that a backward that adds to any of them is noticed from
+        now on."""
         self.seen = False
         self._averages = list(zip(parameters, map(_gradient, parameters), strict=True))
 
     def forget(self) -> None:
-        """Called when the step is over: drop the references to the step's averaged gradients."""
+        """Drop the references to the step's averaged gradients. Called when the step is over."""
         self._averages = []
 
     @property
@@ -56,8 +57,8 @@ class Growth:
 
         for p in parameters:
             if p not in self._hooked and p.is_leaf:
-                # A hook can only be registered while the parameter requires gradients. It may be frozen, so its old
-                # setting is restored below.
+                # A hook can only be registered while the parameter requires gradients. The parameter may be frozen, so
+                # its old setting is restored below.
                 wanted = p.requires_grad
                 hook = p.requires_grad_().register_post_accumulate_grad_hook(grew)  # type: ignore[no-untyped-call]
                 p.requires_grad_(wanted)

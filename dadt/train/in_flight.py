@@ -22,11 +22,11 @@ class InFlight(Protocol):
     def done(self) -> bool: ...
 
     def tensors_of(self, work: Work | Averaging) -> Sequence[torch.Tensor]:
-        """Return the parameters whose gradients this work averages, or an empty list if it is not one of this
-        exchange's works."""
+        """Return the parameters whose gradients this work averages, or an empty list if the work does not belong to
+        this exchange."""
 
     def renew(self) -> None:
-        """Called after a failure: allocate other memory, as a library may still write to the failed operation's."""
+        """Allocate other memory after a failure, as a library may still write to the failed operation's memory."""
 
 
 class Flights:
@@ -44,7 +44,7 @@ class Flights:
         self._launched_at[exchange] = step
 
     def renew(self) -> None:
-        """Called when all exchanges have failed: call `renew` of each, which allocates other memory."""
+        """Call `renew` of each exchange, which allocates other memory, because all exchanges have failed."""
         for exchange in self.every:
             exchange.renew()
 

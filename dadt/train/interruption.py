@@ -1,5 +1,5 @@
-"""Ctrl-C: the script receives it as a KeyboardInterrupt. If ranks take their steps together, all receive it after the
-same step."""
+"""Handles Ctrl-C, which the script receives as a KeyboardInterrupt. If ranks take their steps together, all ranks
+receive it after the same step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ rank alone."""
 
 class Interruption(CheckpointSignal):
     """Raises KeyboardInterrupt after the same step on all ranks. A script that catches KeyboardInterrupt can save a
-    checkpoint: all ranks have launched every exchange in flight, so no rank waits for a rank that has left."""
+    checkpoint, because all ranks have launched every exchange in flight, so that no rank waits for a rank that has
+    left."""
 
     def __init__(self) -> None:
         super().__init__()
         self.number = signal.SIGINT
         self.apart = False
-        """Whether Ctrl-C has interrupted only this rank: other ranks may be in another step, so exchanges in flight may
-        never complete."""
+        """Whether Ctrl-C has interrupted only this rank. In this case other ranks may be in another step, so exchanges
+        in flight may never complete."""
         self.abort: Callable[[], None] = lambda: None
         """Callback that makes this rank's pending operations fail; any thread may call it."""
         self._patience = 0.0

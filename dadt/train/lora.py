@@ -11,7 +11,7 @@ _FACTORS = {"lora_A": "A", "lora_B": "B", "lora_embedding_A": "A", "lora_embeddi
 
 
 def trains_products(names: Iterable[str]) -> bool:
-    """Return whether both factors of any adapter are among these parameters."""
+    """Return whether both factors of any LoRA adapter are among the parameters of these names."""
     found = dict[str, set[str]]()
     for name in names:
         parts = name.split(".")
@@ -22,7 +22,8 @@ def trains_products(names: Iterable[str]) -> bool:
 
 
 def tell(attachment: Attachment) -> None:
-    """Warn the user if the optimizer trains a LoRA: averaging its factors does not average their products."""
+    """Warn the user if the optimizer trains a LoRA adapter, because averaging the factors does not average their
+    products."""
     names = attachment.optimizers.parameter_names()
     if trains_products(names.get(id(p), "") for p in attachment.parameters):
         size = readable(sum(p.numel() for p in attachment.parameters))

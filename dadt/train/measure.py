@@ -20,10 +20,10 @@ class RankSeconds(Protocol):
 
 
 class Measure:
-    """Time measurements of one optimizer's steps, in seconds. Costs two clock readings per step."""
+    """Measured times of one optimizer's steps, in seconds. Each step reads the clock twice."""
 
     def __init__(self, rank: RankSeconds) -> None:
-        """rank: sums over all optimizers of this rank, to which this object adds its own waits."""
+        """rank: sums over all optimizers of this rank, to which this object adds its own waiting times."""
         self._rank = rank
         self.waited = 0.0
         self.delayed = 0
@@ -37,7 +37,7 @@ class Measure:
         self.differed = 0
         """Number of times that this rank's replica was found to differ from the other ranks'."""
         self.why = ""
-        """Reason, in a few words, why steps that could use late gradients do not use them any more; empty if they use
+        """Reason, in a few words, why steps do not use late gradients although the algorithm could; empty if they use
         them, or if the algorithm is synchronous."""
         self.began = 0.0
         """Time of the end of the first step (perf_counter); waits before it belong to start-up, not to training."""

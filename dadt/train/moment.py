@@ -1,4 +1,4 @@
-"""How optimizers of torch update their momentum and second moment."""
+"""Describes how optimizers of torch update their momentum and second moment."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Moment(NamedTuple):
     old: float
     new: float
     sign: float
-    """-1 with `maximize`, which inverts the sign of the gradient."""
+    """-1 with the optimizer's option `maximize`, which inverts the sign of the gradient; otherwise 1."""
     decay: float
-    """Factor of the weights that the optimizer adds to the gradient."""
+    """Weight decay: factor of the weights that the optimizer adds to the gradient."""
     first: str
     """Name of the momentum in the optimizer's state."""
     beta2: float
@@ -29,7 +29,7 @@ class Moment(NamedTuple):
 
 
 def unsuited(optimizer: torch.optim.Optimizer) -> str:
-    """Return why momentum cannot be sent for this optimizer; empty if it can."""
+    """Return the reason why momentum cannot be sent in place of this optimizer's gradients; empty if it can."""
     name = type(optimizer).__name__
     groups = optimizer.param_groups
     if any(is_sharded(p) for g in groups for p in g["params"]):
@@ -67,11 +67,11 @@ def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Moment, list[
 
 
 def beside(value: Any, tensor: torch.Tensor) -> Any:
-    """Return the number, on the tensor's device if it is a tensor."""
+    """Return `value`; if it is a tensor, moved to the device of `tensor`."""
     return value.to(tensor.device) if isinstance(value, torch.Tensor) and value.device != tensor.device else value
 
 
 def wide(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor in at least 32 bits."""
+    """Return the tensor with at least 32 bits per value."""
     assert tensor is not None
     return tensor.detach().float() if tensor.element_size() == 2 else tensor.detach()

@@ -1,5 +1,5 @@
-"""`--compression momentum:N`: after a beginning with int4, ranks send the optimizer's next momentum in N bits, in place
-of gradients (1-bit Adam, arXiv:2102.02888; 0/1 Adam, arXiv:2202.06009).
+"""`--compression momentum:N`: ranks first send gradients in int4, and after this beginning the optimizer's next
+momentum in N bits, in place of gradients (1-bit Adam, arXiv:2102.02888; 0/1 Adam, arXiv:2202.06009).
 
 Error feedback suits Adam only where compressed values enter the step linearly: in the momentum m, not in the second
 moment v, whose square of a compressed gradient would be noise. So with x(i) = a m + b g(i) on rank i
@@ -9,8 +9,9 @@ moment v, whose square of a compressed gradient would be noise. So with x(i) = a
     v = max(v, m^2), so that no weight moves further than the learning rate
 
 where f, a number for each tensor, is the ratio of the second moment of averaged gradients to that of own ones, measured
-when the beginning ends. The script's optimizer makes the step: its gradient is set to (m - a m(t-1)) / b, and its v so
-that it is the one above after the optimizer's own update. Ranks that step alone (`local`) share v likewise.
+when the beginning ends. For the step of the script's optimizer, the gradient is set to (m - a m(t-1)) / b, and v to the
+value that becomes the v above after the optimizer's own update. Ranks that step alone (`local`) use a common v in the
+same way.
 """
 
 from __future__ import annotations
@@ -31,48 +32,51 @@ from dadt.train.shown_gradients import ShownGradients
 from dadt.train.trained import sparse_tables
 
 REFRESH = 50
-"""Steps from one refresh of v to the next."""
+"""Number of steps from one refresh of the second moment v to the next."""
 _LOOK = 10
-"""Steps between two decisions whether the beginning ends."""
+"""Number of steps between two decisions whether the beginning, in which gradients are sent, ends."""
 _BEGINNING = 0.1
-"""Share of the training that the beginning takes, where a learning rate scheduler knows the number of steps."""
+"""Share of the training after which ranks send momentum instead of gradients, if a learning rate scheduler knows the
+number of steps."""
 _SETTLED = 0.5
-"""Where nobody knows it, the beginning ends when the second moments of tensors have changed on average by less than
-this logarithm in two times _LOOK steps, and the learning rate does not rise any more."""
+"""If no scheduler knows the number of steps, ranks send momentum once the logarithm of the tensors' second moments has
+changed by less than this on average in two times _LOOK steps, and the learning rate does not rise any more."""
 
 
 class Sender(Attached, Protocol):
-    """Interface of an optimizer that DADT manages, as the code here uses it."""
+    """Interface of an optimizer that DADT manages, with the members that `Momentum` uses."""
 
     optimizers: Optimizers
 
 
 class Momentum:
-    """What one optimizer's ranks need to exchange momentum: this rank's own second moments, and the factors by which
-    their mean becomes the v of all ranks. Does nothing with another compression, or if the optimizer does not suit."""
+    """State by which one optimizer's momentum is exchanged: this rank's own second moments, and the factors by which
+    their mean becomes the v of all ranks. Does nothing with another compression, or if the momentum of such an
+    optimizer cannot be sent."""
 
     def __init__(self, attachment: Sender) -> None:
         self._attachment = attachment
         self._ranks = attachment.ranks
         self._asked = attachment.compression in OF_MOMENTUM and not attachment.ranks.alone
-        """Whether momentum is sent once the beginning is over."""
+        """Whether momentum will be sent in place of gradients, once the beginning is over."""
         self.begun = False
-        """Whether the beginning is over."""
+        """Whether the beginning, in which gradients are sent, is over."""
         self.shown = ShownGradients(attachment)
         """The averages as the script sees them before the optimizer's step."""
         self._own: dict[torch.Tensor, torch.Tensor] = {}
         self._taken: dict[torch.Tensor, int] = {}
-        """Number of gradients in each own second moment."""
+        """For each parameter, the number of gradients in this rank's own second moment."""
         self._factors: dict[torch.Tensor, float] = {}
-        """The factor of each tensor, empty if it is not measured yet."""
+        """For each parameter, the ratio of the v of all ranks to the mean of the ranks' own second moments; empty if
+        not measured yet."""
         self._on_way: dict[torch.Tensor, torch.Tensor] = {}
-        """This rank's part of the momentum that is under way, with late averages."""
+        """This rank's part of the momentum in the exchange under way, if averages arrive late."""
         self._sizes: list[dict[torch.Tensor, float]] = []
-        """For each of the newest decisions whether the beginning ends: the sum of v of each tensor."""
+        """The sum of each tensor's v at each of the last three decisions whether the beginning ends."""
         self._rates: list[float] = []
         adaptive = any("betas" in group for group in attachment.optimizer.param_groups)
         self._shares = attachment.algorithm.shares and adaptive and not attachment.ranks.alone
-        """Whether ranks share v while each takes steps of its own."""
+        """Whether ranks use a common v while each steps without averaging gradients."""
         sparse = "its embeddings have sparse gradients" * bool(sparse_tables(attachment.modules, attachment.parameters))
         if (self._asked or self._shares) and (why := unsuited(attachment.optimizer) or sparse):
             name = (
@@ -88,16 +92,16 @@ class Momentum:
 
     @property
     def _watches(self) -> bool:
-        """Whether this rank needs its own second moments."""
+        """Whether this rank has to compute second moments of its own gradients."""
         return self._active or (self._shares and not self._attachment.has_closure)
 
     def shares(self, parameter: torch.Tensor) -> bool:
-        """Whether all ranks have the same v for this parameter, although each takes steps of its own."""
+        """Whether all ranks use a common v for this parameter, although each steps without averaging gradients."""
         return self._shares and self._watches and parameter in self._factors
 
     @property
     def sends(self) -> bool:
-        """Whether exchanges send momentum."""
+        """Whether exchanges send momentum in place of gradients."""
         return self.begun and self._active
 
     def ratio(
@@ -107,8 +111,9 @@ class Momentum:
         ratio: torch.Tensor | float | None,
         scale: torch.Tensor | None,
     ) -> torch.Tensor | float | None:
-        """Return the factor by which averages become those that the script sees. ratio: factor by their loss scales;
-        for the others see ShownGradients."""
+        """Return the factor by which averaged gradients are multiplied before the script sees them. ratio: factor from
+        the loss scale at which they were sent to the current one. The other parameters are those of
+        `ShownGradients.ratio`."""
         more = self.shown.ratio(pairs, square, scale) if self._watches else None
         return ratio if more is None else more if ratio is None else more * beside(ratio, more)
 
@@ -124,12 +129,12 @@ class Momentum:
     def _moments(self) -> dict[torch.Tensor, Moment]:
         return {p: moment for moment, parameters, _ in moments_of(self._attachment.optimizer) for p in parameters}
 
-    # What a step does, in its order ------------------------------------------------------------------------------
+    # Methods in the order in which a step calls them --------------------------------------------------------------
 
     @torch.no_grad()
     def see(self) -> None:
-        """Called in each step with averages while `.grad` holds this rank's own gradients: add them to its second
-        moments."""
+        """Add this rank's own gradients to its second moments. Called in each step, while `.grad` contains this rank's
+        own gradients."""
         if self._watches and self._attachment.algorithm.averages:
             self.shown.measure(self._factors)
             self._add(self._attachment.scale)
@@ -151,8 +156,9 @@ class Momentum:
     def _decayed(
         self, gradients: list[torch.Tensor], parameters: Sequence[torch.Tensor], moment: Moment, scale: Any
     ) -> list[torch.Tensor]:
-        """Return the gradients as the optimizer adds them to its momentum: without loss scale, clipped, with decay."""
-        # with a GradScaler, infinities occur, which would make this rank's own v infinite forever
+        """Return the gradients as the optimizer adds them to its momentum: without loss scale, clipped, with weight
+        decay."""
+        # With a GradScaler, infinite gradients occur, which would make this rank's own v infinite forever.
         if scale is not None:
             gradients = [(g / scale.to(g.device)).nan_to_num_(0.0, 0.0, 0.0) for g in gradients]
         if self.shown.early and self._attachment.algorithm.averages:
@@ -172,8 +178,8 @@ class Momentum:
         *,
         keeps: bool,
     ) -> Staged:
-        """Return this rank's next momentum of the bucket's tensors. keeps: whether the next exchange may begin before
-        this one has ended."""
+        """Return this rank's next momentum of the bucket's tensors, which is sent in place of gradients. keeps: whether
+        the next exchange may begin before this one has ended."""
         late = self._attachment.algorithm.pending is not None
         moments = self._moments
         places = [torch.empty_like(t) for t in bucket.tensors] if bucket.staged else bucket.views[turn]
@@ -209,7 +215,8 @@ class Momentum:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Called when the optimizer is about to step: change its v, so that it is max(v, m^2) after its own update."""
+        """Change the optimizer's v so that it is max(v, m^2) after the optimizer's own update. Called when the
+        optimizer is about to step."""
         if not self._watches:
             return
         optimizer, averages = self._attachment.optimizer, self._attachment.algorithm.averages
@@ -232,8 +239,8 @@ class Momentum:
                 gradients = list(torch._foreach_add(gradients, there, alpha=moment.sign * moment.decay))
             if moment.sign < 0:
                 gradients = list(torch._foreach_neg(gradients))
-            # The optimizer divides v by 1 - beta2^t, which grows with each step; v grows along, so that the quotient
-            # stays.
+            # The optimizer divides v by 1 - beta2^t, which grows with each step. So v is multiplied by the growth,
+            # which leaves the quotient unchanged.
             rest = [1 - moment.beta2 ** (s["step"] + 1) for s in states]
             before = [1 - moment.beta2 ** s["step"] for s in states]
             after = list(torch._foreach_lerp([s[moment.first] for s in states], gradients, moment.new))
@@ -243,11 +250,11 @@ class Momentum:
                 kept.addcmul_(g, g, value=moment.beta2 - 1).div_(moment.beta2)
                 v.copy_(kept if found is None else torch.where(found.to(v.device) > 0, v, kept))
 
-    # The beginning, and refreshes of v ---------------------------------------------------------------------------
+    # The change from gradients to momentum, and refreshes of v ---------------------------------------------------
 
     def delivering(self) -> None:
-        """Called by all ranks at the same point of each step, when its averages have arrived: end the beginning, or
-        refresh v."""
+        """Begin to send momentum if it is time, or refresh v. All ranks call this at the same point of each step, when
+        its averages have arrived."""
         a = self._attachment
         if not (self._asked and self._active):
             return
@@ -260,7 +267,7 @@ class Momentum:
             self._ranks.say(f"step {a.step}: from now on momentum is sent, in place of gradients{a.name}")
 
     def _settled(self) -> bool:
-        """Whether this rank would end the beginning."""
+        """Whether this rank finds that momentum can be sent from now on."""
         sizes: dict[torch.Tensor, float] = {}
         rate = 0.0
         ages: list[int] = []
@@ -289,8 +296,8 @@ class Momentum:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Set v to the mean of the ranks' own second moments, times the tensors' factors; or measure these, if they are
-        not known. All ranks call it."""
+        """Set v to the mean of the ranks' own second moments, times the tensors' factors. For tensors whose factor is
+        not known, measure the factor instead. All ranks call this together."""
         if not (self.sends or (self._shares and self._watches)):
             return
         rows: list[tuple[Moment, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
@@ -320,19 +327,21 @@ class Momentum:
                 continue
             state = self._state(p)
             rest = beside(1 - moment.beta2 ** state["step"], mean)
-            # Where 8 bits round a value to 0, because it is small compared to others in its block, v stays as it was.
+            # If a value is rounded to 0 in 8 bits, because it is small compared to others in its block, v stays as it
+            # was.
             fresh = torch.where(mean > 0, mean * self._factors[p], before)
             state["exp_avg_sq"].copy_(fresh * rest)
 
     # Losses of ranks, checkpoints and snapshots ------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Called when ranks were lost: factors are measured again, where ranks must not know different ones."""
+        """Forget momentum under way, and factors that ranks might know differently, so that they are measured again.
+        Called when ranks were lost."""
         self._factors = self._factors if self._shares else {}
         self._on_way = {}
 
     def state(self) -> dict[str, Any]:
-        """Return what all ranks have in common, for a checkpoint."""
+        """Return the state that is equal on all ranks, for a checkpoint."""
         if not (self._asked or self._shares):
             return {}
         numbers = numbers_of(self._attachment.optimizer)
@@ -349,7 +358,8 @@ class Momentum:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; call `join` as well, or `restore` with a snapshot."""
+        """Load the state that is equal on all ranks, from a checkpoint. Call `join` after it, or `restore` with a
+        snapshot."""
         if not (self._asked or self._shares) or not state:
             return
         parameters = self._parameters
@@ -363,8 +373,8 @@ class Momentum:
             self._attachment.schema.compress(self._attachment.compression, momentum=self.sends)
 
     def join(self, averages: Mapping[torch.Tensor, torch.Tensor], scale: torch.Tensor | None) -> None:
-        """Replace what only this rank has by what all ranks have in common. averages: of the gradients in flight, with
-        this loss scale."""
+        """Replace the state of this rank alone by values that are equal on all ranks. averages: the averages of the
+        gradients in flight. scale: their loss scale."""
         if not (self._asked or self._shares):
             return
         self._own, self._taken, self._on_way = {}, {}, {}
@@ -380,7 +390,7 @@ class Momentum:
                     self._taken[p] = int(of["step"])
 
     def observe(self) -> dict[str, Any]:
-        """Return what only this rank has, for a snapshot. The tensors stay in use."""
+        """Return the state of this rank alone, for a snapshot. The tensors are no copies and stay in use."""
         every = self._parameters
         return {
             "own": [self._own.get(p) for p in every],

@@ -1,1 +1,1 @@
-"""Exchanges: averages of gradients and buffers over ranks, and the metadata that ranks compare along with them."""
+"""Exchanges, each of which averages gradients and buffers over ranks and carries metadata that ranks compare."""

@@ -20,8 +20,8 @@ Wait = Callable[["Work | Averaging"], None]
 
 
 class Background:
-    """Runs computations on one thread, which is started when first needed. The C++ engine's errors and timeouts end the
-    thread's waits, and any failure ends the thread.
+    """Runs computations on one thread, which is started when first needed. If the C++ engine fails or a computation
+    raises an error, the thread ends.
 
     Each operation that the thread releases already has its place in the engine's order, so the order is equal on all
     ranks, however late a thread runs.
@@ -36,7 +36,8 @@ class Background:
         """Run `call(wait)` on the background thread, after all earlier calls. `wait(work)` returns when the operation
         `work` is done. Only the training thread calls this method."""
         if self._thread is None:
-            # A daemon thread, so that waiting for a peer that never comes does not keep the process from exiting.
+            # The thread is a daemon, so that waiting for a peer that never answers does not keep the process from
+            # exiting.
             self._thread = threading.Thread(target=self._run, name="dadt-background", daemon=True)
             self._thread.start()
         self._calls.put((torch.get_num_threads(), call))

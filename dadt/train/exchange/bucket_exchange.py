@@ -1,4 +1,4 @@
-"""Allreduces of the buckets of one exchange: submits them, waits for them, and keeps the memory alive that they use."""
+"""Submits the allreduces of one exchange's buckets, waits for them, and keeps the memory alive that they use."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class BucketExchange:
         """The first allreduce of each bucket, in order."""
         self._second_works: list[Work | Averaging] = []
         self._rounds: list[tuple[int, Round]] = []
-        """Buckets with low-rank compression, which take two allreduces: the bucket's index, and its state between them.
+        """The index of each bucket with low-rank compression, which takes two allreduces, and its state between the
+        two.
         """
         self._alive: list[list[torch.Tensor | None]] = []
         """Tensors that must stay alive because operations under way read them."""
@@ -72,7 +73,8 @@ class BucketExchange:
 
     @property
     def seconds(self) -> float:
-        """Seconds in which bytes moved, without the time spent waiting for the last rank to arrive."""
+        """Seconds in which the operations transferred bytes, without the time in which they waited for the slowest
+        rank."""
         return sum(work.seconds for work in self.works)
 
     def submit_bucket(
@@ -86,8 +88,8 @@ class BucketExchange:
         weight: float = 1.0,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Submit the first allreduce of the next bucket. into: index of the contiguous buffer that receives the mean.
-        scale: loss scale of the values."""
+        """Submit the first allreduce of the next bucket. form: the bucket's compression; None for no compression. into:
+        index of the contiguous buffer that receives the mean. scale: loss scale of the values."""
         name = f"{self.name}, bucket {index}"
         if isinstance(form, LowRank):
             plain = bucket.layout.total * bucket.layout.dtype.itemsize
@@ -100,15 +102,15 @@ class BucketExchange:
         self._submitted.append((works, operation))
 
     def repeat(self) -> None:
-        """Submit all operations again with their first arguments, on the connection of another group of ranks."""
+        """Submit all operations again with their original arguments, on the connection of another group of ranks."""
         for works, _ in self._submitted:
             works.clear()
         for works, operation in self._submitted:
             works.append(self._submit(*operation))
 
     def renew(self) -> None:
-        """Called after a failure: allocate other memory for the buckets, as a library may still write to the failed
-        operations' memory."""
+        """Allocate other memory for the buckets after a failure, as a library may still write to the failed operations'
+        memory."""
         for bucket, turn in self._under_way:
             bucket.renew(turn)
         self._under_way.clear()
@@ -138,8 +140,9 @@ class BucketExchange:
         plain: int = -1,
         held: bool = False,
     ) -> Work | Averaging:
-        """Submit one allreduce. plain: bytes of the uncompressed values that it replaces, -1 if it is not compressed.
-        held: whether the C++ engine waits for a call of `release` before it begins the operation."""
+        """Submit one allreduce. plain: with low-rank compression, number of bytes of the uncompressed values that it
+        replaces; otherwise -1. held: whether the C++ engine waits for a call of `release` before it begins the
+        operation."""
         self._alive.append(staged.values)
         self._under_way.append((bucket, into))
         device = self._peers.device

@@ -32,12 +32,13 @@ _REFERENCES = max(map(getrefcount, [object()]))
 
 
 END_BYTES = 1 << 20
-"""Size of the first and of the last of several buckets: `sync` begins to send once the first one is complete, and
-nothing is left to compute behind which the last one could be sent."""
+"""Size in bytes of the first and of the last of several buckets. They are small because `sync` begins to send once the
+first bucket is complete, and sends the last one when there is nothing left to compute meanwhile."""
 
 
 class BucketPlan:
-    """The buckets of one optimizer's exchanges, equal on all ranks: gradients, last parameters first, and buffers."""
+    """The buckets of one optimizer's exchanges, equal on all ranks: buckets of gradients, with the last parameters
+    first, and buckets of module buffers."""
 
     def __init__(
         self,
@@ -49,9 +50,10 @@ class BucketPlan:
         compression: str = "none",
         momentum: bool = False,
     ) -> None:
-        """device: averages tensors in GPU memory, if not None. turns: buffers of each bucket; 1 if no exchange is under
-        way between steps, when a second one is allocated only if the first is in use. compression: of gradients.
-        momentum: whether momentum is sent in their place."""
+        """device: averages tensors in GPU memory, if not None. turns: number of contiguous buffers of each bucket. It
+        is 1 if no exchange is under way between steps; a second buffer is then allocated only if the first is still in
+        use. compression: name of the gradients' compression. momentum: whether momentum is sent in place of
+        gradients."""
         self.parameters = list(parameters)
         places = {id(b): (m, n) for m, n, b in buffers}
         self.device = device
@@ -73,7 +75,7 @@ class BucketPlan:
         self.turn = self.buffer_turn = 0
         self.late = turns > 1
         self._uses: dict[int, list[int]] = {}
-        """Reference counts of the buckets' memory, by its index, while only this plan itself refers to it."""
+        """Reference counts of the buckets' memory, by its index, at a time when nothing but this plan refers to it."""
         self.forms = forms(compression, self.buckets, momentum=momentum)
         """The compression of each bucket of gradients, None if a bucket is not compressed."""
 
@@ -83,7 +85,7 @@ class BucketPlan:
         self.forms = forms(name, self.buckets, momentum=momentum)
 
     def next_turn(self) -> None:
-        """Called when an exchange begins: choose the contiguous buffers that the exchange will use."""
+        """Choose the contiguous buffers that the next exchange will use. Called when the exchange begins."""
         self.buffer_turn = (self.buffer_turn + 1) % max(2, self.turns)
         for _ in range(self.turns):
             self.turn = (self.turn + 1) % self.turns
@@ -111,13 +113,13 @@ class BucketPlan:
 
     @property
     def _all_buckets(self) -> list[Bucket]:
-        """All buckets of gradients, and the buckets of the low-rank factors that are sent in place of some."""
+        """All buckets of gradients, and the buckets of low-rank factors that are sent in place of some of them."""
         low_ranks = [form for form in self.forms if isinstance(form, LowRank)]
         return [*self.buckets, *(bucket for form in low_ranks for bucket in (form.first, form.second))]
 
     def _is_free(self, turn: int) -> bool:
-        """Whether the buckets' memory with index `turn` is free: no `.grad` lies in it (a gradient that the script
-        zeroes in place stays there), and the script has no other reference to gradients in it."""
+        """Whether the buckets' memory with index `turn` is free. It is not if the `.grad` of a parameter is in it, as
+        when the script zeroes gradients in place, or if the script has another reference to gradients in it."""
         uses = self._uses_of(turn)
         if uses != self._uses.setdefault(turn, uses):
             return False
@@ -161,7 +163,7 @@ class Exchange(BucketExchange):
         self.number = number
         self.weight = weight
         self.scale: torch.Tensor | None = None
-        """Loss scale by which the gradients are multiplied, None without one."""
+        """Loss scale by which the gradients are multiplied; None if there is no loss scale."""
         self.frozen: frozenset[int] = frozenset()
         """Ids of parameters that were frozen between the backward and the closing of the exchange."""
         self.waited = 0.0  # seconds spent in `receive`
@@ -205,14 +207,16 @@ class Exchange(BucketExchange):
 
     @property
     def repeatable(self) -> bool:
-        """Whether the exchange can be launched again: its inputs are intact, and no low-rank factors were computed."""
+        """Whether the exchange can be launched again, because its inputs are intact and no low-rank factors were
+        computed."""
         places = {view.data_ptr() for bucket in self.schema.buckets for view in bucket.views[self._turn]}
         return not self._rounds and not any(
             t is not None and t.data_ptr() in places for values in self._inputs for t in values
         )
 
     def give_back(self) -> None:
-        """Let the next exchange use this exchange's memory. Call it only for the newest exchange, if discarded."""
+        """Let the next exchange use this exchange's memory. Call it only for the newest exchange, when it is
+        discarded."""
         self.schema.turn = (self._turn - 1) % self.schema.turns
         self.schema.buffer_turn = self._buffer_turn - 1
 
@@ -231,12 +235,14 @@ class Exchange(BucketExchange):
         super().repeat()
 
     def tensors_of(self, work: Work | Averaging) -> list[torch.Tensor]:
-        """Return the parameters whose gradients this work averages; none if it is not one of this exchange's."""
+        """Return the parameters whose gradients this work averages; an empty list if the work does not belong to this
+        exchange."""
         index = next((i for i, mine in enumerate(self._works) if mine is work), None)
         return [] if index is None else list(self.schema.buckets[index].tensors)
 
     def launch_ahead(self) -> None:
-        """Submit the next bucket while the script may still change its gradients; `touched` tells whether it has."""
+        """Submit the next bucket while the script may still change its gradients; `touched` shows later whether it
+        has."""
         self._ahead_of_step.append(SentGradients(self.schema.buckets[len(self._works)].tensors, self.number))
         self.launch()
 
@@ -269,7 +275,7 @@ class Exchange(BucketExchange):
         """Submit the buffers and all remaining gradients; the last bucket's allreduce carries this rank's metadata."""
         last = len(self.schema.buckets) - 1
         for index in range(len(self._works), last + 1):
-            # Stage all buckets before any launch: copies from a GPU then run while earlier buckets are exchanged.
+            # Stage all buckets before any launch, so that copies from a GPU run while earlier buckets are exchanged.
             self._ahead[index] = self._stage(index)
         while len(self._works) < last:
             self.launch()
@@ -281,7 +287,7 @@ class Exchange(BucketExchange):
             name, flags = f"{self.name}, buffers {i}", self._lane(staged)
             self._enqueue(self._buffer_works, bucket, staged, turn, name, flags, self.weight)
         self.launch(lane.pack())
-        # The background thread computes only on host tensors: on a GPU it would delay the script's own work.
+        # The background thread computes only on host tensors, because on a GPU it would delay the script's own work.
         background = self._peers.background
         if background is not None and self._rounds and all(r.form.bucket.of_host for _, r in self._rounds):
             self._second_works = [
@@ -290,7 +296,8 @@ class Exchange(BucketExchange):
             background.begin(partial(self._go_on_held, self._rounds, cast("list[Work]", self._second_works)))
 
     def _go_on_held(self, rounds: list[tuple[int, Round]], held: list[Work], wait: Wait) -> None:
-        """Compute the inputs of low-rank buckets' second allreduces on the background thread, and release these."""
+        """Compute the inputs of the low-rank buckets' second allreduces on the background thread, and release each
+        allreduce once its input is complete."""
         for (index, round_), work in zip(rounds, held, strict=True):
             wait(self._works[index])
             round_.halfway()
@@ -353,7 +360,8 @@ class Exchange(BucketExchange):
             raise
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of all averages without loss scale, as one element; equal on all ranks up to rounding."""
+        """Return the common norm of all averages without loss scale, as a tensor with one element. It is equal on all
+        ranks up to rounding."""
         flats = [self._brought(b) if b.staged else b.flats[self._turn] for b in self.schema.buckets]
         flats = [torch.view_as_real(f) if f.is_complex() else f for f in flats]
         norm = together(norms(flats))
@@ -379,7 +387,8 @@ class Exchange(BucketExchange):
         return self.schema.places
 
     def averaged_buffers(self) -> list[torch.Tensor]:
-        """Return the buffers' averages as views, in the order of the plan's buckets: few are ever read."""
+        """Return the averages of the module buffers in the order of the plan's buckets. They are views, not copies,
+        because few are ever read."""
         return [view for bucket in self.schema.buffer_buckets for view in bucket.views[self._buffer_turn]]
 
 

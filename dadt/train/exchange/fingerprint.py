@@ -15,11 +15,11 @@ from dadt.comm.shards import local
 
 _TRAINED = 4
 _GRADIENTS = 8
-"""Number of gradients in a fingerprint, counted from the last. One is not enough: a last bias may have the same
-gradient for any data, with a summed loss the batch size."""
+"""Number of gradients in a fingerprint, from the last parameters. One is not enough, because the gradient of a last
+bias may be the same for any data (with a summed loss it is the batch size)."""
 _INPUTS = 4096
-"""Maximum number of values of each input in a fingerprint: all of a batch of tokens, and some of each row of a batch of
-images."""
+"""Maximum number of values of each input in a fingerprint. It suffices for all values of a batch of tokens, and for
+some values of each image in a batch."""
 
 
 def of_gradient(parameters: Sequence[torch.Tensor]) -> int:
@@ -36,16 +36,16 @@ def of_inputs(given: Any, before: int) -> int:
 
 
 def of_trained(parameters: Sequence[torch.Tensor], number: int) -> int:
-    """Return a fingerprint of a few parameters, of other ones for each `number`. Parameters on a GPU are left out, as
-    the host would have to wait for their values."""
+    """Return a fingerprint of a few parameters, which `number` selects. Parameters on a GPU are left out, as the host
+    would have to wait for their values."""
     here = [p for p in parameters if p.device.type == "cpu" and is_dense(p)]
     begin = _TRAINED * number % len(here) if here else 0
     return _crc([*here[begin:], *here[:begin]][:_TRAINED])
 
 
 def of_untrained(modules: Iterable[nn.Module], trained: Iterable[torch.Tensor]) -> int:
-    """Return a fingerprint of the modules' parameters that require no gradient, except those in `trained`, which are
-    frozen only for now."""
+    """Return a fingerprint of the modules' parameters that require no gradient, except parameters in `trained`, which
+    some optimizer trains and which are frozen only temporarily."""
     left_out = {id(p) for p in trained}
     every = {id(p): p for m in modules for p in m._parameters.values() if p is not None and id(p) not in left_out}
     return _crc([p for p in every.values() if not p.requires_grad and is_dense(p)])
@@ -72,8 +72,8 @@ def some_values(tensor: torch.Tensor, most: int = 64) -> torch.Tensor:
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some values from all over the tensor, an odd number of elements apart: an even distance would pick the
-    same corner of every image."""
+    """Return values from the whole tensor, an odd number of elements apart, because an even distance could select the
+    same positions in every image."""
     tensor = local(tensor)
     return tensor.reshape(-1)[:: -(-tensor.numel() // _INPUTS) | 1]
 

@@ -13,7 +13,8 @@ from dadt.train.momentum import Momentum
 
 
 class MomentumExchange(Exchange):
-    """Sends momentum without loss scale, and delivers the gradients that lead to its mean."""
+    """Sends the optimizer's next momentum without loss scale, and delivers the gradients by which the optimizer obtains
+    the mean momentum."""
 
     def __init__(
         self, peers: RankLink, schema: BucketPlan, number: int, name: str, weight: float, momentum: Momentum
@@ -22,9 +23,10 @@ class MomentumExchange(Exchange):
         self._momentum = momentum
         self._norm: torch.Tensor | None = None
         self._changed: set[Bucket] = set()
-        """Buckets whose memory has gradients in place of the mean momentum."""
+        """Buckets whose memory contains gradients, computed in place from the mean momentum."""
         self._flags: dict[int, bytes] = {}
-        """Packed flags, whether this rank has a gradient for each tensor, by the id of a bucket's staged values."""
+        """For each bucket, by the id of its staged values, packed flags that say for which tensors this rank has a
+        gradient."""
 
     @property
     def _scale_of_sent(self) -> None:
@@ -46,7 +48,7 @@ class MomentumExchange(Exchange):
         return lanes
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of the mean momentum: the gradients made of it have many times its noise."""
+        """Return the norm of the mean momentum, because the gradients computed from it contain many times its noise."""
         if self._norm is None:
             scale, self.scale = self.scale, None
             self._norm = super().norm()

@@ -11,14 +11,14 @@ from dadt.comm.shards import local
 from dadt.train.later import Later
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types, by size in bytes, as which values are compared: NaN does not equal itself, but its bits do, so an
-overflow from a large loss scale is no change."""
+"""Integer types, by size in bytes, as which values are compared. NaN does not equal itself, but its bits do, so an
+overflow from a large loss scale does not count as a change."""
 _PLACE, _EVERY = 256, 4096
-"""Size of the sample of a gradient: _PLACE consecutive elements out of every _EVERY, or all if it has no more than
+"""A gradient is sampled by _PLACE consecutive elements out of every _EVERY, or by all elements if it has no more than
 _EVERY."""
 _AT_ONCE, _UNREAD = 25, 3
-"""Number of first comparisons of GPU gradients whose result the host waits for, and number of later ones whose result
-may still be unread."""
+"""Number of first comparisons of GPU gradients for whose results the host waits, and number of later comparisons whose
+results may be unread at a time."""
 
 
 class SentGradients:
@@ -43,7 +43,7 @@ class SentGradients:
         return len(now) != len(self._sample) or not all(map(torch.equal, self._sample, now))
 
     def differences(self) -> list[torch.Tensor]:
-        """Return one flag per sample, on the gradients' device: whether the sample has changed."""
+        """Return one flag per sample, on the gradients' device, that says whether the sample has changed."""
         found = self._look()
         if [each.shape for each in found] != [each.shape for each in self._sample]:
             return [torch.ones((), dtype=torch.bool, device=each.device) for each in found[:1] or self._sample[:1]]
@@ -51,16 +51,16 @@ class SentGradients:
 
     @torch.no_grad()
     def _look(self) -> list[torch.Tensor]:
-        """Return the bits of all elements of small gradients, and of some elements of large ones."""
+        """Return the bits of all elements of small gradients, and of sampled elements of large gradients."""
         samples = [_sample(g, self._number) for _, g, _ in self._parameters if g is not None]
         alike = ([s for s in samples if s.dim() == dimensions] for dimensions in (1, 2))
         return [torch.cat(some).view(_BITS[some[0].element_size()]) for some in alike if some]
 
 
 class Looks:
-    """Comparisons of gradients on a GPU. A script that changes no gradients in its first steps probably will not do so
-    later, so the host waits only for the first results. Later results are read once they arrive, and a change then
-    counts for a later step.
+    """Comparisons of sent gradients on a GPU with their values at the time of sending. A script that changes no
+    gradients in its first steps probably will not do so later, so the host waits only for the first results. Later
+    results are read once they arrive, and a change then counts for a later step.
     """
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class Looks:
 
 
 def _sample(gradient: torch.Tensor, number: int) -> torch.Tensor:
-    """Return all values in one dimension, or for a large gradient one row per sampled place. The places move with the
-    exchange's number, so that a change missed in one step is seen in another."""
+    """Return all values as a vector, or for a large gradient a matrix with one row per sampled range. The ranges depend
+    on the exchange's number, so that a change missed in one step is seen in another."""
     values = local(gradient).detach()
     values = values._values() if values.layout == torch.sparse_coo else values
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

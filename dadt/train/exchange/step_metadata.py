@@ -1,4 +1,5 @@
-"""Metadata that ranks send along with the gradients of a step, so that comparing it costs no exchange of its own."""
+"""Metadata that ranks send along with the gradients of a step, so that comparing the metadata needs no separate
+exchange."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ class StepMetadata:
     """Fingerprint of local gradients and inputs in the first exchanges, and of weights in some later ones; 0 if none
     was computed."""
     growth: int
-    """crc32 of how often each gradient grew in this step, since buckets launched during backward depend on that."""
+    """crc32 of how many times a backward added to each gradient in this step, since the launch of buckets during
+    backward depends on that."""
     redo: bool
-    """Whether gradients grew after their exchange was launched, so that all ranks must exchange once more."""
+    """Whether a backward added to gradients after their exchange was launched, so that all ranks must exchange once
+    more."""
     weight: float
     """Weight of this rank's gradient in the mean over ranks."""
     value: float
-    """Loss of an optimizer's closure, or else a number that the algorithm sends to all ranks; 0 without one."""
+    """Loss of an optimizer's closure, or a number that the algorithm sends to all ranks; 0 if there is neither."""
     not_finite: int = 0
     """1-based index of the first parameter whose gradient is not finite on this rank; 0 if there is none or gradients
     were not checked."""
@@ -43,11 +46,12 @@ class StepMetadata:
     order: int = 0
     """crc32 of the sample orders of passes over shared loaders that began since the last exchange; 0 if none began."""
     loss: float = 0.0
-    """Loss that a closure returned which the optimizer calls once per step, if the step may use it."""
+    """Loss that the optimizer's closure returned, for optimizers that call it once per step and may use the loss."""
     square: float = 0.0
     """This rank's part of the squared norm of the averaged gradient, if momentum is sent and the script clips."""
     density: float = nan
-    """What this rank's loss divides by, for each unit of weight by samples; NaN if it is not known."""
+    """Number of targets by which this rank's loss divides, per unit of the rank's weight by samples; NaN if not
+    known."""
 
     def pack(self) -> bytes:
         return _FORMAT.pack(
@@ -85,7 +89,7 @@ def mean_loss(lanes: Sequence[StepMetadata]) -> float:
 
 
 def mean_square(lanes: Sequence[StepMetadata]) -> float:
-    """Return the squared norm of the averaged gradient; 0 if a rank that counts does not know its part."""
+    """Return the squared norm of the averaged gradient; 0 if a rank whose weight is not 0 does not know its part."""
     counting = [lane for lane in lanes if lane.weight > 0]
     total = sum(lane.weight for lane in counting)
     known = bool(counting) and all(lane.square for lane in counting)
@@ -96,15 +100,15 @@ METADATA_BYTES = _FORMAT.size
 
 
 def pack_flags(flags: Sequence[bool]) -> bytes:
-    """Pack one bit per tensor: whether this rank has a gradient for it."""
-    # All flags are converted at once: a shift of one long number per flag would take time proportional to the square of
-    # their count.
+    """Pack one bit per tensor, which says whether this rank has a gradient for the tensor."""
+    # All flags are converted at once, because shifting one long number for each flag would take time proportional to
+    # the square of their count.
     bits = int("".join(["01"[flag] for flag in reversed(flags)]) or "0", 2)
     return bits.to_bytes((len(flags) + 7) // 8, "little")
 
 
 def any_flags(lanes: Sequence[bytes], count: int) -> list[bool]:
-    """Return one flag per tensor: whether any rank has a gradient for it."""
+    """Return one flag per tensor, which says whether any rank has a gradient for the tensor."""
     bits = 0
     for lane in lanes:
         bits |= int.from_bytes(lane[: (count + 7) // 8], "little")

@@ -1,1 +1,2 @@
-"""Ranks that are lost: the remaining ranks connect again, compare how far each of them is, and train on."""
+"""Handles the loss of ranks: the remaining ranks connect again, compare how far each of them has trained, and train
+on."""

@@ -1,5 +1,5 @@
-"""Allgathers of bytes that the training does not wait for. Messages are small, so that a rank that has received all can
-pass them on."""
+"""Allgathers of bytes that the training does not wait for. Messages are small, so that a rank that has received all of
+them can send them to ranks that have not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from dadt._core import Engine, Work
 
 KEPT = 16
-"""Number of newest allgathers whose results a rank stores, because another rank may still wait for one of them."""
+"""Number of allgathers whose results a rank stores, counted from the newest, because another rank may still wait for
+one of them."""
 
 
 class Gathering:
@@ -21,8 +22,8 @@ class Gathering:
     def __init__(
         self, name: str, data: bytes, number: int, now: float, then: Callable[[Sequence[bytes]], None]
     ) -> None:
-        """number: position among all gatherings, equal on all ranks. now: the time (perf_counter). then: called with
-        all ranks' bytes when they have arrived, at the latest before reconnected ranks compare what they train."""
+        """number: position among all allgathers, equal on all ranks. now: the time (perf_counter). then: callback that
+        gets all ranks' bytes when they have arrived, at the latest before reconnected ranks compare what they train."""
         self.name = name
         self.number = number
         self.began = now
@@ -33,11 +34,11 @@ class Gathering:
         self._lanes: Sequence[bytes] | None = None
 
     def launch(self, engine: Engine) -> None:
-        """Launch the allgather, also again with another group of ranks."""
+        """Launch the allgather; may be called again to repeat it with another group of ranks."""
         self._work = engine.allgather(self._data, self.name)
 
     def settle(self, lanes: Sequence[bytes]) -> None:
-        """Complete the allgather with all ranks' bytes, which another rank may have passed on to this one."""
+        """Complete the allgather with all ranks' bytes, which may have come from another rank that has completed it."""
         self._lanes = lanes
         self._then(lanes)
 
@@ -83,8 +84,8 @@ class Gatherings:
     def begin(
         self, name: str, data: bytes, now: float, then: Callable[[Sequence[bytes]], None], *, kept: bool
     ) -> Gathering:
-        """Create the next allgather. now: the time (perf_counter). kept: whether to store it for ranks that need its
-        values after a loss."""
+        """Create the next allgather. now: the time (perf_counter). kept: whether to store the allgather for ranks that
+        need its values after a loss of ranks."""
         gathering = Gathering(name, data, self.count, now, then)
         self.count += 1
         if kept:
@@ -93,7 +94,7 @@ class Gatherings:
 
     @property
     def completed(self) -> int:
-        """Number of allgathers that are complete, counted up to the first incomplete one."""
+        """Number of allgathers that are complete before the first incomplete one."""
         return min((g.number for g in self.newest if not g.complete), default=self.count)
 
     def results(self, first: int) -> dict[int, list[bytes]]:

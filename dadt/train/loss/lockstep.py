@@ -1,5 +1,5 @@
-"""Keeps one optimizer in step with its peers on other ranks: copies the first rank's state at the start, and averages
-each step, again if ranks are lost."""
+"""Keeps one optimizer equal to its counterparts on other ranks: copies the first rank's state at the start, and
+averages the gradients of each step. Both are repeated if ranks are lost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dadt.train.ranks import Ranks
 
 
 class Lockstep:
-    """State of one optimizer relative to its peers: whether it has the first rank's state, and how many of its steps
-    are averaged."""
+    """State of one optimizer relative to its counterparts on other ranks: whether it has the first rank's state, and
+    for how many of its steps gradients are averaged."""
 
     def __init__(self, attachment: Attached, ranks: Ranks) -> None:
         self._attachment = attachment
@@ -22,10 +22,12 @@ class Lockstep:
         """Number of steps whose gradients have been averaged; -1 before the optimizer has the first rank's state."""
         self._averaging = False
         self._undone = False
-        """Whether the current step was undone because ranks were lost: it begins again, even if more ranks are lost."""
+        """Whether the current step was undone because ranks were lost, and so can begin again, even if more ranks are
+        lost."""
 
     def join(self, take: Callable[[], None]) -> None:
-        """Set the optimizer to the first rank's state by calling `take`, again if ranks are lost. Raises CommError."""
+        """Set the optimizer to the first rank's state by calling `take`, and call it again if ranks are lost. Raises
+        CommError."""
         with self._ranks.as_a_whole():
             while self.averaged < 0:
                 try:
@@ -35,7 +37,7 @@ class Lockstep:
                     self._ranks.regroup(error)  # `regroup` also updates `averaged` if other ranks are further
 
     def average(self) -> None:
-        """Average one step's gradients over the ranks, again if ranks are lost. Raises CommError."""
+        """Average one step's gradients over the ranks, and repeat this if ranks are lost. Raises CommError."""
         if not self._attachment.algorithm.averages:
             self._attachment.algorithm.before_step()
             return
@@ -56,8 +58,9 @@ class Lockstep:
         return self._averaging and not self._undone and self._attachment.algorithm.launched is None
 
     def regroup(self, averaged: int, keep: bool) -> Exchange | None:
-        """Called when ranks were lost. averaged: number of steps that the furthest rank has averaged. keep: whether
-        exchanges of earlier steps can be launched again on all ranks. Returns the exchange to launch again, or None."""
+        """Prepare the current step to begin again after ranks were lost. averaged: number of steps that the furthest
+        rank has averaged. keep: whether exchanges of earlier steps can be launched again on all ranks. Returns the
+        exchange to launch again, or None."""
         algorithm, behind = self._attachment.algorithm, self.averaged < averaged
         if self.averaged < 0:
             self.averaged = averaged

@@ -10,8 +10,8 @@ from dadt.errors import CommTimeout
 
 
 class Pause:
-    """A lock between steps and readers: the training thread calls `begin` and `end`, a thread that reads weights uses
-    `still`."""
+    """A lock that keeps steps and readers of the weights apart: the training thread calls `begin` and `end`, and a
+    thread that reads weights uses `still`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -20,14 +20,14 @@ class Pause:
         """Number of optimizer steps under way, possibly more than one if there are several optimizers."""
 
     def begin(self) -> None:
-        """Called before weights change. Waits while another thread reads them."""
+        """Begin a step that changes weights. Waits while another thread reads them."""
         with self._changed:
             if not self._steps:
                 self._changed.wait_for(lambda: not self._readers)
             self._steps += 1
 
     def end(self) -> None:
-        """Called when the step is over or was skipped."""
+        """Let other threads read the weights again, because the step is over or was skipped."""
         with self._changed:
             self._steps = max(0, self._steps - 1)
             self._changed.notify_all()

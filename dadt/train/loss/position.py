@@ -1,5 +1,5 @@
-"""Decides how ranks that have connected again train on, from what each rank reports of itself: who is behind, who gives
-its weights, and who cannot catch up. All ranks decide alike, as each knows the same reports.
+"""Decides how ranks that have connected again train on: which ranks are behind, which rank sends its weights to them,
+and whether any rank cannot catch up. All ranks decide alike, as each has the reports of all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dadt.errors import Mismatch
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far one rank has trained, as it reports to all others after ranks were lost."""
+    """One rank's report of how far it has trained, which it sends to all other ranks after ranks were lost."""
 
     averaged: Sequence[int]
     """For each managed optimizer, the number of steps whose gradients are averaged; -1 if it does not have the first
@@ -25,7 +25,7 @@ class Position:
     """For each managed optimizer, how far the rank is in exchanges that belong to no step, such as the weight averages
     of algorithm `local`."""
     gathered: int
-    """Number of small allgathers that are complete on this rank, counted up to the first incomplete one."""
+    """Number of small allgathers that are complete on this rank before the first incomplete one."""
     repeatable: bool
     """Whether all exchanges under way can be launched again."""
     stuck: str
@@ -33,13 +33,13 @@ class Position:
     joins: bool
     """Whether the rank is new and has trained nothing yet."""
     given: int = 0
-    """Number of managed optimizers whose state the rank was given when it joined; it starts from that state where
-    `averaged` does not name the optimizer yet."""
+    """Number of managed optimizers whose state the rank received when it joined. The rank will start from that state
+    with optimizers that `averaged` does not contain yet."""
 
 
 class CatchUp(NamedTuple):
-    """Ranks that lack one optimizer's newest average, and the rank that gives them its weights and state. Ranks are
-    indices in the group."""
+    """The ranks that lack one optimizer's newest average, and the rank that sends them its weights and optimizer state.
+    Ranks are indices in the group."""
 
     optimizer: int
     root: int
@@ -48,13 +48,13 @@ class CatchUp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How the ranks of a new group train on. Ranks are indices in the group."""
+    """Decision how the ranks of a new group train on. Ranks are indices in the group."""
 
     furthest: Sequence[int]
     """For each managed optimizer, the number of steps that the furthest rank has averaged."""
     catch_ups: Sequence[CatchUp]
     greeter: int | None
-    """The rank that gives the state of its training to new ranks; None if no rank is new, or none has trained."""
+    """The rank that sends the state of its training to new ranks; None if no rank is new, or no rank has trained."""
     repeats: bool
     """Whether exchanges of earlier steps can be launched again on all ranks."""
     gathered: int
@@ -62,7 +62,7 @@ class Course:
     least: int
     """The smallest number of small allgathers that are complete on a rank that is not new."""
     informant: int
-    """The rank that passes on the results of small allgathers that other ranks lack."""
+    """The rank that sends results of small allgathers to the ranks that lack them."""
 
 
 def _averaged(position: Position, optimizer: int, furthest: int) -> int:
@@ -72,8 +72,8 @@ def _averaged(position: Position, optimizer: int, furthest: int) -> int:
 
 
 def decide(told: Sequence[Position], members: Sequence[int]) -> Course:
-    """Decide how ranks train on. told: each rank's report, in the order of the group. members: the ranks by their
-    numbers in the whole job. Raises Mismatch if they cannot."""
+    """Decide how ranks train on. told: each rank's report, in the order of the group. members: each rank's number in
+    the whole job. Raises Mismatch if training cannot continue."""
     for rank, position in zip(members, told, strict=True):
         if position.stuck:
             raise Mismatch(f"training cannot go on after ranks have connected anew: rank {rank} was {position.stuck}")

@@ -18,13 +18,13 @@ class Reconnection:
     """Reconnects one rank in the background. `begin` runs on the thread that learns of lost ranks, all other methods on
     the training thread.
 
-    Operations that the training thread runs together with all ranks (such as the last average) fail meanwhile; the
+    Operations that the training thread runs together with all ranks, such as the last average, fail meanwhile. The
     training thread begins them again inside the same `within` block.
     """
 
     def __init__(self, deaths: Deaths, connect_anew: Callable[[CommError], None], most: float) -> None:
-        """connect_anew: connects with the remaining ranks, or raises the error. most: maximum seconds that connecting
-        may take."""
+        """connect_anew: function that takes the error of the old connection, and connects with the remaining ranks or
+        raises the error. most: maximum number of seconds that connecting may take."""
         self._deaths = deaths
         self._connect_anew = connect_anew
         self._most = most
@@ -65,8 +65,8 @@ class Reconnection:
                     self._changed.notify_all()
 
     def check(self) -> None:
-        """Raises the error that ended reconnecting, or PeerLost if the training thread must repeat what it does
-        together with all ranks."""
+        """Raise the error that ended reconnecting, or PeerLost if the training thread must repeat an operation with all
+        ranks."""
         if self._error is not None:
             raise self._error
         with self._changed:
@@ -85,8 +85,8 @@ class Reconnection:
             self._within = outer
 
     def wait(self, error: CommError) -> None:
-        """Called when an operation with all ranks has failed: wait until the operation can begin again. Raises the
-        error if it cannot begin again."""
+        """Wait until an operation with all ranks, which has failed with `error`, can begin again. Raises the error if
+        it cannot."""
         before = self._within
         if self._count == before:
             self.begin(error)
@@ -99,7 +99,8 @@ class Reconnection:
         self._within = self._count
 
     def close(self) -> None:
-        """Start no further connection, and wait at most _STOP_SECONDS for one under way. Idempotent."""
+        """Start no further reconnecting, and wait at most _STOP_SECONDS for one under way. Does nothing if called
+        again."""
         with self._changed:
             self._closed = True
             thread = self._thread

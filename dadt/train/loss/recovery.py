@@ -25,12 +25,13 @@ from dadt.train.stall import PATIENCE
 from dadt.train.verification import Verification
 
 REGROUP_SECONDS = 10.0
-"""Seconds for which a rank waits until the launcher reports who trains on, after a library has noticed a lost host."""
+"""Seconds for which a rank waits until the launcher reports which ranks train on, after a library has noticed a lost
+host."""
 
 
 class Recovery:
-    """Connects this rank with all ranks that train, again after each loss of ranks. In algorithms whose ranks do not
-    wait for each other, reconnecting runs on the thread of `Reconnection`."""
+    """Connects this rank with all ranks that train, at the start and after each loss of ranks. In algorithms whose
+    ranks do not wait for each other, reconnecting runs on the thread of `Reconnection`."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class Recovery:
         self._regrouping = False
 
     def join(self) -> None:
-        """Connect with all ranks for the first time, and continue from their state if they have trained already; again
-        if ranks are lost meanwhile. Raises StartTimeout, PeerLost or ConfigError."""
+        """Connect with all ranks for the first time, and continue from their state if they have trained already. This
+        is repeated if ranks are lost meanwhile. Raises StartTimeout, PeerLost or ConfigError."""
         ranks = self._ranks
         if ranks.world.joins:
             self.enter(StartTimeout("the launcher did not let this rank into the job"))
@@ -94,8 +95,8 @@ class Recovery:
     ) -> None:
         """Connect with the ranks that are left. Raises the error if no loss of ranks explains it.
 
-        seconds: time that a new worker may take to join. parts: DADT's part of each optimizer's state, needed on all
-        ranks if they have waited for a new worker.
+        seconds: time that a new worker may take to join. parts: DADT's part of each optimizer's state dict, which all
+        ranks must pass if they have waited for a new worker.
         """
         if self._regrouping:
             raise error
@@ -131,8 +132,8 @@ class Recovery:
         ranks.say(f"{size} of {whole} workers train on from step {ranks.step}, {seconds:.2f} s later{missing}")
 
     def _release(self, parts: Mapping[torch.optim.Optimizer, dict[str, Any]]) -> None:
-        """Detach all optimizers, so that the next forward attaches them again, like in a job that resumes from a
-        checkpoint. parts: DADT's part of each optimizer's state, in the form of a checkpoint."""
+        """Detach all optimizers from DADT, so that the next forward attaches them again, as in a job that resumes from
+        a checkpoint. parts: DADT's part of each optimizer's state dict, as in a checkpoint."""
         for attachment in self._attachments:
             attachment.prediction.undo()
             self._batches.keep(attachment)
@@ -162,7 +163,7 @@ class Recovery:
         return generation
 
     def _await_news(self, seconds: float) -> None:
-        """Wait at most `seconds` seconds until the launcher reports who trains on."""
+        """Wait at most `seconds` seconds until the launcher reports which ranks train on."""
         begun = perf_counter()
         while not self._ranks.deaths.await_news(min(PATIENCE, max(0.0, seconds - (perf_counter() - begun)))):
             if (waited := perf_counter() - begun) >= seconds:
@@ -171,7 +172,7 @@ class Recovery:
 
     def _may_have_passed(self, error: Exception) -> bool:
         """Whether the error may come from a failed connection, which connecting again can repair. False if a rank was
-        missing at the start of the job, since a second wait is not worthwhile."""
+        missing at the start of the job, since it would probably be missing after a second wait, too."""
         ranks = self._ranks
         ours = isinstance(error, DadtError) and not isinstance(error, CommError | StartTimeout | Unproved)
         wanted = isinstance(error, CommTimeout) and ranks.config.on_stall == "abort"

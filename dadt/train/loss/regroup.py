@@ -1,9 +1,10 @@
 """Continues training after ranks were lost or a connection has failed: the remaining ranks reconnect, find out how far
 each of them is, and train on from the furthest.
 
-Every rank waits for every exchange, so no rank is more than one step ahead of another. Ranks without the newest average
-load weights and state from a rank that has it, and apply nothing in their current step. Exchanges under way are
-launched again with their original gradients. What follows from the reports of all ranks is decided in `position`.
+Every rank waits for every exchange, so no rank is more than one step ahead of another. Ranks that lack the newest
+average load weights and state from a rank that has applied it, and apply nothing in their current step. Exchanges under
+way are launched again with their original gradients. The module `position` decides all this from the reports of all
+ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def regroup(
     anchors (last averaged weights), after each exchange. Raises Mismatch if training cannot continue."""
     for a in attachments:
         a.prediction.undo()
-    # Optimizers that will start from the state which this rank was given are not behind.
+    # Optimizers that will start from the state that this rank received when it joined are left out, because they are
+    # not behind.
     started = [a for a in attachments if a.lockstep.averaged >= 0 or a.index >= len(replicas.given)]
     mine = _mine(ranks, started, given=len(replicas.given))
     lanes = ranks.tell("position", json.dumps(asdict(mine)).encode())
